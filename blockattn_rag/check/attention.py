@@ -128,7 +128,7 @@ def _adapted(
 ) -> tuple[Tensor, Tensor]:
     """Keys and values ``[1, K, n, D]`` in which those of passages are changed."""
     key, value = key.double(), value.double()
-    weight, bias = (tensor.double() for tensor in adapter.layers[layer])
+    weight, bias = (tensor.to(key.device, key.dtype) for tensor in adapter.layers[layer])
     for block in range(1, int(layout.block[-1])):
         at = (layout.block == block) & ~layout.is_sink
         offsets = layout.position[at]

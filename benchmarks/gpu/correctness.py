@@ -1,0 +1,216 @@
+"""Is block mode exact on this device? Small random models against a float64 oracle.
+
+Each case is one model: a head size, a ratio of query heads to key-value heads, and a number type.
+Contexts have blocks of 1 to 8,192 tokens. The oracle is one dense forward with the block mask, by
+the same weights in float64. A path may be off by four times what rounding does to that dense
+forward in the model's own type, and by 1e-4 in any case. Errors are relative to the largest logit.
+
+Answers are judged token by token, because rounding may decide near ties: a greedy token may score
+less than the oracle's best by twice the permitted error of the logits.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from harness import Campaign, Case, Record, random_ids
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from blockattn_rag import BlockAttentionEngine, Recipe
+from blockattn_rag.check.oracle import RecipeOracle
+from blockattn_rag.kv.rope import relative_error
+from blockattn_rag.lab.efficiency.shapes import counting_tokenizer, floating_type
+from blockattn_rag.model import BlockModel
+from blockattn_rag.model.correction import NUM_PLACES, Correction, LayerCorrection
+from blockattn_rag.model.probe import LOGITS
+from blockattn_rag.prompts.blocks import Block, BlockPrompt
+
+HEADS, VOCABULARY, FINAL_TOKENS, NEW_TOKENS = 8, 512, 12, 3
+INT8_ERROR = 0.05
+"""What rounding keys and values to 8 bits may add to the relative error of the logits."""
+
+ROUNDING = 4
+"""Permitted error of a path, in errors of the dense forward in the same number type."""
+
+GREEDY: Mapping[str, Any] = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
+
+
+class Sizes(NamedTuple):
+    """What is crossed: a model for each head size, ratio and type; a prompt for each context."""
+
+    head_sizes: Sequence[int] = (64, 80, 96, 128, 256)
+    ratios: Sequence[int] = (1, 2, 4, 8)
+    dtypes: Sequence[str] = ("float32", "bfloat16", "float16")
+    contexts: Mapping[str, Sequence[int]] = {
+        "tiny": (1, 1, 2, 3, 7, 1),
+        "mixed": (16, 1, 64, 130, 511, 513),
+        "large": (8192, 1024, 1),
+    }
+
+
+DRY = Sizes((16,), (4,), ("float32", "bfloat16"), {"mixed": (16, 1, 7)})
+LARGE, LARGE_RATIO = "large", 4
+"""The dense oracle of the large context takes seconds, so it has one ratio and no recipes."""
+
+
+def cases(campaign: Campaign) -> Iterator[Case]:
+    sizes = DRY if campaign.dry else Sizes()
+    for size, ratio, dtype in itertools.product(sizes.head_sizes, sizes.ratios, sizes.dtypes):
+
+        def measure(size: int = size, ratio: int = ratio, dtype: str = dtype) -> Record:
+            chosen = {
+                name: lengths
+                for name, lengths in sizes.contexts.items()
+                if name != LARGE or ratio == LARGE_RATIO
+            }
+            rows = list(compare(campaign, size, ratio, dtype, chosen))
+            return {"passed": all(row["error"] <= row["budget"] for row in rows), "rows": rows}
+
+        yield Case(f"head {size}, ratio {ratio}, {dtype}", measure)
+
+
+def compare(
+    campaign: Campaign, size: int, ratio: int, dtype: str, contexts: Mapping[str, Sequence[int]]
+) -> Iterator[Record]:
+    """One row for each context, recipe and path: ``error`` and ``budget`` of the logits, or of the
+    chosen tokens."""
+    longest = sum(max(contexts.values(), key=sum))  # a batch has prompts of one block twice
+    hf_model = random_model(size, HEADS // ratio, 2 * longest + FINAL_TOKENS + NEW_TOKENS + 1).to(
+        device=campaign.device, dtype=floating_type(dtype)
+    )
+    exact = block_model(copy.deepcopy(hf_model).double())
+    model = block_model(hf_model)
+    for name, lengths in contexts.items():
+        prompt = prompt_of(lengths)
+        plain = Recipe()
+        # Promotion is a choice, which rounding may turn.
+        promoting = [Recipe(promote=1)] * (dtype == "float32")
+        repaired = [] if name == LARGE else [adapted(model), *promoting]
+        for recipe in (plain, *repaired):
+            judge = Judge(model, exact, prompt, recipe)
+            for path, options in paths(recipe).items():
+                engine = campaign.engine(model, recipe=recipe, **options)
+                where = {"context": name, "recipe": str(recipe), "path": path}
+                extra = INT8_ERROR * (path == "int8")
+                yield where | judge.logits(engine, extra)
+                if recipe == plain:
+                    yield where | {"path": f"{path}, batch"} | judge.batch(engine, extra)
+
+
+def paths(recipe: Recipe) -> dict[str, dict[str, Any]]:
+    """Options of engines."""
+    found: dict[str, dict[str, Any]] = {
+        "relay": {"assembly": "relay"},
+        "copy": {"assembly": "copy"},
+    }
+    if not recipe.promote:
+        found["int8"] = {"assembly": "relay", "kv_dtype": "int8"}
+    return found
+
+
+class Judge:
+    """Compares engines with the oracle for one prompt and recipe.
+
+    Args:
+        model: The model that the engines run.
+        exact: The same weights in float64.
+        prompt: The prompt.
+        recipe: The recipe.
+    """
+
+    def __init__(
+        self, model: BlockModel, exact: BlockModel, prompt: BlockPrompt, recipe: Recipe
+    ) -> None:
+        self.prompt, self.recipe, self.exact = prompt, recipe, exact
+        self.answer = random_ids([NEW_TOKENS], VOCABULARY, seed=1)[0]
+        self.expected = RecipeOracle(exact, prompt, recipe).logits(self.answer[:-1])
+        dense = RecipeOracle(model, prompt, recipe).logits(self.answer[:-1])
+        self.rounding = relative_error(dense, self.expected)
+        self.budget = max(LOGITS[torch.float32], ROUNDING * self.rounding)
+
+    def logits(self, engine: BlockAttentionEngine, extra: float) -> Record:
+        """Logits of a given answer, blocks computed and then reused."""
+        errors = []
+        for _ in range(2):
+            found = engine.answer_logits(self.prompt, self.answer, mode="block")
+            errors.append(relative_error(found.float(), self.expected))
+        return self._row(max(errors), extra)
+
+    def batch(self, engine: BlockAttentionEngine, extra: float) -> Record:
+        """Greedy answers to the prompt, to its blocks in another order, and to one block twice."""
+        blocks, final = self.prompt.context, self.prompt.final
+        orders = [blocks, blocks[::-1], (blocks[-1], blocks[-1])]
+        prompts = [BlockPrompt(order, final) for order in orders]
+        answers = engine.generate_batch(prompts, batch_size=len(prompts), **GREEDY)
+        errors = []
+        for prompt, answer in zip(prompts, answers, strict=True):
+            oracle = RecipeOracle(self.exact, prompt, self.recipe)
+            errors.append(shortfall(oracle.logits(answer.token_ids[:-1]), answer.token_ids) / 2)
+        return self._row(max(errors), extra)
+
+    def _row(self, error: float, extra: float) -> Record:
+        return {"error": error, "budget": self.budget + extra, "rounding": self.rounding}
+
+
+def shortfall(logits: Tensor, tokens: Sequence[int]) -> float:
+    """By how much chosen tokens score less than the best ones, at most, relative to the largest
+    logit. ``logits``: ``[len(tokens), vocab]``."""
+    chosen = logits.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0]
+    return float((logits.max(dim=1).values - chosen).max() / logits.abs().max())
+
+
+def random_model(size: int, kv_heads: int, max_tokens: int) -> Any:
+    """Two layers of Llama, float32, with weights so large that attention is far from uniform."""
+    make: Any = LlamaConfig
+    config = make(
+        vocab_size=VOCABULARY,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=HEADS,
+        num_key_value_heads=kv_heads,
+        head_dim=size,
+        max_position_embeddings=max_tokens,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    factory: Any = AutoModelForCausalLM
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(size + kv_heads)
+        model = factory.from_config(config, dtype=torch.float32).eval()
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(4)
+    return model
+
+
+def block_model(hf_model: Any) -> BlockModel:
+    return BlockModel(hf_model, counting_tokenizer(VOCABULARY), pack_weights=False)
+
+
+def prompt_of(lengths: Sequence[int]) -> BlockPrompt:
+    *context, final = (
+        " ".join(f"t{token}" for token in ids)
+        for ids in random_ids([*lengths, FINAL_TOKENS], VOCABULARY)
+    )
+    return BlockPrompt(tuple(map(Block, context)), final)
+
+
+def adapted(model: BlockModel) -> Recipe:
+    """A recipe with a sink and a random adapter."""
+    generator = torch.Generator().manual_seed(3)
+    layers = []
+    for keys, values in model.profile.layer_outlines:
+        both = keys.size + values.size
+        shapes = (keys.heads, both, both), (keys.heads, NUM_PLACES, both)
+        layers.append(
+            LayerCorrection(*(torch.randn(s, generator=generator) / both for s in shapes))
+        )
+    adapter = Correction(tuple(layers), "head:4", model.fingerprint)
+    return Recipe("head:4", adapter, fingerprints=(model.fingerprint,))

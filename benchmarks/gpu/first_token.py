@@ -1,0 +1,188 @@
+"""Time to the first token, time per token and memory, against the limits of the device.
+
+Llama shapes with random weights in bfloat16, a question of 50 tokens, and KV on the device. Paths:
+``full`` prefills everything, ``copy`` joins re-encoded blocks, ``relay`` attends to blocks where
+they lie, ``floor`` is the question alone. For each shape and context:
+
+* ``request``: the engine's time to the first token, on the host's clock, tokenising included.
+* ``forward``: putting the blocks together and the forward of the question alone, by CUDA events.
+* ``decode``: time of each token after the first.
+* ``memory``: bytes that a request allocates at most.
+
+A limit is the larger of bytes read and written by the device's bandwidth and operations by its
+rate, both measured in the same process (``harness.Ceilings``). Bytes are those of weights and of
+keys and values: relay reads each once; copy reads them, writes them and reads them again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from harness import Campaign, Case, Ceilings, Record, elapsed_s, random_ids
+from torch import Tensor
+
+from blockattn_rag.check.checks import placed_context
+from blockattn_rag.kv.context import Context
+from blockattn_rag.lab.efficiency import measure_decode, measure_memory, measure_ttft
+from blockattn_rag.lab.efficiency.shapes import prefill_flops
+from blockattn_rag.lab.efficiency.timing import Turns
+from blockattn_rag.model import BlockModel
+
+SHAPES: Sequence[str] = ("8b", "1b")
+LENGTHS: Sequence[int] = (32_768, 4_096, 131_072)
+BLOCK_TOKENS, QUESTION_TOKENS, NEW_TOKENS = 512, 50, 32
+OTHER_BLOCKS: Sequence[int] = (128, 2_048, 8_192)
+"""Further block sizes, at the first length: relay joins small blocks, and the size where that
+stops to pay is a constant of ``blockattn_rag.attention``."""
+
+TRAFFIC: Mapping[str, int] = {"full": 0, "copy": 3, "relay": 1, "floor": 0}
+"""How often a path reads or writes the keys and values of the context."""
+
+PATHS = ("full", "copy", "relay")
+REUSING = ("copy", "relay")
+
+
+def cases(campaign: Campaign) -> Iterator[Case]:
+    """The cases of the step, in order of importance."""
+    shapes, lengths, others = SHAPES, LENGTHS, OTHER_BLOCKS
+    if campaign.dry:
+        shapes, lengths, others = ("tiny",), (64,), (16,)
+    for shape in shapes:
+        model = partial(campaign.model, shape, max(LENGTHS) + 1024)
+        for length in lengths:
+            block = min(BLOCK_TOKENS, length // 2)
+            runs: dict[str, Callable[[BlockModel], Record]] = {
+                "forward": partial(forward, campaign, length=length, block=block),
+                "request": partial(request, campaign, length=length, block=block),
+                "decode": partial(decode, campaign, length=length, block=block),
+                "memory": partial(memory, campaign, length=length, block=block),
+                # Where a full prefill does not fit, the others may.
+                "forward, reuse": partial(
+                    forward, campaign, length=length, block=block, paths=REUSING
+                ),
+            }
+            if length != max(lengths):
+                del runs["forward, reuse"]
+            if length == lengths[0]:
+                for other in others:
+                    runs[f"forward, blocks of {other}"] = partial(
+                        forward, campaign, length=length, block=other, paths=REUSING
+                    )
+            for name, run in runs.items():
+                yield Case(f"{shape}/{length}/{name}", partial(_on_model, run, model))
+
+
+def _on_model(run: Callable[[BlockModel], Record], model: Callable[[], BlockModel]) -> Record:
+    return run(model())  # made when a case needs it, not when cases are listed
+
+
+def request(campaign: Campaign, model: BlockModel, *, length: int, block: int) -> Record:
+    """See the module: ``<path>_s`` of each path and the floor, and ``relay_over_copy``."""
+    engine = campaign.engine(model)
+    (row,) = measure_ttft(
+        engine,
+        [length],
+        block_tokens=block,
+        question_tokens=QUESTION_TOKENS,
+        repeats=repeats(campaign, length),
+    )
+    return row | {"block_tokens": block, "relay_over_copy": row["relay_s"] / row["copy_s"]}
+
+
+def forward(
+    campaign: Campaign,
+    model: BlockModel,
+    *,
+    length: int,
+    block: int,
+    paths: Sequence[str] = PATHS,
+) -> Record:
+    """See the module: ``<path>_s`` and ``<path>_limit_s``."""
+    prompt = Prompt.drawn(model, length, block)
+    ways = {
+        path: partial(elapsed_s, partial(prompt.answer, model, path), model.device)
+        for path in (*paths, "floor")
+    }
+    row = Turns(repeats(campaign, length), 1).measure(ways)
+    row |= {"length": length, "block_tokens": block, "ceilings": campaign.ceilings._asdict()}
+    for path in ways:
+        row[f"{path}_limit_s"] = limit_s(model, campaign.ceilings, path, length)
+    return row | {"relay_over_copy": row["relay_s"] / row["copy_s"]}
+
+
+def repeats(campaign: Campaign, length: int) -> int:
+    """Fewer for the longest context, whose full prefill takes most of the step's time."""
+    return min(campaign.repeats, 2) if length == max(LENGTHS) else campaign.repeats
+
+
+class Prompt(NamedTuple):
+    """A prompt of random tokens.
+
+    Args:
+        context: Its blocks, encoded and placed.
+        question: Token ids of the final block, ``[1, n]``.
+        everything: Token ids of the whole prompt, ``[1, n]``.
+    """
+
+    context: Context
+    question: Tensor
+    everything: Tensor
+
+    @classmethod
+    def drawn(cls, model: BlockModel, length: int, block: int) -> Prompt:
+        sizes = [min(block, length - start) for start in range(0, length, block)]
+        *blocks, question = random_ids([*sizes, QUESTION_TOKENS], model.config.vocab_size)
+        everything = [*(token for ids in blocks for token in ids), *question]
+        return cls(
+            placed_context(model, blocks), torch.tensor([question]), torch.tensor([everything])
+        )
+
+    def answer(self, model: BlockModel, path: str) -> Tensor:
+        """The logits after the prompt, computed on a path."""
+        if path not in REUSING:
+            return model.next_logits(self.everything if path == "full" else self.question)
+        assembly: Any = path
+        return model.next_logits(self.question, model.cache_for(self.context, assembly=assembly))
+
+
+def decode(campaign: Campaign, model: BlockModel, *, length: int, block: int) -> Record:
+    """See the module: ``<path>_s``, ``<path>_tokens_per_s``, and the ``limit_s`` of all paths."""
+    (row,) = measure_decode(
+        campaign.engine(model),
+        [length],
+        block_tokens=(block,),
+        question_tokens=QUESTION_TOKENS,
+        new_tokens=4 if campaign.dry else NEW_TOKENS,
+        repeats=min(campaign.repeats, 2),
+    )
+    for path in PATHS:
+        row[f"{path}_tokens_per_s"] = 1 / row[f"{path}_s"]
+    moved = weight_bytes(model) + length * model.bytes_per_token
+    return row | {"limit_s": moved / campaign.ceilings.bytes_per_s}
+
+
+def memory(campaign: Campaign, model: BlockModel, *, length: int, block: int) -> Record:
+    """See the module: ``<path>_peak_bytes``, ``stored_bytes`` and ``weight_bytes``."""
+    (row,) = measure_memory(
+        campaign.engine(model), [length], block_tokens=block, question_tokens=QUESTION_TOKENS
+    )
+    return row | {"block_tokens": block, "weight_bytes": weight_bytes(model)}
+
+
+def limit_s(model: BlockModel, ceilings: Ceilings, path: str, length: int) -> float:
+    """Seconds that a first token takes at least."""
+    moved = weight_bytes(model) + TRAFFIC[path] * length * model.bytes_per_token
+    new, cached = QUESTION_TOKENS, length if path in REUSING else 0
+    new += length if path == "full" else 0
+    flops = prefill_flops(model.config, new, cached)
+    return max(moved / ceilings.bytes_per_s, flops / ceilings.flops_per_s)
+
+
+def weight_bytes(model: BlockModel) -> int:
+    """Bytes of the weights that every forward reads: all but the table of input embeddings."""
+    table: Tensor = model.hf_model.get_input_embeddings().weight
+    total: int = sum(one.nbytes for one in model.hf_model.parameters())
+    return total - table.nbytes

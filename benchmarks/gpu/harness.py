@@ -1,0 +1,237 @@
+"""What all steps of the GPU campaign share: cases and their records, engines, and device timing.
+
+A step is a list of cases. Each finished case is one JSON line of ``<out>/<step>.jsonl``, written at
+once, so that a step that was killed continues where it stopped. A record is::
+
+    {"case": "8b/32768/forward", "machine": {...}, "dry": false, "seconds": 12.3,
+     "result": {...}}             # or "out_of_memory": "...", or "error": "Traceback ..."
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from blockattn_rag import BlockAttentionEngine
+from blockattn_rag.lab.efficiency import machine
+from blockattn_rag.lab.efficiency.shapes import counting_tokenizer, random_llama
+from blockattn_rag.model import BlockModel
+from blockattn_rag.store import KVStore, MemoryStore
+
+Record = dict[str, Any]
+STEPS = ("correctness", "first_token", "shared_prompt", "transfer", "profiling")
+
+DONE, FAILED, UNFINISHED = 0, 1, 3
+"""Exit statuses of a step. ``UNFINISHED``: time ran out; run the step again."""
+
+
+class Case(NamedTuple):
+    """One measurement. ``measure`` returns plain JSON; the case failed if its key ``passed`` is
+    False."""
+
+    name: str
+    measure: Callable[[], Record]
+
+
+class Ceilings(NamedTuple):
+    """What the device can do at most: bytes and 16-bit floating-point operations per second."""
+
+    bytes_per_s: float
+    flops_per_s: float
+
+
+@dataclass
+class Campaign:
+    """Settings of one run.
+
+    Args:
+        out: Folder of the records.
+        resume: Folder of an earlier run's records. Finished cases are taken from it.
+        dry: Use tiny shapes, on the CPU, to test the campaign itself.
+        minutes: No case starts later than this.
+    """
+
+    out: Path
+    resume: Path | None = None
+    dry: bool = False
+    minutes: float = 9.0
+    _started_s: float = field(default_factory=time.monotonic)
+    _model: tuple[str, BlockModel] | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where models run.
+
+        Raises:
+            RuntimeError: there is no GPU, and this is no dry run.
+        """
+        if self.dry:
+            return torch.device("cpu")
+        if not torch.cuda.is_available():
+            raise RuntimeError("Found no CUDA device: expected one, or DRY=1 for a dry run.")
+        return torch.device("cuda", torch.cuda.current_device())
+
+    @property
+    def repeats(self) -> int:
+        return 1 if self.dry else 5
+
+    def model(self, shape: str, max_tokens: int) -> BlockModel:
+        """A model with random weights. Only the last one is kept in memory."""
+        shape, dtype = ("tiny", "float32") if self.dry else (shape, "bfloat16")
+        if self._model is None or self._model[0] != shape:
+            self._model = None
+            free_memory()
+            loaded = random_llama(
+                shape, max_tokens=max_tokens, device=str(self.device), dtype=dtype
+            )
+            tokenizer = counting_tokenizer(loaded.config.vocab_size)
+            self._model = shape, BlockModel(loaded, tokenizer, pack_weights=False)
+        return self._model[1]
+
+    def engine(
+        self, model: BlockModel, *, store: KVStore | None = None, **options: Any
+    ) -> BlockAttentionEngine:
+        """An engine over a store, by default a new one on the device. Questions are computed every
+        time."""
+        store = MemoryStore(1 << 40) if store is None else store
+        options.setdefault("recipe", "none")
+        return BlockAttentionEngine(model, store, resident_bytes=0, **options)
+
+    @cached_property
+    def ceilings(self) -> Ceilings:
+        """Measured: a copy, counting bytes read and written, and a product of square matrices."""
+        size, side = (1 << 20, 64) if self.dry else (1 << 32, 8192)
+        source = torch.randint(255, (size,), dtype=torch.uint8, device=self.device)
+        target = torch.empty_like(source)
+        copy_s = median_s(lambda: target.copy_(source), self.device)
+        dtype = torch.float32 if self.dry else torch.bfloat16
+        left, right = (torch.randn(side, side, dtype=dtype, device=self.device) for _ in range(2))
+        product_s = median_s(lambda: left @ right, self.device)
+        return Ceilings(2 * size / copy_s, 2 * side**3 / product_s)
+
+    def run(self, step: str, cases: Iterable[Case]) -> int:
+        """Measure the cases of a step that have no record yet; returns the exit status.
+
+        Running out of memory is a result. Any other error is recorded, and the step goes on, unless
+        the error leaves the GPU unusable.
+        """
+        here = json.loads(json.dumps(machine(self.device)))
+        self.out.mkdir(parents=True, exist_ok=True)
+        file = self.out / f"{step}.jsonl"
+        known = {one["case"]: one for one in self._finished(step, here)}
+        file.write_text("".join(json.dumps(one) + "\n" for one in known.values()), "utf-8")
+        status = DONE
+        for case in cases:
+            record = known.get(case.name)
+            if record is None:
+                if time.monotonic() - self._started_s > 60 * self.minutes:
+                    say(f"{step}: {self.minutes:g} minutes are over; run it again to continue")
+                    return status or UNFINISHED
+                record = {"case": case.name, "machine": here, "dry": self.dry} | measured(case)
+                with file.open("a", encoding="utf-8") as lines:
+                    lines.write(json.dumps(record) + "\n")
+            outcome = outcome_of(record)
+            say(f"{step}: {case.name}: {outcome} ({record['seconds']:.1f} s)")
+            if outcome not in ("done", "out of memory"):
+                status = FAILED
+            if "CUDA error" in record.get("error", ""):
+                say(f"{step}: stopped, because the GPU cannot be used after such an error")
+                return status
+        return status
+
+    def _finished(self, step: str, here: Record) -> list[Record]:
+        """Earlier records of this machine without those of failures, which are repeated."""
+        folders = [folder for folder in (self.resume, self.out) if folder]
+        records = [one for folder in folders for one in read_records(folder, step)]
+        same = [one for one in records if one["dry"] == self.dry and one["machine"] == here]
+        return [one for one in same if outcome_of(one) in ("done", "out of memory")]
+
+
+def outcome_of(record: Record) -> str:
+    """``done``, ``out of memory``, ``wrong`` (the case did not pass) or ``error``."""
+    if "error" in record:
+        return "error"
+    if "out_of_memory" in record:
+        return "out of memory"
+    return "done" if record["result"].get("passed", True) else "wrong"
+
+
+def measured(case: Case) -> Record:
+    """The outcome of a case, and the seconds that it took."""
+    began = time.perf_counter()
+    try:
+        found: Record = {"result": case.measure()}
+    except torch.OutOfMemoryError as error:
+        found = {"out_of_memory": str(error).splitlines()[0]}
+        traceback.clear_frames(error.__traceback__)  # they refer to tensors
+    except Exception as error:  # noqa: BLE001 -- recorded, and the step's exit status is not 0
+        found = {"error": "".join(traceback.format_exception(error))}
+        traceback.clear_frames(error.__traceback__)
+    free_memory()
+    return found | {"seconds": time.perf_counter() - began}
+
+
+def free_memory() -> None:
+    """Return what nothing refers to any more to the device."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def read_records(folder: Path, step: str) -> list[Record]:
+    """The records of a step, oldest first. A last line that was cut by a kill is left out."""
+    file = folder / f"{step}.jsonl"
+    if not file.exists():
+        return []
+    complete, _, _ = file.read_text("utf-8").rpartition("\n")
+    return [json.loads(line) for line in complete.splitlines()]
+
+
+def results_of(folders: Sequence[Path | None], step: str) -> dict[str, Record]:
+    """Results of a step's finished cases, by name; those of later folders take precedence."""
+    records = [one for folder in folders if folder for one in read_records(folder, step)]
+    return {one["case"]: one["result"] for one in records if "result" in one}
+
+
+def elapsed_s(work: Callable[[], object], device: torch.device) -> float:
+    """Seconds from the start of ``work`` to the end of what it launched on the device."""
+    if device.type != "cuda":
+        began = time.perf_counter()
+        work()
+        return time.perf_counter() - began
+    make: Any = torch.cuda.Event
+    first, last = make(enable_timing=True), make(enable_timing=True)
+    torch.cuda.synchronize(device)
+    first.record()
+    work()
+    last.record()
+    last.synchronize()
+    return float(first.elapsed_time(last)) / 1000
+
+
+def median_s(work: Callable[[], object], device: torch.device, repeats: int = 10) -> float:
+    """Median of ``elapsed_s`` after two warm-ups."""
+    return statistics.median([elapsed_s(work, device) for _ in range(repeats + 2)][2:])
+
+
+def random_ids(lengths: Sequence[int], vocabulary: int, seed: int = 0) -> list[list[int]]:
+    """Random token ids, a list for each length, without 0 (padding)."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randint(1, vocabulary, (length,), generator=generator).tolist() for length in lengths
+    ]
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
