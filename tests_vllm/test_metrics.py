@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from blockattn_rag.server.loader import LoaderStats
 from blockattn_rag.server.vllm.metrics import Counters, count_loads
-from blockattn_rag.store.tier import TierStats
+from blockattn_rag.store import TierStats
 
 
 def test_loads_are_counted_by_the_names_of_tiers() -> None:

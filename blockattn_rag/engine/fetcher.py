@@ -18,11 +18,9 @@ from blockattn_rag.kv.block_kv import BlockKV, joined_handles, store_key
 from blockattn_rag.kv.quantization import KVDtype, check_kv_dtype
 from blockattn_rag.model import BlockModel, EncodeRequest
 from blockattn_rag.prompts.blocks import Block, Keep
-from blockattn_rag.store.base import Found, KVStore, ResidentStore, get_many, keep, touch
-from blockattn_rag.store.claims import claim
+from blockattn_rag.store.base import Found, KVStore, is_damage
 from blockattn_rag.store.device_cache import DeviceCache, with_device_cache
 from blockattn_rag.store.namespaces import OPEN, Access
-from blockattn_rag.store.tier import is_damage
 
 logger = logging.getLogger("blockattn_rag")
 
@@ -93,8 +91,7 @@ class BlockFetcher:
         self._model = model
         self._on_miss = check_on_miss(on_miss)
         self.wanted = BlockLookup(model, access).wanted
-        in_memory = isinstance(store, ResidentStore)
-        self._resident_bytes = math.inf if in_memory else resident_bytes
+        self._resident_bytes = math.inf if store.is_resident else resident_bytes
         self._cache = (
             DeviceCache(store, resident_bytes or 1)  # a store in memory is not written either
             if access.read_only
@@ -119,9 +116,9 @@ class BlockFetcher:
         own, *others = one.keys
         if self.access.read_only:
             others = [own, *others]
-        elif claim(self.store, own, one.handles):
+        elif self.store.claim(own, one.handles):
             return True
-        return any(touch(self.store, key) for key in others)
+        return any(self.store.touch(key) for key in others)
 
     def fetch(
         self, context: Sequence[Wanted], computed: Mapping[Name, int] = NOTHING_COMPUTED
@@ -230,13 +227,13 @@ class BlockFetcher:
         for place in range(1 + len(self.access.read_namespaces)):
             asked = [one for one in wanted if one.name not in found and place < len(one.keys)]
             keys = [one.keys[place] for one in asked]
-            answers = get_many(self._cache, keys) if keys else []
+            answers = self._cache.get_many(keys) if keys else []
             for one, key, answer in zip(asked, keys, answers, strict=True):
                 if (kv := self._sound(answer, key, one)) is None:
                     continue
                 if kv.device != device:
                     kv = kv.to(device)
-                    keep(self._cache, key, kv)
+                    self._cache.keep(key, kv)
                 found[one.name] = kv
         return found
 
@@ -283,7 +280,7 @@ class BlockFetcher:
         if allowed == "store" or key in self._to_store:
             self._store(kv)
             return
-        keep(self._cache, key, kv)
+        self._cache.keep(key, kv)
         if allowed == "memory":
             if len(self._to_store) >= _MOST_TO_STORE:
                 self._to_store.clear()
@@ -293,7 +290,7 @@ class BlockFetcher:
         """Store a block. A failure is logged and does not affect the answer."""
         self._to_store.discard(kv.key)
         if self.access.read_only:
-            keep(self._cache, kv.key, kv)
+            self._cache.keep(kv.key, kv)
             return
         try:
             self._cache.put(kv.key, kv)

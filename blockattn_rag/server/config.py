@@ -15,8 +15,7 @@ from blockattn_rag.server.profile import ModelProfile
 from blockattn_rag.server.shares import Share
 from blockattn_rag.server.validation import STRICT, Namespace, parse
 from blockattn_rag.store import KVStore, RedisStore
-from blockattn_rag.store.specs import bytes_of, is_cache
-from blockattn_rag.store.urls import lasts
+from blockattn_rag.store.urls import bytes_of, is_cache, lasts
 
 CONNECTOR = "BlockAttentionConnector"
 """Name of the connector in vLLM, and of its class."""

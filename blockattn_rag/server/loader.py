@@ -14,10 +14,8 @@ from blockattn_rag.prompts.blocks import Keep
 from blockattn_rag.server.keys import BlockId
 from blockattn_rag.server.profile import ModelProfile
 from blockattn_rag.server.shares import Share
-from blockattn_rag.store.base import Found, KVStore, get_many
-from blockattn_rag.store.deadlines import Readers, check_seconds, deadline, outcome, remaining
-from blockattn_rag.store.tier import TierStats, is_damage
-from blockattn_rag.store.tiered import TieredStore
+from blockattn_rag.store.base import Found, KVStore, TierStats, is_damage
+from blockattn_rag.store.concurrency import Readers, check_seconds, deadline, outcome, remaining
 
 logger = logging.getLogger("blockattn_rag")
 
@@ -119,7 +117,7 @@ class BlockLoader:
         return refused
 
     def stats(self) -> LoaderStats:
-        tiers = self.store.tier_stats() if isinstance(self.store, TieredStore) else ()
+        tiers = self.store.tier_stats()
         with self._lock:
             return replace(self._stats, tiers=tiers)
 
@@ -167,8 +165,8 @@ class BlockLoader:
             keys = [*dict.fromkeys(one.keys[turn] for one in asked)]
             if not keys:
                 break
-            read = self._readers.start(get_many, self.store, keys)
-            said: list[Found] = outcome(read, until, f"ask {self.store!r}")
+            read = self._readers.start(self.store.get_many, keys)
+            said = outcome(read, until, f"ask {self.store!r}")
             answers = dict(zip(keys, said, strict=True))
             for one in asked:
                 key = one.keys[turn]

@@ -14,20 +14,19 @@ from typing import NoReturn
 
 import torch
 
-from blockattn_rag.errors import CorruptEntryError, FingerprintMismatchError, StoreError
+from blockattn_rag.errors import FingerprintMismatchError, StoreError
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.server.profile import ModelProfile
 from blockattn_rag.store.base import (
     EntryPart,
     Found,
     KVStore,
-    RangeStore,
+    MaintainedStore,
     StoreStats,
-    get_many,
-    touch,
+    damage_reported,
 )
 from blockattn_rag.store.format import decode_part
-from blockattn_rag.store.header import FormatError, Header
+from blockattn_rag.store.header import Header
 from blockattn_rag.store.layout import ByteRange, LayerShape, Layout, Piece, ranges_of, share_of
 
 # Read together with the header to save a request: the ids of 1024 tokens.
@@ -110,11 +109,11 @@ def open_share(home: KVStore, share: Share, profile: ModelProfile) -> KVStore:
     return home if share.is_whole(profile) else ShareStore(home, share, profile)
 
 
-class ShareStore:
+class ShareStore(KVStore):
     """Read-only ``KVStore`` of a rank's share of each block in another store.
 
     Blocks have the heads and layers of the share only, and are checked like complete entries. From
-    stores with byte ranges, two requests read the shares of any number of keys. From other stores,
+    a ``MaintainedStore``, two requests read the shares of any number of keys. From other stores,
     complete entries are read and cut.
 
     Args:
@@ -136,29 +135,20 @@ class ShareStore:
         heads = self.share.heads[0]
         return f"ShareStore({self.home!r}, heads={heads}, layers={self.share.layers})"
 
-    def get(self, key: str) -> BlockKV | None:
-        """The share of an entry; None if there is no entry.
-
-        Raises:
-            CorruptEntryError: The header, the token ids or this share are damaged.
-            FingerprintMismatchError: The block has another shape than the model's.
-            StoreError: As the home.
-        """
-        (found,) = self.get_many([key])
-        if isinstance(found, StoreError):
-            raise found
-        return found
-
     def get_many(self, keys: Sequence[str]) -> list[Found]:
-        """As ``get`` for each key, with one call to the home."""
-        if not isinstance(self.home, RangeStore):
-            return [self._cut(found) for found in get_many(self.home, keys)]
+        """The shares of entries, with one call to the home.
+
+        An answer is a CorruptEntryError if the header, the token ids or this share are damaged,
+        and a FingerprintMismatchError if the block has another shape than the model's.
+        """
+        if not isinstance(self.home, MaintainedStore):
+            return [self._cut(found) for found in self.home.get_many(keys)]
         parts = self.home.read_ranges(keys, self._places, self._head_bytes)
         return [self._decoded(part) if isinstance(part, EntryPart) else part for part in parts]
 
     def touch(self, key: str) -> bool:
         """Whether the home has an intact entry. Marks it as used."""
-        return touch(self.home, key)
+        return self.home.touch(key)
 
     def put(self, key: str, kv: BlockKV) -> None:
         """Raise StoreError: complete blocks are stored in the home."""
@@ -191,13 +181,12 @@ class ShareStore:
         return [layout.place("token_ids"), *ranges_of(self._pieces(layout))]
 
     def _decoded(self, part: EntryPart) -> Found:
+        pieces = self._pieces(part.header.layout)
         try:
-            pieces = self._pieces(part.header.layout)
-            return decode_part(part.header, pieces, part.places, part.data)
-        except FormatError as error:
-            return CorruptEntryError(
-                f"{part.source} is damaged: {error}; delete it, or store the block again"
-            )
+            with damage_reported(part.source):
+                return decode_part(part.header, pieces, part.places, part.data)
+        except StoreError as error:
+            return error
 
     def _cut(self, found: Found) -> Found:
         if not isinstance(found, BlockKV):

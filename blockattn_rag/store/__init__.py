@@ -1,4 +1,4 @@
-"""Stores of block KV: in memory, on disk, in object stores, in Redis, and several in tiers.
+"""Stores of block KV: in memory, on disk, in object stores, in Redis, and in tiers of these.
 
 Names are imported when they are first used.
 """
@@ -13,52 +13,51 @@ from blockattn_rag.lazy import lazy_names
 
 if TYPE_CHECKING:
     from blockattn_rag.store.base import (
-        BatchStore,
         EntryInfo,
         EntryPart,
         KVStore,
         MaintainedStore,
-        RangeStore,
         StoredEntry,
         StoreStats,
-        TouchableStore,
+        TierStats,
     )
     from blockattn_rag.store.directory import DirectoryStore
     from blockattn_rag.store.live import LiveHandles
-    from blockattn_rag.store.maintenance import describe_all, gc, shrink, verify
+    from blockattn_rag.store.maintenance import (
+        GcReport,
+        ShrinkReport,
+        Tally,
+        VerifyReport,
+        describe_all,
+        gc,
+        shrink,
+        verify,
+    )
     from blockattn_rag.store.memory import MemoryStore
     from blockattn_rag.store.objects import ObjectStore
     from blockattn_rag.store.redis import RedisStore
-    from blockattn_rag.store.reports import GcReport, ShrinkReport, Tally, VerifyReport
-    from blockattn_rag.store.tier import TierStats
-    from blockattn_rag.store.tiered import TieredStats, TieredStore
+    from blockattn_rag.store.tiered import TieredStore
 
 DEFAULT_MEMORY_BYTES = 1 << 30
-"""Size of the store that an engine makes when none is given: 1 GiB."""
+"""Size of the in-memory store of an engine without another store: 1 GiB."""
 
 DEFAULT_RESIDENT_BYTES = 1 << 30
-"""What an engine keeps ready on the model's device of the blocks that it read: 1 GiB."""
+"""Size of an engine's cache of blocks on the model's device: 1 GiB."""
 
 _HOMES = {
-    "base": (
-        "BatchStore EntryInfo EntryPart KVStore MaintainedStore RangeStore StoreStats StoredEntry "
-        "TouchableStore"
-    ),
+    "base": "EntryInfo EntryPart KVStore MaintainedStore StoreStats StoredEntry TierStats",
     "directory": "DirectoryStore",
     "live": "LiveHandles",
-    "maintenance": "describe_all gc shrink verify",
+    "maintenance": "GcReport ShrinkReport Tally VerifyReport describe_all gc shrink verify",
     "memory": "MemoryStore",
     "objects": "ObjectStore",
     "redis": "RedisStore",
-    "reports": "GcReport ShrinkReport Tally VerifyReport",
-    "tier": "TierStats",
-    "tiered": "TieredStats TieredStore",
+    "tiered": "TieredStore",
 }
 
 __all__ = [
     "DEFAULT_MEMORY_BYTES",
     "DEFAULT_RESIDENT_BYTES",
-    "BatchStore",
     "DirectoryStore",
     "EntryInfo",
     "EntryPart",
@@ -68,16 +67,13 @@ __all__ = [
     "MaintainedStore",
     "MemoryStore",
     "ObjectStore",
-    "RangeStore",
     "RedisStore",
     "ShrinkReport",
     "StoreStats",
     "StoredEntry",
     "Tally",
     "TierStats",
-    "TieredStats",
     "TieredStore",
-    "TouchableStore",
     "VerifyReport",
     "describe_all",
     "gc",
@@ -86,14 +82,19 @@ __all__ = [
     "verify",
 ]
 
+_KNOWN = (
+    "a path, s3://bucket/prefix, gs://bucket/prefix, az://container/prefix, file:///path, "
+    "redis://host:port/database, memory: or memory:2GiB"
+)
+
 
 def open_store(spec: KVStore | str | Path | None) -> KVStore:
-    """The store that ``spec`` means.
+    """Open a store.
 
     Args:
-        spec: a store, which is returned; None, for a new ``MemoryStore`` of 1 GiB; or one of
+        spec: A store, which is returned; None, for a new ``MemoryStore`` of 1 GiB; or one of
 
-            - a path or ``file:///path``: a ``DirectoryStore`` without limit there (pass
+            - a path or ``file:///path``: a ``DirectoryStore`` without a size limit (pass
               ``DirectoryStore(path, max_bytes=...)`` for one with a limit)
             - ``s3://bucket/prefix``, ``gs://bucket/prefix``, ``az://container/prefix``: an
               ``ObjectStore`` (extra ``s3``)
@@ -102,32 +103,60 @@ def open_store(spec: KVStore | str | Path | None) -> KVStore:
             - ``memory:`` or ``memory:2GiB``: a new ``MemoryStore``
 
     Raises:
-        ImportError: the store needs an extra that is not installed; says which.
-        StoreError: the path cannot be used as a store.
-        TypeError: ``spec`` is none of these.
-        ValueError: it is an address of no known kind, or holds credentials.
+        ImportError: The store needs an extra that is not installed.
+        StoreError: The path cannot be used as a store.
+        TypeError: ``spec`` has another type.
+        ValueError: The address is of an unknown kind, or contains credentials.
     """
     from blockattn_rag.store.base import KVStore
-    from blockattn_rag.store.memory import MemoryStore
-    from blockattn_rag.store.specs import is_cache, open_spec
+    from blockattn_rag.store.urls import is_cache
 
-    if spec is None:
-        return MemoryStore(DEFAULT_MEMORY_BYTES)
-    if isinstance(spec, (str, Path)):
-        opened = open_spec(spec)
-        if is_cache(spec):
-            logging.getLogger("blockattn_rag").warning(
-                "%r is a cache, which forgets: what it forgot is computed anew. Give it a home for "
-                "its entries: TieredStore(%r, 's3://bucket/kv'), or a folder in its place",
-                opened,
-                str(spec),
-            )
-        return opened
     if isinstance(spec, KVStore):
         return spec
-    raise TypeError(
-        f"store must be a KVStore, a path, an address or None, found {type(spec).__name__}"
-    )
+    if spec is not None and not isinstance(spec, (str, Path)):
+        raise TypeError(
+            f"store must be a KVStore, a path, an address or None, found {type(spec).__name__}"
+        )
+    opened = open_spec("memory:" if spec is None else spec)
+    if spec is not None and is_cache(spec):
+        logging.getLogger("blockattn_rag").warning(
+            "%r is a cache: blocks that it evicts are computed again. Put it before a home for its "
+            "entries: TieredStore(%r, 's3://bucket/kv'), or use a folder",
+            opened,
+            str(spec),
+        )
+    return opened
+
+
+def open_spec(spec: str | Path, *, on_host: bool = False) -> KVStore:
+    """Open a store by its path or address, as ``open_store``.
+
+    Args:
+        on_host: As ``MemoryStore``, for ``memory:``.
+    """
+    from blockattn_rag.store import urls
+
+    text = str(spec)
+    scheme = urls.scheme_of(text)
+    # Each store is imported when it is used: some start threads, and need extras.
+    if scheme == "memory":
+        from blockattn_rag.store.memory import MemoryStore
+
+        size = text.removeprefix("memory:").strip("/ ")
+        return MemoryStore(urls.bytes_of(size) if size else DEFAULT_MEMORY_BYTES, on_host=on_host)
+    if scheme in ("", "file"):
+        from blockattn_rag.store.directory import DirectoryStore
+
+        return DirectoryStore(urls.folder_of(text) if scheme else spec)
+    if scheme in urls.OBJECT_SCHEMES:
+        from blockattn_rag.store.objects import ObjectStore
+
+        return ObjectStore(text)
+    if scheme in urls.REDIS_SCHEMES:
+        from blockattn_rag.store.redis import RedisStore
+
+        return RedisStore(text)
+    raise ValueError(f"found {scheme}:// for a store, expected {_KNOWN}")
 
 
 __getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -8,7 +8,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from io import FileIO
@@ -23,58 +23,54 @@ from blockattn_rag.store.base import (
     EntryInfo,
     EntryPart,
     Found,
+    MaintainedStore,
     StoredEntry,
     StoreStats,
     check_found_under,
-    check_key_of,
-    get_or_error,
+    check_key,
+    decoded,
+    encoded,
     is_key,
     warn_of_refused,
 )
-from blockattn_rag.store.checks import check_finite, check_storable
-from blockattn_rag.store.deadlines import Readers
-from blockattn_rag.store.eviction import SizeBound, StoredFile
-from blockattn_rag.store.format import decode, encode
+from blockattn_rag.store.concurrency import Readers
 from blockattn_rag.store.header import FORMAT, VERSION, Header, read_header
 from blockattn_rag.store.layout import ByteRange
 
 T = TypeVar("T")
 
-MARK = "format.json"
-MARKED = {"format": FORMAT, "version": VERSION}
-OBJECTS = "objects"
 RECIPE_FOLDER = "recipe"
-"""Folder of an engine's recipe; no entry, and nothing here reads it."""
+"""Folder of an engine's recipe, which the store ignores."""
+
+_MARK = "format.json"
+_MARKED = {"format": FORMAT, "version": VERSION}
+_OBJECTS = "objects"
 _SUFFIX = ".safetensors"
 _SHARD = re.compile(r"[0-9a-f]{2}")
 
-# A block that is read again and again is marked as used so often, and when it is only asked for
-# (``touch``) so often: a store that is mostly read must not be written for every hit.
+# Minimum time between two recorded uses of an entry by reading and by ``touch``: a store that is
+# mostly read must not be written for every hit.
 _MARK_READ_S = 60.0
 _MARK_TOUCHED_S = 1.0
 
 _READS_AT_ONCE = 8
 
 
-class DirectoryStore:
-    """``KVStore`` in a directory. Threads and processes may read and write it at once.
+class DirectoryStore(MaintainedStore):
+    """Store in a directory, for concurrent threads and processes.
 
-    An entry is written to a temporary name, flushed to the disk and renamed, so that a name in
-    the store always stands for a whole entry, whatever dies in between. Each ``get`` reads the
-    whole file into memory of its own and checks it there: what it returns changes no more,
-    whatever becomes of the file. What the store makes may be read by its owner alone (files 0600,
-    folders 0700); what is there already keeps its mode.
+    An entry is written to a temporary name, flushed to disk and renamed, so a name always stands
+    for a complete entry, whatever crashes. A read copies the complete file to memory and checks it
+    there. New files and folders are readable by their owner alone (0600, 0700).
 
     Args:
-        path: the directory; made if it does not exist.
-        create: False to refuse to make a new store.
-        fsync: False to let the system choose when to write to the disk. Faster; after a power
-            failure, entries may be missing or damaged, which is detected and costs a computation.
-        max_bytes: what all entries' files may take; before it is exceeded, those go that were not
-            used for the longest time, whoever wrote them. None for no limit. It is a limit of this
-            object: give it to everyone who writes to the directory. Several processes may exceed
-            it for a moment (``eviction.SizeBound``). A block that is larger alone is not kept, as
-            in a ``MemoryStore``.
+        path: The directory, made if it does not exist.
+        create: Whether to make a new store.
+        fsync: Whether to flush each entry to disk. If False, a power failure may lose or damage
+            entries, which is detected and costs a computation.
+        max_bytes: Size limit of all entries' files. The least recently used entries are evicted
+            before it is exceeded. Applies to writes of this object; several processes may exceed
+            it for a moment (``files.SizeBound``). A larger block is not stored. None: no limit.
 
     Raises:
         StoreError: ``path`` is something else, of another format version, or cannot be made.
@@ -91,9 +87,9 @@ class DirectoryStore:
     ) -> None:
         self.path = Path(path).expanduser()
         self.fsync = fsync
-        self._mark, self._objects = self.path / MARK, self.path / OBJECTS
+        self._mark, self._objects = self.path / _MARK, self.path / _OBJECTS
         self.max_bytes = max_bytes
-        self._bound = None if max_bytes is None else SizeBound(max_bytes)
+        self._bound = None if max_bytes is None else files.SizeBound(max_bytes)
         self._readers = Readers(_READS_AT_ONCE, "blockattn-rag-directory")
         try:
             with files.explained("open a store at", self.path):
@@ -112,21 +108,13 @@ class DirectoryStore:
         return f"DirectoryStore({str(self.path)!r}{bound})"
 
     def get(self, key: str) -> BlockKV | None:
-        """The entry, or None if there is none. Counts as a use of it.
-
-        Raises:
-            CorruptEntryError: the file is damaged, truncated, or of another format version.
-            FingerprintMismatchError: the file holds the entry of another text or model.
-            StoreError: the file cannot be read.
-        """
         return self._load(key, use=True)
 
     def get_many(self, keys: Sequence[str]) -> list[Found]:
         """As ``get`` for each key, several at once."""
-        return self._at_once(partial(get_or_error, self), keys)
+        return self._at_once(self._found, keys)
 
     def peek(self, key: str) -> BlockKV | None:
-        """As ``get``, but looking at an entry is no use of it."""
         return self._load(key, use=False)
 
     def read_ranges(
@@ -135,15 +123,14 @@ class DirectoryStore:
         wanted: Callable[[Header], Sequence[ByteRange]],
         head_bytes: int,
     ) -> list[EntryPart | StoreError | None]:
-        """As ``RangeStore.read_ranges``; a header of any length is read as it is."""
+        """As ``MaintainedStore.read_ranges``, for headers of any length."""
         return self._at_once(partial(self._part, wanted), keys)
 
     def touch(self, key: str) -> bool:
-        """Mark an entry as used now; True if there is one that looks sound.
+        """Mark an entry as used now. Returns whether there is one that looks intact.
 
-        The header is checked, and that the file has the size that the header says, not the rest:
-        that would take as long as reading it. One that is damaged or cannot be read counts as
-        absent; putting the block anew mends it, or tells why it cannot be written either.
+        The header and the size of the file are checked; checking the rest would take as long as
+        reading it. A damaged or unreadable entry counts as absent.
         """
         path = self.entry_path(key)
         try:
@@ -152,18 +139,17 @@ class DirectoryStore:
                     return False
                 _read_header(path, file)
                 files.mark_used(file.fileno(), _MARK_TOUCHED_S)
-                # Whoever deletes it puts it aside before he looks whether it is in use.
+                # An entry is renamed before its time of use is checked and it is deleted.
                 return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
         except StoreError:
             return False
 
+    def claim(self, key: str, handles: Collection[str]) -> bool:
+        return self.touch(key) and super().claim(key, handles)
+
     def put(self, key: str, kv: BlockKV) -> None:
-        """As ``KVStore.put``; raises StoreError as well if the block holds NaN or infinity."""
-        check_key_of(key, kv)
-        check_storable(kv)
-        path = self.entry_path(key)
-        check_finite(kv, path)
-        buffers = encode(kv)
+        path = self.entry_path(kv.key)
+        buffers = encoded(key, kv, path)
         with files.explained("write", path):
             if self._bound is None:
                 self._write(path, buffers)
@@ -171,7 +157,6 @@ class DirectoryStore:
                 self._write_within(self._bound, path, buffers)
 
     def __contains__(self, key: object) -> bool:
-        """Whether there is a file of that name. Its content is checked by ``get``."""
         if not is_key(key):
             return False
         path = self.entry_path(key)
@@ -186,60 +171,52 @@ class DirectoryStore:
         return False
 
     def discard(self, key: str, used_ns: int) -> bool:
-        """Delete an entry unless it was used or replaced since ``used_ns``; True if deleted."""
+        return bool(self.remove_unused(key, used_ns))
+
+    def remove_unused(self, key: str, used_ns: int) -> bool | None:
+        """As ``discard``, but None if the entry was gone."""
         path = self.entry_path(key)
         with files.explained("delete", path):
-            return bool(files.remove_unused(path, used_ns))
+            return files.remove_unused(path, used_ns)
 
     def keys(self) -> Iterator[str]:
         return (path.stem for path in self._names() if _is_entry(path))
 
-    def files(self) -> Iterator[StoredFile]:
-        """The entries' files: one ``stat`` each. What is no regular file is left out."""
-        for shard in self._shards():
-            yield from entry_files(shard)
-
     def entries(self) -> Iterator[StoredEntry]:
-        """The entries: one ``stat`` each. ``used_ns`` is the file's modification time: written,
-        read (known to a minute) or touched."""
-        return (StoredEntry(file.path.stem, file.nbytes, file.used_ns) for file in self.files())
+        """All entries that are regular files. The time of use is the file's modification time:
+        when it was written, read (within a minute) or touched."""
+        for path in self._names():
+            if _is_entry(path) and (status := _status(path)) is not None:
+                yield StoredEntry(path.stem, status.st_size, status.st_mtime_ns)
+
+    def listed(self) -> Iterator[tuple[str, int | None]]:
+        for key in self.keys():
+            try:
+                status = _status(self.entry_path(key))
+            except StoreError:  # reading the entry reports why
+                status = None
+            yield key, None if status is None else status.st_mtime_ns
 
     def stats(self) -> StoreStats:
-        """Counts the files: one ``stat`` each."""
-        sizes = [file.nbytes for file in self.files()]
+        sizes = [entry.nbytes for entry in self.entries()]
         bound = self._bound
         evictions, refused = (bound.evictions, bound.refused) if bound else (0, 0)
         return StoreStats(len(sizes), sum(sizes), evictions, refused)
 
     def entry_path(self, key: str) -> Path:
-        """Where the entry of this key is, or would be."""
-        if not is_key(key):
-            raise ValueError(f"a store key is 64 hex digits (kv.store_key), found {key!r}")
-        return self._objects / key[:2] / f"{key}{_SUFFIX}"
+        """Path of the entry of a key, whether it exists or not."""
+        return self._objects / check_key(key)[:2] / f"{key}{_SUFFIX}"
 
     def describe(self, key: str) -> EntryInfo | None:
-        """What the entry's header says, without reading its tensors; None if there is no entry.
-
-        The header is checked by its own checksum, the rest of the file not.
-
-        Raises:
-            StoreError: as ``get``.
-        """
         path = self.entry_path(key)
         with files.opened(path) as file:
             if file is None:
                 return None
             header = _read_header(path, file)
             status = os.fstat(file.fileno())
-        return EntryInfo.of(header, status.st_size, status.st_mtime_ns)
-
-    def used_ns(self, key: str) -> int | None:
-        """When the entry was last used, as ``EntryInfo.used_ns``, sound or not; None if absent."""
-        status = _status(self.entry_path(key))
-        return None if status is None else status.st_mtime_ns
+        return EntryInfo(header, status.st_size, status.st_mtime_ns)
 
     def leftovers(self) -> Iterator[Path]:
-        """Temporary files: of writers at work, or of writers that were killed."""
         own = (self.path / name for name in files.names_in(self.path))
         return (path for path in itertools.chain(own, self._names()) if is_temporary(path.name))
 
@@ -248,15 +225,14 @@ class DirectoryStore:
         with files.opened(path) as file:
             if file is None:
                 return None
-            kv = decode(files.read_whole(file))
-            check_found_under(key, kv, path)
+            kv = decoded(key, files.read_whole(file), path)
             if use:
                 files.mark_used(file.fileno(), _MARK_READ_S)
         return kv
 
     def _at_once(self, read: Callable[[str], T], keys: Sequence[str]) -> list[T]:
-        """Several reads at once: a share on a network answers each after a while, and checksums of
-        large entries are computed beside each other."""
+        """Read concurrently: a network share answers slowly, and checksums of large entries are
+        computed in parallel."""
         if len(keys) < 2:
             return [read(key) for key in keys]
         started = [self._readers.start(read, key) for key in keys]
@@ -292,7 +268,7 @@ class DirectoryStore:
             file.flush()
             files.mark_used(file.fileno())
 
-    def _write_within(self, bound: SizeBound, path: Path, buffers: list[memoryview]) -> None:
+    def _write_within(self, bound: files.SizeBound, path: Path, buffers: list[memoryview]) -> None:
         nbytes = sum(buffer.nbytes for buffer in buffers)
         with bound.lock:
             if nbytes > bound.max_bytes:
@@ -301,53 +277,47 @@ class DirectoryStore:
                 if bound.refused == 1:
                     warn_of_refused(self, nbytes)
                 return
-            bound.make_room(nbytes, lambda: (f for f in self.files() if f.path != path))
+            bound.make_room(
+                nbytes,
+                lambda: (entry for entry in self.entries() if entry.key != path.stem),
+                self.remove_unused,
+            )
             self._write(path, buffers)
 
     def _make(self, create: bool) -> None:
         """Make this directory a store, unless another process has just done so.
 
-        One that holds nothing but entries is a store whose mark was deleted, for example while
-        others wrote to it. Each entry tells its format version itself.
+        A directory with nothing but entries is a store whose mark was deleted, for example while
+        others wrote to it. Each entry has its format version in its header.
         """
         if not create:
-            raise StoreError(f"there is no store at {self.path}: it has no {MARK}")
+            raise StoreError(f"there is no store at {self.path}: it has no {_MARK}")
         files.make_folder(self.path, parents=True)
         foreign = next(self._foreign(), None)
         if self._mark.exists():
             return
         if foreign is not None:
             raise StoreError(
-                f"{self.path} is not a store: it has no {MARK}, and holds {foreign!r}; "
+                f"{self.path} is not a store: it has no {_MARK}, and holds {foreign!r}; "
                 "choose an empty or new directory"
             )
         with replacing(self._mark, mode=files.FILE_MODE, fsync=self.fsync) as file:
-            file.write(json.dumps(MARKED).encode() + b"\n")
+            file.write(json.dumps(_MARKED).encode() + b"\n")
 
     def _foreign(self) -> Iterator[str]:
-        """Names that no store has."""
+        """Names that do not belong to a store."""
+        known = (_OBJECTS, RECIPE_FOLDER)
         own = files.names_in(self.path)
-        known = (OBJECTS, RECIPE_FOLDER)
         yield from (name for name in own if name not in known and not is_temporary(name))
         shards = files.names_in(self._objects)
-        yield from (f"{OBJECTS}/{name}" for name in shards if not _SHARD.fullmatch(name))
+        yield from (f"{_OBJECTS}/{name}" for name in shards if not _SHARD.fullmatch(name))
 
     def _names(self) -> Iterator[Path]:
-        """Everything in the folders where entries lie."""
-        for folder in self._shards():
-            yield from (folder / name for name in files.names_in(folder))
-
-    def _shards(self) -> Iterator[Path]:
-        names = files.names_in(self._objects)
-        return (self._objects / name for name in names if _SHARD.fullmatch(name))
-
-
-def entry_files(shard: Path) -> Iterator[StoredFile]:
-    """The entries' files in one of the folders where entries lie: one ``stat`` each. What is no
-    regular file is left out."""
-    for name in files.names_in(shard):
-        if _is_entry(shard / name) and (status := _status(shard / name)) is not None:
-            yield StoredFile(shard / name, status.st_size, status.st_mtime_ns)
+        """Everything in the folders of entries."""
+        for shard in files.names_in(self._objects):
+            if _SHARD.fullmatch(shard):
+                folder = self._objects / shard
+                yield from (folder / name for name in files.names_in(folder))
 
 
 def _is_entry(path: Path) -> bool:
@@ -355,7 +325,7 @@ def _is_entry(path: Path) -> bool:
 
 
 def _status(path: Path) -> os.stat_result | None:
-    """Of a regular file; None if it was deleted since it was listed, or is none."""
+    """Status of a regular file. None if it was deleted since it was listed, or is no file."""
     with files.explained("look at", path):
         try:
             status = path.stat()
@@ -373,15 +343,15 @@ def _read_header(path: Path, file: FileIO) -> Header:
 
 
 def _check_mark(mark: Path) -> None:
-    """Refuse, by a StoreError, a folder that is no store of this format."""
+    """Raise StoreError if a folder is not a store of this format version."""
     with files.opened(mark) as file:
         content = file.read() if file is not None else b""
     try:
         found = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise StoreError(f"{mark} is not readable JSON: {error}") from error
-    if found != MARKED:
+    if found != _MARKED:
         raise StoreError(
-            f"{mark.parent} is a store of another format: found {found}, expected {MARKED}; "
+            f"{mark.parent} is a store of another format: found {found}, expected {_MARKED}; "
             "use another directory, or ingest anew"
         )

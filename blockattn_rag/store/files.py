@@ -1,9 +1,9 @@
-"""Files of a store: read by their owner alone, and deleted when nobody uses them.
+"""Files of a store: read by their owner alone, and deleted when they are not in use.
 
-A file's modification time is the time of its last use. Whoever deletes a file for its age renames
-it to a temporary name first, and looks at its time of use again: a process that has used the file
-meanwhile finds the file back in its place, or learns that the file is gone. No lock is needed, and
-nothing depends on a process that may die.
+The modification time of a file is the time of its last use. To delete a file by age, it is renamed
+to a temporary name and its time of use is compared again: a process that used the file meanwhile
+finds it back in its place, or learns that it is gone. This needs no lock, and survives the death of
+any process.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import contextlib
 import errno
 import os
 import stat
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from io import FileIO
 from pathlib import Path
 
@@ -22,16 +23,23 @@ from torch import Tensor
 
 from blockattn_rag.errors import CorruptEntryError, StoreError
 from blockattn_rag.files import temporary_name
+from blockattn_rag.store.base import StoredEntry, age_s, check_max_bytes, damage_reported
 from blockattn_rag.store.header import FormatError
 
 FILE_MODE = 0o600
 _FOLDER_MODE = 0o700
 _READ_ONLY = {errno.EACCES, errno.EPERM, errno.EROFS}
 
+_SHARE = 64  # see SizeBound
+_LOOKS = 3  # tries to make room while entries are in use
+
+Remove = Callable[[str, int], bool | None]
+"""Deletes the entry of a key unless it was used since a time, as ``remove_unused``."""
+
 
 @contextlib.contextmanager
 def explained(doing: str, path: Path) -> Iterator[None]:
-    """What the operating system refuses becomes a StoreError that names the path."""
+    """Turn an OSError into a StoreError that names the path."""
     try:
         yield
     except OSError as error:
@@ -39,10 +47,10 @@ def explained(doing: str, path: Path) -> Iterator[None]:
 
 
 def names_in(folder: Path) -> list[str]:
-    """Names in a folder, in order; none if there is no such folder.
+    """Sorted names in a folder. Empty if there is no such folder.
 
     Raises:
-        StoreError: it cannot be listed.
+        StoreError: The folder cannot be listed.
     """
     with explained("list", folder), contextlib.suppress(FileNotFoundError):
         return sorted(os.listdir(folder))
@@ -50,18 +58,18 @@ def names_in(folder: Path) -> list[str]:
 
 
 def make_folder(path: Path, *, parents: bool = False) -> None:
-    """Make a folder that is closed to others; one that is there keeps its mode."""
+    """Make a folder for its owner alone. An existing one keeps its mode."""
     path.mkdir(_FOLDER_MODE, parents=parents, exist_ok=True)
 
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[FileIO | None]:
-    """A regular file, open for reading; None if there is none.
+    """A regular file, open for reading, or None.
 
     Raises:
-        CorruptEntryError: there is something else of that name, for example a pipe; or the caller
-            met a FormatError in what it read.
-        StoreError: it cannot be opened, or reading it fails.
+        CorruptEntryError: The path is something else, such as a pipe, or the caller met a
+            FormatError in the content.
+        StoreError: The file cannot be opened or read.
     """
     with explained("read", path):
         try:
@@ -76,30 +84,30 @@ def opened(path: Path) -> Iterator[FileIO | None]:
                     f"{path} is damaged: expected a regular file, found {stat.filemode(mode)!r} "
                     "(as ls shows it); delete it"
                 )
-            try:
+            with damage_reported(path):
                 yield file
-            except FormatError as error:
-                raise CorruptEntryError(
-                    f"{path} is damaged: {error}; delete it, or put the block anew"
-                ) from error
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)  # opening a pipe without a writer would block
 
 
 def read_whole(file: FileIO) -> Tensor:
-    """The file's bytes, uint8 ``[size]``, in memory of their own.
+    """Bytes of a file, uint8 ``[size]``, in memory of their own.
 
-    Not mapped: a file that is cut short while it is mapped kills the process that looks at it
-    (SIGBUS), and each mapping counts against a limit of the system (65,530 on Linux). What is
-    missing by the time it is read is missing in the tensor, where a checksum finds it.
+    The file is not mapped: shortening a mapped file kills the process that reads it (SIGBUS), and
+    the number of mappings is limited (65,530 on Linux). A file that is shortened while it is read
+    gives a shorter tensor, which fails its checksum.
     """
     raw = _memory(os.fstat(file.fileno()).st_size)
     return raw[: _fill(raw.numpy().data, file)]
 
 
 def read_places(file: FileIO, places: Sequence[tuple[int, int]]) -> Tensor:
-    """The file's bytes from each place's start to its stop, one after the other; as ``read_whole``.
+    """Byte ranges of a file (start, stop), one after the other, as ``read_whole``.
 
     Raises:
-        FormatError: it has fewer bytes.
+        FormatError: The file is shorter.
     """
     raw = _memory(sum(stop - start for start, stop in places))
     view, at = raw.numpy().data, 0
@@ -115,36 +123,26 @@ def read_places(file: FileIO, places: Sequence[tuple[int, int]]) -> Tensor:
 def _memory(size: int) -> Tensor:
     try:
         return torch.empty(size, dtype=torch.uint8)
-    except RuntimeError as error:  # torch's way to say that there is no memory
+    except RuntimeError as error:  # what torch raises if there is no memory
         raise OSError(errno.ENOMEM, f"no memory for its {size} bytes") from error
 
 
 def _fill(view: memoryview, file: FileIO) -> int:
-    """Read into memory until it is full or the file ends; how many bytes were read."""
+    """Read until the memory is full or the file ends. Returns the number of bytes read."""
     filled = 0
     while filled < len(view) and (count := file.readinto(view[filled:])):
         filled += count
     return filled
 
 
-def age_s(used_ns: int, now_ns: int | None = None) -> float:
-    """Seconds since a time (nanoseconds since 1970), or until it.
-
-    A time in the future comes from a clock that is wrong, by as much as it is away: seconds
-    between two machines mean that the file is new, a year means nothing, and must not keep it.
-    """
-    return abs((time.time_ns() if now_ns is None else now_ns) - used_ns) / 1e9
-
-
 def mark_used(descriptor: int, at_most_every_s: float = 0.0) -> None:
-    """Record that an open file is used now, unless it was marked less than so long ago.
+    """Record a use of an open file, unless one was recorded less than ``at_most_every_s`` ago.
 
-    Where the store may only be read, nothing is recorded: whoever may write it decides by what it
-    recorded itself.
+    Nothing is recorded in a read-only store.
     """
     if at_most_every_s and age_s(os.fstat(descriptor).st_mtime_ns) < at_most_every_s:
         return
-    now = time.time_ns()  # finer than the system's own stamp, which moves every few milliseconds
+    now = time.time_ns()  # finer than the system's own time stamps
     try:
         os.utime(descriptor, ns=(now, now))
     except OSError as error:
@@ -153,7 +151,7 @@ def mark_used(descriptor: int, at_most_every_s: float = 0.0) -> None:
 
 
 def remove_unused(path: Path, used_ns: int) -> bool | None:
-    """Delete a file unless it was used, or replaced, since its modification time was ``used_ns``.
+    """Delete a file unless it was used or replaced since its modification time was ``used_ns``.
 
     Returns:
         True if it was deleted, False if it was used, None if it was gone.
@@ -164,12 +162,74 @@ def remove_unused(path: Path, used_ns: int) -> bool | None:
         if os.stat(aside).st_mtime_ns == used_ns:
             os.unlink(aside)
             return True
-        # One that was put here meanwhile is the same block: either may stay.
+        # A file that was written here meanwhile is the same block, so either may stay.
         os.replace(aside, path)
     except FileNotFoundError:
         return None
     return False
 
 
-def _open_at_once(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK)  # a pipe without a writer would not let us go on
+def evict(
+    entries: Iterable[StoredEntry], max_bytes: int, remove: Remove, *, more_bytes: int = 0
+) -> tuple[int, tuple[StoredEntry, ...]]:
+    """Delete the least recently used entries until the others take at most ``max_bytes``.
+
+    Args:
+        more_bytes: Bytes to free in addition, in whole entries, if anything must go.
+
+    Returns:
+        Bytes of the remaining entries, and the deleted entries.
+    """
+    now_ns = time.time_ns()
+    known = sorted(entries, key=lambda entry: -age_s(entry.used_ns, now_ns))
+    left, spare = sum(entry.nbytes for entry in known), more_bytes
+    deleted: list[StoredEntry] = []
+    if left <= max_bytes:
+        return left, ()
+    for entry in known:
+        if left <= max_bytes:
+            spare -= entry.nbytes
+            if spare < 0:
+                break
+        removed = remove(entry.key, entry.used_ns)
+        if removed:
+            deleted.append(entry)
+        if removed is not False:  # deleted now or before
+            left -= entry.nbytes
+    return left, tuple(deleted)
+
+
+class SizeBound:
+    """Makes room in a store before a write. For one thread at a time (``lock``).
+
+    Listing all files for each write would cost more and more as a store grows. So a writer lists
+    them when it has written a 64th of the store's size or finds no room, and then frees up to a
+    64th at once. A store with one writer never exceeds its size. Each further writer may exceed it
+    by a 64th, or by one entry if that is larger, until one of them lists the files again.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        check_max_bytes(max_bytes)
+        self.max_bytes = max_bytes
+        self.lock = threading.Lock()
+        self.evictions = 0
+        self.refused = 0
+        self._room = 0  # bytes that may be written before the files are listed again
+
+    def make_room(
+        self, nbytes: int, entries: Callable[[], Iterable[StoredEntry]], remove: Remove
+    ) -> None:
+        """Evict entries, if needed, for ``nbytes`` (at most ``max_bytes``) that are written next.
+
+        Args:
+            entries: Lists all other entries. Called only if needed.
+        """
+        if nbytes > self._room:
+            share, most = self.max_bytes // _SHARE, self.max_bytes - nbytes
+            for _ in range(_LOOKS):
+                left, deleted = evict(entries(), most, remove, more_bytes=share)
+                self.evictions += len(deleted)
+                if left <= most:
+                    break
+            self._room = nbytes + min(share, most - left)
+        self._room -= nbytes

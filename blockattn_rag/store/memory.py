@@ -1,4 +1,4 @@
-"""A store in memory that forgets what was used least recently."""
+"""A store in memory that evicts the least recently used blocks."""
 
 from __future__ import annotations
 
@@ -9,23 +9,28 @@ from collections.abc import Iterator
 import torch
 
 from blockattn_rag.kv.block_kv import BlockKV
-from blockattn_rag.store.base import StoreStats, check_key_of, check_max_bytes, warn_of_refused
-from blockattn_rag.store.checks import check_storable
+from blockattn_rag.store.base import (
+    KVStore,
+    StoreStats,
+    check_entry,
+    check_max_bytes,
+    warn_of_refused,
+)
 
 
-class MemoryStore:
-    """``KVStore`` in memory, at most ``max_bytes`` of keys and values (``BlockKV.nbytes``).
+class MemoryStore(KVStore):
+    """Store in memory that evicts the least recently used blocks.
 
-    A block larger than the whole store is not kept: a cache must not break an answer. It is
-    counted in ``stats().refused``, and the first one is logged as a warning.
-
-    Entries are held as they are given, not copied. A block that is a view of a larger tensor
-    keeps that tensor alive, uncounted.
+    A block larger than the store is not kept. It is counted in ``stats().refused``, and the first
+    one is logged. Blocks are not copied: a view keeps its whole tensor alive, which is not counted.
 
     Args:
-        on_host: hold copies in the memory of the host instead, page-locked where there is CUDA, so
-            that they go to a device at full speed: for a tier before a slower store.
+        max_bytes: Size limit of keys and values (``BlockKV.nbytes``).
+        on_host: Hold copies in host memory, page-locked with CUDA, so that they go to a device at
+            full speed. For a tier before a slower store.
     """
+
+    is_resident = True
 
     def __init__(self, max_bytes: int, *, on_host: bool = False) -> None:
         check_max_bytes(max_bytes)
@@ -48,8 +53,7 @@ class MemoryStore:
             return kv
 
     def put(self, key: str, kv: BlockKV) -> None:
-        check_key_of(key, kv)
-        check_storable(kv)
+        check_entry(key, kv)
         nbytes = kv.nbytes
         if self.on_host and nbytes <= self.max_bytes:
             kv = host_copy(kv)
@@ -72,7 +76,6 @@ class MemoryStore:
             self.put(key, kv)
 
     def touch(self, key: str) -> bool:
-        """Mark an entry as used now; True if there is one."""
         return self.get(key) is not None
 
     def __contains__(self, key: object) -> bool:
@@ -84,7 +87,7 @@ class MemoryStore:
             return self._remove(key)
 
     def keys(self) -> Iterator[str]:
-        """Least recently used first; as they were when the call was made."""
+        """Keys at the time of the call, least recently used first."""
         with self._lock:
             return iter(list(self._entries))
 
@@ -100,10 +103,10 @@ class MemoryStore:
 
 
 def host_copy(kv: BlockKV, *, page_locked: bool | None = None) -> BlockKV:
-    """A block in memory of its own on the host.
+    """Copy a block to host memory.
 
     Args:
-        page_locked: None where there is CUDA, which alone can lock pages.
+        page_locked: Default: whether there is CUDA, which is needed to lock pages.
     """
     locked = torch.cuda.is_available() if page_locked is None else page_locked
     copy = kv.copy_to(torch.device("cpu"))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from blockattn_rag.errors import CorruptEntryError, StoreError
 from blockattn_rag.lazy import missing_extra
-from blockattn_rag.store.deadlines import Readers, deadline, outcome, remaining
+from blockattn_rag.store.concurrency import Readers, deadline, outcome, remaining
 from blockattn_rag.store.layout import ByteRange
 from blockattn_rag.store.urls import reason
 

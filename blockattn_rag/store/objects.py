@@ -1,4 +1,4 @@
-"""A store in an object store: S3, Google Cloud Storage, Azure, and what speaks like them."""
+"""A store in an object store: S3, Google Cloud Storage, Azure, and compatible servers."""
 
 from __future__ import annotations
 
@@ -16,16 +16,18 @@ from blockattn_rag.store.base import (
     EntryInfo,
     EntryPart,
     Found,
+    MaintainedStore,
     StoredEntry,
     StoreStats,
     check_found_under,
-    check_key_of,
+    check_key,
+    damage_reported,
+    decoded,
+    encoded,
     is_key,
 )
-from blockattn_rag.store.checks import check_finite, check_storable
-from blockattn_rag.store.deadlines import check_seconds
-from blockattn_rag.store.format import decode, encode
-from blockattn_rag.store.header import FormatError, Header, header_end, read_header
+from blockattn_rag.store.concurrency import check_seconds
+from blockattn_rag.store.header import Header, header_end, read_header
 from blockattn_rag.store.layout import ByteRange
 from blockattn_rag.store.object_client import ObjectClient, connect
 from blockattn_rag.store.urls import check_no_credentials
@@ -38,37 +40,35 @@ _OBJECTS = "objects"
 _SUFFIX = ".safetensors"
 _NAME = re.compile(rf"{_OBJECTS}/([0-9a-f]{{2}})/([0-9a-f]{{64}}){re.escape(_SUFFIX)}")
 
-# A header of most models is smaller; the length of a larger one stands in its first bytes.
-_HEADER_BYTES = 16 << 10
+_HEADER_BYTES = 16 << 10  # more than the header of most models; a longer one takes a second read
 
 _ENVIRONMENT = "the environment variables of the provider, such as AWS_ACCESS_KEY_ID"
 
 
-class ObjectStore:
-    """``KVStore`` in a bucket. Threads, processes and machines may read and write it at once.
+class ObjectStore(MaintainedStore):
+    """Store in a bucket, for concurrent threads, processes and machines.
 
     An entry is one object, ``objects/ab/<key>.safetensors`` under the address, as in a
-    ``DirectoryStore``: a folder that was copied to a bucket as it stands is a store. An object is
-    written whole or not at all, and replaced in one step. ``get`` reads it whole into memory of
-    its own, in parts at once, all of one version, and checks it there.
+    ``DirectoryStore``: a folder copied to a bucket is a store. Objects are written and replaced
+    atomically. A read fetches parts of one version concurrently, and checks the complete entry.
 
-    Object stores do not record when an object was read, so the time of use of an entry is the time
-    at which it was written, and ``touch`` makes no entry younger.
+    Object stores record writes only, so the time of use of an entry is the time at which it was
+    written, and ``touch`` does not change it.
 
-    Credentials come from the environment (``AWS_ACCESS_KEY_ID`` and its kin, or the machine's
-    role), never from the address. ``AWS_ENDPOINT_URL`` names another server than Amazon's.
+    Credentials come from the environment (``AWS_ACCESS_KEY_ID`` etc., or the machine's role), never
+    from the address. ``AWS_ENDPOINT_URL`` names a server other than Amazon's.
 
     Args:
         url: ``s3://bucket/prefix``, ``gs://bucket/prefix`` or ``az://container/prefix``.
-        deadline_s: seconds that a read may take, retries included; ``get_many`` is one read. A
+        deadline_s: Seconds that a read may take, retries included; ``get_many`` is one read. A
             write may take as long for each of its requests.
-        retries: how often a request that failed is made again, at most.
-        parallel: reads at once, at most.
-        backend: an obstore store that is open at this address, with options of your own.
+        retries: Maximum number of retries of a failed request.
+        parallel: Maximum number of concurrent reads.
+        backend: An open obstore store at this address, with options of your own.
 
     Raises:
         ImportError: obstore is not installed.
-        ValueError: ``url`` cannot be used, or holds credentials.
+        ValueError: ``url`` cannot be used, or contains credentials.
     """
 
     def __init__(
@@ -96,30 +96,18 @@ class ObjectStore:
     def __reduce__(self) -> tuple[Any, ...]:
         if not self._own_backend:
             raise TypeError(
-                f"{self!r} was made of an open backend, which may hold credentials, and cannot be "
-                "pickled; open it by its address alone"
+                f"{self!r} was made from an open backend, which may hold credentials, and cannot "
+                "be pickled; open it by its address alone"
             )
         return self._reopen, ()
-
-    def get(self, key: str) -> BlockKV | None:
-        """The entry, or None if there is none.
-
-        Raises:
-            CorruptEntryError: the object is damaged, truncated, or of another format version.
-            FingerprintMismatchError: the object holds the entry of another text or model.
-            StoreError: it cannot be read, or not before the deadline.
-        """
-        (found,) = self.get_many([key])
-        if isinstance(found, StoreError):
-            raise found
-        return found
-
-    peek = get
 
     def get_many(self, keys: Sequence[str]) -> list[Found]:
         """As ``get`` for each key, all at once, with one deadline."""
         contents = self._client.read_many([entry_path(key) for key in keys])
         return [self._entry(*each) for each in zip(keys, contents, strict=True)]
+
+    def peek(self, key: str) -> BlockKV | None:
+        return self.get(key)
 
     def read_ranges(
         self,
@@ -127,7 +115,7 @@ class ObjectStore:
         wanted: Callable[[Header], Sequence[ByteRange]],
         head_bytes: int,
     ) -> list[EntryPart | StoreError | None]:
-        """As ``RangeStore.read_ranges``, with one deadline."""
+        """As ``MaintainedStore.read_ranges``, with one deadline."""
         chosen: dict[str, tuple[Header, Sequence[ByteRange]]] = {}
 
         def choose(key: str, first: memoryview, size: int) -> Sequence[ByteRange]:
@@ -145,38 +133,36 @@ class ObjectStore:
         ]
 
     def touch(self, key: str) -> bool:
-        """True if there is an entry that looks sound. It is *not* marked as used: see the class.
+        """Whether there is an entry that looks intact: its header, and the size of the object.
 
-        The header is checked, and that the object has the size that the header says.
+        It is *not* marked as used.
 
         Raises:
-            StoreError: the server does not say.
+            StoreError: The server does not answer.
         """
         try:
             return self.describe(key) is not None
         except (CorruptEntryError, FingerprintMismatchError):
             return False
 
+    def mark_used(self, key: str) -> None:
+        """Does nothing: uses are not recorded."""
+
     def put(self, key: str, kv: BlockKV) -> None:
-        """As ``KVStore.put``; raises StoreError as well if the block holds NaN or infinity."""
-        check_key_of(key, kv)
-        check_storable(kv)
-        path = entry_path(key)
-        check_finite(kv, self._client.place(path))
-        self._client.write(path, b"".join(encode(kv)))
+        path = entry_path(kv.key)
+        self._client.write(path, b"".join(encoded(key, kv, self._client.place(path))))
 
     def __contains__(self, key: object) -> bool:
-        """Whether there is an object of that name. Its content is checked by ``get``."""
         return is_key(key) and self._client.head(entry_path(key)) is not None
 
     def delete(self, key: str) -> bool:
         return self._client.delete(entry_path(key))
 
     def discard(self, key: str, used_ns: int) -> bool:
-        """Delete an entry unless it was replaced since ``used_ns``; True if deleted.
+        """Delete an entry unless it was replaced since ``used_ns``.
 
-        Times are compared by the second, which is what all object stores tell alike. An entry that
-        is replaced between the look and the deletion is lost, and costs one computation.
+        Times are compared by the second, as all object stores have them. An entry that is replaced
+        between the comparison and the deletion is lost, and costs one computation.
         """
         head = self._client.head(entry_path(key))
         if head is None or _written_ns(head) // 10**9 != used_ns // 10**9:
@@ -184,11 +170,10 @@ class ObjectStore:
         return self.delete(key)
 
     def keys(self) -> Iterator[str]:
-        """Keys as they are listed, page by page."""
         return (entry.key for entry in self.entries())
 
     def entries(self) -> Iterator[StoredEntry]:
-        """Entries as they are listed, page by page. ``used_ns``: when the object was written."""
+        """All entries, page by page. The time of use is when the object was written."""
         for found in self._client.list(_OBJECTS):
             name = _NAME.fullmatch(found["path"])
             if name is not None and name[2].startswith(name[1]):
@@ -196,71 +181,47 @@ class ObjectStore:
 
     def stats(self) -> StoreStats:
         """Lists all objects: one request for 1000 of them."""
-        entries = total_bytes = 0
-        for entry in self.entries():
-            entries += 1
-            total_bytes += entry.nbytes
-        return StoreStats(entries, total_bytes)
+        sizes = [entry.nbytes for entry in self.entries()]
+        return StoreStats(len(sizes), sum(sizes))
 
     def describe(self, key: str) -> EntryInfo | None:
-        """What the entry's header says, without reading its tensors; None if there is no entry.
-
-        Raises:
-            StoreError: as ``get``.
-        """
         path = entry_path(key)
-        try:
+        with damage_reported(self._client.place(path)):
             found = self._client.read_start(path, _HEADER_BYTES)
             if found is not None and len(found[0]) < (end := header_end(found[0])):
                 found = self._client.read_start(path, end)
             if found is None:
                 return None
             start, meta = found
-            header = read_header(BytesIO(start), meta["size"])
-        except FormatError as error:
-            raise self._damaged(path, error) from error
-        check_found_under(key, header, self._client.place(path))
-        return EntryInfo.of(header, meta["size"], _written_ns(meta))
+            header = self._header(key, start, meta["size"])
+        return EntryInfo(header, meta["size"], _written_ns(meta))
 
-    def _header(self, key: str, first: memoryview, size: int) -> Header:
+    def _header(self, key: str, first: bytes | memoryview, size: int) -> Header:
         """The header in an object's first bytes."""
-        path = entry_path(key)
-        try:
+        place = self._client.place(entry_path(key))
+        with damage_reported(place):
             end = header_end(first)
             if len(first) < end <= size:
                 raise FingerprintMismatchError(
-                    f"{self._client.place(path)} has a header of {end} bytes, expected at most "
-                    f"{len(first)}: it is of another model, or another format"
+                    f"{place} has a header of {end} bytes, expected at most {len(first)}: it is of "
+                    "another model, or another format"
                 )
             header = read_header(BytesIO(first), size)
-        except FormatError as error:
-            raise self._damaged(path, error) from error
-        check_found_under(key, header, self._client.place(path))
+        check_found_under(key, header, place)
         return header
 
     def _entry(self, key: str, content: Tensor | StoreError | None) -> Found:
         if not isinstance(content, Tensor):
             return content
         try:
-            kv = decode(content)
-            check_found_under(key, kv, self._client.place(entry_path(key)))
-        except FormatError as error:
-            return self._damaged(entry_path(key), error)
-        except FingerprintMismatchError as error:
+            return decoded(key, content, self._client.place(entry_path(key)))
+        except StoreError as error:
             return error
-        return kv
-
-    def _damaged(self, path: str, error: FormatError) -> CorruptEntryError:
-        return CorruptEntryError(
-            f"{self._client.place(path)} is damaged: {error}; delete it, or put the block anew"
-        )
 
 
 def entry_path(key: str) -> str:
-    """Where the entry of this key is, or would be, under the store's address."""
-    if not is_key(key):
-        raise ValueError(f"a store key is 64 hex digits (kv.store_key), found {key!r}")
-    return f"{_OBJECTS}/{key[:2]}/{key}{_SUFFIX}"
+    """Path under the store's address of the entry of a key, whether it exists or not."""
+    return f"{_OBJECTS}/{check_key(key)[:2]}/{key}{_SUFFIX}"
 
 
 def _written_ns(meta: ObjectMeta) -> int:

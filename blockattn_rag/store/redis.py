@@ -13,21 +13,21 @@ from urllib.parse import urlsplit
 
 import torch
 
-from blockattn_rag.errors import CorruptEntryError, FingerprintMismatchError, StoreError
+from blockattn_rag.errors import CorruptEntryError, StoreError
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.lazy import missing_extra
 from blockattn_rag.store.base import (
     Found,
+    KVStore,
     StoreStats,
-    check_key_of,
+    check_key,
     check_max_bytes,
+    decoded,
+    encoded,
     is_key,
     warn_of_refused,
 )
-from blockattn_rag.store.checks import check_finite, check_storable
-from blockattn_rag.store.deadlines import Readers, check_seconds, deadline, outcome
-from blockattn_rag.store.format import decode, encode
-from blockattn_rag.store.header import FormatError
+from blockattn_rag.store.concurrency import Readers, check_seconds, deadline, outcome
 from blockattn_rag.store.urls import check_no_credentials, reason
 
 if TYPE_CHECKING:
@@ -36,37 +36,34 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-DEFAULT_TTL_S = 7 * 86400
-MOST_ENTRY_BYTES = 512 << 20
-"""A server's own limit for one value."""
-
+_TTL_S = 7 * 86400
+_MOST_ENTRY_BYTES = 512 << 20  # limit of Redis for one value
 _PAGE = 1000
 _MOST_RETRIES = 1
 _ENVIRONMENT = "REDIS_USERNAME and REDIS_PASSWORD"
 
 
-class RedisStore:
-    """``KVStore`` in a Redis or Valkey server: a cache, never the only home of an entry.
+class RedisStore(KVStore):
+    """Cache in a Redis or Valkey server. Never the only home of an entry.
 
-    The server forgets an entry when it was not used for ``ttl_s``, and sooner if it needs the
-    room: give it ``maxmemory`` and ``maxmemory-policy allkeys-lfu``. What it forgot is read from
-    the next tier (``TieredStore``) or computed anew.
+    The server evicts an entry that was not used for ``ttl_s``, and earlier if it needs memory: set
+    ``maxmemory`` and ``maxmemory-policy allkeys-lfu``. Evicted entries are read from the next tier
+    (``TieredStore``) or computed again.
 
     Args:
-        url: ``redis://host:port/database``, or ``rediss://`` with TLS. User and password come from
+        url: ``redis://host:port/database``, or ``rediss://`` for TLS. User and password come from
             the environment: ``REDIS_USERNAME`` and ``REDIS_PASSWORD``.
-        prefix: of the names of entries in the server.
-        ttl_s: seconds for which an entry is kept after its last use; None to leave it to the
-            server.
-        max_entry_bytes: a larger entry is not kept, at most 512 MiB. Large values keep a server
-            from answering others.
-        deadline_s: seconds that a call may take; ``get_many`` is one call. A write that the
-            server did not answer is made once more, and may take as long again.
-        parallel: calls at once, at most.
+        prefix: Prefix of the names of entries in the server.
+        ttl_s: Seconds until an unused entry is evicted. None leaves eviction to the server.
+        max_entry_bytes: Size limit of one entry, at most 512 MiB; a larger one is not stored.
+            Large values keep a server from answering other clients.
+        deadline_s: Seconds that a call may take; ``get_many`` is one call. A write without an
+            answer is retried once, and may take as long again.
+        parallel: Maximum number of concurrent calls.
 
     Raises:
         ImportError: redis is not installed.
-        ValueError: ``url`` cannot be used, or holds credentials.
+        ValueError: ``url`` cannot be used, or contains credentials.
     """
 
     def __init__(
@@ -74,16 +71,16 @@ class RedisStore:
         url: str,
         *,
         prefix: str = "blockattn-rag:",
-        ttl_s: float | None = DEFAULT_TTL_S,
+        ttl_s: float | None = _TTL_S,
         max_entry_bytes: int = 64 << 20,
         deadline_s: float = 5.0,
         parallel: int = 8,
     ) -> None:
         check_no_credentials(url, _ENVIRONMENT)
         check_max_bytes(max_entry_bytes)
-        if max_entry_bytes > MOST_ENTRY_BYTES:
+        if max_entry_bytes > _MOST_ENTRY_BYTES:
             raise ValueError(
-                f"max_entry_bytes can be {MOST_ENTRY_BYTES} at most, the limit of a server; found "
+                f"max_entry_bytes can be {_MOST_ENTRY_BYTES} at most, the limit of a server; found "
                 f"{max_entry_bytes}"
             )
         self.url = url.rstrip("/")
@@ -106,19 +103,6 @@ class RedisStore:
     def __reduce__(self) -> tuple[Any, ...]:
         return self._reopen, ()
 
-    def get(self, key: str) -> BlockKV | None:
-        """The entry, or None if there is none. Counts as a use of it.
-
-        Raises:
-            CorruptEntryError: the value is damaged, or of another format version.
-            FingerprintMismatchError: the value is the entry of another text or model.
-            StoreError: the server does not give it, or not before the deadline.
-        """
-        (found,) = self.get_many([key])
-        if isinstance(found, StoreError):
-            raise found
-        return found
-
     def get_many(self, keys: Sequence[str]) -> list[Found]:
         """As ``get`` for each key, in one round trip, with one deadline."""
         names = [self._name(key) for key in keys]
@@ -131,7 +115,7 @@ class RedisStore:
         return [self._entry(*each) for each in zip(keys, values, strict=True)]
 
     def touch(self, key: str) -> bool:
-        """Mark an entry as used now; True if there is one. Its content is not looked at."""
+        """Mark an entry as used now. Returns whether there is one, without a check of it."""
         name = self._name(key)
         if self._ttl_ms is None:
             return key in self
@@ -139,16 +123,10 @@ class RedisStore:
         return bool(self._asked("touch", lambda: self._server.pexpire(name, ttl_ms)))
 
     def put(self, key: str, kv: BlockKV) -> None:
-        """As ``KVStore.put``; raises StoreError as well if the block holds NaN or infinity.
-
-        A larger entry than ``max_entry_bytes`` is not kept: it is counted in ``stats().refused``,
-        and the first one is logged as a warning.
-        """
-        check_key_of(key, kv)
-        check_storable(kv)
-        name = self._name(key)
-        check_finite(kv, f"{self.url} {name}")
-        content = b"".join(encode(kv))
+        """As ``KVStore.put``. An entry larger than ``max_entry_bytes`` is not stored: it is counted
+        in ``stats().refused``, and the first one is logged."""
+        name = self._name(kv.key)
+        content = b"".join(encoded(key, kv, f"{self.url} {name}"))
         if len(content) > self._max_entry_bytes:
             with self._explained("write"):
                 self._server.delete(name)
@@ -168,7 +146,7 @@ class RedisStore:
         return bool(self._asked("delete", lambda: self._server.delete(name)))
 
     def keys(self) -> Iterator[str]:
-        """Keys as the server lists them; one may come twice while others are written."""
+        """Keys of all entries. One may come twice while others are written."""
         pattern = re.sub(r"([\\*?\[\]^-])", r"\\\1", self._prefix) + "*"
         with self._explained("list"):
             for name in self._server.scan_iter(match=pattern, count=_PAGE):
@@ -177,18 +155,16 @@ class RedisStore:
                     yield key
 
     def stats(self) -> StoreStats:
-        """Lists all entries and asks for the size of each: for a small cache."""
+        """Lists all entries and requests the size of each: for a small cache."""
         keys = set(self.keys())
         sizes = [self._asked("look", partial(self._server.strlen, self._name(k))) for k in keys]
         return StoreStats(len(keys), sum(map(int, sizes)), refused=self._refused)
 
     def _name(self, key: str) -> str:
-        if not is_key(key):
-            raise ValueError(f"a store key is 64 hex digits (kv.store_key), found {key!r}")
-        return f"{self._prefix}{key}"
+        return f"{self._prefix}{check_key(key)}"
 
     def _values(self, names: Sequence[str]) -> list[bytes | ResponseError | None]:
-        """The values in one round trip; what is there lives for another ``ttl_s``."""
+        """The values, in one round trip. Restarts their ``ttl_s``."""
         with self._server.pipeline(transaction=False) as calls:
             for name in names:
                 if self._ttl_ms is None:
@@ -205,25 +181,17 @@ class RedisStore:
             if not str(value).startswith("WRONGTYPE"):
                 return StoreError(f"cannot read {place}: {reason(value)}")
             return CorruptEntryError(
-                f"{place} is damaged: {reason(value)}; delete it, or put the block anew"
+                f"{place} is damaged: {reason(value)}; delete it, or put the block again"
             )
         raw = torch.empty(len(value), dtype=torch.uint8)
         raw.numpy().data[:] = value
         try:
-            kv = decode(raw)
-        except FormatError as error:
-            return CorruptEntryError(
-                f"{place} is damaged: {error}; delete it, or put the block anew"
-            )
-        if kv.key != key:
-            return FingerprintMismatchError(
-                f"{place} holds the entry of another text or model, whose key is {kv.key}; delete "
-                "it, or put the block anew"
-            )
-        return kv
+            return decoded(key, raw, place)
+        except StoreError as error:
+            return error
 
     def _asked(self, doing: str, call: Callable[[], T]) -> T:
-        """What the server answers, before the deadline."""
+        """Answer of the server, within the deadline."""
         asked = self._readers.start(call)
         with self._explained(doing):
             return outcome(asked, deadline(self._deadline_s), f"{doing} in {self.url}")
@@ -246,7 +214,7 @@ class RedisStore:
 
 
 def _connect(url: str, deadline_s: float) -> Redis:
-    """A client of the server at an address; nothing is sent yet."""
+    """Client of the server at an address. Sends nothing."""
     try:
         from redis import Redis
         from redis.backoff import NoBackoff
@@ -264,7 +232,7 @@ def _connect(url: str, deadline_s: float) -> Redis:
             password=os.environ.get("REDIS_PASSWORD"),
             socket_timeout=deadline_s,
             socket_connect_timeout=deadline_s,
-            retry=Retry(NoBackoff(), _MOST_RETRIES),  # a connection that the server closed since
+            retry=Retry(NoBackoff(), _MOST_RETRIES),  # for connections that the server has closed
         )
     except ValueError as error:
         raise ValueError(f"cannot open a store at {url}: {reason(error)}") from None

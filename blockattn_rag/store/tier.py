@@ -1,23 +1,19 @@
-"""One tier of a ``TieredStore``: a store that may be slow or down, and the figures of its use."""
+"""One tier of a ``TieredStore``: a store that may be slow or down, behind a circuit breaker."""
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TypeVar
 
-from blockattn_rag.errors import (
-    CorruptEntryError,
-    FingerprintMismatchError,
-    StoreError,
-    StoreUnavailableError,
-)
+from blockattn_rag.errors import StoreError, StoreUnavailableError
 from blockattn_rag.kv.block_kv import BlockKV
-from blockattn_rag.store.base import Found, KVStore, ResidentStore, get_many
-from blockattn_rag.store.breaker import CircuitBreaker
-from blockattn_rag.store.deadlines import Readers, deadline, outcome
+from blockattn_rag.store.base import Found, KVStore, TierStats, is_damage
+from blockattn_rag.store.concurrency import Readers, check_seconds, deadline, outcome
 
 logger = logging.getLogger("blockattn_rag")
 
@@ -26,45 +22,68 @@ T = TypeVar("T")
 _READERS = 8
 
 
-@dataclass(frozen=True, slots=True)
-class TierStats:
-    """Figures of one tier since its ``TieredStore`` was made.
+class CircuitBreaker:
+    """Decides whether to call something that may be down.
+
+    Closed at first: every call passes. It opens after ``failures`` in a row. While it is open, one
+    call passes every ``pause_s``. The first success closes it.
 
     Args:
-        name: the tier's store.
-        hits: entries that were read there.
-        read_tokens, read_bytes: of these entries; bytes of keys, values and scales.
-        misses: entries that were looked for there and were not, or were damaged.
-        written: entries that were written there, promoted ones included.
-        failures: reads and writes that failed, a read of many entries being one.
-        skipped: entries that were not looked for or not written because the tier was left alone.
-        dropped: entries that were not written: too many waited, or writing failed.
-        is_open: whether it is left alone at present, because it failed several times in a row.
+        clock: Seconds, such as ``time.monotonic``.
     """
 
-    name: str
-    hits: int = 0
-    read_tokens: int = 0
-    read_bytes: int = 0
-    misses: int = 0
-    written: int = 0
-    failures: int = 0
-    skipped: int = 0
-    dropped: int = 0
-    is_open: bool = False
+    def __init__(
+        self, failures: int, pause_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        if failures < 1:
+            raise ValueError(f"failures must be 1 or more, found {failures}")
+        self.pause_s = check_seconds("pause_s", pause_s)
+        self._most, self._clock = failures, clock
+        self._lock = threading.Lock()
+        self._failures = 0
+        self._next_try = -math.inf
+
+    @property
+    def is_open(self) -> bool:
+        with self._lock:
+            return self._failures >= self._most
+
+    def allows(self) -> bool:
+        """Whether to call now. The caller must report the outcome."""
+        with self._lock:
+            if self._failures < self._most:
+                return True
+            now = self._clock()
+            if now < self._next_try:
+                return False
+            self._next_try = now + self.pause_s
+            return True
+
+    def succeeded(self) -> bool:
+        """Report a success. Returns whether this closed the breaker."""
+        with self._lock:
+            was_open = self._failures >= self._most
+            self._failures = 0
+            return was_open
+
+    def failed(self) -> bool:
+        """Report a failure. Returns whether this opened the breaker."""
+        with self._lock:
+            self._failures += 1
+            self._next_try = self._clock() + self.pause_s
+            return self._failures == self._most
 
 
 class Tier:
-    """A store, asked with a deadline and not at all while it fails again and again.
+    """A store, called with a deadline, and not at all while its breaker is open.
 
     Args:
-        deadline_s: seconds that a read may take, where blocks are not in this process's memory.
-        breaker: decides whether to ask.
+        deadline_s: Seconds that a read may take, unless blocks are in this process's memory.
     """
 
     def __init__(self, store: KVStore, deadline_s: float, breaker: CircuitBreaker) -> None:
         self.store = store
-        self.is_resident = isinstance(store, ResidentStore)
+        self.is_resident = store.is_resident
         self._deadline_s = deadline_s
         self._breaker = breaker
         self._readers = Readers(_READERS, "blockattn-rag-tier")
@@ -72,9 +91,9 @@ class Tier:
         self._stats = TierStats(repr(store))
 
     def read(self, keys: Sequence[str]) -> list[Found]:
-        """As ``get_many``. Where the tier fails, every answer that it owes is a StoreError."""
+        """As ``get_many``. If the tier fails, every answer is a StoreError."""
         try:
-            found = self.ask(lambda: get_many(self.store, keys), len(keys))
+            found = self.ask(lambda: self.store.get_many(keys), len(keys))
         except StoreError as error:
             return [error] * len(keys)
         read = [one for one in found if isinstance(one, BlockKV)]
@@ -90,16 +109,16 @@ class Tier:
         """As ``put``.
 
         Raises:
-            StoreError: as ``put``; or the tier is not asked at present.
+            StoreError: As ``put``, or the breaker is open.
         """
         self._guarded(lambda: self.store.put(key, kv), 1)
         self.count(written=1)
 
     def ask(self, question: Callable[[], T], entries: int = 1) -> T:
-        """What the store answers, in time.
+        """Call the store, within the deadline.
 
         Raises:
-            StoreError: it raised that, gave no answer in time, or is not asked at present.
+            StoreError: As the store, or the deadline passed, or the breaker is open.
         """
         if self.is_resident:
             return self._guarded(question, entries)
@@ -108,7 +127,7 @@ class Tier:
         return self._guarded(lambda: outcome(self._readers.start(question), until, doing), entries)
 
     def count(self, **more: int) -> None:
-        """Add to figures, by their names in ``TierStats``."""
+        """Add to counters, by their names in ``TierStats``."""
         with self._lock:
             sums = {name: getattr(self._stats, name) + number for name, number in more.items()}
             self._stats = replace(self._stats, **sums)
@@ -118,7 +137,7 @@ class Tier:
             return replace(self._stats, is_open=self._breaker.is_open)
 
     def _guarded(self, call: Callable[[], T], entries: int) -> T:
-        """Make a call unless the breaker is open, and tell the breaker what came of it."""
+        """Make a call unless the breaker is open, and report the outcome to the breaker."""
         if not self._breaker.allows():
             self.count(skipped=entries)
             raise StoreUnavailableError(
@@ -131,9 +150,10 @@ class Tier:
             if not is_damage(error):
                 self._note_failure(error)
             raise
-        failed = [one for one in answer if _is_failure(one)] if isinstance(answer, list) else []
-        if failed:
-            self._note_failure(failed[0])
+        answers = answer if isinstance(answer, list) else []
+        errors = [one for one in answers if isinstance(one, StoreError) and not is_damage(one)]
+        if errors:
+            self._note_failure(errors[0])
         elif self._breaker.succeeded():
             logger.info("%s answers again.", self._stats.name)
         return answer
@@ -147,12 +167,3 @@ class Tier:
                 error,
                 self._breaker.pause_s,
             )
-
-
-def is_damage(answer: object) -> bool:
-    """Whether an answer tells of one bad entry, of which the store itself is not to blame."""
-    return isinstance(answer, (CorruptEntryError, FingerprintMismatchError))
-
-
-def _is_failure(answer: object) -> bool:
-    return isinstance(answer, StoreError) and not is_damage(answer)

@@ -1,29 +1,31 @@
-"""Stores one behind the other: memory, a local disk, and a home that many machines share."""
+"""Stores in tiers: memory, a local disk, and a home that many machines share."""
 
 from __future__ import annotations
 
 import logging
-import operator
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Literal, get_args
 
 from blockattn_rag.errors import StoreError
 from blockattn_rag.kv.block_kv import BlockKV
-from blockattn_rag.store.base import Found, KVStore, StoreStats, check_key_of, touch
-from blockattn_rag.store.breaker import CircuitBreaker
-from blockattn_rag.store.checks import check_finite, check_storable
-from blockattn_rag.store.claims import claim, claimed
-from blockattn_rag.store.deadlines import check_seconds
-from blockattn_rag.store.objects import ObjectStore
-from blockattn_rag.store.single_flight import SingleFlight
-from blockattn_rag.store.specs import open_spec
-from blockattn_rag.store.tier import Tier, TierStats, is_damage
-from blockattn_rag.store.write_queue import WriteQueue
+from blockattn_rag.store import open_spec
+from blockattn_rag.store.base import (
+    Found,
+    KVStore,
+    StoreStats,
+    TierStats,
+    check_entry,
+    is_damage,
+    with_handles,
+)
+from blockattn_rag.store.checks import check_finite
+from blockattn_rag.store.concurrency import SingleFlight, WriteQueue, check_seconds
+from blockattn_rag.store.tier import CircuitBreaker, Tier
 
 logger = logging.getLogger("blockattn_rag")
 
@@ -31,34 +33,25 @@ Write = Literal["through", "behind"]
 """``through``: ``put`` returns when the home has the block. ``behind``: the home gets it later."""
 
 
-@dataclass(frozen=True, slots=True)
-class TieredStats(StoreStats):
-    """Figures of a ``TieredStore``: those of its home, and ``tiers``, fastest first."""
+class TieredStore(KVStore):
+    """Several stores in tiers: fast and small ones first, the *home* of all entries last.
 
-    tiers: tuple[TierStats, ...] = ()
+    A read asks one tier after the other, each once for all missing entries, and copies hits to the
+    faster tiers. Concurrent reads of one entry become one. A write goes to all tiers.
 
-
-class TieredStore:
-    """``KVStore`` of several stores: fast and small ones first, the home of all entries last.
-
-    A read asks one tier after the other, each once for all that is still missing, and what is
-    found goes to the faster tiers as well. Several threads that read one entry at once cause one
-    read. A write goes to all tiers; each keeps within its own size.
-
-    A tier that fails costs speed, never an answer: its entries are looked for in the next one, and
-    computed where none has them. After ``failures`` in a row it is left alone, tried again every
-    ``pause_s``, and told of once in the log. ``stats().tiers`` counts what happened.
+    A failing tier costs speed, never an answer: its entries come from the next tier or are
+    computed. After ``failures`` in a row it is skipped, logged once, and retried every ``pause_s``.
 
     Args:
-        tiers: stores, or what ``open_store`` takes. ``"memory:4GiB"`` holds copies in the memory
-            of the host, page-locked where there is CUDA.
+        tiers: Stores, or paths and addresses as for ``open_store``. ``"memory:4GiB"`` holds copies
+            in host memory, page-locked with CUDA.
         write: ``"through"`` or ``"behind"``.
-        queue_bytes: blocks that wait to be written behind, at most. ``put`` waits for room, for
-            ``deadline_s`` at most, and drops the block then.
-        deadline_s: seconds that a tier may take to answer a read.
+        queue_bytes: Size limit of the blocks queued with ``"behind"``. ``put`` waits up to
+            ``deadline_s`` for room, then drops the block.
+        deadline_s: Seconds that a tier may take to answer a read.
 
     Raises:
-        ValueError: no tiers, or an argument out of range.
+        ValueError: No tiers, or an argument is out of range.
     """
 
     def __init__(
@@ -83,7 +76,7 @@ class TieredStore:
         self._flights = SingleFlight()
         self._queue = WriteQueue(queue_bytes)
         self._lock = threading.Lock()
-        self._told_of_drops = False
+        self._has_warned = False
 
     def __repr__(self) -> str:
         return f"TieredStore({', '.join(repr(tier.store) for tier in self._tiers)})"
@@ -94,66 +87,49 @@ class TieredStore:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def get(self, key: str) -> BlockKV | None:
-        """The entry, or None if no tier that answers has it.
-
-        Raises:
-            CorruptEntryError: the home's is damaged, and no other tier has it.
-            FingerprintMismatchError: the home's is of another text or model, and so on.
-        """
-        (found,) = self.get_many([key])
-        if isinstance(found, StoreError):
-            raise found
-        return found
-
     def get_many(self, keys: Sequence[str]) -> list[Found]:
-        """As ``get`` for each key; every tier is asked once."""
+        """As ``get`` for each key. Each tier is asked once.
+
+        An entry is None if no tier that answers has it, and an error if the home's is damaged and
+        no other tier has it.
+        """
         most_s = self._deadline_s * (len(self._tiers) + 1)
         return self._flights.read(keys, self._read, most_s)
 
     def touch(self, key: str) -> bool:
-        """Mark an entry as used now in every tier; True if the home has it, or will.
+        """Mark an entry as used now in every tier. Returns whether the home has it or will.
 
         Raises:
-            StoreError: the home does not say.
+            StoreError: The home does not answer.
         """
-        self._touch_copies(key)
-        if self._queue.pending(key) is not None and self.write == "behind":
+        list(self._ask_copies(lambda store: store.touch(key)))
+        if self._pending(key) is not None:
             return True
-        return self._home.ask(partial(touch, self._home.store, key))
-
-    def claim(self, key: str, handles: Collection[str]) -> bool:
-        """As ``store.claims.claim``, of the entry in the home.
-
-        Raises:
-            StoreError: the home does not answer, or cannot write the entry.
-        """
-        self._touch_copies(key)
-        waiting = self._queue.pending(key) if self.write == "behind" else None
-        if waiting is None:
-            return self._home.ask(partial(claim, self._home.store, key, handles))
-        if (kv := claimed(waiting, handles)).handle != waiting.handle:
-            self.put(key, kv)
-        return True
+        return self._home.ask(lambda: self._home.store.touch(key))
 
     def mark_used(self, key: str) -> None:
-        """Mark an entry as used now in every tier that answers and records use."""
         for tier in self._tiers:
-            if not isinstance(tier.store, ObjectStore):
-                with suppress(StoreError):
-                    tier.ask(partial(mark_used, tier.store, key))
+            with suppress(StoreError):
+                tier.ask(partial(tier.store.mark_used, key))
+
+    def claim(self, key: str, handles: Collection[str]) -> bool:
+        list(self._ask_copies(lambda store: store.touch(key)))
+        if (waiting := self._pending(key)) is None:
+            return self._home.ask(lambda: self._home.store.claim(key, handles))
+        if (kv := with_handles(waiting, handles)).handle != waiting.handle:
+            self.put(key, kv)
+        return True
 
     def put(self, key: str, kv: BlockKV) -> None:
         """Store an entry in all tiers, in the home at once or later (``write``).
 
         Raises:
-            ValueError: as ``KVStore.put``.
-            StoreError: the block holds NaN or infinity; or, with ``write="through"``, the home
+            ValueError: As ``KVStore.put``.
+            StoreError: The block contains NaN or infinity; or, with ``write="through"``, the home
                 cannot store it, and faster tiers have it.
         """
-        check_key_of(key, kv)
-        check_storable(kv)
-        check_finite(kv, f"to {self!r}")  # here, for no tier is to blame for it
+        check_entry(key, kv)
+        check_finite(kv, f"to {self!r}")  # here, so that no tier counts it as a failure
         self._flights.forget(key)
         if self.write == "through":
             self._fill(key, kv, self._tiers[:-1])
@@ -163,50 +139,43 @@ class TieredStore:
         others = [tier for tier in reversed(self._tiers) if not tier.is_resident]
         write = partial(self._write_to, others)
         if others and not self._queue.add(key, kv, write, self._deadline_s):
-            self._note_drop(others)
+            _count_drop(others)
+            self._warn_of_drop()
 
     def __contains__(self, key: object) -> bool:
         if isinstance(key, str) and self._queue.pending(key) is not None:
             return True
-        for tier in self._tiers[:-1]:
-            with suppress(StoreError):
-                if tier.ask(partial(operator.contains, tier.store, key)):
-                    return True
-        return self._home.ask(partial(operator.contains, self._home.store, key))
+        if any(self._ask_copies(lambda store: key in store)):
+            return True
+        return self._home.ask(lambda: key in self._home.store)
 
     def delete(self, key: str) -> bool:
         self._flights.forget(key)
-        was_there = self._queue.discard(key)
-        for tier in self._tiers[:-1]:
-            with suppress(StoreError):
-                was_there |= tier.ask(partial(tier.store.delete, key))
-        return self._home.ask(partial(self._home.store.delete, key)) or was_there
+        was_queued = self._queue.discard(key)
+        was_copied = any([*self._ask_copies(lambda store: store.delete(key))])
+        return self._home.ask(lambda: self._home.store.delete(key)) or was_queued or was_copied
 
     def keys(self) -> Iterator[str]:
-        """Keys in the home. What waits to be written may be missing: see ``flush``."""
+        """Keys of the home. Queued blocks may be missing; see ``flush``."""
         return self._home.store.keys()
 
-    def stats(self) -> TieredStats:
-        """The home's figures, which may take it long to count, and ``tier_stats``."""
-        home = self._home.store.stats()
-        return TieredStats(
-            home.entries, home.total_bytes, home.evictions, home.refused, self.tier_stats()
-        )
+    def stats(self) -> StoreStats:
+        """Stats of the home, which may take long to count, and ``tier_stats``."""
+        return replace(self._home.store.stats(), tiers=self.tier_stats())
 
     def tier_stats(self) -> tuple[TierStats, ...]:
-        """Figures of each tier, fastest first, without asking any."""
         return tuple(tier.stats() for tier in self._tiers)
 
     def flush(self, wait_s: float | None = None) -> bool:
-        """Wait until all that waits is written, for ``wait_s`` at most; whether it is."""
+        """Wait until the queue is written, at most ``wait_s`` seconds. Returns whether it is."""
         return self._queue.flush(wait_s)
 
     def close(self) -> None:
-        """Write what waits. What is put afterwards goes to no tier that is written behind."""
+        """Write the queued blocks. Later blocks go to no tier that is written behind."""
         self._queue.close()
 
     def _read(self, keys: Sequence[str]) -> list[Found]:
-        """What the tiers say. That one fails is no answer: the entry counts as absent."""
+        """Answers of the tiers. Where a tier fails, the entry counts as absent."""
         found: dict[str, Found] = {key: self._queue.pending(key) for key in keys}
         lacking: dict[str, list[Tier]] = {key: [] for key in keys}
         for tier in self._tiers:
@@ -222,63 +191,53 @@ class TieredStore:
         answers = (found[key] for key in keys)
         return [one if isinstance(one, BlockKV) or is_damage(one) else None for one in answers]
 
-    def _touch_copies(self, key: str) -> None:
+    def _pending(self, key: str) -> BlockKV | None:
+        """The block that the home gets later."""
+        return self._queue.pending(key) if self.write == "behind" else None
+
+    def _ask_copies(self, question: Callable[[KVStore], bool]) -> Iterator[bool]:
+        """Answers of the faster tiers, without those that fail."""
         for tier in self._tiers[:-1]:
             with suppress(StoreError):
-                tier.ask(partial(touch, tier.store, key))
+                yield tier.ask(partial(question, tier.store))
 
     def _fill(self, key: str, kv: BlockKV, tiers: Sequence[Tier]) -> None:
-        """Write to faster tiers: to memory at once, to others when there is time."""
+        """Write to faster tiers: to memory at once, to others in the background."""
         self._write_to([tier for tier in tiers if tier.is_resident], key, kv)
         others = [tier for tier in tiers if not tier.is_resident]
         write = partial(self._write_to, others)
         if others and not self._queue.add(key, kv, write, unless_waiting=True):
-            self._count_drop(others)
+            _count_drop(others)
 
     def _write_to(self, tiers: Sequence[Tier], key: str, kv: BlockKV) -> None:
         for tier in tiers:
             try:
                 tier.write(key, kv)
-            except StoreError:  # counted; and told of when the breaker opens
+            except StoreError:  # counted, and logged when the breaker opens
                 tier.count(dropped=1)
             except Exception as error:
                 tier.count(dropped=1)
                 logger.exception("%r could not store a block: %s", tier.store, error)
 
-    def _count_drop(self, tiers: Sequence[Tier]) -> None:
-        for tier in tiers:
-            tier.count(dropped=1)
-
-    def _note_drop(self, tiers: Sequence[Tier]) -> None:
-        """Count a block that the home does not get, and tell of the first one."""
-        self._count_drop(tiers)
+    def _warn_of_drop(self) -> None:
+        """Log the first block that the home does not get."""
         with self._lock:
-            told, self._told_of_drops = self._told_of_drops, True
-        if not told and self._queue.is_closed:
-            logger.warning(
-                "%r is closed, and takes no more blocks to be written behind: they are computed "
-                "anew each time. Further ones are only counted (tier_stats())",
-                self,
-            )
-        elif not told:
-            logger.warning(
-                "%r is written more slowly than blocks are computed: a block was not stored and "
-                "is computed anew each time. Raise queue_bytes, or use write='through'. Further "
-                "ones are only counted (tier_stats())",
-                self,
-            )
+            has_warned, self._has_warned = self._has_warned, True
+        if has_warned:
+            return
+        why = (
+            "is closed and accepts no more blocks to write behind: they are computed again each "
+            "time."
+            if self._queue.is_closed
+            else "is written more slowly than blocks are computed: a block was not stored and is "
+            "computed again each time. Raise queue_bytes, or use write='through'."
+        )
+        logger.warning("%r %s Further ones are only counted (tier_stats())", self, why)
 
 
-def mark_used(store: KVStore, key: str) -> None:
-    """Mark an entry as used now, if the store records use.
-
-    Raises:
-        StoreError: as ``touch``.
-    """
-    if isinstance(store, TieredStore):
-        store.mark_used(key)
-    elif not isinstance(store, ObjectStore):  # it would be asked, far away, for nothing
-        touch(store, key)
+def _count_drop(tiers: Sequence[Tier]) -> None:
+    for tier in tiers:
+        tier.count(dropped=1)
 
 
 def _opened(tier: KVStore | str | Path) -> KVStore:

@@ -1,20 +1,25 @@
-"""Addresses of stores: which kind they name, and how to speak of them without credentials."""
+"""Addresses of stores, such as ``s3://bucket/kv``, and messages about them without credentials."""
 
 from __future__ import annotations
 
 import os
 import re
-from urllib.parse import urlsplit
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+OBJECT_SCHEMES = ("s3", "gs", "az")
+REDIS_SCHEMES = ("redis", "rediss")
 
 _SCHEME = re.compile(r"([a-z][a-z0-9+.-]+)(?=:/)|(s3|gs|az|rediss?|file)(?=:)", re.IGNORECASE)
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?))?B?", re.IGNORECASE)
 _CREDENTIAL_NAMES = re.compile(r"KEY|SECRET|TOKEN|PASSWORD|CREDENTIAL|SAS")
 _CREDENTIAL_OWNERS = ("AWS_", "AZURE_", "GOOGLE_", "GCP_", "REDIS_")
 _LONGEST_REASON = 500
 
-# What S3 servers say of an error, around the two parts that tell of it.
+# An error of S3 servers, with its two informative parts.
 _XML_ERROR = re.compile(r"<\?xml.*?<Code>(.*?)</Code>.*?<Message>(.*?)</Message>.*", re.DOTALL)
 
-# What client libraries say where the settings are wrong, and what to do; the first one counts.
+# Messages of client libraries if settings are wrong, and what to do. The first match counts.
 _ADVICE = (
     (r"NoSuchBucket", "make the bucket, or correct its name"),
     (
@@ -38,10 +43,10 @@ _ADVICE = (
 
 
 def scheme_of(spec: str) -> str:
-    """The scheme of an address such as ``s3://bucket/kv``, in lower case; empty for a path.
+    """Scheme of an address such as ``s3://bucket/kv``, in lower case. Empty for a path.
 
     Raises:
-        ValueError: it is empty, or was meant as an address and is none: ``s3:bucket``, or what
+        ValueError: It is empty, or a malformed address such as ``s3:bucket``, or what
             ``pathlib.Path`` makes of ``s3://bucket``.
     """
     if not spec:
@@ -59,23 +64,54 @@ def scheme_of(spec: str) -> str:
 
 
 def lasts(spec: str) -> bool:
-    """Whether what is stored there outlives this process, and others find it."""
+    """Whether what is stored at an address outlives this process, and other processes find it."""
     return scheme_of(spec) != "memory"
 
 
-def check_no_credentials(url: str, instead: str) -> None:
-    """Refuse an address that holds credentials: addresses are shown, logged and written to files.
+def is_cache(spec: str | Path) -> bool:
+    """Whether an address is that of a server that evicts entries."""
+    return scheme_of(str(spec)) in REDIS_SCHEMES
 
-    Args:
-        instead: where to put them.
+
+def bytes_of(size: str) -> int:
+    """Number of bytes of a size such as ``2GiB``.
 
     Raises:
-        ValueError: it holds some; the message does not show them.
+        ValueError: It is malformed.
+    """
+    match = _SIZE.fullmatch(size)
+    if match is None:
+        raise ValueError(
+            f"expected a size such as 2GiB, or memory:2GiB for a store, found {size!r}"
+        )
+    power = " kmgt".index((match[2] or " ").lower())
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
+
+
+def folder_of(url: str) -> Path:
+    """Folder of a ``file:`` address."""
+    check_no_credentials(url, "the folder's own permissions")
+    parts = urlsplit(url)
+    if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
+        raise ValueError(f"expected file:/// and an absolute path on this machine, found {url!r}")
+    return Path(unquote(parts.path))
+
+
+def check_no_credentials(url: str, instead: str) -> None:
+    """Refuse an address with credentials: addresses are displayed, logged and written to files.
+
+    Args:
+        instead: Where to put them.
+
+    Raises:
+        ValueError: There are some. The message does not show them.
     """
     try:
         parts = urlsplit(url)
     except ValueError:  # its message would show what the address holds
-        raise ValueError(f"the address after {scheme_of(url)}:// is none of a server") from None
+        raise ValueError(
+            f"Invalid server address after {scheme_of(url)}://: expected host[:port]"
+        ) from None
     if "@" in parts.netloc or parts.query or parts.fragment:
         place = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
         raise ValueError(
@@ -85,8 +121,8 @@ def check_no_credentials(url: str, instead: str) -> None:
 
 
 def reason(error: BaseException) -> str:
-    """What a client library says of an error, and what to do about it where that is known: on one
-    line, short, and without credentials."""
+    """Message of a client library's error, with advice if there is some. One short line without
+    credentials."""
     text = " ".join(str(error).partition("\n\nDebug source")[0].split()) or type(error).__name__
     text = _XML_ERROR.sub(r"\1: \2", text)
     text = re.sub(r"(?<!<)\?[^\s\"'<>)]+", "?...", text)  # signatures stand in queries

@@ -32,7 +32,12 @@ from tests.engines import local
 TEXT = "The height of Halden Tower is 214 metres."
 QUESTION = "What is the height of Halden Tower?"
 
-KINDS = {"folder": DirectoryStore, "memory": MemoryStore, "s3": ObjectStore, "redis": RedisStore}
+KINDS: dict[str, type[KVStore]] = {
+    "folder": DirectoryStore,
+    "memory": MemoryStore,
+    "s3": ObjectStore,
+    "redis": RedisStore,
+}
 
 
 @pytest.fixture(params=KINDS)

@@ -105,8 +105,8 @@ SHARED = [
 def collected(store: DirectoryStore | ObjectStore, live: Sequence[Block]) -> list[str]:
     """The entries that remain when all are old and these blocks alone are referred to."""
     if isinstance(store, DirectoryStore):
-        for file in store.files():
-            os.utime(file.path, (0, time.time() - 86400))
+        for entry in store.entries():
+            os.utime(store.entry_path(entry.key), (0, time.time() - 86400))
     else:
         time.sleep(1.1)  # times are known to a second
     gc(store, {block.handle for block in live}, grace_s=0)
@@ -160,8 +160,9 @@ def test_a_shared_entry_that_is_damaged_is_computed_again(
     store = DirectoryStore(tmp_path / "kv")
     fetcher = BlockFetcher(model, store)
     ingest(fetcher, SHARED[:1])
-    (file,) = store.files()
-    content = file.path.read_bytes()
-    file.path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    (key,) = store.keys()
+    path = store.entry_path(key)
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     assert ingest(fetcher, SHARED[1:2]).computed == 1
     assert ingest(fetcher, SHARED).reused == 1

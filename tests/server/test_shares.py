@@ -17,8 +17,14 @@ from blockattn_rag.errors import CorruptEntryError, FingerprintMismatchError, St
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.server.profile import LayerProfile, ModelProfile, Rotary
 from blockattn_rag.server.shares import Share, ShareStore, open_share
-from blockattn_rag.store import DirectoryStore, KVStore, MemoryStore, ObjectStore, TieredStore
-from blockattn_rag.store.base import RangeStore, get_many, touch
+from blockattn_rag.store import (
+    DirectoryStore,
+    KVStore,
+    MaintainedStore,
+    MemoryStore,
+    ObjectStore,
+    TieredStore,
+)
 from tests.server.profiles import make_profile
 from tests.store.kvs import FLOATS, kvs, make_kv, same
 
@@ -179,9 +185,9 @@ def test_a_whole_share_is_the_home_itself(home: KVStore) -> None:
 def test_a_share_of_the_home_is_looked_for_as_in_the_home(home: KVStore) -> None:
     store = ShareStore(home, SECOND, PROFILE)
     assert isinstance(store, KVStore)
-    assert (store.get(KV.key), KV.key in store, touch(store, KV.key)) == (None, False, False)
+    assert (store.get(KV.key), KV.key in store, store.touch(KV.key)) == (None, False, False)
     home.put(KV.key, KV)
-    assert (KV.key in store, touch(store, KV.key), list(store.keys())) == (True, True, [KV.key])
+    assert (KV.key in store, store.touch(KV.key), list(store.keys())) == (True, True, [KV.key])
     assert store.stats() == home.stats()
 
 
@@ -271,7 +277,7 @@ def folder(tmp_path: Path) -> DirectoryStore:
 
 
 @pytest.fixture(params=["directory", "objects"])
-def ranges(request: pytest.FixtureRequest, folder: DirectoryStore) -> RangeStore:
+def ranges(request: pytest.FixtureRequest, folder: DirectoryStore) -> MaintainedStore:
     if request.param == "directory":
         return folder
     obstore = pytest.importorskip("obstore.store")
@@ -287,7 +293,7 @@ def flip(folder: DirectoryStore, key: str, byte: int) -> None:
 
 @pytest.mark.parametrize("quantised", [False, True])
 def test_damage_is_told_of_its_entry_alone_and_to_whom_it_concerns(
-    ranges: RangeStore, folder: DirectoryStore, quantised: bool
+    ranges: MaintainedStore, folder: DirectoryStore, quantised: bool
 ) -> None:
     kv, other = (make_kv(name, tokens=40, quantised=quantised) for name in ("one", "other"))
     for one in (kv, other):
@@ -305,7 +311,7 @@ def test_damage_is_told_of_its_entry_alone_and_to_whom_it_concerns(
 
 
 def test_damaged_token_ids_are_found_by_every_rank(
-    ranges: RangeStore, folder: DirectoryStore
+    ranges: MaintainedStore, folder: DirectoryStore
 ) -> None:
     ranges.put(KV.key, KV)
     start = folder.entry_path(KV.key).stat().st_size - KV.nbytes - 8 * KV.num_tokens
@@ -326,7 +332,7 @@ def test_a_rank_s_tiers_hold_its_share_and_the_home_is_asked_once(
     tiers = TieredStore("memory:1MiB", local, ShareStore(home, SECOND, PROFILE))
     expected = SECOND.cut(KV)
     for _ in range(2):
-        [found] = get_many(tiers, [KV.key])
+        [found] = tiers.get_many([KV.key])
         assert isinstance(found, BlockKV)
         assert same(found, expected)
         tiers.flush()  # what waits to be written to the disk is answered from there

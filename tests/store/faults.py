@@ -18,7 +18,6 @@ from urllib.parse import urlsplit
 from blockattn_rag.errors import StoreError
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.store import KVStore
-from blockattn_rag.store.base import get_many
 from tests.store.kvs import same
 
 Fault = Literal[
@@ -173,7 +172,7 @@ def campaign(
         for _ in range(reads // readers):
             asked = choose.sample(list(kvs), choose.randint(1, 4))
             started = time.monotonic()
-            found = get_many(store, [kv.key for kv in asked])
+            found = store.get_many([kv.key for kv in asked])
             took_s = time.monotonic() - started
             seen = Counter(_judged(one, kv) for one, kv in zip(found, asked, strict=True))
             with lock:

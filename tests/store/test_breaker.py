@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from blockattn_rag.store.breaker import CircuitBreaker
+from blockattn_rag.store.tier import CircuitBreaker
 
 
 class Clock:

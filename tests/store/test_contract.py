@@ -11,7 +11,6 @@ import torch
 from blockattn_rag.errors import StoreError
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.store import KVStore, TieredStore
-from blockattn_rag.store.base import get_many, touch
 from tests.store.kvs import key_of, make_kv, same
 
 KVS = [make_kv(f"passage {i}", tokens=2 + i) for i in range(5)]
@@ -58,7 +57,7 @@ def test_what_is_not_there_is_none_and_no_member(any_store: KVStore) -> None:
     assert any_store.get(KEYS[0]) is None
     assert KEYS[0] not in any_store
     assert None not in any_store
-    assert not touch(any_store, KEYS[0])
+    assert not any_store.touch(KEYS[0])
     assert not any_store.delete(KEYS[0])
     assert list(any_store.keys()) == []
     assert any_store.stats().entries == 0
@@ -68,7 +67,7 @@ def test_many_keys_are_answered_in_order_each_by_itself(any_store: KVStore) -> N
     for i in (0, 2, 3):
         any_store.put(KEYS[i], KVS[i])
     asked = [4, 3, 0, 1, 2, 0]
-    found = get_many(any_store, [KEYS[i] for i in asked])
+    found = any_store.get_many([KEYS[i] for i in asked])
     assert len(found) == len(asked)
     for i, one in zip(asked, found, strict=True):
         if i in (1, 4):
@@ -76,14 +75,14 @@ def test_many_keys_are_answered_in_order_each_by_itself(any_store: KVStore) -> N
         else:
             assert isinstance(one, BlockKV)
             assert same(one, KVS[i])
-    assert get_many(any_store, []) == []
+    assert any_store.get_many([]) == []
 
 
 def test_what_is_there_is_touched_and_what_was_deleted_is_gone(any_store: KVStore) -> None:
     any_store.put(KEYS[0], KVS[0])
     settle(any_store)
     assert KEYS[0] in any_store
-    assert touch(any_store, KEYS[0])
+    assert any_store.touch(KEYS[0])
     assert any_store.delete(KEYS[0])
     assert not any_store.delete(KEYS[0])
     assert KEYS[0] not in any_store
@@ -120,13 +119,13 @@ def test_many_threads_get_what_was_put_or_nothing(any_store: KVStore) -> None:
                     kv = any_store.get(KEYS[i])
                     assert kv is None or same(kv, KVS[i])
                 case "get many":
-                    for kv, one in zip(KVS, get_many(any_store, KEYS), strict=True):
+                    for kv, one in zip(KVS, any_store.get_many(KEYS), strict=True):
                         assert not isinstance(one, StoreError)
                         assert one is None or same(one, kv)
                 case "delete":
                     any_store.delete(KEYS[i])
                 case "touch":
-                    touch(any_store, KEYS[i])
+                    any_store.touch(KEYS[i])
 
     with ThreadPoolExecutor(6) as pool:
         list(pool.map(work, range(6)))

@@ -12,7 +12,7 @@ import pytest
 from blockattn_rag.errors import CorruptEntryError, StoreError, StoreUnavailableError
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.store import DirectoryStore, KVStore, MemoryStore, ObjectStore, TieredStore
-from blockattn_rag.store.base import Found, get_or_error
+from blockattn_rag.store.base import Found
 from blockattn_rag.store.device_cache import DeviceCache, with_device_cache
 from tests.store.kvs import key_of, make_kv
 
@@ -171,7 +171,7 @@ class Batched(Recorded):
 
     def get_many(self, keys: Sequence[str]) -> list[Found]:
         self.asked.append(" ".join(keys))
-        return [get_or_error(self, key) for key in keys]
+        return KVStore.get_many(self, keys)
 
 
 def test_the_store_is_asked_once_for_all_that_is_not_in_memory(tmp_path: Path) -> None:

@@ -155,8 +155,9 @@ def test_an_entry_describes_itself(store: DirectoryStore) -> None:
     os.utime(path, (written, written))
     kv, info = make_kv(), store.describe(key)
     assert info is not None
-    assert (info.key, info.handle, info.digest) == (key, kv.handle, kv.digest)
-    assert (info.fingerprint, info.num_tokens) == (kv.fingerprint, kv.num_tokens)
+    header = info.header
+    assert (header.key, header.handle, header.digest) == (key, kv.handle, kv.digest)
+    assert (header.fingerprint, header.num_tokens) == (kv.fingerprint, kv.num_tokens)
     assert info.nbytes == path.stat().st_size
     assert 100 <= info.age_s <= time.time() - written
 

@@ -11,8 +11,8 @@ import pytest
 
 from blockattn_rag.errors import StoreError
 from blockattn_rag.store import DirectoryStore, TieredStore
+from blockattn_rag.store.concurrency import SingleFlight
 from blockattn_rag.store.objects import ObjectStore
-from blockattn_rag.store.single_flight import SingleFlight
 from tests.holding import LONGEST_S
 from tests.store.kvs import make_kv, same
 

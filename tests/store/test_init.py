@@ -28,7 +28,7 @@ def test_a_path_means_a_store_on_disk(tmp_path: Path, kind: type[str] | type[Pat
 def test_a_cache_without_a_home_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     pytest.importorskip("redis")
     open_store("redis://localhost:1/0")  # which is asked for nothing yet
-    assert "is a cache, which forgets" in caplog.text
+    assert "is a cache: blocks that it evicts" in caplog.text
     caplog.clear()
     TieredStore("redis://localhost:1/0", "memory:").close()
     assert not caplog.text

@@ -22,7 +22,7 @@ from blockattn_rag.store import (
     gc,
     verify,
 )
-from blockattn_rag.store.reports import MOST_NAMES
+from blockattn_rag.store.maintenance import MOST_NAMES
 from tests.store.conftest import objects_in_memory
 from tests.store.kvs import make_kv
 from tests.store.servers import HAS_MOTO
@@ -121,11 +121,9 @@ def test_an_object_written_anew_since_gc_looked_stays(monkeypatch: pytest.Monkey
     store.put(KV[0].key, KV[0])
 
     def an_older_one(self: ObjectStore, key: str) -> EntryInfo | None:
-        from dataclasses import replace
-
         info = describe(self, key)
         assert info is not None
-        return replace(info, used_ns=info.used_ns - 5 * 10**9, age_s=7200.0)
+        return info._replace(used_ns=info.used_ns - 7200 * 10**9)
 
     monkeypatch.setattr(ObjectStore, "describe", an_older_one)
     report = gc(store, set())

@@ -12,13 +12,7 @@ import pytest
 
 from blockattn_rag.errors import CorruptEntryError, FingerprintMismatchError, StoreError
 from blockattn_rag.kv.block_kv import BlockKV
-from blockattn_rag.store import (
-    BatchStore,
-    DirectoryStore,
-    MaintainedStore,
-    ObjectStore,
-    TouchableStore,
-)
+from blockattn_rag.store import DirectoryStore, ObjectStore
 from blockattn_rag.store.objects import entry_path
 from tests.store.kvs import make_kv, same
 
@@ -59,12 +53,6 @@ class Slow:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.backend, name)
-
-
-def test_it_can_be_touched_asked_for_many_and_looked_after(store: ObjectStore) -> None:
-    assert isinstance(store, TouchableStore)
-    assert isinstance(store, BatchStore)
-    assert isinstance(store, MaintainedStore)
 
 
 def test_a_folder_of_a_directory_store_is_a_store_and_the_other_way_round(tmp_path: Path) -> None:
@@ -177,8 +165,9 @@ def test_an_entry_is_described_by_its_header_alone(store: ObjectStore, backend: 
     before = time.time()
     info = store.describe(KEY)
     assert info is not None
-    assert (info.key, info.handle, info.digest) == (KEY, KV.handle, KV.digest)
-    assert (info.fingerprint, info.num_tokens) == (KV.fingerprint, KV.num_tokens)
+    header = info.header
+    assert (header.key, header.handle, header.digest) == (KEY, KV.handle, KV.digest)
+    assert (header.fingerprint, header.num_tokens) == (KV.fingerprint, KV.num_tokens)
     (entry,) = store.entries()
     assert (entry.key, entry.nbytes) == (KEY, info.nbytes)
     assert info.nbytes == backend.head(entry_path(KEY))["size"]
@@ -196,7 +185,7 @@ def test_a_header_longer_than_what_is_read_first_is_read_whole(
     found = store.describe(KEY)
     assert found is not None
     assert expected is not None
-    assert (found.handle, found.nbytes) == (expected.handle, expected.nbytes)
+    assert (found.header, found.nbytes) == (expected.header, expected.nbytes)
 
 
 def test_an_entry_is_discarded_unless_it_was_written_since(store: ObjectStore) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from blockattn_rag.errors import CorruptEntryError, FingerprintMismatchError, StoreError
-from blockattn_rag.store import BatchStore, RedisStore, TouchableStore
+from blockattn_rag.store import RedisStore
 from tests.store.kvs import make_kv, same
 from tests.store.servers import HAS_REDIS, free_port, redis_server
 
@@ -27,11 +27,6 @@ def client(redis_url: str) -> Any:
 
     with Redis.from_url(redis_url) as client:
         yield client
-
-
-def test_it_can_be_touched_and_asked_for_many(redis: RedisStore) -> None:
-    assert isinstance(redis, TouchableStore)
-    assert isinstance(redis, BatchStore)
 
 
 def test_stores_of_different_prefixes_share_a_server(redis: RedisStore, redis_url: str) -> None:
@@ -100,7 +95,7 @@ def test_damage_and_others_entries_are_told(redis: RedisStore, client: Any) -> N
     with pytest.raises(CorruptEntryError, match="is damaged"):
         redis.get(KEY)
     client.set(name, client.get(redis._name(other.key)))
-    with pytest.raises(FingerprintMismatchError, match="another text or model"):
+    with pytest.raises(FingerprintMismatchError, match="another text, model or tenant"):
         redis.get(KEY)
     client.delete(name)
     client.lpush(name, b"no text")

@@ -10,7 +10,7 @@ import pytest
 
 from blockattn_rag.errors import StoreError
 from blockattn_rag.store.base import Found
-from blockattn_rag.store.single_flight import SingleFlight
+from blockattn_rag.store.concurrency import SingleFlight
 from tests.store.kvs import make_kv
 
 KV, OTHER = make_kv("first"), make_kv("other")

@@ -24,7 +24,7 @@ def test_a_file_address_is_a_path(tmp_path: Path) -> None:
     opened = open_store(f"file://{tmp_path}/a%20b")
     assert isinstance(opened, DirectoryStore)
     assert opened.path == folder
-    with pytest.raises(ValueError, match="whole path on this machine"):
+    with pytest.raises(ValueError, match="absolute path on this machine"):
         open_store("file://elsewhere/kv")
 
 

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 
 from blockattn_rag.errors import CorruptEntryError, StoreError, StoreUnavailableError
 from blockattn_rag.kv.block_kv import BlockKV
-from blockattn_rag.store import DirectoryStore, MemoryStore, TieredStore
+from blockattn_rag.store import DirectoryStore, KVStore, MemoryStore, StoreStats, TieredStore
 from blockattn_rag.store.base import Found
 from blockattn_rag.store.tiered import Write
 from tests.store.kvs import make_kv, same
@@ -28,12 +28,11 @@ KV, KEY = KVS[0], KEYS[0]
 ROOM = 1 << 20
 
 
-class Remote:
+class Remote(KVStore):
     """A store that is far away, so to speak: it can be slow, fail, hold damage, and it counts."""
 
     def __init__(self) -> None:
         self._inner = MemoryStore(ROOM)
-        self.delete, self.keys, self.stats = self._inner.delete, self._inner.keys, self._inner.stats
         self.fails = False
         self.go = threading.Event()
         self.go.set()
@@ -65,6 +64,15 @@ class Remote:
     def __contains__(self, key: object) -> bool:
         self._check()
         return key in self._inner
+
+    def delete(self, key: str) -> bool:
+        return self._inner.delete(key)
+
+    def keys(self) -> Iterator[str]:
+        return self._inner.keys()
+
+    def stats(self) -> StoreStats:
+        return self._inner.stats()
 
     def _check(self) -> None:
         if self.fails:
@@ -244,7 +252,7 @@ def test_a_closed_store_says_that_it_is_closed(
     tiers.close()
     for kv in KVS[:2]:
         tiers.put(kv.key, kv)
-    assert caplog.text.count("is closed, and takes no more blocks") == 1
+    assert caplog.text.count("is closed and accepts no more blocks") == 1
     assert "more slowly" not in caplog.text
     assert tiers.tier_stats()[0].dropped == 2
 

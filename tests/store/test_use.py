@@ -7,13 +7,12 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from blockattn_rag.store import DirectoryStore, MemoryStore, TouchableStore, files, gc
-from blockattn_rag.store.base import touch
+from blockattn_rag.store import DirectoryStore, KVStore, MemoryStore, files, gc
 from tests.store.kvs import key_of, make_kv, same
 
 DAY_NS = 86400 * 10**9
@@ -38,9 +37,7 @@ def age(store: DirectoryStore, by_ns: int) -> int:
 
 
 def used_ns(store: DirectoryStore) -> int:
-    used = store.used_ns(KEY)
-    assert used is not None
-    return used
+    return store.entry_path(KEY).stat().st_mtime_ns
 
 
 # Marking
@@ -66,7 +63,7 @@ def test_looking_is_no_use(store: DirectoryStore) -> None:
     before = used_ns(store)
     assert KEY in store
     store.describe(KEY)
-    list(store.files())
+    list(store.entries())
     assert same(store.peek(KEY) or make_kv("none"), KV)
     assert used_ns(store) == before
 
@@ -91,7 +88,8 @@ def test_what_was_written_later_was_used_later(tmp_path: Path) -> None:
     kvs = [make_kv(f"passage {i}") for i in range(20)]
     for kv in kvs:
         store.put(key_of(kv), kv)
-    used = [store.used_ns(key_of(kv)) or 0 for kv in kvs]
+    used_by = {entry.key: entry.used_ns for entry in store.entries()}
+    used = [used_by[key_of(kv)] for kv in kvs]
     assert used == sorted(set(used))
 
 
@@ -142,39 +140,29 @@ def test_stores_in_memory_are_touched_too_and_others_only_asked() -> None:
     others = [make_kv("second"), make_kv("third")]
     store.put(KEY, KV)
     store.put(key_of(others[0]), others[0])
-    assert touch(store, KEY)
+    assert store.touch(KEY)
     store.put(key_of(others[1]), others[1])
     assert list(store.keys()) == [KEY, key_of(others[1])]
-    assert not touch(store, key_of(others[0]))
+    assert not store.touch(key_of(others[0]))
 
 
 def test_a_store_without_touch_is_asked_whether_it_has_the_entry() -> None:
-    class Plain:
-        """A user's store, written before there was ``touch``."""
+    class Plain(MemoryStore):
+        """A user's store, which evicts nothing."""
 
-        def __init__(self) -> None:
-            self._inner = MemoryStore(1 << 20)
-            self.get, self.put = self._inner.get, self._inner.put
-            self.delete, self.stats = self._inner.delete, self._inner.stats
+        touch = KVStore.touch
 
-        def __contains__(self, key: object) -> bool:
-            return key in self._inner
-
-        def keys(self) -> Iterator[str]:
-            return self._inner.keys()
-
-    plain = Plain()
-    assert not isinstance(plain, TouchableStore)
-    assert not touch(plain, KEY)
+    plain = Plain(1 << 20)
+    assert not plain.touch(KEY)
     plain.put(KEY, KV)
-    assert touch(plain, KEY)
+    assert plain.touch(KEY)
 
 
 # Deleting what nobody uses
 
 
 def test_gc_leaves_what_an_ingestion_has_just_found_present(store: DirectoryStore) -> None:
-    assert touch(store, KEY)
+    assert store.touch(KEY)
     report = gc(store, set(), grace_s=3600)
     assert (report.kept_young, report.deleted.count) == (1, 0)
 

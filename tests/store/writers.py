@@ -13,7 +13,7 @@ from unittest import mock
 
 import torch
 
-from blockattn_rag.store import DirectoryStore, directory, verify
+from blockattn_rag.store import DirectoryStore, base, verify
 from blockattn_rag.store.format import encode
 from tests.store.kvs import key_of, make_kv, same
 
@@ -118,7 +118,7 @@ def _replace(old: Path, new: Path) -> None:
 
 
 STEPS: dict[str, tuple[object, str, Callable[..., object]]] = {
-    "half written": (directory, "encode", _half),
+    "half written": (base, "encode", _half),
     "written": (os, "fsync", _die),
     "flushed": (os, "replace", _die),
     "renamed": (os, "replace", _replace),

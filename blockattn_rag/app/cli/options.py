@@ -75,8 +75,7 @@ def open_maintained(store: str) -> kv_store.MaintainedStore:
         FileNotFoundError: There is no such folder.
         ValueError: It is a cache, which needs no maintenance, or the address is invalid.
     """
-    from blockattn_rag.store.specs import folder_of, open_spec  # they load torch
-    from blockattn_rag.store.urls import scheme_of
+    from blockattn_rag.store.urls import folder_of, scheme_of
 
     scheme = scheme_of(store)
     if not scheme:
@@ -91,7 +90,7 @@ def open_maintained(store: str) -> kv_store.MaintainedStore:
             f"a store at {scheme}: is a cache, which evicts entries itself; give the folder or the "
             "address of the store behind it"
         )
-    opened = open_spec(store)
+    opened = kv_store.open_store(store)
     if not isinstance(opened, kv_store.MaintainedStore):
         raise ValueError(f"{store} does not support maintenance")
     return opened

@@ -26,6 +26,7 @@ from blockattn_rag.app.cli.options import (
 from blockattn_rag.app.cli.output import count, emit, note, plain, size, table, working
 from blockattn_rag.app.cli.progress import counter
 from blockattn_rag.errors import StoreError
+from blockattn_rag.store.urls import bytes_of
 
 _GROUPS = ("models", "namespaces", "kv_dtypes")
 _COLUMNS = ("model", "namespace", "kept in", "entries", "tokens", "size")
@@ -73,8 +74,9 @@ def _kinds(
             if isinstance(info, StoreError):
                 unreadable.add(key, str(info))
             elif info is not None:
-                kind = (info.fingerprint, info.namespace, info.kv_dtype)
-                figures = {"entries": 1, "tokens": info.num_tokens, "bytes": info.nbytes}
+                header = info.header
+                kind = (header.fingerprint, header.namespace, header.kv_dtype)
+                figures = {"entries": 1, "tokens": header.num_tokens, "bytes": info.nbytes}
                 kinds.setdefault(kind, Counter()).update(figures)
     return kinds, unreadable
 
@@ -116,11 +118,11 @@ def _long_rows(opened: kv_store.MaintainedStore) -> Iterator[dict[str, Any]]:
                 "key": key,
                 "bytes": info.nbytes,
                 "used": _time(info.used_ns),
-                "handle": info.handle,
-                "tokens": info.num_tokens,
-                "kv_dtype": info.kv_dtype,
-                "namespace": info.namespace,
-                "model": info.fingerprint,
+                "handle": info.header.handle,
+                "tokens": info.header.num_tokens,
+                "kv_dtype": info.header.kv_dtype,
+                "namespace": info.header.namespace,
+                "model": info.header.fingerprint,
             }
 
 
@@ -196,8 +198,6 @@ def shrink(
 
 
 def _bytes(text: str) -> int:
-    from blockattn_rag.store.specs import bytes_of  # loads torch
-
     with contextlib.suppress(ValueError):
         if found := bytes_of(text.strip()):
             return found

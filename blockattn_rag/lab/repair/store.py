@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
 
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.store import DirectoryStore, KVStore, StoreStats
-from blockattn_rag.store.base import Found, get_many, get_or_error
+from blockattn_rag.store.base import Found
 
 
-class ReadThroughStore:
+class ReadThroughStore(KVStore):
     """Store that reads missing blocks from a lender and writes only to a folder of its own.
 
     So a repair uses a database's blocks and adds none to it. Blocks in int8 are not read, because
@@ -28,18 +27,12 @@ class ReadThroughStore:
         self._own = DirectoryStore(path, max_bytes=max_bytes, fsync=False)
         self._lender = lender
 
-    def get(self, key: str) -> BlockKV | None:
-        found = self._own.get(key)
-        if found is None and self._lender is not None:
-            found = _unrounded(self._lender.get(key))
-        return found
-
     def get_many(self, keys: Sequence[str]) -> list[Found]:
         """As ``get`` for each key."""
-        found = [get_or_error(self._own, key) for key in keys]
+        found = self._own.get_many(keys)
         missing = [key for key, kv in zip(keys, found, strict=True) if kv is None]
         if missing and self._lender is not None:
-            lent = dict(zip(missing, get_many(self._lender, missing), strict=True))
+            lent = dict(zip(missing, self._lender.get_many(missing), strict=True))
             pairs = zip(keys, found, strict=True)
             found = [_unrounded(lent.get(key)) if kv is None else kv for key, kv in pairs]
         return found
@@ -60,10 +53,7 @@ class ReadThroughStore:
         return self._own.stats()
 
 
-T = TypeVar("T", bound=Found)
-
-
-def _unrounded(found: T) -> T | None:
+def _unrounded(found: Found) -> Found:
     """What a store returned, with None in place of a block in int8."""
     is_rounded = isinstance(found, BlockKV) and found.scales is not None
     return None if is_rounded else found

@@ -24,9 +24,8 @@ from blockattn_rag.server.shares import Share
 from blockattn_rag.server.vllm.requests import Encodable
 from blockattn_rag.server.vllm.saver import QUEUE_BYTES
 from blockattn_rag.server.vllm.scheduler import UNSAVED, new_encode_name
-from blockattn_rag.store.base import KVStore, get_or_error, touch
-from blockattn_rag.store.breaker import CircuitBreaker
-from blockattn_rag.store.tier import is_damage
+from blockattn_rag.store.base import KVStore, is_damage
+from blockattn_rag.store.tier import CircuitBreaker
 
 logger = logging.getLogger("blockattn_rag")
 
@@ -307,11 +306,11 @@ class BlockEnsurer:
         return block.key in self._home
 
     def _is_there(self, block: BlockId) -> bool:
-        return any(touch(self._home, key) for key in block.keys)
+        return any(self._home.touch(key) for key in block.keys)
 
     def _is_sound(self, block: BlockId) -> bool:
         for key in block.keys:
-            found = get_or_error(self._home, key)
+            (found,) = self._home.get_many([key])
             if isinstance(found, StoreError):
                 if not is_damage(found):
                     raise found

@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 
 from blockattn_rag.server.loader import LoaderStats
-from blockattn_rag.store.tier import TierStats
+from blockattn_rag.store.base import TierStats
 
 PLAIN = {
     "answers": "Requests answered in block mode, except those that a stop string ended.",

@@ -25,7 +25,7 @@ from blockattn_rag.server.vllm.pages import LayerPages
 from blockattn_rag.server.vllm.scheduler import Save, encode_name
 from blockattn_rag.store.base import KVStore
 from blockattn_rag.store.checks import check_finite
-from blockattn_rag.store.write_queue import WriteQueue
+from blockattn_rag.store.concurrency import WriteQueue
 
 logger = logging.getLogger("blockattn_rag")
 

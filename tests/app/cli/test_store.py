@@ -13,7 +13,7 @@ from chromadb.config import Settings
 
 from blockattn_rag.app.rag.database import MANIFEST, chroma_client
 from blockattn_rag.store import DirectoryStore
-from blockattn_rag.store.specs import bytes_of
+from blockattn_rag.store.urls import bytes_of
 from tests.app.cli.conftest import Command
 from tests.store.kvs import key_of, make_kv
 

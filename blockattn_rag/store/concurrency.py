@@ -1,0 +1,280 @@
+"""Threads of stores: reads with deadlines, single flight, and a write queue.
+
+A forked process has none of its parent's threads, so all of these start afresh in it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import ClassVar, ParamSpec, TypeVar
+from weakref import WeakSet
+
+import torch
+
+from blockattn_rag.errors import StoreError
+from blockattn_rag.kv.block_kv import BlockKV
+from blockattn_rag.store.base import Found, check_max_bytes
+
+T = TypeVar("T")
+P = ParamSpec("P")
+
+_WRITERS = 4
+
+
+class _ForkAware(ABC):
+    """Object that starts afresh in every process that is forked from this one."""
+
+    _known: ClassVar[WeakSet[_ForkAware]] = WeakSet()
+
+    def __init__(self) -> None:
+        self._renew()
+        self._known.add(self)
+
+    @abstractmethod
+    def _renew(self) -> None:
+        """Start with no running thread and no locked lock."""
+
+    @classmethod
+    def renew_all(cls) -> None:
+        for one in list(cls._known):
+            one._renew()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_ForkAware.renew_all)
+
+
+class Readers(_ForkAware):
+    """Thread pool for reads. Threads start when they are first needed.
+
+    Args:
+        threads: Maximum number of concurrent reads; further ones wait.
+        name: Prefix of the threads' names.
+    """
+
+    def __init__(self, threads: int, name: str) -> None:
+        if threads < 1:
+            raise ValueError(f"expected at least one thread, found {threads}")
+        self._threads, self._name = threads, name
+        super().__init__()
+
+    def _renew(self) -> None:
+        self._pool: ThreadPoolExecutor | None = None
+        self._lock = threading.Lock()
+
+    def start(self, read: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Start a read, or queue it."""
+        with self._lock:
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix=self._name)
+        return self._pool.submit(read, *args, **kwargs)
+
+
+def deadline(seconds: float) -> float:
+    """Deadline of an operation that starts now, as a time of ``time.monotonic``."""
+    return time.monotonic() + seconds
+
+
+def remaining(until: float) -> float:
+    """Seconds until a deadline, 0 if it has passed."""
+    return max(0.0, until - time.monotonic())
+
+
+def outcome(future: Future[T], until: float, doing: str) -> T:
+    """Result of a read that ends before the deadline. A queued read is cancelled otherwise.
+
+    Raises:
+        StoreError: The deadline passed; ``doing`` completes "cannot ...".
+        Exception: As the read.
+    """
+    try:
+        return future.result(remaining(until))
+    except TimeoutError:
+        future.cancel()
+        raise StoreError(f"cannot {doing}: there was no answer before the deadline") from None
+
+
+def check_seconds(name: str, seconds: float) -> float:
+    """The seconds, unchanged.
+
+    Raises:
+        ValueError: They are not positive.
+    """
+    if not seconds > 0:
+        raise ValueError(f"{name} must be a positive number of seconds, found {seconds!r}")
+    return seconds
+
+
+class SingleFlight(_ForkAware):
+    """Reads through a function, never the same key twice at once."""
+
+    def _renew(self) -> None:
+        self._lock = threading.Lock()
+        self._reads: dict[str, Future[Found]] = {}
+
+    def read(
+        self,
+        keys: Sequence[str],
+        read_many: Callable[[Sequence[str]], Sequence[Found]],
+        most_s: float,
+    ) -> list[Found]:
+        """Answers of ``read_many``, from this call or from a running one.
+
+        Args:
+            most_s: Seconds to wait for other threads' reads. Longer ones are answered by a
+                StoreError.
+        """
+        until = deadline(most_s)
+        awaited: dict[str, Future[Found]] = {}
+        own: list[str] = []
+        with self._lock:
+            for key in dict.fromkeys(keys):
+                if key not in self._reads:
+                    self._reads[key] = Future()
+                    own.append(key)
+                awaited[key] = self._reads[key]
+        try:
+            for key, found in zip(own, read_many(own) if own else (), strict=True):
+                awaited[key].set_result(found)
+        finally:
+            for key in own:
+                if not awaited[key].done():  # read_many raised, which only this thread sees
+                    awaited[key].set_result(StoreError(f"the read of {key} was interrupted"))
+                self._end(key, awaited[key])
+        return [_answer(awaited[key], until, key) for key in keys]
+
+    def forget(self, key: str) -> None:
+        """Keep later reads from joining a running one, because the entry changes."""
+        with self._lock:
+            self._reads.pop(key, None)
+
+    def _end(self, key: str, read: Future[Found]) -> None:
+        with self._lock:
+            if self._reads.get(key) is read:
+                del self._reads[key]
+
+
+def _answer(read: Future[Found], until: float, key: str) -> Found:
+    try:
+        return read.result(remaining(until))
+    except TimeoutError:
+        return StoreError(f"cannot read {key}: another thread's read did not end in time")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Write:
+    """Queued or running write."""
+
+    kv: BlockKV
+    write: Callable[[str, BlockKV], object]
+
+
+class WriteQueue(_ForkAware):
+    """Writes blocks in background threads, and completes before the process exits normally.
+
+    Args:
+        max_bytes: Size limit of the queued blocks; a single block may be larger.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        check_max_bytes(max_bytes)
+        self._max_bytes = max_bytes
+        self._closed = False
+        super().__init__()
+
+    def _renew(self) -> None:
+        # Queued blocks are the parent's to write.
+        self._changed = threading.Condition()
+        self._waiting: dict[str, _Write] = {}
+        self._running: set[str] = set()
+        self._bytes = 0
+        # The interpreter waits for these threads when it exits.
+        self._threads = ThreadPoolExecutor(_WRITERS, thread_name_prefix="blockattn-rag-writes")
+
+    def add(
+        self,
+        key: str,
+        kv: BlockKV,
+        write: Callable[[str, BlockKV], object],
+        wait_s: float = 0.0,
+        *,
+        unless_waiting: bool = False,
+    ) -> bool:
+        """Queue ``write(key, kv)``, in place of a queued write of this key.
+
+        Args:
+            write: Must not raise.
+            wait_s: Seconds to wait for room.
+            unless_waiting: Prefer a queued write of this key to this one.
+
+        Returns:
+            False if the queue is full or closed: the block will not be written.
+        """
+        kv = kv.to(torch.device("cpu"))
+        queued = _Write(kv, write)
+        with self._changed:
+            if unless_waiting and key in self._waiting:
+                return True
+            self._changed.wait_for(lambda: self._closed or self._has_room(kv.nbytes), wait_s)
+            if self._closed or not self._has_room(kv.nbytes):
+                return False
+            try:
+                self._threads.submit(self._run, key, queued)
+            except RuntimeError:  # the interpreter is exiting
+                return False
+            self._waiting[key] = queued
+            self._bytes += kv.nbytes
+        return True
+
+    def pending(self, key: str) -> BlockKV | None:
+        """The block of a queued or running write."""
+        with self._changed:
+            write = self._waiting.get(key)
+            return None if write is None else write.kv
+
+    def discard(self, key: str) -> bool:
+        """Cancel a queued write. Returns whether there was one."""
+        with self._changed:
+            return self._waiting.pop(key, None) is not None
+
+    def flush(self, wait_s: float | None = None) -> bool:
+        """Wait until the queue is empty, at most ``wait_s`` seconds. Returns whether it is."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._bytes, wait_s)
+
+    @property
+    def is_closed(self) -> bool:
+        return self._closed
+
+    def close(self) -> None:
+        """Write the queued blocks, and accept no more."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._threads.shutdown(wait=True)
+
+    def _has_room(self, nbytes: int) -> bool:
+        return self._bytes == 0 or self._bytes + nbytes <= self._max_bytes
+
+    def _run(self, key: str, queued: _Write) -> None:
+        with self._changed:
+            # One write per key at a time: an older write that ends last would undo a newer one.
+            self._changed.wait_for(lambda: key not in self._running)
+            self._running.add(key)
+            is_wanted = self._waiting.get(key) is queued
+        try:
+            if is_wanted:
+                queued.write(key, queued.kv)
+        finally:
+            with self._changed:
+                self._running.discard(key)
+                self._bytes -= queued.kv.nbytes
+                if self._waiting.get(key) is queued:
+                    del self._waiting[key]
+                self._changed.notify_all()
