@@ -36,6 +36,7 @@ from blockattn_rag.server.validation import (
     Namespace,
     Positive,
     SinkName,
+    as_object,
     check_version,
     parse,
     shown,
@@ -276,7 +277,7 @@ def parse_plan(
     """
     if kv_transfer_params is None:
         return None
-    params = parse(dict[str, Any], kv_transfer_params, "kv_transfer_params")
+    params = as_object(kv_transfer_params, "kv_transfer_params")
     if FIELD not in params:
         return None
     if others := params.keys() - {FIELD}:

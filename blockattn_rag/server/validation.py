@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from reprlib import Repr
 from typing import Annotated, Any, TypeVar
 
@@ -52,13 +53,20 @@ def parse(kind: type[T], value: object, name: str) -> T:
         raise ProtocolError(_explained(error, name)) from None
 
 
+def as_object(value: object, name: str) -> dict[str, Any]:
+    """A copy of a JSON object. Raises ProtocolError for other values."""
+    if not isinstance(value, Mapping):
+        raise ProtocolError(f"{name} should be an object, found {shown(value)}")
+    return dict(value)
+
+
 def check_version(value: object, field: str, version: int, name: str) -> dict[str, Any]:
     """The fields of a JSON object, without ``field``, which must be ``version``.
 
     Raises:
         ProtocolError: ``value`` is not an object, or has another version.
     """
-    fields = parse(dict[str, Any], value, name)
+    fields = as_object(value, name)
     found = fields.pop(field, None)
     if type(found) is not int or found != version:
         raise ProtocolError(

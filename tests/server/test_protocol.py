@@ -82,8 +82,8 @@ def test_parameters_of_others_hold_no_plan(params: Any) -> None:
 @pytest.mark.parametrize(
     ("params", "why"),
     [
-        ([], "kv_transfer_params should be a valid dictionary"),
-        ({"blockattn": None}, "blockattn should be a valid dictionary, found None"),
+        ([], "kv_transfer_params should be an object"),
+        ({"blockattn": None}, "blockattn should be an object, found None"),
         ({**asked(), "remote_host": "10.0.0.1"}, "unknown field 'remote_host'"),
         (asked(path="/etc/passwd"), "unknown field 'path'"),
         (asked(lengths=None), "blockattn has no field 'lengths'; add it"),
