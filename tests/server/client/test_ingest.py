@@ -135,8 +135,8 @@ def test_a_recipe_with_another_sink_than_the_servers_is_refused(
     [
         ({"blocks": ["found"], "stored_bytes": 0}, "answered for 1 blocks, expected 2"),
         ({"blocks": ["found", "missing"], "stored_bytes": 0}, "did not encode all blocks"),
-        ({"blocks": ["found", "there"], "stored_bytes": 0}, "must be one of found, encoded"),
-        ("not JSON", "the answer must be an object, found 'not JSON'"),
+        ({"blocks": ["found", "there"], "stored_bytes": 0}, "should be 'found', 'encoded' or"),
+        ("not JSON", "answer should be an object, found 'not JSON'"),
     ],
 )
 def test_an_answer_that_does_not_fit_is_refused(
