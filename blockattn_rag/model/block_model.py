@@ -20,23 +20,12 @@ from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.kv.context import Assembly, Context
 from blockattn_rag.model import decoding, loading
 from blockattn_rag.model.caches import RelayCache, copied_cache
-from blockattn_rag.model.encoding import (
-    ACCELERATOR_BATCH_TOKENS,
-    CPU_BATCH_TOKENS,
-    EncodeRequest,
-    batches,
-    encode_batch,
-)
+from blockattn_rag.model.encoding import EncodeRequest, batches, encode_batch
 from blockattn_rag.model.exclusion import lock_of, turn_to_draw
 from blockattn_rag.model.fingerprint import Identity
 from blockattn_rag.model.packing import pack_linears
 from blockattn_rag.model.probe import AttentionProfile, profile_attention, vocabulary_size
-from blockattn_rag.model.relay_attention import (
-    enable_relay,
-    last_logits,
-    next_logits,
-    relay_is_exact,
-)
+from blockattn_rag.model.relay_attention import enable_relay, last_logits, relay_is_exact
 from blockattn_rag.model.repetition import LoopGuard, Loops, Matching
 from blockattn_rag.model.sampling import Sampling
 from blockattn_rag.output.compiler import GrammarCompiler, Matcher
@@ -192,8 +181,9 @@ class BlockModel:
 
     @property
     def batch_tokens(self) -> int:
-        """Tokens of one encoding batch, padding included, unless the call says otherwise."""
-        return CPU_BATCH_TOKENS if self.device.type == "cpu" else ACCELERATOR_BATCH_TOKENS
+        """Default tokens of one encoding batch, padding included: enough to keep matrix products
+        large (``bench ingest``; the number of accelerators is an estimate)."""
+        return 2048 if self.device.type == "cpu" else 16384
 
     @property
     def bytes_per_token(self) -> int:
@@ -342,8 +332,7 @@ class BlockModel:
         on_token: Callable[[int], None] | None = None,
         is_cancelled: Callable[[], bool] | None = None,
     ) -> list[int]:
-        """Generate with transformers' own ``generate``. Stop strings end beams alone: other callers
-        look for ``decoding.stop_strings`` in the tokens, and end it by ``is_cancelled``.
+        """Generate one answer; see ``generate_batch``.
 
         Args:
             context_ids: tokens before the final block.
@@ -361,9 +350,8 @@ class BlockModel:
                 on_token(newest[0])
             return ()
 
-        prompts, grammars = [(context_ids, final_ids)], [sampling.grammar]
-        ways = (on_tokens, is_cancelled, grammars, None)
-        return self._generate(prompts, sampling, cache, *ways)[0]
+        calls: Any = {"on_tokens": on_tokens, "is_cancelled": is_cancelled}
+        return self.generate_batch([(context_ids, final_ids)], sampling, cache=cache, **calls)[0]
 
     def generate_batch(
         self,
@@ -376,7 +364,10 @@ class BlockModel:
         grammars: Sequence[Grammar | None] | None = None,
         on_failure: Callable[[int, GrammarError], object] | None = None,
     ) -> list[list[int]]:
-        """Generate for several (context ids, final ids) in one batch; see ``generate``.
+        """Generate for several (context ids, final ids) with transformers' own ``generate``.
+
+        Stop strings end beams alone: other callers look for ``decoding.stop_strings`` in the
+        tokens, and end the generation by ``is_cancelled``.
 
         Args:
             prompts: of unequal lengths, padded on the left of each part.
@@ -389,22 +380,9 @@ class BlockModel:
                 ``on_tokens`` must end. Default: the error ends the batch.
         """
         grammars = [sampling.grammar] * len(prompts) if grammars is None else grammars
-        ways = (on_tokens, is_cancelled, grammars, on_failure)
-        return self._generate(prompts, sampling, cache, *ways)
-
-    def _generate(
-        self,
-        prompts: Sequence[tuple[Sequence[int], Sequence[int]]],
-        sampling: Sampling,
-        cache: DynamicCache | None,
-        on_tokens: Callable[[list[int]], Sequence[bool]] | None,
-        is_cancelled: Callable[[], bool] | None,
-        grammars: Sequence[Grammar | None],
-        on_failure: Callable[[int, GrammarError], object] | None,
-    ) -> list[list[int]]:
+        matchers = [self._matching(one, sampling) for one in grammars]
         longest = max(len(context) + len(final) for context, final in prompts)
         limit, tokenizer = self.room_for(longest, sampling), self.tokenizer.tokenizer
-        matchers = [self._matching(one, sampling) for one in grammars]
         ways = (on_tokens, is_cancelled, matchers, on_failure)
         with self.running(sampling):
             return decoding.generate(
@@ -452,4 +430,4 @@ class BlockModel:
     def next_logits(self, ids: Tensor, cache: DynamicCache | None = None) -> Tensor:
         """Logits ``[vocab]`` of the token after ``ids`` ``[1, n]``, after what ``cache`` holds."""
         with self.lock:
-            return next_logits(self.hf_model, ids, cache)
+            return last_logits(self.hf_model, ids, cache, 1)[0]

@@ -16,11 +16,6 @@ from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.kv.rope import Angles, RotaryLayout, rotate
 from blockattn_rag.model.probe import check_ready, layer_states
 
-# Tokens of one batch, padding included: enough to keep matrix products large (`bench ingest`); the
-# accelerators' number is an estimate.
-CPU_BATCH_TOKENS = 2048
-ACCELERATOR_BATCH_TOKENS = 16384
-
 
 class EncodeRequest(NamedTuple):
     """Tokens of one block, the digest and handle that its KV gets, and the tokens of its sink."""

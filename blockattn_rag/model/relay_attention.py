@@ -117,11 +117,6 @@ def last_logits(
     return out.logits[0, -count:]
 
 
-def next_logits(hf_model: PreTrainedModel, ids: Tensor, cache: DynamicCache | None) -> Tensor:
-    """Logits ``[vocab]`` of the token after ``ids`` ``[1, n]``, after what ``cache`` holds."""
-    return last_logits(hf_model, ids, cache, 1)[0]
-
-
 def relay_is_exact(hf_model: PreTrainedModel, profile: AttentionProfile) -> bool:
     """Make a model ready for relay attention, and see whether it gives the copy path's logits.
 
@@ -143,9 +138,9 @@ def relay_is_exact(hf_model: PreTrainedModel, profile: AttentionProfile) -> bool
     for tokens in (7, 1):  # as in a prompt, and as in an answer
         final = rows[2:, :tokens]
         copied = copied_cache(hf_model.config, [context], profile.layouts)
-        expected = next_logits(hf_model, final, copied)
+        expected = last_logits(hf_model, final, copied, 1)
         plan = RelayPlan([context], profile.layouts, hf_model.device, joins=joins)
-        found = next_logits(hf_model, final, RelayCache(plan))
+        found = last_logits(hf_model, final, RelayCache(plan), 1)
         if relative_error(found.float(), expected.float()) > LOGITS[hf_model.dtype]:
             return False
     return True
