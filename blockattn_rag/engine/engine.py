@@ -385,7 +385,7 @@ class BlockAttentionEngine:
             parsed,
             self.answer_batch,
             can_share=partial(self.model.batches_exactly, parsed.sampling),
-            needs=self.model.compiling(parsed.sampling.grammar),
+            needs=self.model.rules.start(parsed.sampling.grammar),
             **scheduling,
         )
 

@@ -74,7 +74,7 @@ class Runner:
                 raise CancelledError
             prompt = request.prompt()
             # Refuses a grammar before anything is computed.
-            self._model.matcher(request.options.sampling.grammar)
+            self._model.rules.matcher(request.options.sampling.grammar)
             return Answer(request, prompt, self.prepare(prompt, request.options), self._model)
         except KeyboardInterrupt:  # ends the whole batch
             raise

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -20,15 +19,15 @@ from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.kv.context import Assembly, Context
 from blockattn_rag.model import decoding, loading
 from blockattn_rag.model.caches import RelayCache, copied_cache
+from blockattn_rag.model.constraint import AnswerRules
 from blockattn_rag.model.encoding import EncodeRequest, batches, encode_batch
 from blockattn_rag.model.exclusion import lock_of, turn_to_draw
 from blockattn_rag.model.fingerprint import Identity
 from blockattn_rag.model.packing import pack_linears
 from blockattn_rag.model.probe import AttentionProfile, profile_attention, vocabulary_size
 from blockattn_rag.model.relay_attention import enable_relay, last_logits, relay_is_exact
-from blockattn_rag.model.repetition import LoopGuard, Loops, Matching
+from blockattn_rag.model.repetition import LoopGuard
 from blockattn_rag.model.sampling import Sampling
-from blockattn_rag.output.compiler import GrammarCompiler, Matcher
 from blockattn_rag.output.grammar import Grammar
 from blockattn_rag.prompts.checkpoints import Checkpoint, known_checkpoint
 from blockattn_rag.prompts.tokenization import BlockTokenizer
@@ -71,8 +70,7 @@ class BlockModel:
         self.hf_model = hf_model.eval()
         is_ready = isinstance(tokenizer, BlockTokenizer)
         self.tokenizer: BlockTokenizer = tokenizer if is_ready else BlockTokenizer(tokenizer)
-        loaded_from = getattr(hf_model.config, "_name_or_path", "")
-        self.name = name or str(loaded_from or type(hf_model).__name__)
+        self.name = name or str(hf_model.config.name_or_path or type(hf_model).__name__)
         self.lock = lock_of(hf_model)
         self._identity: Identity | None = None
         with self.lock:
@@ -91,10 +89,9 @@ class BlockModel:
         pack_weights: bool = True,
         **kwargs: Any,
     ) -> BlockModel:
-        """Load by path, hub id or ``"bundled"``; a ready model needs its ``tokenizer``.
+        """Load by path, hub id or ``"bundled"``, with the arguments of ``loading.load_model``.
 
-        ``device``, ``dtype`` and ``kwargs`` are those of ``loading.load_model``; a ready model is
-        taken as it is.
+        A ready model is taken unchanged, and needs its ``tokenizer``.
         """
         if tokenizer is None and not isinstance(model, (str, Path)):
             raise ValueError("a ready model was given without its tokenizer; pass tokenizer=...")
@@ -144,9 +141,8 @@ class BlockModel:
     @property
     def checkpoint(self) -> Checkpoint | None:
         """The published block-fine-tuned model that this is; None for fine-tunes of one."""
-        is_tuned = getattr(self.config, "block_attention", None) or hasattr(
-            self.hf_model, "peft_config"
-        )
+        marker = getattr(self.config, "block_attention", None)
+        is_tuned = marker or hasattr(self.hf_model, "peft_config")
         return None if is_tuned else known_checkpoint(self.name)
 
     @property
@@ -226,41 +222,14 @@ class BlockModel:
         return decoding.end_token_ids(self.hf_model, self.tokenizer.tokenizer)
 
     @cached_property
-    def _compiler(self) -> GrammarCompiler:
-        return GrammarCompiler(self.tokenizer.tokenizer, self.end_token_ids, self.name)
-
-    def compiling(self, grammar: Grammar | None) -> Future[Any] | None:
-        """Start compiling a grammar in the background; ``matcher`` waits for it.
-
-        Returns:
-            Future that is done when the grammar is compiled or refused; None: there is no grammar.
-        """
-        return None if grammar is None else self._compiler.start(grammar)
-
-    def matcher(self, grammar: Grammar | None) -> Matcher | None:
-        """What holds one answer to a grammar; None: the answer may be anything.
-
-        Raises:
-            GrammarError: the grammar cannot be compiled.
-            UnsupportedModelError: nor can any other for this model's tokenizer.
-            ImportError: the extra ``structured`` is not installed.
-        """
-        return None if grammar is None else self._compiler.matcher(grammar)
-
-    @cached_property
-    def _loops(self) -> Loops:
-        return Loops(self.tokenizer.tokenizer)
+    def rules(self) -> AnswerRules:
+        """Grammars and loop guards of this model's answers."""
+        return AnswerRules(self.tokenizer.tokenizer, self.end_token_ids, self.name)
 
     def loop_guard(self, sampling: Sampling) -> LoopGuard | None:
         """Guard of one answer with these options; None: they switch it off."""
         is_on = decoding.takes_likeliest(self.hf_model, sampling)
-        return self._loops.guard(sampling.grammar) if is_on else None
-
-    def _matching(self, grammar: Grammar | None, sampling: Sampling) -> Matching | None:
-        """``matcher``, which ends JSON strings, and text around them, that repeat themselves."""
-        is_on = decoding.takes_likeliest(self.hf_model, sampling)
-        matcher = self.matcher(grammar)
-        return self._loops.ending(matcher, grammar) if matcher and is_on else matcher
+        return self.rules.loop_guard(sampling.grammar) if is_on else None
 
     @cached_property
     def supports_relay(self) -> bool:
@@ -317,8 +286,8 @@ class BlockModel:
     @contextmanager
     def running(self, sampling: Sampling) -> Iterator[None]:
         """Keep other threads out of the model, to generate with these options."""
-        draws = decoding.draws_tokens(sampling)
         alone = sampling.seed is not None
+        draws = decoding.draws_tokens(sampling)
         with turn_to_draw(self.lock, alone=alone) if draws else self.lock:
             yield
 
@@ -332,7 +301,7 @@ class BlockModel:
         on_token: Callable[[int], None] | None = None,
         is_cancelled: Callable[[], bool] | None = None,
     ) -> list[int]:
-        """Generate one answer; see ``generate_batch``.
+        """Generate one answer's tokens, the end-of-sequence token included; see ``generate_batch``.
 
         Args:
             context_ids: tokens before the final block.
@@ -340,9 +309,6 @@ class BlockModel:
             cache: KV of ``context_ids`` (block mode), or None to compute all (full mode).
             on_token: called with each new token as it comes.
             is_cancelled: asked after each token; True ends the generation.
-
-        Returns:
-            The new token ids, end-of-sequence token included.
         """
 
         def on_tokens(newest: list[int]) -> Sequence[bool]:
@@ -380,7 +346,8 @@ class BlockModel:
                 ``on_tokens`` must end. Default: the error ends the batch.
         """
         grammars = [sampling.grammar] * len(prompts) if grammars is None else grammars
-        matchers = [self._matching(one, sampling) for one in grammars]
+        ends_loops = decoding.takes_likeliest(self.hf_model, sampling)
+        matchers = [self.rules.matcher(one, ends_loops=ends_loops) for one in grammars]
         longest = max(len(context) + len(final) for context, final in prompts)
         limit, tokenizer = self.room_for(longest, sampling), self.tokenizer.tokenizer
         ways = (on_tokens, is_cancelled, matchers, on_failure)

@@ -1,16 +1,86 @@
-"""Grammars in decoding: tokens that an answer cannot go on with are not chosen."""
+"""Grammars in decoding: tokens that do not fit an answer's grammar are not chosen."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import LogitsProcessor
 
 from blockattn_rag.errors import GrammarError
-from blockattn_rag.model.repetition import Matching
+from blockattn_rag.model.repetition import (
+    LoopEndingMatcher,
+    LoopGuard,
+    Matching,
+    has_text,
+    holds_json,
+)
+from blockattn_rag.output.compiler import GrammarCompiler
+from blockattn_rag.output.grammar import Grammar
+
+
+class AnswerRules:
+    """Grammars of one model's answers, and the end of answers that repeat themselves.
+
+    Args:
+        tokenizer: Transformers tokenizer.
+        ends: Tokens that end an answer.
+        name: Name of the model in messages.
+    """
+
+    def __init__(self, tokenizer: Any, ends: Collection[int], name: str) -> None:
+        self._tokenizer = tokenizer
+        self._compiler = GrammarCompiler(tokenizer, ends, name)
+
+    def start(self, grammar: Grammar | None) -> Future[Any] | None:
+        """Start compiling a grammar in the background; ``matcher`` waits for it.
+
+        Returns:
+            Future that is done when the grammar is compiled or refused; None: there is no grammar.
+        """
+        return None if grammar is None else self._compiler.start(grammar)
+
+    def matcher(self, grammar: Grammar | None, *, ends_loops: bool = False) -> Matching | None:
+        """Matcher of one answer; None: there is no grammar.
+
+        Args:
+            grammar: Grammar of the answer.
+            ends_loops: Whether JSON strings, and text around JSON, that repeat themselves end.
+
+        Raises:
+            GrammarError: The grammar cannot be compiled.
+            UnsupportedModelError: No grammar can be compiled for this model's tokenizer.
+            ImportError: The extra ``structured`` is not installed.
+        """
+        if grammar is None:
+            return None
+        matcher = self._compiler.matcher(grammar)
+        if not (ends_loops and holds_json(grammar)):
+            return matcher
+        among_text = has_text(grammar)
+        return LoopEndingMatcher(matcher, self._decode, self._quotes, among_text=among_text)
+
+    def loop_guard(self, grammar: Grammar | None) -> LoopGuard:
+        """Guard of one answer."""
+        return LoopGuard(self._decode, grammar)
+
+    @cached_property
+    def _quotes(self) -> NDArray[np.int_]:
+        """Tokens that begin with a quotation mark."""
+        texts = self._tokenizer.convert_ids_to_tokens(range(len(self._tokenizer)))
+        return np.array([number for number, text in enumerate(texts) if str(text)[:1] == '"'], int)
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        text = self._tokenizer.decode(
+            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return str(text)
 
 
 class GrammarConstraint(LogitsProcessor):

@@ -30,8 +30,7 @@ argument, and switches the guard off.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from functools import cached_property
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -297,37 +296,3 @@ def holds_json(grammar: Grammar | None) -> bool:
 def has_text(grammar: Grammar | None) -> bool:
     """Whether answers of a grammar may have text around JSON."""
     return grammar is None or grammar.kind not in ("json", "json_object")
-
-
-class Loops:
-    """Makes the guards of answers of one model.
-
-    Args:
-        tokenizer: A transformers tokenizer.
-    """
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-
-    def guard(self, grammar: Grammar | None) -> LoopGuard:
-        """Guard of one answer."""
-        return LoopGuard(self._decode, grammar)
-
-    def ending(self, matcher: Matching, grammar: Grammar | None) -> Matching:
-        """The matcher of a grammar; strings of JSON, and text, that repeat themselves end."""
-        if not holds_json(grammar):
-            return matcher
-        among_text = has_text(grammar)
-        return LoopEndingMatcher(matcher, self._decode, self._quotes, among_text=among_text)
-
-    @cached_property
-    def _quotes(self) -> NDArray[np.int_]:
-        """Tokens that begin with a quotation mark."""
-        texts = self._tokenizer.convert_ids_to_tokens(range(len(self._tokenizer)))
-        return np.array([number for number, text in enumerate(texts) if str(text)[:1] == '"'], int)
-
-    def _decode(self, ids: Sequence[int]) -> str:
-        text = self._tokenizer.decode(
-            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
-        return str(text)
