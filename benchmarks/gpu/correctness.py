@@ -80,9 +80,8 @@ def compare(
     """One row for each context, recipe and path: ``error`` and ``budget`` of the logits, or of the
     chosen tokens."""
     longest = sum(max(contexts.values(), key=sum))  # a batch has prompts of one block twice
-    hf_model = random_model(size, HEADS // ratio, 2 * longest + FINAL_TOKENS + NEW_TOKENS + 1).to(
-        device=campaign.device, dtype=floating_type(dtype)
-    )
+    most = 2 * longest + FINAL_TOKENS + NEW_TOKENS + 1
+    hf_model = random_model(size, HEADS // ratio, most, floating_type(dtype)).to(campaign.device)
     exact = block_model(copy.deepcopy(hf_model).double())
     model = block_model(hf_model)
     for name, lengths in contexts.items():
@@ -164,8 +163,8 @@ def shortfall(logits: Tensor, tokens: Sequence[int]) -> float:
     return float((logits.max(dim=1).values - chosen).max() / logits.abs().max())
 
 
-def random_model(size: int, kv_heads: int, max_tokens: int) -> Any:
-    """Two layers of Llama, float32, with weights so large that attention is far from uniform."""
+def random_model(size: int, kv_heads: int, max_tokens: int, dtype: torch.dtype) -> Any:
+    """Two layers of Llama, with weights so large that attention is far from uniform."""
     make: Any = LlamaConfig
     config = make(
         vocab_size=VOCABULARY,
@@ -183,7 +182,7 @@ def random_model(size: int, kv_heads: int, max_tokens: int) -> Any:
     factory: Any = AutoModelForCausalLM
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(size + kv_heads)
-        model = factory.from_config(config, dtype=torch.float32).eval()
+        model = factory.from_config(config, dtype=dtype).eval()
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.mul_(4)
