@@ -27,7 +27,7 @@ from blockattn_rag.store.base import (
 )
 from blockattn_rag.store.format import decode_part
 from blockattn_rag.store.header import Header
-from blockattn_rag.store.layout import ByteRange, LayerShape, Layout, Piece, ranges_of, share_of
+from blockattn_rag.store.layout import ByteRange, LayerShape, Layout, Piece, ranges, share_of
 
 # Read together with the header to save a request: the ids of 1024 tokens.
 _IDS_BYTES = 8 << 10
@@ -178,7 +178,7 @@ class ShareStore(KVStore):
         expected = _layout(self._profile, layout.num_tokens, layout.quantised)
         if layout != expected or header.dtype != self._profile.torch_dtype:
             raise _other_shape(header.key)
-        return [layout.place("token_ids"), *ranges_of(self._pieces(layout))]
+        return [layout.place("token_ids"), *ranges(self._pieces(layout))]
 
     def _decoded(self, part: EntryPart) -> Found:
         pieces = self._pieces(part.header.layout)

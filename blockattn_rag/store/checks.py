@@ -1,4 +1,4 @@
-"""What a block's KV must be: asked before it is stored, and of what a file says it holds."""
+"""Checks of a block's KV before it is stored, and of what the header of an entry describes."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ DTYPES = {
     "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
     "F8_E5M2": torch.float8_e5m2,
     "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
-    "I8": torch.int8,  # of quantised keys and values alone
-    "I64": torch.int64,  # of token ids alone
+    "I8": torch.int8,  # for quantised keys and values only
+    "I64": torch.int64,  # for token ids only
 }
-"""Number types of an entry, by their names in safetensors."""
+"""Dtypes of an entry, by their names in safetensors."""
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -32,12 +32,10 @@ MOST_LAYERS = 4096
 
 
 def check_storable(kv: BlockKV) -> None:
-    """Refuse what is no block's KV.
+    """Raise ValueError if a block is malformed.
 
-    Raises:
-        ValueError: no layers, no tokens, shapes that disagree, a dtype that is not floating-point
-            (in a quantised block: not int8, or other scales than its shapes need), or names that
-            are not text.
+    It is if it has no layers or no tokens, shapes that disagree, a dtype that is not floating-point
+    (in a quantised block: not int8, or scales that do not fit), or names that are not text.
     """
     for text in (kv.fingerprint, kv.digest, kv.handle, kv.namespace):
         check_text(text)
@@ -47,30 +45,26 @@ def check_storable(kv: BlockKV) -> None:
 
 
 def is_finite(kv: BlockKV) -> bool:
-    """Whether no key and no value is NaN or infinite. One such block spoils every answer."""
+    """Whether all keys and values are finite. One block that is not spoils every answer."""
     if kv.scales is None:
         return all(all_finite(states) for states in (*kv.keys, *kv.values))
-    # The largest magnitude that a scale can make, in the type that it is given in.
+    # The largest magnitude that a scale can give, in the dtype of the dequantised states.
     scales = (*kv.scales.keys, *kv.scales.values)
     return all(all_finite((scale * STEPS).to(kv.scales.dtype)) for scale in scales)
 
 
 def check_finite(kv: BlockKV, place: object) -> None:
-    """Refuse to store what would spoil every answer.
-
-    Raises:
-        StoreError: keys or values are NaN or infinite; names ``place``.
-    """
+    """Raise StoreError, which names ``place``, if keys or values are NaN or infinite."""
     if not is_finite(kv):
         raise StoreError(
-            f"cannot write {place}: keys or values of the block hold NaN or infinity. The model "
+            f"cannot write {place}: keys or values of the block contain NaN or infinity. The model "
             f"overflows {str(kv.keys[0].dtype).removeprefix('torch.')}; load it with "
             "dtype='float32' or 'bfloat16'"
         )
 
 
 class TensorSpec(NamedTuple):
-    """What an entry's header says of a tensor. ``start`` and ``stop``: bytes after the header."""
+    """Header fields of a tensor. ``start`` and ``stop`` count from the end of the header."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -135,11 +129,13 @@ def check_text(value: object) -> str:
         raise ValueError(
             f"fingerprint, digest, handle and namespace must be text, found {value!r:.80}"
         )
-    value.encode()  # half a surrogate pair is no text: UnicodeEncodeError is a ValueError
+    value.encode()  # half a surrogate pair raises UnicodeEncodeError, a ValueError
     return value
 
 
 def all_finite(states: Tensor) -> bool:
-    """One pass, no memory: 0.3 ms for 11 MiB of float32, where reading the file takes 2 or more."""
-    wide = states.float() if states.element_size() == 1 else states  # no minimum of 8 bits
+    """Whether all numbers are finite. Takes one pass, and no memory."""
+    wide = (
+        states.float() if states.element_size() == 1 else states
+    )  # aminmax does not support 8 bits
     return all(bool(torch.isfinite(extreme)) for extreme in torch.aminmax(wide))

@@ -1,14 +1,14 @@
-"""The bytes of one stored entry: a safetensors file whose every byte is under a checksum.
+"""Encoding of entries: safetensors files with a checksum of every byte.
 
-Pure functions from ``BlockKV`` to bytes and back; no paths, no files. ``docs/format.md`` is the
-specification; ``store.layout`` says where everything lies, ``store.header`` what stands before it.
+Pure functions from ``BlockKV`` to bytes and back, without files. ``docs/format.md`` is the
+specification. ``store.layout`` has the layout of the bytes, ``store.header`` the header.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -33,20 +33,19 @@ from blockattn_rag.store.layout import (
     Kind,
     Layout,
     Piece,
-    ranges,
 )
 
 
 def encode(kv: BlockKV) -> list[memoryview]:
-    """The entry as buffers to be written one after the other. Tensors on the CPU are not copied.
+    """Encode an entry as buffers to write one after the other. CPU tensors are not copied.
 
     Raises:
-        ValueError: fingerprint, digest, handle and namespace are too long for a header.
+        ValueError: Fingerprint, digest, handle and namespace are too long for a header.
     """
     kv = kv.to(torch.device("cpu"))
     layout = Layout.of(kv)
     ids = _bytes_of(kv.token_ids)
-    # The bytes by piece, and by place: of int8 entries, scales of all layers precede the numbers.
+    # By place and not by piece: in int8 entries, the scales of all layers precede the numbers.
     parts: list[tuple[int, memoryview]] = []
     checksums = [checksum([ids])]
     for piece in layout.pieces():
@@ -68,17 +67,17 @@ def encode(kv: BlockKV) -> list[memoryview]:
 
 
 def decode(raw: Tensor) -> BlockKV:
-    """The entry in ``raw``, whose keys and values are views of it.
+    """Decode an entry. Keys and values are views of ``raw``.
 
-    A layer's heads lie apart: ``[heads, tokens, dim]`` of which each head is contiguous. A right
-    checksum is not taken for a right entry: whoever writes a wrong one can compute it.
+    A layer is ``[heads, tokens, dim]``, of which each head is contiguous. Correct checksums are not
+    trusted: a hostile writer can compute them.
 
     Args:
-        raw: uint8 ``[file size]``.
+        raw: uint8 ``[size]``.
 
     Raises:
-        FormatError: any byte differs from what was written, or is missing, or is one too many; or
-            what was written is no block's KV, or holds NaN, infinity or negative token ids.
+        FormatError: A byte was changed, removed or added, or the entry is malformed, or contains
+            NaN, infinity or negative token ids.
     """
     view = raw.numpy().data
     header = parse_header(view[: header_end(view)], len(view))
@@ -99,16 +98,16 @@ def decode(raw: Tensor) -> BlockKV:
 def decode_part(
     header: Header, pieces: Sequence[Piece], places: Sequence[ByteRange], data: Tensor
 ) -> BlockKV:
-    """Some heads of some layers of an entry, as a block of the same key.
+    """Decode some heads of some layers of an entry, as a block of the same key.
 
     Args:
-        header: of the entry.
-        pieces: what the block is made of, the heads of each layer in their order.
-        places: where ``data`` stand in the entry; the pieces and the token ids are within.
-        data: uint8, the bytes of one place after the other. Keys and values may be views of it.
+        header: Header of the entry.
+        pieces: Pieces of the block, with the heads of each layer in order.
+        places: Byte ranges that contain the token ids and the pieces.
+        data: Bytes of all places, uint8. Keys and values may be views of it.
 
     Raises:
-        FormatError: as ``decode``, of these bytes.
+        FormatError: As ``decode``, for these bytes.
     """
     layout, view, buffers = header.layout, data.numpy().data, []
     for start, stop in places:
@@ -117,7 +116,7 @@ def decode_part(
     offsets = [0, *itertools.accumulate(len(buffer) for _, buffer in buffers)]
 
     def within(place: ByteRange) -> int:
-        """Where a place of the entry stands in the data."""
+        """Offset in the data of a place of the entry."""
         near = (n for n, (at, b) in enumerate(buffers) if at <= place.start < at + len(b))
         number = next(near)
         return offsets[number] + place.start - buffers[number][0]
@@ -144,48 +143,31 @@ def decode_part(
 
 
 def parse_token_ids(header: Header, data: Buffer) -> Tensor:
-    """The token ids, int64 ``[tokens]``, from the bytes of ``layout.place("token_ids")``.
+    """Decode the token ids, int64 ``[tokens]``, from the bytes of ``layout.place("token_ids")``.
 
     Raises:
-        FormatError: they are damaged, or one is negative.
+        FormatError: They are damaged, or one is negative.
     """
     if checksum([data]) != header.checksums[:CHECKSUM_DIGITS]:
         raise FormatError("its token ids are damaged: their checksum is another")
-    # Of their own: a few bytes that stay must not hold states that went to another device.
+    # Copied: a view would keep all keys and values in memory after they went to another device.
     token_ids = torch.frombuffer(bytearray(data), dtype=torch.int64)
     if token_ids.min() < 0:
         raise FormatError(f"it holds the token id {int(token_ids.min())}")
     return token_ids
 
 
-def verify_range(
-    header: Header,
-    data: Sequence[Buffer],
-    *,
-    heads: Collection[int] | None = None,
-    layers: Collection[int] | None = None,
-) -> None:
-    """Check the bytes of some heads and layers alone; of nothing else any is looked at.
-
-    Args:
-        header: of the entry.
-        data: the bytes of ``layout.ranges(header.layout, heads, layers)``, in order.
-
-    Raises:
-        FormatError: they are not as they were written; says which head and layer is damaged.
-        ValueError: they are not as many bytes as these ranges.
-    """
-    places = ranges(header.layout, heads, layers)
-    if [p.stop - p.start for p in places] != [len(part) for part in data]:
-        raise ValueError(f"expected the bytes of {places}, found {[len(part) for part in data]}")
-    buffers = [(p.start, memoryview(part)) for p, part in zip(places, data, strict=True)]
-    verify(header, header.layout.pieces(heads, layers), buffers)
-
-
 def verify(
     header: Header, pieces: Iterable[Piece], buffers: Sequence[tuple[int, memoryview]]
 ) -> None:
-    """``verify_range`` of ``pieces``; ``buffers`` hold them, with the place of their first byte."""
+    """Check pieces by their checksums.
+
+    Args:
+        buffers: Bytes that contain the pieces, each with the place of its first byte.
+
+    Raises:
+        FormatError: A piece is damaged; says which head and layer.
+    """
     width = CHECKSUM_DIGITS
     for piece in pieces:
         number = 1 + header.layout.piece_numbers[piece[:3]]  # the token ids come first
@@ -204,7 +186,7 @@ def verify(
 
 
 def _tensors_of(kv: BlockKV, piece: Piece) -> list[Tensor]:
-    """What a piece is made of, in the order of its ranges."""
+    """Tensors of a piece, in the order of its ranges."""
     of_keys = piece.kind == "keys"
     states = (kv.keys if of_keys else kv.values)[piece.layer][piece.head]
     if kv.scales is None:
@@ -221,7 +203,7 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 
 
 def _by_layer(data: Tensor, layout: Layout, kind: Kind, name: str) -> tuple[Tensor, ...]:
-    """Per layer, the heads' tensors of that name as one: ``[heads, …]``."""
+    """Tensor ``[heads, …]`` of each layer, from the heads' tensors of that name."""
     if layout.is_stacked(kind):
         specs = [layout.tensors[f"head.{h}.{name}"] for h in range(layout.num_heads)]
         return _joined(data, specs).unbind(1)
@@ -232,7 +214,7 @@ def _by_layer(data: Tensor, layout: Layout, kind: Kind, name: str) -> tuple[Tens
 
 
 def _block(header: Header, token_ids: Tensor, by_name: Mapping[str, Sequence[Tensor]]) -> BlockKV:
-    """The block that an entry holds, of its tensors by name and layer."""
+    """Make a block of its tensors by name and layer."""
     scales = None
     if header.layout.quantised:
         keys = tuple(scale.unsqueeze(1) for scale in by_name["key_scales"])
@@ -251,7 +233,7 @@ def _block(header: Header, token_ids: Tensor, by_name: Mapping[str, Sequence[Ten
 
 
 def _joined(data: Tensor, specs: Sequence[TensorSpec]) -> Tensor:
-    """Tensors of one shape as one ``[tensors, …]``: a view where they lie equally far apart."""
+    """Stack tensors of one shape to ``[tensors, …]``: a view if they are equally far apart."""
     first, width = specs[0], specs[0].dtype.itemsize
     step = specs[1].start - first.start if len(specs) > 1 else 0
     is_even = all(spec.start == first.start + n * step for n, spec in enumerate(specs))
@@ -262,7 +244,7 @@ def _joined(data: Tensor, specs: Sequence[TensorSpec]) -> Tensor:
 
 
 def _typed(data: Tensor, spec: TensorSpec) -> Tensor:
-    """A tensor of the entry: a view of its bytes, or a copy where they lie crooked in memory."""
+    """A tensor of the entry: a view of its bytes, or a copy if they are not aligned."""
     raw = data[spec.start : spec.stop]
-    crooked = raw.storage_offset() % spec.dtype.itemsize
-    return (raw.clone() if crooked else raw).view(spec.dtype).view(spec.shape)
+    is_aligned = raw.storage_offset() % spec.dtype.itemsize == 0
+    return (raw if is_aligned else raw.clone()).view(spec.dtype).view(spec.shape)

@@ -1,8 +1,7 @@
-"""An entry's header: what it says about itself, and how it is written and read.
+"""Header of an entry.
 
-It is written here rather than by the safetensors library because the library orders the metadata at
-random, and because the header's checksum must stand at a known place: the check compares bytes, so
-that nothing has to be parsed before it is trusted.
+It is not written by the safetensors library, which orders metadata at random: the checksum of the
+header must be at a known place, so that nothing is parsed before it is checked.
 """
 
 from __future__ import annotations
@@ -41,14 +40,15 @@ Buffer = bytes | bytearray | memoryview
 
 
 class FormatError(ValueError):
-    """The bytes are not a whole, undamaged entry of this format version; says why."""
+    """The bytes are not a complete, undamaged entry of this format version."""
 
 
 class Header(NamedTuple):
-    """What an entry says about itself.
+    """Header of an entry.
 
-    ``dtype``: of keys and values, in an int8 entry of those that were quantised. ``checksums``:
-    of the token ids, then of ``layout.pieces()``, 32 digits each.
+    Args:
+        dtype: Dtype of keys and values; in an int8 entry, before quantization.
+        checksums: Checksums of the token ids and of ``layout.pieces()``, 32 digits each.
     """
 
     fingerprint: str
@@ -61,7 +61,7 @@ class Header(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Where a store holds this entry."""
+        """Store key of the entry."""
         return store_key(self.fingerprint, self.digest, self.namespace)
 
     @property
@@ -70,7 +70,7 @@ class Header(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of the whole entry."""
+        """Bytes of the complete entry."""
         return self.layout.nbytes
 
     @property
@@ -80,11 +80,11 @@ class Header(NamedTuple):
 
 
 def read_header(file: BinaryIO | FileIO, size: int) -> Header:
-    """The header alone, checked by its own checksum, of an entry of ``size`` bytes.
+    """Read the header, checked by its own checksum, of an entry of ``size`` bytes.
 
     Raises:
-        FormatError: the file does not start with a header of this format version, or its size is
-            another than the header says.
+        FormatError: The file does not start with a header of this format version, or the header
+            is that of an entry of another size.
     """
     start = file.read(LENGTH_BYTES) or b""
     end = header_end(start)
@@ -94,9 +94,10 @@ def read_header(file: BinaryIO | FileIO, size: int) -> Header:
 
 
 def parse_header(head: Buffer, size: int) -> Header:
-    """The header in the first ``Layout.data_start`` bytes of an entry of ``size`` bytes.
+    """Parse the first ``Layout.data_start`` bytes of an entry of ``size`` bytes.
 
-    Raises as ``read_header``.
+    Raises:
+        FormatError: As ``read_header``.
     """
     head = bytes(head)
     _check_version(head[: _CHECKSUM.start])
@@ -113,14 +114,14 @@ def parse_header(head: Buffer, size: int) -> Header:
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise FormatError(f"its header cannot be read: {error!r:.200}") from error
     if not is_written_so:
-        raise FormatError("its header cannot be read: it is not as this format writes it")
+        raise FormatError("its header cannot be read: this format would write it differently")
     if header.nbytes != size:
         raise FormatError(f"its header tells of {header.nbytes} bytes, it has {size}")
     return header
 
 
 def header_bytes(header: Header) -> bytearray:
-    """Length, JSON and padding."""
+    """Encode a header: length, JSON and padding."""
     layout = header.layout
     about = {
         "fingerprint": header.fingerprint,
@@ -163,7 +164,7 @@ def checksum(buffers: Sequence[Buffer]) -> str:
 
 
 def _check_version(start: bytes) -> None:
-    """Tell a damaged entry from another version and from another kind of file."""
+    """Raise FormatError for another version, or another kind of file."""
     start = start[LENGTH_BYTES:]
     if start == _PREFIX:
         return
@@ -176,10 +177,10 @@ def _check_version(start: bytes) -> None:
 
 
 def header_end(head: Buffer) -> int:
-    """Bytes up to the token ids.
+    """Number of bytes before the token ids.
 
     Raises:
-        FormatError: no entry has a header of that length.
+        FormatError: The header would be too long.
     """
     if len(head) < LENGTH_BYTES:
         raise FormatError(f"{len(head)} bytes are too few for an entry")
@@ -190,8 +191,7 @@ def header_end(head: Buffer) -> int:
 
 
 def _described(fields: dict[str, Any]) -> Header:
-    """What the fields of a header say, if they are those of a block's KV. What follows from it is
-    not compared with the fields here."""
+    """Header with these fields. The caller checks the redundant ones."""
     about = fields["__metadata__"]
     num_tokens = _whole(fields["token_ids"]["shape"][0])
     keys, values = (_layer_specs(fields, kind, num_tokens) for kind in KINDS)
@@ -221,7 +221,7 @@ def _described(fields: dict[str, Any]) -> Header:
 
 
 def _layer_specs(fields: dict[str, Any], kind: Kind, num_tokens: int) -> list[TensorSpec]:
-    """The layers of a block's keys or values, ``[heads, tokens, size]``."""
+    """Layers of keys or values, ``[heads, tokens, size]``."""
 
     def heads(suffix: str) -> int:
         count = 0

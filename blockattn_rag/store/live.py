@@ -1,9 +1,8 @@
-"""Handles that are referred to: what ``gc`` keeps, in 16 bytes each, in memory and as a file.
+"""Sets of live handles: the blocks that ``gc`` keeps, 16 bytes each, in memory and as a file.
 
-The file serves to collect on another machine than the one of the vector store, or for one that
-this package does not read itself. It is text, one handle a line; what ``lines`` makes begins with
-the time at which the handles were looked up, and ends with their number, so that one that was cut
-short is not taken for the whole::
+A file serves to collect on another machine than the vector store's, or for a vector store that this
+package does not read itself. It is text, one handle a line. ``lines`` adds the time at which the
+handles were looked up, and their number, so that a truncated file is refused::
 
     # blockattn-rag live handles, looked up at 1790000000.25
     00ff00ff00ff00ff00ff00ff00ff00ff
@@ -20,22 +19,23 @@ from pathlib import Path
 from typing import TypeGuard
 
 import numpy as np
-from numpy.typing import NDArray
 
+_DIGEST_BYTES = 16
+_DIGEST = f"S{_DIGEST_BYTES}"
 _HANDLE = re.compile(r"[0-9a-f]{32}")
 _HEAD = re.compile(r"# blockattn-rag live handles, looked up at (\d{1,12}\.\d{1,9})")
 _END = re.compile(r"# end of (\d+) handles")
 
 
 class LiveHandles:
-    """A set of handles (``BlockKV.handle``), each once, in order.
+    """Sorted set of handles (``BlockKV.handle``).
 
     Args:
-        handles: 32 hex digits each; may come one by one, and more than once.
-        looked_up: when they were, seconds since 1970. None for now.
+        handles: 32 hex digits each, in any order. Duplicates are allowed.
+        looked_up: When they were looked up, seconds since 1970. Default: now.
 
     Raises:
-        ValueError: one is no handle.
+        ValueError: One is not a handle.
     """
 
     def __init__(self, handles: Iterable[str], looked_up: float | None = None) -> None:
@@ -45,39 +45,36 @@ class LiveHandles:
             if not is_handle(handle):
                 raise ValueError(f"a handle is 32 hex digits, found {handle!r}")
             digests += bytes.fromhex(handle)
-        halves = np.frombuffer(digests, dtype=">u8").reshape(-1, 2)
-        halves = halves[np.lexsort((halves[:, 1], halves[:, 0]))]
-        first = np.ones(len(halves), dtype=bool)
-        first[1:] = (halves[1:] != halves[:-1]).any(axis=1)
-        self._high: NDArray[np.uint64] = halves[first, 0].astype(np.uint64)
-        self._low: NDArray[np.uint64] = halves[first, 1].astype(np.uint64)
+        self._digests = np.unique(np.frombuffer(digests, _DIGEST))
 
     def __len__(self) -> int:
-        return len(self._high)
+        return len(self._digests)
 
     def __contains__(self, handle: object) -> bool:
         if not is_handle(handle):
             return False
-        high, low = np.uint64(int(handle[:16], 16)), np.uint64(int(handle[16:], 16))
-        start, stop = (np.searchsorted(self._high, high, side) for side in ("left", "right"))
-        return bool((self._low[start:stop] == low).any())
+        digest = np.array(bytes.fromhex(handle), _DIGEST)
+        place = int(np.searchsorted(self._digests, digest))
+        # Slices are compared, because numpy drops trailing zeros of single items.
+        return bool((self._digests[place : place + 1] == digest).any())
 
     def __iter__(self) -> Iterator[str]:
-        for high, low in zip(self._high, self._low, strict=True):
-            yield f"{high:016x}{low:016x}"
+        content = self._digests.tobytes()
+        for start in range(0, len(content), _DIGEST_BYTES):
+            yield content[start : start + _DIGEST_BYTES].hex()
 
     def lines(self) -> Iterator[str]:
-        """The file, line by line, without line ends."""
+        """Lines of the file, without line ends."""
         yield f"# blockattn-rag live handles, looked up at {self.looked_up:.6f}"
         yield from self
         yield f"# end of {len(self)} handles"
 
     @classmethod
     def read(cls, path: Path) -> LiveHandles:
-        """A file of ``lines``, or a plain list of handles, taken to be as old as the file.
+        """Read a file of ``lines``, or a plain list of handles, which is as old as the file.
 
         Raises:
-            ValueError: as ``parse``.
+            ValueError: As ``parse``.
         """
         with path.open(encoding="utf-8", errors="replace") as file:
             return cls.parse(file, str(path), path.stat().st_mtime)
@@ -86,17 +83,17 @@ class LiveHandles:
     def parse(
         cls, lines: Iterable[str], name: str = "the list", looked_up: float | None = None
     ) -> LiveHandles:
-        """What ``lines`` gives, or plain handles, one a line; empty lines are left out.
+        """Parse ``lines``, or plain handles, one a line. Empty lines are ignored.
 
-        Plain lists may end with ``# end of N handles`` too, which is then checked.
+        A plain list may also end with ``# end of N handles``, which is checked.
 
         Args:
-            lines: with line ends or without.
-            name: what messages call them.
-            looked_up: when plain handles were looked up, seconds since 1970. None for now.
+            lines: With or without line ends.
+            name: Name of the list for messages.
+            looked_up: When plain handles were looked up, seconds since 1970. Default: now.
 
         Raises:
-            ValueError: a line is no handle, or the list was cut short; the message says where.
+            ValueError: A line is not a handle, or the list was truncated.
         """
         looked_up = time.time() if looked_up is None else looked_up
         rest = iter(lines)
@@ -107,7 +104,7 @@ class LiveHandles:
 
 
 def is_handle(text: object) -> TypeGuard[str]:
-    """Whether it is spelled as the handle of a block."""
+    """Whether ``text`` has the form of a block's handle."""
     return isinstance(text, str) and _HANDLE.fullmatch(text) is not None
 
 
@@ -117,9 +114,9 @@ def _handles(name: str, lines: Iterable[str], *, needs_end: bool) -> Iterator[st
         text = line.strip()
         if not text:
             continue
-        if end is not None:  # dropping what another file added would delete what it refers to
+        if end is not None:  # ignoring a second list would delete what it refers to
             raise ValueError(
-                f"{name} goes on after its last line, with {text[:80]!r}; give each file by a "
+                f"{name} goes on after its last line, with {text[:80]!r}; pass each file by a "
                 "--handles of its own"
             )
         if (end := _END.fullmatch(text)) is not None:
@@ -133,7 +130,6 @@ def _handles(name: str, lines: Iterable[str], *, needs_end: bool) -> Iterator[st
         yield text
     if (needs_end and end is None) or (end is not None and int(end[1]) != number):
         raise ValueError(
-            f"{name} was cut short: it holds {number} handles and "
-            f"{'no last line that tells' if end is None else f'says {end[1]} of'} their number; "
-            "make it again"
+            f"{name} is truncated: found {number} handles, expected "
+            f"{'a last line with their number' if end is None else end[1]}; make it again"
         )

@@ -1,7 +1,7 @@
-"""Namespaces: several tenants in one store, none of whom finds what another one stored.
+"""Namespaces, which isolate the tenants of a store.
 
-The namespace is part of every key (``kv.store_key``). So whether a block is stored for one tenant
-decides nothing for another, who can therefore not learn of it by timing either.
+The namespace is part of every key (``kv.store_key``). So no tenant can find out whether a block is
+stored for another one, not even by timing.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ _PRIVATE = "/private"  # no name holds a slash
 
 
 def check_namespace(name: object) -> str:
-    """The name as it stands; the empty one is the namespace of those who chose none.
+    """The name, unchanged. The empty string is the default namespace.
 
     Raises:
-        ValueError: it is no name.
+        ValueError: It is not a valid name.
     """
     if isinstance(name, str) and (name == "" or _NAME.fullmatch(name)):
         return name
@@ -29,23 +29,22 @@ def check_namespace(name: object) -> str:
 
 
 def is_of(namespace: str, names: Collection[str]) -> bool:
-    """Whether an entry's namespace is one of these, or a private part of one."""
+    """Whether an entry's namespace is one of ``names``, or the private part of one."""
     return namespace.removesuffix(_PRIVATE) in names
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """What an engine reads and writes of a store.
+    """Namespaces that an engine reads and writes.
 
     Args:
-        namespace: where it stores blocks, and looks for them first.
-        read_namespaces: where it looks next, in this order: collections that several tenants share.
-            They are never written.
-        read_only: it stores nothing at all.
+        namespace: Namespace to store blocks in, and to read first.
+        read_namespaces: Shared collections to read next, in order. They are never written.
+        read_only: Whether to store nothing at all.
 
     Raises:
-        ValueError: a namespace has no valid name.
-        TypeError: ``read_namespaces`` is one string.
+        ValueError: A name is invalid.
+        TypeError: ``read_namespaces`` is a string.
     """
 
     namespace: str = ""
@@ -62,11 +61,12 @@ class Access:
         object.__setattr__(self, "read_namespaces", names)
 
     def namespaces(self, *, private: bool) -> tuple[str, ...]:
-        """Where to look for a block, in order; the first one is where it is stored.
+        """Namespaces to read a block from, in order. It is stored in the first.
 
-        ``private``: the block is no passage and no system message. Such blocks have a part of the
-        namespace for themselves, in which they find each other alone: what a user writes must not
-        tell him, by the time that it takes, which passages are stored.
+        Args:
+            private: Whether the block is neither a passage nor a system message. Such blocks have a
+                part of the namespace of their own: the response time to what users write must not
+                tell them which passages are stored.
         """
         if private:
             return (self.namespace + _PRIVATE,)

@@ -1,4 +1,4 @@
-"""Requests to an object store: bounded in number and time, with errors that hold no credentials."""
+"""Client of an object store: requests with deadlines, and errors without credentials."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from obstore.store import ClientConfig, RetryConfig
     from obstore.store import ObjectStore as Backend
 
-# One connection to S3 brings about 90 MB/s, so that a large object is read, and written,
-# by several.
+# One connection to S3 transfers about 90 MB/s, so large objects are read and written by several.
 _PART_BYTES = 8 << 20
 _WRITTEN_PART_BYTES = 16 << 20
 _PAGE = 1000
@@ -36,11 +35,11 @@ _S3_SERVERS = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT")
 
 
 Choose = Callable[[memoryview, int], Sequence[ByteRange]]
-"""Which bytes of an object are wanted: told by its first bytes, and by its size."""
+"""Selects byte ranges of an object, given its first bytes and its size."""
 
 
 class _Begun(NamedTuple):
-    """An object of which the first part has been read: its memory, and what fills the rest."""
+    """Object that is being read: its memory, and the reads of further parts."""
 
     raw: Tensor
     parts: list[Future[None]]
@@ -50,10 +49,10 @@ class ObjectClient:
     """Reads, writes and lists objects under an address.
 
     Args:
-        url: the address.
-        backend: an obstore store that is open there.
-        deadline_s: seconds that a read may take.
-        parallel: reads at once, at most.
+        url: The address.
+        backend: An open obstore store at this address.
+        deadline_s: Seconds that a read may take.
+        parallel: Maximum number of concurrent reads.
     """
 
     def __init__(self, url: str, backend: Backend, deadline_s: float, parallel: int) -> None:
@@ -63,25 +62,25 @@ class ObjectClient:
         self._readers = Readers(parallel, "blockattn-rag-objects")
 
     def place(self, path: str) -> str:
-        """An object, as users know it."""
+        """Address of an object."""
         return f"{self.url}/{path}"
 
     def read_many(self, paths: Sequence[str]) -> list[Tensor | StoreError | None]:
-        """Whole objects, uint8 ``[size]`` in memory of their own; None for one that is not there.
+        """Read complete objects, concurrently and with one deadline.
 
-        All are read at once, with one deadline.
+        Returns:
+            uint8 ``[size]`` in memory of its own, None if there is no object, or an error.
         """
         return self.read_ranges([(path, _whole) for path in paths], _PART_BYTES)
 
     def read_ranges(
         self, wishes: Sequence[tuple[str, Choose]], first_bytes: int
     ) -> list[Tensor | StoreError | None]:
-        """Of each object the bytes that are chosen, one range after the other; as ``read_many``.
+        """Read byte ranges of objects, one range after the other, as ``read_many``.
 
         Args:
-            wishes: paths, and what chooses. A StoreError that it raises is the answer.
-            first_bytes: what is read of each object before its bytes are chosen. Of these, none is
-                read again.
+            wishes: Paths, and what selects the ranges. A StoreError that it raises is returned.
+            first_bytes: Bytes that are read first. They are not read again.
         """
         until = deadline(self.deadline_s)
         start = self._readers.start
@@ -90,24 +89,24 @@ class ObjectClient:
         return [self._finish(*each, until) for each in zip(paths, reads, strict=True)]
 
     def read_start(self, path: str, nbytes: int) -> tuple[bytes, ObjectMeta] | None:
-        """An object's first bytes, ``nbytes`` if it has as many; None if it is not there."""
+        """Up to ``nbytes`` first bytes of an object, and its metadata, or None."""
         read = self._readers.start(self._range, path, 0, nbytes)
         found = outcome(read, deadline(self.deadline_s), f"read {self.place(path)}")
         return None if found is None else (bytes(found[0]), found[1])
 
     def head(self, path: str) -> ObjectMeta | None:
-        """What is known of an object; None if it is not there."""
+        """Metadata of an object, or None."""
         read = self._readers.start(self._head, path)
         return outcome(read, deadline(self.deadline_s), f"look for {self.place(path)}")
 
     def write(self, path: str, content: bytes) -> None:
-        """Write an object whole, or not at all; one that is there is replaced in one step."""
+        """Write or replace an object atomically."""
         with self._explained("write", path):
             self._backend.put(path, content, chunk_size=_WRITTEN_PART_BYTES)
 
     def delete(self, path: str) -> bool:
-        """Delete an object; True if there was one."""
-        if self.head(path) is None:  # most servers do not say what they deleted
+        """Delete an object. Returns whether there was one."""
+        if self.head(path) is None:  # most servers do not report what they deleted
             return False
         with self._explained("delete", path):
             try:
@@ -117,15 +116,15 @@ class ObjectClient:
         return True
 
     def list(self, folder: str) -> Iterator[ObjectMeta]:
-        """Objects in a folder and the folders in it, page by page."""
+        """Objects in a folder and its subfolders, page by page."""
         with self._explained("list", folder):
             for page in self._backend.list(folder, chunk_size=_PAGE):
                 yield from page
 
     def _begin(self, path: str, choose: Choose, first_bytes: int, until: float) -> _Begun | None:
-        """Read the first part, learn what is wanted by it, and begin to read that.
+        """Read the first part, select the ranges, and start to read them.
 
-        Nobody waits after ``until``: then no others are read, which later reads would wait for.
+        After the deadline nothing more is read, because later reads would wait for it.
         """
         found = self._range(path, 0, first_bytes)
         if found is None:
@@ -137,7 +136,7 @@ class ObjectClient:
         size = sum(stop - start for start, stop in places)
         try:
             raw = torch.empty(size, dtype=torch.uint8)
-        except RuntimeError:  # torch's way to say that there is no memory
+        except RuntimeError:  # what torch raises if there is no memory
             place = self.place(path)
             raise StoreError(f"cannot read {place}: no memory for its {size} bytes") from None
         view, at = raw.numpy().data, 0
@@ -185,7 +184,7 @@ class ObjectClient:
     def _range(
         self, path: str, start: int, stop: int, e_tag: str | None = None
     ) -> tuple[Bytes, ObjectMeta] | None:
-        """Bytes of the version of an object that ``e_tag`` names, or of its latest."""
+        """Bytes of the version ``e_tag`` of an object, by default of the latest."""
         options: GetOptions = {"range": (start, stop)}
         if e_tag is not None:
             options["if_match"] = e_tag
@@ -213,14 +212,14 @@ class ObjectClient:
 
     @contextmanager
     def _explained(self, doing: str, path: str) -> Iterator[None]:
-        """What the client library raises becomes a StoreError that names the object."""
+        """Turn an error of the client library into a StoreError that names the object."""
         from obstore.exceptions import BaseError
 
         if not _has_its_threads():
             raise StoreError(
-                f"cannot {doing} {self.place(path)}: this process was forked from one that had "
-                "used an object store, and lacks its threads; start processes by 'spawn' or "
-                "'forkserver', or fork before an object store is used"
+                f"cannot {doing} {self.place(path)}: this process was forked after its parent "
+                "used an object store, and lacks the parent's threads; start processes by 'spawn' "
+                "or 'forkserver', or fork before an object store is used"
             )
         try:
             yield
@@ -228,11 +227,11 @@ class ObjectClient:
             raise StoreError(f"cannot {doing} {self.place(path)}: {reason(error)}") from None
 
 
-_first_user: list[int] = []  # the process that used the client library first
+_first_user: list[int] = []  # first process that used the client library
 
 
 def _has_its_threads() -> bool:
-    """Whether the client library's threads are in this process; without them it waits for ever."""
+    """Whether the client library has its threads. Without them it would hang."""
     if not _first_user:
         _first_user.append(os.getpid())
     return _first_user[0] == os.getpid()
@@ -243,13 +242,14 @@ def _whole(_first: memoryview, size: int) -> Sequence[ByteRange]:
 
 
 def connect(url: str, deadline_s: float, retries: int) -> Backend:
-    """An obstore store at an address, with the credentials that the environment has.
+    """Open an obstore store at an address, with credentials of the environment. Sends nothing.
 
-    Nothing is sent yet. No request takes longer than the deadline, and none is made again after it.
+    Args:
+        deadline_s: Seconds that a request may take, retries included.
 
     Raises:
         ImportError: obstore is not installed.
-        ValueError: the address cannot be used.
+        ValueError: The address cannot be used.
     """
     try:
         from obstore.exceptions import BaseError
@@ -264,9 +264,11 @@ def connect(url: str, deadline_s: float, retries: int) -> Backend:
     for name in _S3_SERVERS:
         server = os.environ.get(name, "")
         if server.startswith("http://"):
-            client["allow_http"] = True  # whoever names such a server wants no encryption
+            client["allow_http"] = True  # such an address asks for no encryption
         elif server and not server.startswith("https://"):
-            raise ValueError(f"{name} names no server: expected http://... or https://...")
+            raise ValueError(
+                f"{name} is not the address of a server: expected http://... or https://..."
+            )
     retry: RetryConfig = {
         "max_retries": retries,
         "retry_timeout": limit,

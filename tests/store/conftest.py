@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 import pytest
 
 from blockattn_rag.store import (
     DirectoryStore,
     KVStore,
+    MaintainedStore,
     MemoryStore,
     ObjectStore,
     RedisStore,
     TieredStore,
 )
 from blockattn_rag.store.device_cache import DeviceCache
+from blockattn_rag.store.objects import entry_path
 from tests.store.servers import (
     BUCKET,
     HAS_MOTO,
@@ -61,9 +65,70 @@ def redis(redis_url: str) -> RedisStore:
     return RedisStore(redis_url, prefix=f"store-{next(_numbers)}:")
 
 
-def objects_in_memory() -> ObjectStore:
+def objects_in_memory(backend: Any = None) -> ObjectStore:
     obstore = pytest.importorskip("obstore.store")
-    return ObjectStore("memory://", backend=obstore.MemoryStore())
+    return ObjectStore("memory://kv", backend=backend or obstore.MemoryStore(), deadline_s=30)
+
+
+S = TypeVar("S", bound=KVStore, covariant=True)
+
+
+@dataclass(frozen=True)
+class Raw(Generic[S]):
+    """An empty store of encoded entries, and access to the bytes of an entry by its key."""
+
+    store: S
+    read: Callable[[str], bytes]
+    write: Callable[[str, bytes], object]
+
+    def flip_last_bit(self, key: str) -> None:
+        content = self.read(key)
+        self.write(key, content[:-1] + bytes([content[-1] ^ 1]))
+
+
+def raw_directory(path: Path) -> Raw[MaintainedStore]:
+    store = DirectoryStore(path)
+
+    def write(key: str, content: bytes) -> None:
+        store.entry_path(key).parent.mkdir(exist_ok=True)
+        store.entry_path(key).write_bytes(content)
+
+    return Raw(store, lambda key: store.entry_path(key).read_bytes(), write)
+
+
+def raw_objects() -> Raw[MaintainedStore]:
+    backend = pytest.importorskip("obstore.store").MemoryStore()
+    return Raw(
+        objects_in_memory(backend),
+        lambda key: bytes(backend.get(entry_path(key)).bytes()),
+        lambda key, content: backend.put(entry_path(key), content),
+    )
+
+
+def raw_redis(url: str) -> Raw[RedisStore]:
+    client = pytest.importorskip("redis").Redis.from_url(url)
+    prefix = f"store-{next(_numbers)}:"
+    return Raw(
+        RedisStore(url, prefix=prefix),
+        lambda key: client.get(f"{prefix}{key}"),
+        lambda key, content: client.set(f"{prefix}{key}", content),
+    )
+
+
+@pytest.fixture(params=["directory", "objects"])
+def maintained(request: pytest.FixtureRequest, tmp_path: Path) -> Raw[MaintainedStore]:
+    return raw_directory(tmp_path / "kv") if request.param == "directory" else raw_objects()
+
+
+@pytest.fixture(params=["directory", "objects", "redis"])
+def encoded(request: pytest.FixtureRequest, tmp_path: Path) -> Raw[KVStore]:
+    match request.param:
+        case "directory":
+            return raw_directory(tmp_path / "kv")
+        case "objects":
+            return raw_objects()
+        case _:
+            return raw_redis(request.getfixturevalue("redis_url"))
 
 
 @pytest.fixture(

@@ -67,10 +67,6 @@ def make_kv(
     return kv.quantised() if quantised else kv
 
 
-def key_of(kv: BlockKV) -> str:
-    return kv.key
-
-
 def same(a: BlockKV, b: BlockKV) -> bool:
     """Equal to the bit, NaNs included."""
     tensors_a, tensors_b = (

@@ -11,10 +11,10 @@ import torch
 from blockattn_rag.errors import StoreError
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.store import KVStore, TieredStore
-from tests.store.kvs import key_of, make_kv, same
+from tests.store.kvs import make_kv, same
 
 KVS = [make_kv(f"passage {i}", tokens=2 + i) for i in range(5)]
-KEYS = [key_of(kv) for kv in KVS]
+KEYS = [kv.key for kv in KVS]
 
 
 def settle(store: KVStore) -> None:
@@ -27,10 +27,6 @@ def got(store: KVStore, key: str) -> BlockKV:
     kv = store.get(key)
     assert kv is not None
     return kv
-
-
-def test_it_is_a_store(any_store: KVStore) -> None:
-    assert isinstance(any_store, KVStore)
 
 
 def test_what_is_put_is_got_to_the_bit_listed_and_counted(any_store: KVStore) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from blockattn_rag.store import DirectoryStore, gc, verify
-from tests.store.kvs import key_of, same
+from tests.store.kvs import same
 from tests.store.writers import (
     PROCESSES,
     STEPS,
@@ -31,7 +31,7 @@ def test_writers_killed_at_random_moments_leave_no_damaged_entry(tmp_path: Path)
     store = DirectoryStore(tmp_path)
     for number in range(10):  # ingesting again completes
         kv = passage(number)
-        store.put(key_of(kv), kv)
+        store.put(kv.key, kv)
     report = verify(store)
     assert (report.ok, report.damaged.count) == (10, 0)
 
@@ -41,12 +41,12 @@ def test_a_writer_killed_at_any_step_leaves_the_old_entry_or_the_new_one(
     tmp_path: Path, step: str
 ) -> None:
     store, old, new = DirectoryStore(tmp_path), passage(0, 1), passage(0, 2)
-    store.put(key_of(old), old)
+    store.put(old.key, old)
     writer = PROCESSES.Process(target=die_at, args=(step, tmp_path, new))
     writer.start()
     writer.join()
     assert writer.exitcode == -signal.SIGKILL
-    found = store.get(key_of(old))
+    found = store.get(old.key)
     assert found is not None
     assert same(found, new if step == "renamed" else old)
     report = verify(store)
@@ -63,7 +63,7 @@ def test_two_processes_write_the_same_keys_while_a_third_reads(tmp_path: Path) -
     ]
     for writer in writers:
         writer.start()
-    keys = [key_of(passage(number)) for number in range(5)]
+    keys = [passage(number).key for number in range(5)]
     reads = 0
     while any(writer.is_alive() for writer in writers) or not reads:
         for key in keys:

@@ -14,10 +14,10 @@ from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.store import DirectoryStore, KVStore, MemoryStore, ObjectStore, TieredStore
 from blockattn_rag.store.base import Found
 from blockattn_rag.store.device_cache import DeviceCache, with_device_cache
-from tests.store.kvs import key_of, make_kv
+from tests.store.kvs import make_kv
 
 KV, OTHER = make_kv("first"), make_kv("other")
-KEY = key_of(KV)
+KEY = KV.key
 
 
 class Recorded(DirectoryStore):
@@ -46,10 +46,6 @@ def cache(store: Recorded) -> DeviceCache:
     return DeviceCache(store, 1 << 20)
 
 
-def test_a_cache_is_a_store(cache: DeviceCache) -> None:
-    assert isinstance(cache, KVStore)
-
-
 def test_stores_in_memory_and_caches_of_no_size_are_not_wrapped(store: Recorded) -> None:
     memory = MemoryStore(1 << 20)
     assert with_device_cache(memory, 1 << 20) is memory
@@ -65,11 +61,11 @@ def test_what_was_read_is_not_read_again(cache: DeviceCache, store: Recorded) ->
 
 def test_what_is_put_is_stored_and_what_is_kept_is_not(cache: DeviceCache, store: Recorded) -> None:
     cache.put(KEY, KV)
-    cache.keep(key_of(OTHER), OTHER)
-    assert (cache.get(KEY), cache.get(key_of(OTHER))) == (KV, OTHER)
+    cache.keep(OTHER.key, OTHER)
+    assert (cache.get(KEY), cache.get(OTHER.key)) == (KV, OTHER)
     assert list(store.keys()) == list(cache.keys()) == [KEY]
     assert "get" not in store.asked
-    assert key_of(OTHER) not in cache
+    assert OTHER.key not in cache
     assert cache.stats() == store.stats()
 
 

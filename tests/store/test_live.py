@@ -56,13 +56,13 @@ def test_a_file_gives_back_what_was_written(tmp_path: Path, handles: list[str]) 
 def test_a_file_that_was_cut_short_is_refused(tmp_path: Path) -> None:
     lines = list(LiveHandles(HANDLES).lines())
     for cut in (lines[:-1], lines[:1], [*lines[:-1], lines[-1][:-2]], [*lines[:10], lines[-1]]):
-        with pytest.raises(ValueError, match=r"cut short|expected a handle"):
+        with pytest.raises(ValueError, match=r"is truncated|expected a handle"):
             LiveHandles.read(written(tmp_path / "live", *cut))
 
 
 def test_two_files_in_one_are_refused_and_not_taken_for_the_first(tmp_path: Path) -> None:
     two = [*LiveHandles(HANDLES[:2]).lines(), *LiveHandles(HANDLES[2:]).lines()]
-    with pytest.raises(ValueError, match="give each file by a --handles of its own"):
+    with pytest.raises(ValueError, match="pass each file by a --handles of its own"):
         LiveHandles.read(written(tmp_path / "live", *two))
 
 
@@ -90,7 +90,7 @@ def test_a_plain_list_from_a_program_is_as_old_as_now_or_as_told() -> None:
 
 def test_a_plain_list_may_tell_its_number_which_is_checked() -> None:
     assert len(LiveHandles.parse([*HANDLES, "# end of 50 handles"])) == 50
-    with pytest.raises(ValueError, match="a pipe was cut short: it holds 49 handles"):
+    with pytest.raises(ValueError, match="a pipe is truncated: found 49 handles"):
         LiveHandles.parse([*HANDLES[:-1], "# end of 50 handles"], "a pipe")
 
 

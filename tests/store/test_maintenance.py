@@ -1,8 +1,10 @@
-"""verify finds what is damaged; gc deletes what nothing refers to, and nothing that is young."""
+"""Maintenance of stores on disk and in buckets: ``verify``, ``gc``, and how entries are listed."""
 
 from __future__ import annotations
 
 import os
+import re
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -11,14 +13,38 @@ import pytest
 
 from blockattn_rag.errors import StoreError
 from blockattn_rag.kv.block_kv import BlockKV
-from blockattn_rag.store import DirectoryStore, gc, verify
-from tests.store.kvs import key_of, make_kv
+from blockattn_rag.store import (
+    DirectoryStore,
+    EntryInfo,
+    LiveHandles,
+    MaintainedStore,
+    ObjectStore,
+    Tally,
+    describe_all,
+    gc,
+    verify,
+)
+from blockattn_rag.store.maintenance import MOST_NAMES
+from blockattn_rag.store.objects import entry_path
+from tests.store.conftest import Raw, objects_in_memory
+from tests.store.kvs import make_kv
+from tests.store.servers import HAS_MOTO
 from tests.store.test_format import fields_of, resealed
 
 DAY_S = 86400.0
-KV = [make_kv(f"passage {i}") for i in range(4)]
-KEYS = [key_of(kv) for kv in KV]
+MANY = [make_kv(f"passage {i}") for i in range(12)]
+KV = MANY[:4]
+KEYS = [kv.key for kv in KV]
 HANDLES = [kv.handle for kv in KV]
+TENANTS = ["a", "a/private", "ab", "b"]
+
+
+@pytest.fixture
+def new(maintained: Raw[MaintainedStore]) -> Raw[MaintainedStore]:
+    """Twelve entries, just written, on disk or in a bucket."""
+    for kv in MANY:
+        maintained.store.put(kv.key, kv)
+    return maintained
 
 
 @pytest.fixture
@@ -35,14 +61,6 @@ def make_old(path: Path) -> None:
     os.utime(path, (path.stat().st_atime, path.stat().st_mtime - DAY_S))
 
 
-def damage(store: DirectoryStore, key: str) -> None:
-    path = store.entry_path(key)
-    path.write_bytes(path.read_bytes()[:-1] + b"?")
-
-
-TENANTS = ["a", "a/private", "ab", "b"]
-
-
 def leftover(folder: Path, name: str = "x") -> Path:
     """What a killed writer leaves, a day ago."""
     path = folder / f".{name}.0123456789abcdef.tmp"
@@ -51,13 +69,44 @@ def leftover(folder: Path, name: str = "x") -> Path:
     return path
 
 
-def test_verify_finds_a_sound_store_sound(store: DirectoryStore) -> None:
-    seen: list[int] = []
+def damage(store: DirectoryStore, key: str) -> None:
+    path = store.entry_path(key)
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+
+
+def test_damage_is_found_reported_and_deleted(new: Raw[MaintainedStore]) -> None:
+    store, found, seen = new.store, list[str](), list[int]()
     report = verify(store, seen.append)
-    assert (report.ok, report.deleted) == (4, 0)
+    assert (report.ok, report.deleted) == (12, 0)
     assert [t.count for t in (report.damaged, report.unread, report.leftovers)] == [0, 0, 0]
     assert report.total_bytes == store.stats().total_bytes
-    assert seen == [1, 2, 3, 4]
+    assert seen == list(range(1, 13))
+    new.flip_last_bit(KEYS[3])
+    report = verify(store, found=lambda key, why: found.append(f"{key}: {why}"))
+    assert (report.ok, report.damaged.count, report.unread.count) == (11, 1, 0)
+    assert list(report.damaged.first) == [KEYS[3]]
+    assert len(found) == 1
+    assert "checksum" in found[0]
+    assert verify(store, delete_damaged=True).deleted == 1
+    assert sorted(store.keys()) == sorted(kv.key for kv in MANY if kv.key != KEYS[3])
+
+
+def test_samples_are_parts_that_are_all_together(new: Raw[MaintainedStore]) -> None:
+    store = new.store
+    new.flip_last_bit(KEYS[0])
+    reports = [verify(store, sample=0.25, seed=seed) for seed in range(4)]
+    assert sum(report.ok + report.damaged.count for report in reports) == 12
+    assert sum(report.damaged.count for report in reports) == 1
+    assert all(report.skipped == 12 - report.ok - report.damaged.count for report in reports)
+    assert sum(report.skipped for report in reports) == 36
+    again = verify(store, sample=0.25, seed=5)
+    assert again == reports[1]
+
+
+@pytest.mark.parametrize("sample", [0.0, -0.5, 1.5, float("nan")])
+def test_a_sample_that_is_no_share_is_refused(sample: float) -> None:
+    with pytest.raises(ValueError, match="more than 0 and at most 1"):
+        verify(objects_in_memory(), sample=sample)
 
 
 def test_verify_names_damaged_and_foreign_entries_and_leftovers(store: DirectoryStore) -> None:
@@ -71,13 +120,6 @@ def test_verify_names_damaged_and_foreign_entries_and_leftovers(store: Directory
     assert "another text, model or tenant" in report.damaged.first[KEYS[2]]
     assert list(report.leftovers.first) == [str(path)]
     assert store.stats().entries == 3
-
-
-def test_verify_deletes_what_is_damaged_if_asked(store: DirectoryStore) -> None:
-    damage(store, KEYS[0])
-    assert verify(store, delete_damaged=True).deleted == 1
-    assert verify(store).ok == 3
-    assert KEYS[0] not in store
 
 
 def test_verify_deletes_nothing_for_want_of_memory_or_permission(
@@ -189,14 +231,18 @@ def test_a_modification_time_in_the_future_keeps_neither_entry_nor_leftover(
     assert list(report.leftovers.first) == [str(path)]
 
 
-def test_gc_keeps_what_is_referred_to_and_deletes_the_rest(store: DirectoryStore) -> None:
-    sizes = [store.entry_path(key).stat().st_size for key in KEYS]
-    report = gc(store, set(HANDLES[:3]))
-    assert (report.kept, report.kept_young) == (3, 0)
-    assert list(report.deleted.first) == [KEYS[3]]
-    assert report.freed_bytes == sizes[3]
-    assert not report.errors
-    assert sorted(store.keys()) == sorted(KEYS[:3])
+def test_gc_deletes_what_nothing_refers_to(new: Raw[MaintainedStore]) -> None:
+    store = new.store
+    live = LiveHandles(kv.handle for kv in MANY[:5])
+    young, seen, gone = gc(store, live), list[int](), list[str]()
+    assert (young.kept, young.kept_young, young.deleted.count) == (5, 7, 0)
+    told = gc(store, live, grace_s=0, dry_run=True)
+    assert (told.deleted.count, len(list(store.keys()))) == (7, 12)
+    done = gc(store, live, seen.append, grace_s=0, deleted=gone.append)
+    assert (done.deleted, done.freed_bytes) == (told.deleted, told.freed_bytes)
+    assert sorted(gone) == sorted(kv.key for kv in MANY[5:])
+    assert seen == list(range(1, 13))
+    assert sorted(store.keys()) == sorted(kv.key for kv in MANY[:5])
 
 
 def test_gc_leaves_young_entries_alone(store: DirectoryStore) -> None:
@@ -207,24 +253,12 @@ def test_gc_leaves_young_entries_alone(store: DirectoryStore) -> None:
     assert list(gc(store, set(), grace_s=0).deleted.first) == [KEYS[3]]
 
 
-def test_a_dry_run_tells_the_same_and_deletes_nothing(store: DirectoryStore) -> None:
-    path = leftover(store.path)
-    told = gc(store, set(HANDLES[:1]), dry_run=True)
-    assert len(list(store.keys())) == 4
-    assert path.exists()
-    assert told.dry_run
-    done = gc(store, set(HANDLES[:1]))
-    assert (done.deleted, done.freed_bytes) == (told.deleted, told.freed_bytes)
-    assert list(done.leftovers.first) == list(told.leftovers.first) == [str(path)]
-    assert not path.exists()
-
-
 def test_entries_of_namespaces_that_are_not_judged_are_left_alone(store: DirectoryStore) -> None:
     others = [make_kv(f"passage {n}", namespace=name) for n, name in enumerate(TENANTS)]
     for one in others:
-        store.put(key_of(one), one)
+        store.put(one.key, one)
     report = gc(store, set(), grace_s=0, namespaces={"a"})
-    assert set(report.deleted.first) == {key_of(others[0]), key_of(others[1])}
+    assert set(report.deleted.first) == {others[0].key, others[1].key}
     assert (report.other, report.deleted.count) == (4 + 2, 2)
     assert gc(store, set(), grace_s=0, namespaces={""}).deleted.count == 4
     assert gc(store, set(), grace_s=0).deleted.count == 2
@@ -232,9 +266,9 @@ def test_entries_of_namespaces_that_are_not_judged_are_left_alone(store: Directo
 
 def test_entries_without_a_handle_go_by_their_age_alone(store: DirectoryStore) -> None:
     unnamed = replace(make_kv("of a server"), handle="")
-    store.put(key_of(unnamed), unnamed)
-    make_old(store.entry_path(key_of(unnamed)))
-    assert (gc(store, set()).kept, list(store.keys())) == (1, [key_of(unnamed)])
+    store.put(unnamed.key, unnamed)
+    make_old(store.entry_path(unnamed.key))
+    assert (gc(store, set()).kept, list(store.keys())) == (1, [unnamed.key])
     assert gc(store, set(), ttl_s=2 * DAY_S).kept == 1
     assert gc(store, set(), ttl_s=DAY_S / 2).deleted.count == 1
 
@@ -243,7 +277,10 @@ def test_gc_removes_old_leftovers_and_leaves_new_ones(store: DirectoryStore) -> 
     shard = store.entry_path(KEYS[0]).parent
     old, new = leftover(shard, "old"), leftover(shard, "new")
     os.utime(new)
+    told = gc(store, set(HANDLES), dry_run=True)
+    assert set(store.leftovers()) == {old, new}
     report = gc(store, set(HANDLES))
+    assert told == replace(report, dry_run=True)
     assert list(report.leftovers.first) == [str(old)]
     assert report.freed_bytes == len(b"half")
     assert list(store.leftovers()) == [new]
@@ -303,3 +340,101 @@ def test_a_store_that_cannot_be_listed_is_an_error(store: DirectoryStore) -> Non
     for look in (verify, lambda store: gc(store, set())):
         with pytest.raises(StoreError, match="cannot list"):
             look(store)
+
+
+def test_what_was_not_used_for_its_time_to_live_goes_though_it_is_referred_to(
+    tmp_path: Path,
+) -> None:
+    store = DirectoryStore(tmp_path)
+    for age_days, kv in enumerate(KV[:4]):
+        store.put(kv.key, kv)
+        used = time.time() - age_days * 86400
+        os.utime(store.entry_path(kv.key), (used, used))
+    live = {kv.handle for kv in KV[:3]}
+    report = gc(store, live, ttl_s=1.5 * 86400)
+    assert (report.kept, report.deleted.count, report.expired) == (2, 2, 1)
+    assert report.deleted.first[KV[2].key] == "not used for ttl_s"
+    by_age = gc(store, None, ttl_s=0.5 * 86400)
+    assert (by_age.kept, list(by_age.deleted.first)) == (1, [KV[1].key])
+
+
+def test_a_time_to_live_within_the_grace_period_is_refused() -> None:
+    with pytest.raises(ValueError, match="shorter than the grace period"):
+        gc(objects_in_memory(), set(), ttl_s=60)
+    with pytest.raises(ValueError, match="expected live_handles or ttl_s"):
+        gc(objects_in_memory(), None)
+
+
+def test_an_object_written_anew_since_gc_looked_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, describe = objects_in_memory(), ObjectStore.describe
+    store.put(KV[0].key, KV[0])
+
+    def an_older_one(self: ObjectStore, key: str) -> EntryInfo | None:
+        info = describe(self, key)
+        assert info is not None
+        return info._replace(used_ns=info.used_ns - 7200 * 10**9)
+
+    monkeypatch.setattr(ObjectStore, "describe", an_older_one)
+    report = gc(store, set())
+    assert (report.deleted.count, report.kept, report.kept_young) == (0, 0, 0)
+    assert KV[0].key in store
+
+
+def test_a_report_names_the_first_and_counts_all() -> None:
+    tally = Tally()
+    for number in range(MOST_NAMES + 7):
+        tally.add(str(number), "why")
+    assert (tally.count, len(tally.first), list(tally.first)[-1]) == (107, 100, "99")
+
+
+def test_entries_are_looked_at_as_they_are_listed_and_several_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a listing that never ends, a few are taken, and read at the same time."""
+    store, waiting, listed = objects_in_memory(), threading.Barrier(8, timeout=10), list[str]()
+
+    def endless(_self: ObjectStore):  # type: ignore[no-untyped-def]
+        while True:
+            listed.append(KV[0].key)
+            yield KV[0].key
+
+    def slow(_self: ObjectStore, _key: str) -> None:
+        waiting.wait()
+
+    monkeypatch.setattr(ObjectStore, "keys", endless)
+    monkeypatch.setattr(ObjectStore, "describe", slow)
+    entries = describe_all(store)
+    assert [next(entries)[1] for _ in range(8)] == [None] * 8
+    waiting.abort()
+    assert len(listed) <= 50
+
+
+@pytest.mark.skipif(not HAS_MOTO, reason="needs moto[server] and obstore")
+def test_the_commands_look_after_a_bucket(s3: str, tmp_path: Path) -> None:
+    from obstore.store import S3Store
+    from typer.testing import CliRunner
+
+    from blockattn_rag.app.cli import app
+
+    def run(*arguments: object) -> tuple[int, str]:
+        result = CliRunner().invoke(app, ["store", *map(str, arguments)])
+        return result.exit_code, result.stdout
+
+    store = ObjectStore(s3)
+    for kv in KV[:3]:
+        store.put(kv.key, kv)
+    bucket, _, prefix = s3.removeprefix("s3://").partition("/")
+    backend = S3Store(bucket, prefix=prefix, client_options={"allow_http": True})
+    content = bytes(backend.get(entry_path(KEYS[2])).bytes())
+    backend.put(entry_path(KEYS[2]), content[:-1] + bytes([content[-1] ^ 1]))
+    live = tmp_path / "live"
+    live.write_text(KV[0].handle + "\n", encoding="utf-8")
+    assert re.search(r"^all +3 ", run("stats", s3)[1], re.MULTILINE)
+    assert KV[1].handle in run("ls", s3, "--long")[1]
+    status, shown = run("verify", s3)
+    assert (status, KV[2].key in shown) == (1, True)
+    assert run("verify", s3, "--delete")[0] == 0
+    assert "kept 1 referred to and 1 used" in run("gc", s3, "--handles", live)[1]
+    time.sleep(1.1)  # the server tells times by the second
+    assert "deleted 1 entry" in run("gc", s3, "--handles", live, "--grace", "0")[1]
+    assert list(store.keys()) == [KV[0].key]

@@ -18,7 +18,7 @@ from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.store import DirectoryStore, EntryPart, MaintainedStore, ObjectStore
 from blockattn_rag.store.format import decode_part, encode
 from blockattn_rag.store.header import FormatError, Header, header_end, parse_header
-from blockattn_rag.store.layout import ByteRange, ranges, ranges_of
+from blockattn_rag.store.layout import ByteRange, ranges
 from tests.store.kvs import FLOATS, kvs, make_kv, quantised_kvs, same
 
 obstore = pytest.importorskip("obstore.store")
@@ -69,7 +69,7 @@ def file_of(folder: Path, key: str = KEY) -> Path:
 
 
 def head_1(header: Header) -> list[ByteRange]:
-    return [header.layout.place("token_ids"), *ranges(header.layout, heads=[1])]
+    return [header.layout.place("token_ids"), *ranges(header.layout.pieces(heads=[1]))]
 
 
 def whole(header: Header) -> list[ByteRange]:
@@ -184,7 +184,7 @@ def test_what_was_read_with_the_header_is_not_read_again(backend: Asked, head: i
     store.put(kv.key, kv)
 
     def wanted(header: Header) -> Sequence[ByteRange]:
-        return [header.layout.place("token_ids"), *ranges(header.layout, heads=[head])]
+        return [header.layout.place("token_ids"), *ranges(header.layout.pieces(heads=[head]))]
 
     part = read(store, kv.key, wanted)
     ids, states = part.places
@@ -232,7 +232,7 @@ def part_of(kv: BlockKV, heads: Sequence[int], layers: Sequence[int]) -> tuple[A
     content = b"".join(encode(kv))
     header = parse_header(content[: header_end(content)], len(content))
     pieces = [*header.layout.pieces(heads, layers)]
-    places = [header.layout.place("token_ids"), *ranges_of(pieces)]
+    places = [header.layout.place("token_ids"), *ranges(pieces)]
     taken = b"".join(content[start:stop] for start, stop in places)
     return header, pieces, places, torch.tensor(list(taken), dtype=torch.uint8)
 

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from blockattn_rag.store import DirectoryStore, KVStore, MemoryStore, files, gc
-from tests.store.kvs import key_of, make_kv, same
+from tests.store.kvs import make_kv, same
 
 DAY_NS = 86400 * 10**9
 KV = make_kv()
-KEY = key_of(KV)
+KEY = KV.key
 
 
 @pytest.fixture
@@ -87,9 +87,9 @@ def test_what_was_written_later_was_used_later(tmp_path: Path) -> None:
     store = DirectoryStore(tmp_path, fsync=False)
     kvs = [make_kv(f"passage {i}") for i in range(20)]
     for kv in kvs:
-        store.put(key_of(kv), kv)
+        store.put(kv.key, kv)
     used_by = {entry.key: entry.used_ns for entry in store.entries()}
-    used = [used_by[key_of(kv)] for kv in kvs]
+    used = [used_by[kv.key] for kv in kvs]
     assert used == sorted(set(used))
 
 
@@ -109,7 +109,7 @@ def test_a_store_that_may_only_be_read_is_read_all_the_same(
 
 
 def test_what_is_absent_cannot_be_touched(store: DirectoryStore) -> None:
-    assert not store.touch(key_of(make_kv("other")))
+    assert not store.touch(make_kv("other").key)
 
 
 def test_what_does_not_look_sound_counts_as_absent_and_is_mended_by_putting_it(
@@ -118,11 +118,11 @@ def test_what_does_not_look_sound_counts_as_absent_and_is_mended_by_putting_it(
     path = store.entry_path(KEY)
     content = path.read_bytes()
     other = make_kv("other text")
-    store.put(key_of(other), other)
+    store.put(other.key, other)
     for damage in (content[:-1], content + b"?", content[:40], b"", b"\xff" * len(content)):
         path.write_bytes(damage)
         assert not store.touch(KEY)
-    path.write_bytes(store.entry_path(key_of(other)).read_bytes())
+    path.write_bytes(store.entry_path(other.key).read_bytes())
     assert not store.touch(KEY)
     path.unlink()
     os.mkfifo(path)
@@ -139,11 +139,11 @@ def test_stores_in_memory_are_touched_too_and_others_only_asked() -> None:
     store = MemoryStore(2 * KV.nbytes)
     others = [make_kv("second"), make_kv("third")]
     store.put(KEY, KV)
-    store.put(key_of(others[0]), others[0])
+    store.put(others[0].key, others[0])
     assert store.touch(KEY)
-    store.put(key_of(others[1]), others[1])
-    assert list(store.keys()) == [KEY, key_of(others[1])]
-    assert not store.touch(key_of(others[0]))
+    store.put(others[1].key, others[1])
+    assert list(store.keys()) == [KEY, others[1].key]
+    assert not store.touch(others[0].key)
 
 
 def test_a_store_without_touch_is_asked_whether_it_has_the_entry() -> None:
@@ -279,6 +279,6 @@ def test_what_is_there_keeps_its_mode(store: DirectoryStore) -> None:
     again = DirectoryStore(store.path)
     again.get(KEY)
     other = make_kv("other")
-    again.put(key_of(other), other)
+    again.put(other.key, other)
     assert {place: stat.S_IMODE(place.stat().st_mode) for place in kept} == kept
-    assert stat.S_IMODE(again.entry_path(key_of(other)).stat().st_mode) == 0o600
+    assert stat.S_IMODE(again.entry_path(other.key).stat().st_mode) == 0o600

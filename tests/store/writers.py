@@ -15,7 +15,7 @@ import torch
 
 from blockattn_rag.store import DirectoryStore, base, verify
 from blockattn_rag.store.format import encode
-from tests.store.kvs import key_of, make_kv, same
+from tests.store.kvs import make_kv, same
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -65,7 +65,7 @@ def _write_until_killed(store: DirectoryStore, kvs: list[BlockKV], beginning: in
         os.write(beginning, b"!")
         while True:
             for kv in kvs:
-                store.put(key_of(kv), kv)
+                store.put(kv.key, kv)
     finally:
         os._exit(1)  # an error here must not run the parent's code
 
@@ -77,7 +77,7 @@ def write_times(path: Path, filled_with: int, times: int) -> None:
     kvs = [passage(number, filled_with) for number in range(5)]
     for _ in range(times):
         for kv in kvs:
-            store.put(key_of(kv), kv)
+            store.put(kv.key, kv)
 
 
 def fill_bounded(path: Path, max_bytes: int, seed: int) -> None:
@@ -87,10 +87,10 @@ def fill_bounded(path: Path, max_bytes: int, seed: int) -> None:
     kvs = [make_kv(f"passage {number}") for number in range(12)]
     for _ in range(150):
         kv = choose.choice(kvs)
-        store.put(key_of(kv), kv)
+        store.put(kv.key, kv)
         kv = choose.choice(kvs)
-        if store.touch(key_of(kv)):
-            found = store.get(key_of(kv))
+        if store.touch(kv.key):
+            found = store.get(kv.key)
             assert found is None or same(found, kv)
 
 
@@ -99,7 +99,7 @@ def die_at(step: str, path: Path, kv: BlockKV) -> None:
     store = DirectoryStore(path)
     target, name, fatal = STEPS[step]
     with mock.patch.object(target, name, fatal):
-        store.put(key_of(kv), kv)
+        store.put(kv.key, kv)
 
 
 def _die(*args: object) -> None:

@@ -15,7 +15,7 @@ from blockattn_rag.app.rag.database import MANIFEST, chroma_client
 from blockattn_rag.store import DirectoryStore
 from blockattn_rag.store.urls import bytes_of
 from tests.app.cli.conftest import Command
-from tests.store.kvs import key_of, make_kv
+from tests.store.kvs import make_kv
 
 NO_TELEMETRY = Settings(anonymized_telemetry=False)
 
@@ -35,8 +35,8 @@ def add_orphan(database: Path) -> Path:
     """An entry that no passage refers to, such as the instructions before them."""
     kv = make_kv("instructions")
     store = DirectoryStore(database / "kv")
-    store.put(key_of(kv), kv)
-    return store.entry_path(key_of(kv))
+    store.put(kv.key, kv)
+    return store.entry_path(kv.key)
 
 
 def damage(path: Path) -> None:
@@ -60,7 +60,7 @@ def test_stats_separate_tenants_and_types(cli: Command, database: Path) -> None:
     store = DirectoryStore(database / "kv")
     for kv in (make_kv(namespace="one"), make_kv(namespace="one", quantised=True, tokens=5)):
         kv = replace(kv, digest=f"of {kv.num_tokens} tokens")
-        store.put(key_of(kv), kv)
+        store.put(kv.key, kv)
     stats = cli("store", "stats", database, "--json").json
     assert {name: one["entries"] for name, one in stats["namespaces"].items()} == {"": 1, "one": 2}
     assert {name: one["entries"] for name, one in stats["kv_dtypes"].items()} == {
@@ -268,7 +268,7 @@ def test_gc_keeps_what_a_file_lists_and_refuses_a_cut_one(
     assert (done["kept"], list(done["deleted"]["first"])) == (1, [orphan.stem])
     live.write_text("".join(printed.stdout.splitlines(keepends=True)[:-1]))
     output = cli("store", "gc", database / "kv", "--handles", live, "--grace", "0")
-    assert (output.status, "cut short" in output.stderr) == (1, True)
+    assert (output.status, "is truncated" in output.stderr) == (1, True)
     assert entries(database) == [entry]
 
 
@@ -298,7 +298,7 @@ def test_gc_takes_handles_of_any_vector_store_from_a_pipe(cli: Command, database
     [
         ("kv_handle\n", "standard input: expected a handle, 32 hex digits, found 'kv_handle'"),
         ("a" * 32 + "\n" + "b" * 31 + "\n", "after 1 handles"),
-        ("a" * 32 + "\n# end of 2 handles\n", "standard input was cut short"),
+        ("a" * 32 + "\n# end of 2 handles\n", "standard input is truncated"),
         ("", "found no handle in the list -, so every"),
         ("\r\n\r\n", "found no handle in the list -, so every"),
         ("\x00\ufeff\n", "expected a handle"),

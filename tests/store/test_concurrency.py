@@ -1,4 +1,4 @@
-"""SingleFlight: no key is read twice at once, and nobody waits for ever or for what has changed."""
+"""Circuit breaker and single flight."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 from blockattn_rag.errors import StoreError
 from blockattn_rag.store.base import Found
 from blockattn_rag.store.concurrency import SingleFlight
+from blockattn_rag.store.tier import CircuitBreaker
 from tests.store.kvs import make_kv
 
 KV, OTHER = make_kv("first"), make_kv("other")
@@ -104,3 +105,62 @@ def test_after_a_change_nobody_joins_an_older_read() -> None:
         source.go.set()
         assert first.result(10) == [KV]
     assert fresh.asked == [(KV.key,)]
+
+
+# Circuit breaker
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def breaker(clock: Clock) -> CircuitBreaker:
+    return CircuitBreaker(3, 10.0, clock)
+
+
+def test_failures_in_a_row_open_it_and_no_others(breaker: CircuitBreaker) -> None:
+    assert [breaker.failed(), breaker.failed()] == [False, False]
+    assert not breaker.succeeded()
+    assert [breaker.failed(), breaker.failed()] == [False, False]
+    assert breaker.allows()
+    assert breaker.failed()
+    assert breaker.is_open
+    assert not breaker.allows()
+
+
+def test_one_caller_tries_after_the_pause_and_the_next_after_another(
+    breaker: CircuitBreaker, clock: Clock
+) -> None:
+    for _ in range(3):
+        breaker.failed()
+    clock.now += 9.9
+    assert not breaker.allows()
+    clock.now += 0.2
+    assert [breaker.allows() for _ in range(3)] == [True, False, False]
+    clock.now += 9.9  # the one who tries does not report
+    assert not breaker.allows()
+    clock.now += 0.2
+    assert breaker.allows()
+    assert not breaker.failed()  # it was open before
+    clock.now += 9.9
+    assert not breaker.allows()
+
+
+def test_a_success_closes_it(breaker: CircuitBreaker, clock: Clock) -> None:
+    for _ in range(3):
+        breaker.failed()
+    clock.now += 11
+    assert breaker.allows()
+    assert breaker.succeeded()
+    assert not breaker.is_open
+    assert all(breaker.allows() for _ in range(5))
+    assert not breaker.failed()

@@ -1,22 +1,71 @@
-"""Stores by path and address: which kind each means, and what is refused and why."""
+"""Opening stores: which store a path or an address means, what is refused, what is imported."""
 
 from __future__ import annotations
 
 import builtins
+import subprocess
+import sys
 import traceback
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from blockattn_rag import store
 from blockattn_rag.store import (
     DirectoryStore,
     MemoryStore,
     ObjectStore,
     RedisStore,
+    TieredStore,
     open_store,
 )
 from blockattn_rag.store.urls import lasts, reason, scheme_of
+
+
+def test_no_store_means_one_of_a_gibibyte_in_memory() -> None:
+    opened = open_store(None)
+    assert isinstance(opened, MemoryStore)
+    assert opened.max_bytes == 2**30
+
+
+@pytest.mark.parametrize("kind", [str, Path])
+def test_a_path_means_a_store_on_disk(tmp_path: Path, kind: type[str] | type[Path]) -> None:
+    opened = open_store(kind(tmp_path / "kv"))
+    assert isinstance(opened, DirectoryStore)
+    assert opened.path == tmp_path / "kv"
+
+
+def test_a_cache_without_a_home_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("redis")
+    open_store("redis://localhost:1/0")  # which is asked for nothing yet
+    assert "is a cache: blocks that it evicts" in caplog.text
+    caplog.clear()
+    TieredStore("redis://localhost:1/0", "memory:").close()
+    assert not caplog.text
+
+
+def test_a_store_is_itself() -> None:
+    memory = MemoryStore(1)
+    assert open_store(memory) is memory
+
+
+def test_anything_else_is_refused() -> None:
+    with pytest.raises(TypeError, match="a KVStore, a path, an address or None, found int"):
+        open_store(3)  # type: ignore[arg-type]
+
+
+def test_every_public_name_can_be_had() -> None:
+    assert dir(store) == sorted(store.__all__)
+    for name in store.__all__:
+        assert getattr(store, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'FloppyStore'"):
+        _ = store.FloppyStore
+
+
+def test_importing_the_package_loads_no_torch() -> None:
+    code = "import sys, blockattn_rag.store; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_a_file_address_is_a_path(tmp_path: Path) -> None:
@@ -108,6 +157,21 @@ def test_credentials_in_an_address_are_refused_and_not_shown(
 
 
 @pytest.mark.parametrize(
+    ("url", "told"),
+    [
+        ("s3://AKIA123:s3cr3t@bucket/kv", r"write s3://bucket/kv,.*AWS_ACCESS_KEY_ID"),
+        ("s3://bucket/kv?aws_secret=s3cr3t", r"write s3://bucket/kv,.*AWS_ACCESS_KEY_ID"),
+        ("s3://bucket/kv#s3cr3t", r"write s3://bucket/kv,.*AWS_ACCESS_KEY_ID"),
+        ("redis://host:1/0?password=s3cr3t", r"write redis://host:1/0,.*REDIS_PASSWORD"),
+    ],
+)
+def test_the_refusal_says_where_credentials_belong(url: str, told: str) -> None:
+    with pytest.raises(ValueError, match=told) as raised:
+        open_store(url)
+    assert "s3cr3t" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
     ("url", "package", "extra"),
     [("s3://bucket/kv", "obstore", "s3"), ("redis://host/0", "redis", "redis")],
 )
@@ -138,7 +202,8 @@ def test_a_server_that_is_named_without_its_scheme_is_refused(
 ) -> None:
     pytest.importorskip("obstore")  # it would panic at the first request
     monkeypatch.setenv("AWS_ENDPOINT_URL", "me:secret@127.0.0.1:9000")
-    with pytest.raises(ValueError, match="AWS_ENDPOINT_URL names no server: expected http://") as e:
+    expected = "AWS_ENDPOINT_URL is not the address of a server: expected http://"
+    with pytest.raises(ValueError, match=expected) as e:
         open_store("s3://bucket/kv")
     assert "secret" not in str(e.value)
 

@@ -1,0 +1,108 @@
+"""Damaged and foreign entries, in every store that keeps entries outside of the process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from blockattn_rag.errors import CorruptEntryError, FingerprintMismatchError, StoreError
+from blockattn_rag.kv.block_kv import BlockKV
+from blockattn_rag.store import KVStore, MaintainedStore
+from tests.store.conftest import Raw
+from tests.store.kvs import make_kv, same
+
+KV, OTHER = make_kv(tokens=40), make_kv("other")
+KEY = KV.key
+
+
+@pytest.mark.parametrize("cut", [0, 5, 100, -1])
+def test_a_cut_entry_is_damaged_until_it_is_put_again(encoded: Raw[KVStore], cut: int) -> None:
+    store = encoded.store
+    store.put(KEY, KV)
+    encoded.write(KEY, encoded.read(KEY)[:cut])
+    reads: list[Callable[[str], object]] = [store.get]
+    if isinstance(store, MaintainedStore):
+        assert not store.touch(KEY)
+        reads += [store.peek, store.describe]
+    for read in reads:
+        with pytest.raises(CorruptEntryError, match=f"{KEY}.* is damaged: "):
+            read(KEY)
+    store.put(KEY, KV)
+    assert store.touch(KEY)
+    assert same(store.get(KEY) or OTHER, KV)
+
+
+def test_a_flipped_bit_is_found_and_hides_no_other_entry(encoded: Raw[KVStore]) -> None:
+    for kv in (KV, OTHER):
+        encoded.store.put(kv.key, kv)
+    encoded.flip_last_bit(KEY)
+    damaged, absent, sound = encoded.store.get_many([KEY, "0" * 64, OTHER.key])
+    assert isinstance(damaged, CorruptEntryError)
+    assert absent is None
+    assert isinstance(sound, BlockKV)
+    assert same(sound, OTHER)
+
+
+@pytest.mark.parametrize("other", [OTHER, make_kv(fingerprint="other model")])
+def test_the_entry_of_another_text_or_model_is_refused(
+    encoded: Raw[KVStore], other: BlockKV
+) -> None:
+    store = encoded.store
+    store.put(other.key, other)
+    encoded.write(KEY, encoded.read(other.key))
+    with pytest.raises(FingerprintMismatchError, match=f"{KEY}.* another .* key is {other.key}"):
+        store.get(KEY)
+    if isinstance(store, MaintainedStore):
+        with pytest.raises(FingerprintMismatchError):
+            store.describe(KEY)
+        assert not store.touch(KEY)
+        assert not store.claim(KEY, ["a" * 32])
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_block_that_is_not_finite_is_not_stored(encoded: Raw[KVStore], value: float) -> None:
+    kv = make_kv()
+    kv.values[1][0, 0, 0] = value
+    with pytest.raises(StoreError, match=r"cannot write .*NaN or infinity\. The model overflows"):
+        encoded.store.put(kv.key, kv)
+    assert list(encoded.store.keys()) == []
+
+
+def test_what_is_no_key_is_refused(encoded: Raw[KVStore]) -> None:
+    with pytest.raises(ValueError, match="64 hex digits"):
+        encoded.store.get("../../etc/passwd")
+    assert "../../etc/passwd" not in encoded.store
+
+
+def test_an_entry_is_described_by_its_header_alone(maintained: Raw[MaintainedStore]) -> None:
+    store = maintained.store
+    store.put(KEY, KV)
+    before = time.time()
+    info = store.describe(KEY)
+    assert info is not None
+    header = info.header
+    assert (header.key, header.handle, header.digest) == (KEY, KV.handle, KV.digest)
+    assert (header.fingerprint, header.num_tokens) == (KV.fingerprint, KV.num_tokens)
+    (entry,) = store.entries()
+    assert (entry.key, entry.nbytes) == (KEY, info.nbytes)
+    assert info.nbytes == len(maintained.read(KEY))
+    assert abs(info.used_ns / 1e9 - before) < 60
+    assert info.age_s < 60
+    assert store.describe(OTHER.key) is None
+
+
+def test_what_is_stored_shares_no_memory_with_what_was_read(encoded: Raw[KVStore]) -> None:
+    encoded.store.put(KEY, KV)
+    held = encoded.store.get(KEY)
+    assert held is not None
+    held.keys[0].fill_(0)
+    again = encoded.store.get(KEY)
+    assert again is not None
+    new = make_kv(dtype=torch.float16)
+    encoded.store.put(KEY, new)
+    assert same(again, KV)
+    encoded.store.delete(KEY)
+    assert same(again, KV)
