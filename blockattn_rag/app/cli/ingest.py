@@ -29,7 +29,7 @@ from blockattn_rag.app.rag.database import (
 )
 from blockattn_rag.app.rag.documents import load_documents
 from blockattn_rag.app.rag.ingest import Estimate, check_room, ingest_documents, unused_entries
-from blockattn_rag.app.rag.names import HASHING, check_model, existing_model
+from blockattn_rag.app.rag.names import HASHING, MINILM, check_model, existing_model
 from blockattn_rag.app.rag.passages import (
     all_sources,
     delete_passages,
@@ -79,8 +79,8 @@ def ingest(
     embedding: Annotated[
         str | None,
         typer.Option(
-            help=f"[bold]{HASHING}[/bold] (words, offline), or a sentence-transformers model. "
-            f"Default: the database's, or {HASHING}."
+            help=f"[bold]{HASHING}[/bold] (words, offline), [bold]{MINILM}[/bold], or another "
+            f"sentence-transformers model. Default: the database's, or {HASHING}."
         ),
     ] = None,
     recipe: RecipeOption = None,

