@@ -17,7 +17,7 @@ AUTO = "auto"
 """Name of the format that a known checkpoint was trained on, and of ``chat`` for other models."""
 
 # The command line shows messages of this logger as notes.
-logger = logging.getLogger("blockattn_rag")
+logger = logging.getLogger("blockattn_rag.app.rag")
 
 SWITCHES = {"positions": "reordered", "sink": NO_SINK}
 """Options of block mode that every known checkpoint was trained with."""
