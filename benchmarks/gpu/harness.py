@@ -1,4 +1,4 @@
-"""What all steps of the GPU campaign share: cases and their records, engines, and device timing.
+"""Shared parts of the GPU campaign's steps: cases and their records, engines, and device timing.
 
 A step is a list of cases. Each finished case is one JSON line of ``<out>/<step>.jsonl``, written at
 once, so that a step that was killed continues where it stopped. A record is::
@@ -45,7 +45,7 @@ class Case(NamedTuple):
 
 
 class Ceilings(NamedTuple):
-    """What the device can do at most: bytes and 16-bit floating-point operations per second."""
+    """Peak rates of the device: bytes and 16-bit floating-point operations per second."""
 
     bytes_per_s: float
     flops_per_s: float
@@ -71,10 +71,10 @@ class Campaign:
 
     @property
     def device(self) -> torch.device:
-        """Where models run.
+        """Device of the models.
 
         Raises:
-            RuntimeError: there is no GPU, and this is no dry run.
+            RuntimeError: There is no GPU, and this is not a dry run.
         """
         if self.dry:
             return torch.device("cpu")
@@ -102,15 +102,15 @@ class Campaign:
     def engine(
         self, model: BlockModel, *, store: KVStore | None = None, **options: Any
     ) -> BlockAttentionEngine:
-        """An engine over a store, by default a new one on the device. Questions are computed every
-        time."""
+        """An engine over a store. Default: a new store on the device. Repeated questions are
+        computed again."""
         store = MemoryStore(1 << 40) if store is None else store
         options.setdefault("recipe", "none")
         return BlockAttentionEngine(model, store, resident_bytes=0, **options)
 
     @cached_property
     def ceilings(self) -> Ceilings:
-        """Measured: a copy, counting bytes read and written, and a product of square matrices."""
+        """Measured with a copy (bytes read and written) and a product of square matrices."""
         size, side = (1 << 20, 64) if self.dry else (1 << 32, 8192)
         source = torch.randint(255, (size,), dtype=torch.uint8, device=self.device)
         target = torch.empty_like(source)
@@ -151,7 +151,7 @@ class Campaign:
         return status
 
     def _finished(self, step: str, here: Record) -> list[Record]:
-        """Earlier records of this machine without those of failures, which are repeated."""
+        """Earlier records of this machine. Failures are left out, so that they run again."""
         folders = [folder for folder in (self.resume, self.out) if folder]
         records = [one for folder in folders for one in read_records(folder, step)]
         same = [one for one in records if one["dry"] == self.dry and one["machine"] == here]
@@ -183,7 +183,7 @@ def measured(case: Case) -> Record:
 
 
 def free_memory() -> None:
-    """Return what nothing refers to any more to the device."""
+    """Release unreferenced memory to the device."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

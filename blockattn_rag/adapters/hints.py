@@ -11,14 +11,14 @@ logger = logging.getLogger("blockattn_rag")
 _UNMARKED_PROMPTS = 3
 _MOST_HEADS = 1000
 _LONG_PROMPT = 200  # characters; shorter prompts have no passages
-_NEW_HEADS = 5  # in a row, because alternating prompt templates are fine
+_NEW_HEADS = 5  # consecutive, because an application may alternate between prompt templates
 
 
 class ReuseHints:
     """Warns when the prompts of a model with a store cannot reuse passages.
 
-    Answers are correct without markers, or with a question before the passages, so the lost reuse
-    would go unnoticed.
+    Without markers, or with the question before the passages, answers are still correct, so the
+    lost reuse would go unnoticed.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class ReuseHints:
         if self._new_heads == _NEW_HEADS and not self._told_of_heads:
             self._told_of_heads = True
             logger.warning(
-                "text that changes with every question stands before the passages: it was "
+                "text that changes with every question comes before the passages: it was "
                 "recomputed for each of the last %d prompts, and is never stored. Put the passages "
                 "before the question and the history in your prompt template",
                 _NEW_HEADS,

@@ -1,4 +1,4 @@
-"""How much a question attends to each block: for the choice of passages to promote."""
+"""Attention of a question to each block, which decides the passages to promote."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class BlockMass:
     """Attends to one context as relay attention does, and measures the attention to each block.
 
     Args:
-        context: placed blocks of one request.
-        layouts: rotary layout per layer.
-        device: where queries are.
+        context: Placed blocks of one request.
+        layouts: Rotary layout per layer.
+        device: Device of the queries.
     """
 
     def __init__(
@@ -27,9 +27,9 @@ class BlockMass:
     ) -> None:
         self.num_layers = len(layouts)
         self.num_tokens = context.num_tokens
-        # No block is joined with others.
+        # Each segment is a single block.
         self._table = SegmentTable([context], layouts, device, 0)
-        # Where the block of each pair stands: a block that comes twice has several pairs.
+        # Context index of each share. A block that occurs twice is one segment with two shares.
         places = {(b.kv.digest, b.kv.scales is None): list[int]() for b in context.blocks}
         for place, one in enumerate(context.blocks):
             places[one.kv.digest, one.kv.scales is None].append(place)
@@ -50,7 +50,7 @@ class BlockMass:
         scale: float,
         mask: Tensor | None,
     ) -> Tensor:
-        """As ``RelayPlan.attend``, for one row."""
+        """``RelayPlan.attend`` for one row."""
         batch, heads, tokens, _ = query.shape
         folded, repeated = fold_heads(query, mask, key.shape[1])
         rotated = self._table.rotated(layer, folded)
@@ -67,8 +67,10 @@ class BlockMass:
         return output.reshape(batch, heads, tokens, -1).to(query.dtype)
 
     def by_place(self) -> list[float]:
-        """The share of each block of the context in the attention to all blocks, in order: the mean
-        over layers, heads and query tokens. The shares add up to 1."""
+        """Share of each context block in the attention to all blocks, in order.
+
+        Each share is the mean over layers, heads and query tokens. The shares add up to 1.
+        """
         found = [0.0] * len(self._places)
         for place, share in zip(self._places, self._shares.tolist(), strict=True):
             found[place] = share / self._layers_seen

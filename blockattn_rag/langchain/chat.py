@@ -50,7 +50,7 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
     For the arguments see ``EngineFields`` (model, store) and ``GenerationFields`` (answers). Calls
     take ``stop``, ``max_tokens``, ``temperature``, ``top_p``, ``top_k``, ``seed``, ``mode``,
     ``recipe`` (for comparisons), ``chat_template_kwargs`` and the arguments of transformers'
-    ``generate``. Others raise. For tools see ``bind_tools``.
+    ``generate``. Other arguments raise. For tools see ``bind_tools``.
 
     ``chat_template_kwargs``, of a call or of ``generate_kwargs``, are variables of the chat
     template, such as ``enable_thinking``. Their values become text of the template, so never take
@@ -288,7 +288,7 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
         return_exceptions: bool = False,
         **kwargs: Any,
     ) -> list[AIMessage]:
-        """Answer several inputs. Concurrent ones share each forward of the model.
+        """Answer several inputs. Concurrent ones share each forward pass of the model.
 
         Every input keeps its own config, callbacks, cache lookup and error. ``max_concurrency`` of
         the config limits the batch (default: 16). Inputs with a ``seed`` are answered one by one,
@@ -319,7 +319,7 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
         return_exceptions: bool = False,
         **kwargs: Any,
     ) -> list[AIMessage]:
-        """``batch`` for event loops. A batch ends early if all of its calls are cancelled."""
+        """Async version of ``batch``. The batch ends early if all of its calls are cancelled."""
         at_once = _at_once(inputs, config)
         abatch = super().abatch
         if (group := self._group(len(inputs), at_once, kwargs)) is None:

@@ -100,8 +100,11 @@ class BlockTextSplitter(TokenTextSplitter):
                 yield _Piece(part, self._count(part))
 
     def _cut(self, span: MarkedSpan, block: str, chunk_size: int) -> Iterator[_Piece]:
-        """Split a block into blocks that fit. Pieces of a text that was changed after it was
-        marked keep its markers, which show the change."""
+        """Split a block into blocks that fit.
+
+        If the text was changed after it was marked, every piece keeps the original markers, so that
+        the change can still be detected.
+        """
         opening, closing = block[: block.index("]]") + 2], block[block.rindex("[[") :]
         room = max(1, chunk_size - self._block_tokens("") - 1)
         cutter = TokenTextSplitter(room, 0, self._tokenizer, separator=self.separator)

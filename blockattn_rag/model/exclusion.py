@@ -1,4 +1,4 @@
-"""Who may run: one request at a time per model, and seeded draws alone in the whole process."""
+"""Locks: one request at a time per model, and no other random draws during a seeded run."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from transformers import PreTrainedModel
 
 
 class ModelLock:
-    """Whoever holds it runs the model. Reentrant, because a logits processor may ask the engine
-    that runs it."""
+    """Lock of a model, held while it runs.
+
+    Reentrant, because a logits processor may call the engine that runs it.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -27,14 +29,14 @@ class ModelLock:
         self._lock.release()
 
     def enter(self, *, wait: bool = True) -> bool:
-        """Take the lock, without ``wait`` only if it is free; whether it was taken."""
+        """Acquire the lock, and return whether it was acquired. Without ``wait``, never block."""
         taken = self._lock.acquire(blocking=wait)
         _this_thread.models += taken
         return taken
 
 
 class _ThisThread(threading.local):
-    """How many locks of models the running thread holds, counting one as often as entered."""
+    """Number of model locks that the current thread holds. Nested acquisitions count each time."""
 
     models = 0
 
@@ -49,7 +51,7 @@ def holds_a_model() -> bool:
 
 @contextmanager
 def counts_as_holder() -> Iterator[None]:
-    """Surrounds what a thread does that exists to run a model, between its models' calls too."""
+    """Context in which the current thread counts as running a model, even between its calls."""
     _this_thread.models += 1
     try:
         yield
@@ -62,7 +64,7 @@ _guard = threading.Lock()
 
 
 def lock_of(hf_model: nn.Module) -> ModelLock:
-    """The lock that all share who run this model, or the same model wrapped by PEFT."""
+    """Lock of a model. The same model wrapped by PEFT has the same lock."""
     whole = (module for module in hf_model.modules() if isinstance(module, PreTrainedModel))
     with _guard:
         return _locks.setdefault(next(whole, hf_model), ModelLock())
@@ -70,14 +72,13 @@ def lock_of(hf_model: nn.Module) -> ModelLock:
 
 @contextmanager
 def turn_to_draw(lock: ModelLock, *, alone: bool) -> Iterator[None]:
-    """Surrounds a run that draws: it has the model, and a turn to draw.
+    """Context of a run that draws random numbers: holds the model and a turn to draw.
 
-    PyTorch's random state is one for all threads. So a seeded run is the only one that draws
-    (``alone``): it neither loses draws to a model in another thread nor gives that its seed. Runs
-    without a seed draw beside each other. Draws outside this package are not kept out.
+    All threads share PyTorch's random state. A seeded run (``alone``) therefore excludes all other
+    draws: a model in another thread would consume its draws, or draw from its seed. Runs without a
+    seed may draw concurrently. Draws outside this package are not prevented.
 
-    A thread that waits for one of the two holds not the other, because the thread that has the
-    other may be waiting for the one.
+    Never wait for the model or the turn while holding the other; that would deadlock.
     """
     while True:
         with _draws.entered(alone=alone):
@@ -87,18 +88,21 @@ def turn_to_draw(lock: ModelLock, *, alone: bool) -> Iterator[None]:
                 finally:
                     lock.__exit__()
                 return
-        with lock:  # until the model is free
+        with lock:  # wait for the model without the turn, then try again
             pass
 
 
 class _Draws:
-    """Lets in one thread alone, or any number together. Who is in may enter again, as it is."""
+    """Admits one thread alone, or any number of threads together.
+
+    A thread that is inside may enter again, in the mode in which it first entered.
+    """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._depths: dict[int, int] = {}  # of the threads inside
+        self._depths: dict[int, int] = {}  # nesting depth of each thread inside
         self._is_alone = False
-        self._waiting = 0  # to be alone; who comes later waits for them
+        self._waiting = 0  # threads that wait to be alone; later threads wait for them
 
     @contextmanager
     def entered(self, *, alone: bool) -> Iterator[None]:
@@ -124,7 +128,7 @@ class _Draws:
         self._waiting += 1
         try:
             self._changed.wait_for(lambda: not self._depths)
-        finally:  # an interrupt lets those behind go on
+        finally:  # also after an interrupt, so that other threads can proceed
             self._waiting -= 1
             self._changed.notify_all()
         self._is_alone = True
@@ -134,7 +138,7 @@ _draws = _Draws()
 
 
 def _reset_in_child() -> None:
-    """A forked process has none of the threads that held something when it was forked."""
+    """Reset all locks in a forked process, in which the threads that held them do not exist."""
     for lock in list(_locks.values()):
         lock.__init__()  # type: ignore[misc]
     _draws.__init__()  # type: ignore[misc]

@@ -43,7 +43,7 @@ def keep_of(origin: Origin, *, on_purpose: bool = False) -> Keep:
     """Where the KV of a block with this origin may be kept.
 
     System messages start in memory and are stored on their second use: many contain a date or a
-    name and never come again.
+    name and never recur.
 
     Args:
         origin: Origin of the block.
@@ -83,7 +83,7 @@ class Span(NamedTuple):
 
 
 def merged(spans: Iterable[Span]) -> tuple[Span, ...]:
-    """The spans without empty ones. Joins neighbours of one origin, except passages."""
+    """Drop empty spans, and join adjacent spans of one origin, except passages."""
     joined: list[Span] = []
     for span in spans:
         if joined and joined[-1].origin == span.origin and span.origin not in PASSAGES:
@@ -134,7 +134,7 @@ class Block:
             raise ValueError("a block's text is empty; leave empty passages out of the prompt")
         spans = merged(self.spans or [Span(self.text, "passage")])
         if text_of(spans) != self.text:
-            raise ValueError("a block's spans must make up its text")
+            raise ValueError("a block's spans must concatenate to its text")
         object.__setattr__(self, "spans", spans)
         object.__setattr__(self, "handle", handle_of(self.text))
 
@@ -173,7 +173,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class BlockPrompt:
-    """A prompt as the engine takes it: context blocks, then the final block.
+    """Prompt of a request: context blocks, then the final block.
 
     Args:
         context: Blocks before the final one.
@@ -191,14 +191,14 @@ class BlockPrompt:
         object.__setattr__(self, "context", tuple(self.context))
         for block in self.context:
             if not isinstance(block, Block):
-                raise TypeError(f"context must hold Block objects, found {type(block).__name__}")
+                raise TypeError(f"context must contain Block objects, found {type(block).__name__}")
         if not isinstance(self.final, str):
             raise TypeError(f"final must be a str, found {type(self.final).__name__}")
         if not self.context and not self.final:
             raise ValueError("the prompt is empty: it has no context block and no final text")
         spans = merged(self.final_spans or [Span(self.final, "prompt")])
         if text_of(spans) != self.final:
-            raise ValueError("final_spans must make up the final text")
+            raise ValueError("final_spans must concatenate to the final text")
         object.__setattr__(self, "final_spans", spans)
 
     @classmethod
@@ -253,8 +253,8 @@ def promoted(
     """Split context blocks into those that stay and passages that move into the final block.
 
     A promoted passage is computed with the question, after the reused blocks and attending to all
-    of them, as in full attention. It costs as many tokens as it has, and choosing passages costs
-    one forward pass of the question over the blocks.
+    of them, as in full attention. Promotion costs the passage's tokens, and choosing passages
+    costs one forward pass of the question over the blocks.
 
     Args:
         context: Context blocks of a prompt.

@@ -4,7 +4,8 @@ A chat template is a program: it trims contents, escapes them, or drops them. It
 not show whether the template or a message wrote ``<|im_end|>``, but a question that quotes a
 control token must not end its turn. So every template is rendered twice: once with the contents,
 which gives the text, and once with a slot in place of each content, which gives the template's own
-pieces. Each content is then searched between the pieces around its slot: whole, trimmed or escaped.
+pieces. The text between the pieces around a slot must then be its content: unchanged, trimmed or
+escaped.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ Message: TypeAlias = Mapping[str, Any]
 Render: TypeAlias = Callable[..., str]
 Spans: TypeAlias = tuple[Span, ...]
 
-# Templates compare and count the values of these fields, so they must see them unchanged. A value
-# of harmless characters stays in place; other characters of ids are replaced.
+# Templates compare the values of these fields or check their lengths, so values of harmless
+# characters are passed unchanged. Other characters of ids are replaced one by one.
 _COMPARED_FIELDS = ("role", "type", "name", "id", "tool_call_id")
 _ID_FIELDS = ("id", "tool_call_id")
 _HARMLESS = re.compile(r"[\w.:/ -]{0,128}")
@@ -45,7 +46,7 @@ _RESERVED = frozenset(
         *("raise_exception", "strftime_now", "tojson", "chat_template", "tokenize", "return_dict"),
     }
 )
-_GENERATION_TAG = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")  # a tag of transformers alone
+_GENERATION_TAG = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")  # only transformers has this tag
 
 
 def has_chat_template(tokenizer: Any) -> bool:
@@ -69,15 +70,15 @@ def chat_spans(
     add_generation_prompt: bool = True,
     **template_kwargs: Any,
 ) -> Spans:
-    """The prompt for messages in the chat template of ``tokenizer``, as spans by origin.
+    """Render messages with the chat template of ``tokenizer``, as spans by origin.
 
     Consecutive messages of one role are merged, because many templates require alternating roles. A
     system message goes into the first user message if the template has no system role.
 
     Args:
-        messages: Messages with ``role``, ``content`` and any other fields of the template. A
-            content is spans, or a string in which passages stand between markers.
-        tools: Definitions of tools. Control tokens that a definition spells are text.
+        messages: Messages with ``role``, ``content`` and any other fields of the template. The
+            content is spans, or a string with markers around passages.
+        tools: Definitions of tools. Control tokens in a definition stay text.
         tools_variable: Variable of the template that takes ``tools``.
         add_generation_prompt: Whether the prompt ends where the answer starts.
         template_kwargs: Other variables of the template, such as ``enable_thinking``.
@@ -116,7 +117,7 @@ def chat_spans(
 
 
 def trace(render: Render, messages: Sequence[Message]) -> Spans:
-    """The prompt that ``render`` makes of messages, as spans by origin.
+    """Render messages with ``render``, as spans by origin.
 
     Args:
         render: Renders messages whose contents are strings.
@@ -130,11 +131,11 @@ def _trace(
     variables: Mapping[str, Any] | None = None,
     control_tokens: Sequence[str] = (),
 ) -> tuple[Spans, set[int]]:
-    """A prompt as spans, and the numbers of the slots that it shows. The first content has slot 0.
+    """Prompt as spans, and the numbers of the slots shown in it. The first content has slot 0.
 
     Args:
-        variables: Variables of the template. Strings in them that spell one of
-            ``control_tokens`` are contents, too.
+        variables: Variables of the template. Strings in them that contain one of
+            ``control_tokens`` count as contents.
     """
     slots, given = _Slots(), variables or {}
     slotted = [slots.put_in(turn) for turn in turns]
@@ -165,7 +166,7 @@ def _trace(
 
 
 def _check_passages_are_shown(turns: Sequence[Message], slots: _Slots, shown: set[int]) -> None:
-    """Refuse a template that drops a message with passages silently."""
+    """Refuse a template that silently drops a message with passages."""
     for turn in turns:
         number = slots.of_turn.get(id(turn))
         if number not in shown and any(span.origin in PASSAGES for span in turn["content"]):
@@ -192,9 +193,9 @@ def spans_of(message: Message) -> Spans:
 
 
 def _plain_ids(message: Any) -> Any:
-    """A message whose ids of tool calls are plain words of the same length, at most 128 characters.
+    """Replace tool-call ids by plain words of the same length, at most 128 characters.
 
-    Templates check the length of ids and nothing else.
+    Templates check only the length of ids.
     """
     if isinstance(message, (list, tuple)) and not isinstance(message, Span):
         return type(message)(_plain_ids(item) for item in message)
@@ -210,7 +211,7 @@ def _plain_ids(message: Any) -> Any:
 
 
 def _with_reasoning(turn: dict[str, Any]) -> dict[str, Any]:
-    """An answer with its thoughts in a field of their own, for templates that frame thoughts."""
+    """Move an answer's thoughts into ``reasoning_content``, for templates that render it."""
     text = text_of(turn["content"])
     if turn["role"] != "assistant" or "</think>" not in text or "reasoning_content" in turn:
         return turn
@@ -241,7 +242,7 @@ def _merge_same_role(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 class _Slots:
-    """Slots in place of contents, and the content of each. Their names cannot be guessed."""
+    """Slots that stand for contents. Their names cannot be guessed."""
 
     def __init__(self) -> None:
         self._name = f"Kv{secrets.token_hex(8)}"
@@ -288,7 +289,7 @@ class _Slots:
 
 
 def _find(contents: Sequence[Spans], text: str, template: Sequence[str]) -> list[Spans] | None:
-    """The contents as ``text`` shows them between the pieces of template. None: they differ."""
+    """The contents as they appear in ``text`` between the pieces of the template, or None."""
     if not text.startswith(template[0]):
         return None
     found, at = [], len(template[0])
@@ -304,7 +305,7 @@ def _find(contents: Sequence[Spans], text: str, template: Sequence[str]) -> list
 
 
 def _as_templates_show(spans: Spans) -> Iterator[Spans]:
-    """The known ways to render a content: whole, trimmed, without its thoughts, or escaped."""
+    """The known ways to render a content: unchanged, trimmed, without its thoughts, or escaped."""
     text, end = text_of(spans), "</think>"
     starts = [0, text.rfind(end) + len(end)] if end in text else [0]
     parts = [part for start in starts for part in _trimmed(text, start)]
@@ -314,7 +315,7 @@ def _as_templates_show(spans: Spans) -> Iterator[Spans]:
 
 
 def _trimmed(text: str, start: int) -> Iterator[tuple[int, int]]:
-    """Bounds of ``text[start:]``: whole, and stripped at both ends or at one."""
+    """Bounds of ``text[start:]``: unchanged, then stripped at both ends or at one."""
     end, right = len(text), len(text.rstrip())
     left, line = (end - len(text[start:].lstrip(blanks)) for blanks in (None, "\n"))
     yield from ((start, end), (left, right), (left, end), (start, right), (line, end))

@@ -33,7 +33,7 @@ class LoaderStats:
 
     Args:
         loads: Prompts whose blocks were all loaded.
-        failures: Prompts with a block that was not.
+        failures: Prompts with a block that was not loaded.
         blocks, nbytes: Loaded blocks, and their bytes in memory.
         misses: Missing or damaged blocks.
         load_s: Seconds from ``start`` to the end, summed over loads including failed ones.
@@ -93,11 +93,11 @@ class BlockLoader:
         self._is_closed = False
 
     def start(self, blocks: Sequence[BlockId]) -> Future[list[BlockKV]]:
-        """Start to load the blocks of a prompt. Never raises.
+        """Start loading the blocks of a prompt. Never raises.
 
         Returns:
-            A future of the blocks, in order, or of a LoadError, which completes before the
-            deadline. Their tensors may belong to a store and must not be written to.
+            A future that completes before the deadline, with the blocks in order or with a
+            LoadError. Their tensors may belong to a store and must not be written to.
         """
         blocks = tuple(blocks)
         with self._lock:
@@ -113,7 +113,7 @@ class BlockLoader:
         refused: Future[list[BlockKV]] = Future()
         why = "the loader is closed" if is_closed else f"{waiting} loads are running or waiting"
         places = tuple(one.place for one in blocks)
-        refused.set_exception(LoadError(f"the blocks of the prompt are not loaded: {why}", places))
+        refused.set_exception(LoadError(f"the blocks of the prompt were not loaded: {why}", places))
         return refused
 
     def stats(self) -> LoaderStats:
@@ -139,7 +139,7 @@ class BlockLoader:
                 logger.exception("unexpected error while loading blocks")
             self._count(failures=1, load_s=self._since(until))
             places = tuple(one.place for one in blocks)
-            raise LoadError(f"the blocks of the prompt are not loaded: {error}", places) from error
+            raise LoadError(f"the blocks of the prompt were not loaded: {error}", places) from error
         self._count(
             loads=1,
             blocks=len(blocks),
@@ -156,7 +156,7 @@ class BlockLoader:
             StoreError: The store did not answer in time.
         """
         if not remaining(until):
-            raise StoreError("other loads took until the deadline")
+            raise StoreError("other loads ran until the deadline")
         found = self._look_up_kept(blocks)
         missing = {one.place: _MISSING[one.keep] for one in blocks if one.place not in found}
         damaged: list[str] = []
@@ -193,7 +193,7 @@ class BlockLoader:
         return found
 
     def _checked(self, answer: Found, one: BlockId, key: str) -> Found:
-        """The store's answer, or a StoreError if it is another block than the requested one."""
+        """The store's answer, or a StoreError if it is not the requested block."""
         if not isinstance(answer, BlockKV):
             return answer
         if answer.key != key:

@@ -1,9 +1,8 @@
 """Files of a store: read by their owner alone, and deleted when they are not in use.
 
 The modification time of a file is the time of its last use. To delete a file by age, it is renamed
-to a temporary name and its time of use is compared again: a process that used the file meanwhile
-finds it back in its place, or learns that it is gone. This needs no lock, and survives the death of
-any process.
+to a temporary name and its time of use is checked again: a process that used the file in the
+meantime finds it either restored or deleted. This needs no lock, and is safe if a process dies.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ _FOLDER_MODE = 0o700
 _READ_ONLY = {errno.EACCES, errno.EPERM, errno.EROFS}
 
 _SHARE = 64  # see SizeBound
-_LOOKS = 3  # tries to make room while entries are in use
+_LOOKS = 3  # attempts to make room while entries are in use
 
 Remove = Callable[[str, int], bool | None]
-"""Deletes the entry of a key unless it was used since a time, as ``remove_unused``."""
+"""Deletes the entry of a key unless it was used after a given time; see ``remove_unused``."""
 
 
 @contextlib.contextmanager
@@ -93,7 +92,7 @@ def _open_at_once(path: str, flags: int) -> int:
 
 
 def read_whole(file: FileIO) -> Tensor:
-    """Bytes of a file, uint8 ``[size]``, in memory of their own.
+    """Bytes of a file, uint8 ``[size]``, in newly allocated memory.
 
     The file is not mapped: shortening a mapped file kills the process that reads it (SIGBUS), and
     the number of mappings is limited (65,530 on Linux). A file that is shortened while it is read
@@ -104,10 +103,10 @@ def read_whole(file: FileIO) -> Tensor:
 
 
 def read_places(file: FileIO, places: Sequence[tuple[int, int]]) -> Tensor:
-    """Byte ranges of a file (start, stop), one after the other, as ``read_whole``.
+    """Byte ranges (start, stop) of a file, concatenated; see ``read_whole``.
 
     Raises:
-        FormatError: The file is shorter.
+        FormatError: The file ends before a range does.
     """
     raw = _memory(sum(stop - start for start, stop in places))
     view, at = raw.numpy().data, 0
@@ -123,8 +122,8 @@ def read_places(file: FileIO, places: Sequence[tuple[int, int]]) -> Tensor:
 def _memory(size: int) -> Tensor:
     try:
         return torch.empty(size, dtype=torch.uint8)
-    except RuntimeError as error:  # what torch raises if there is no memory
-        raise OSError(errno.ENOMEM, f"no memory for its {size} bytes") from error
+    except RuntimeError as error:  # raised by torch if an allocation fails
+        raise OSError(errno.ENOMEM, f"not enough memory for {size} bytes") from error
 
 
 def _fill(view: memoryview, file: FileIO) -> int:
@@ -219,7 +218,7 @@ class SizeBound:
     def make_room(
         self, nbytes: int, entries: Callable[[], Iterable[StoredEntry]], remove: Remove
     ) -> None:
-        """Evict entries, if needed, for ``nbytes`` (at most ``max_bytes``) that are written next.
+        """Evict entries, if needed, before a write of ``nbytes`` (at most ``max_bytes``).
 
         Args:
             entries: Lists all other entries. Called only if needed.

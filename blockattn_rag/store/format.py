@@ -1,7 +1,7 @@
 """Encoding of entries: safetensors files with a checksum of every byte.
 
-Pure functions from ``BlockKV`` to bytes and back, without files. ``docs/format.md`` is the
-specification. ``store.layout`` has the layout of the bytes, ``store.header`` the header.
+Pure functions that convert a ``BlockKV`` to bytes and back; they open no files. ``docs/format.md``
+is the specification. ``store.layout`` has the layout of the bytes, ``store.header`` the header.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def encode(kv: BlockKV) -> list[memoryview]:
     kv = kv.to(torch.device("cpu"))
     layout = Layout.of(kv)
     ids = _bytes_of(kv.token_ids)
-    # By place and not by piece: in int8 entries, the scales of all layers precede the numbers.
+    # Sorted by offset below, because int8 entries have the scales of all layers first.
     parts: list[tuple[int, memoryview]] = []
     checksums = [checksum([ids])]
     for piece in layout.pieces():
@@ -69,8 +69,8 @@ def encode(kv: BlockKV) -> list[memoryview]:
 def decode(raw: Tensor) -> BlockKV:
     """Decode an entry. Keys and values are views of ``raw``.
 
-    A layer is ``[heads, tokens, dim]``, of which each head is contiguous. Correct checksums are not
-    trusted: a hostile writer can compute them.
+    Each layer is ``[heads, tokens, dim]``, with contiguous heads. Contents are validated even if
+    all checksums match, because a hostile writer can compute checksums.
 
     Args:
         raw: uint8 ``[size]``.
@@ -87,7 +87,7 @@ def decode(raw: Tensor) -> BlockKV:
     data = raw[layout.data_start :]
     for name, spec in layout.tensors.items():
         if spec.dtype.is_floating_point and not checks.all_finite(_typed(data, spec)):
-            raise FormatError(f"its {name} hold NaN or infinity")
+            raise FormatError(f"its {name} contain NaN or infinity")
     named = ((kind, name) for kind in KINDS for name in layout.tensor_names(kind))
     kv = _block(header, token_ids, {n: _by_layer(data, layout, kind, n) for kind, n in named})
     if layout.quantised and not checks.is_finite(kv):
@@ -98,16 +98,16 @@ def decode(raw: Tensor) -> BlockKV:
 def decode_part(
     header: Header, pieces: Sequence[Piece], places: Sequence[ByteRange], data: Tensor
 ) -> BlockKV:
-    """Decode some heads of some layers of an entry, as a block of the same key.
+    """Decode a part of an entry, some heads of some layers, as a block with the entry's key.
 
     Args:
         header: Header of the entry.
         pieces: Pieces of the block, with the heads of each layer in order.
         places: Byte ranges that contain the token ids and the pieces.
-        data: Bytes of all places, uint8. Keys and values may be views of it.
+        data: Concatenated bytes of ``places``, uint8. Keys and values may be views of it.
 
     Raises:
-        FormatError: As ``decode``, for these bytes.
+        FormatError: See ``decode``; only these bytes are checked.
     """
     layout, view, buffers = header.layout, data.numpy().data, []
     for start, stop in places:
@@ -116,7 +116,7 @@ def decode_part(
     offsets = [0, *itertools.accumulate(len(buffer) for _, buffer in buffers)]
 
     def within(place: ByteRange) -> int:
-        """Offset in the data of a place of the entry."""
+        """Offset in ``data`` of a byte range of the entry."""
         near = (n for n, (at, b) in enumerate(buffers) if at <= place.start < at + len(b))
         number = next(near)
         return offsets[number] + place.start - buffers[number][0]
@@ -138,7 +138,7 @@ def decode_part(
             by_name.setdefault(name, []).append(_joined(data, specs))
     kv = _block(header, token_ids, by_name)
     if not checks.is_finite(kv):
-        raise FormatError(f"its keys or values hold NaN or infinity in {header.dtype}")
+        raise FormatError(f"its keys or values contain NaN or infinity in {header.dtype}")
     return kv
 
 
@@ -146,14 +146,14 @@ def parse_token_ids(header: Header, data: Buffer) -> Tensor:
     """Decode the token ids, int64 ``[tokens]``, from the bytes of ``layout.place("token_ids")``.
 
     Raises:
-        FormatError: They are damaged, or one is negative.
+        FormatError: The token ids are damaged, or one is negative.
     """
     if checksum([data]) != header.checksums[:CHECKSUM_DIGITS]:
-        raise FormatError("its token ids are damaged: their checksum is another")
-    # Copied: a view would keep all keys and values in memory after they went to another device.
+        raise FormatError("its token ids are damaged: their checksum does not match")
+    # A copy: a view would keep all keys and values in memory after they moved to another device.
     token_ids = torch.frombuffer(bytearray(data), dtype=torch.int64)
     if token_ids.min() < 0:
-        raise FormatError(f"it holds the token id {int(token_ids.min())}")
+        raise FormatError(f"found token id {int(token_ids.min())}, expected 0 or more")
     return token_ids
 
 
@@ -163,10 +163,10 @@ def verify(
     """Check pieces by their checksums.
 
     Args:
-        buffers: Bytes that contain the pieces, each with the place of its first byte.
+        buffers: Bytes that contain the pieces, each with the offset of its first byte.
 
     Raises:
-        FormatError: A piece is damaged; says which head and layer.
+        FormatError: A piece is damaged. The message names its head and layer.
     """
     width = CHECKSUM_DIGITS
     for piece in pieces:
@@ -178,7 +178,7 @@ def verify(
         if checksum(parts) != header.checksums[number * width : (number + 1) * width]:
             raise FormatError(
                 f"the {piece.kind} of head {piece.head} in layer {piece.layer} are damaged: their "
-                "checksum is another"
+                "checksum does not match"
             )
 
 
@@ -214,7 +214,7 @@ def _by_layer(data: Tensor, layout: Layout, kind: Kind, name: str) -> tuple[Tens
 
 
 def _block(header: Header, token_ids: Tensor, by_name: Mapping[str, Sequence[Tensor]]) -> BlockKV:
-    """Make a block of its tensors by name and layer."""
+    """Build a block from its tensors by name and layer."""
     scales = None
     if header.layout.quantised:
         keys = tuple(scale.unsqueeze(1) for scale in by_name["key_scales"])

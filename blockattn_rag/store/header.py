@@ -1,7 +1,7 @@
 """Header of an entry.
 
-It is not written by the safetensors library, which orders metadata at random: the checksum of the
-header must be at a known place, so that nothing is parsed before it is checked.
+The safetensors library does not write it, because that library orders metadata at random. The
+header's checksum must be at a fixed offset, so that it can be verified before anything is parsed.
 """
 
 from __future__ import annotations
@@ -80,11 +80,11 @@ class Header(NamedTuple):
 
 
 def read_header(file: BinaryIO | FileIO, size: int) -> Header:
-    """Read the header, checked by its own checksum, of an entry of ``size`` bytes.
+    """Read the header of an entry of ``size`` bytes, and verify its checksum.
 
     Raises:
         FormatError: The file does not start with a header of this format version, or the header
-            is that of an entry of another size.
+            describes an entry of another size.
     """
     start = file.read(LENGTH_BYTES) or b""
     end = header_end(start)
@@ -97,7 +97,7 @@ def parse_header(head: Buffer, size: int) -> Header:
     """Parse the first ``Layout.data_start`` bytes of an entry of ``size`` bytes.
 
     Raises:
-        FormatError: As ``read_header``.
+        FormatError: See ``read_header``.
     """
     head = bytes(head)
     _check_version(head[: _CHECKSUM.start])
@@ -105,7 +105,7 @@ def parse_header(head: Buffer, size: int) -> Header:
     expected = checksum([head[: _CHECKSUM.start], _BLANK, head[_CHECKSUM.stop :]])
     if found != expected.encode():
         raise FormatError(
-            f"the checksum of its header is {expected}, the file says "
+            f"the checksum of its header is {expected}, but the file contains "
             f"{found.decode(errors='backslashreplace')}"
         )
     try:
@@ -114,9 +114,9 @@ def parse_header(head: Buffer, size: int) -> Header:
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise FormatError(f"its header cannot be read: {error!r:.200}") from error
     if not is_written_so:
-        raise FormatError("its header cannot be read: this format would write it differently")
+        raise FormatError("its header cannot be read: it is not in the canonical encoding")
     if header.nbytes != size:
-        raise FormatError(f"its header tells of {header.nbytes} bytes, it has {size}")
+        raise FormatError(f"its header describes {header.nbytes} bytes, found {size}")
     return header
 
 
@@ -169,7 +169,7 @@ def _check_version(start: bytes) -> None:
     if start == _PREFIX:
         return
     if not MAGIC.startswith(start[: len(MAGIC)]):
-        raise FormatError(f"it does not start as a {FORMAT} entry")
+        raise FormatError(f"it does not start like a {FORMAT} entry")
     if len(start) < len(_PREFIX):
         raise FormatError("it ends within its header")
     version = start[len(MAGIC) :].split(b'"')[0].decode(errors="replace")
@@ -180,13 +180,15 @@ def header_end(head: Buffer) -> int:
     """Number of bytes before the token ids.
 
     Raises:
-        FormatError: The header would be too long.
+        FormatError: The entry is too short, or the header too long.
     """
     if len(head) < LENGTH_BYTES:
-        raise FormatError(f"{len(head)} bytes are too few for an entry")
+        raise FormatError(f"found {len(head)} bytes, expected at least {LENGTH_BYTES}")
     length = int.from_bytes(head[:LENGTH_BYTES], "little")
     if length > _MOST_HEADER_BYTES:
-        raise FormatError(f"its header would have {length} bytes")
+        raise FormatError(
+            f"found a header of {length} bytes, expected at most {_MOST_HEADER_BYTES}"
+        )
     return LENGTH_BYTES + length
 
 
@@ -204,11 +206,11 @@ def _described(fields: dict[str, Any]) -> Header:
     )
     dtype = checks.DTYPES[about["dtype"]] if quantised else keys[0].dtype
     if not dtype.is_floating_point:
-        raise ValueError(f"{dtype} is no floating-point type")
+        raise ValueError(f"found {dtype}, expected a floating-point type")
     checksums = checks.check_text(about["checksums"])
     pieces = 1 + sum(len(KINDS) * layer.heads for layer in layers)
     if len(checksums) != CHECKSUM_DIGITS * pieces:
-        raise ValueError(f"found {len(checksums)} digits of checksums for {pieces} pieces")
+        raise ValueError(f"found {len(checksums)} checksum digits for {pieces} pieces")
     return Header(
         fingerprint=checks.check_text(about["fingerprint"]),
         digest=checks.check_text(about["digest"]),
@@ -238,7 +240,7 @@ def _layer_specs(fields: dict[str, Any], kind: Kind, num_tokens: int) -> list[Te
         shape = fields[f"head.0.{kind}"]["shape"]
         layers = _whole(shape[0])
         if layers > checks.MOST_LAYERS:
-            raise ValueError(f"{layers} layers are more than {checks.MOST_LAYERS}")
+            raise ValueError(f"found {layers} layers, expected at most {checks.MOST_LAYERS}")
         return [spec("", shape)] * layers
     found: list[TensorSpec] = []
     while (field := fields.get(f"head.0.{kind}.{len(found)}")) is not None:
@@ -248,5 +250,5 @@ def _layer_specs(fields: dict[str, Any], kind: Kind, num_tokens: int) -> list[Te
 
 def _whole(number: object) -> int:
     if type(number) is not int or number < 0:
-        raise ValueError(f"found {number!r:.80} for a size")
+        raise ValueError(f"found the size {number!r:.80}, expected a whole number")
     return number

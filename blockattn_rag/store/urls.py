@@ -16,28 +16,28 @@ _CREDENTIAL_NAMES = re.compile(r"KEY|SECRET|TOKEN|PASSWORD|CREDENTIAL|SAS")
 _CREDENTIAL_OWNERS = ("AWS_", "AZURE_", "GOOGLE_", "GCP_", "REDIS_")
 _LONGEST_REASON = 500
 
-# An error of S3 servers, with its two informative parts.
+# Error document of an S3 server. The groups are its code and its message.
 _XML_ERROR = re.compile(r"<\?xml.*?<Code>(.*?)</Code>.*?<Message>(.*?)</Message>.*", re.DOTALL)
 
-# Messages of client libraries if settings are wrong, and what to do. The first match counts.
+# Patterns of client-library errors that have a known cause, each with advice. The first match wins.
 _ADVICE = (
-    (r"NoSuchBucket", "make the bucket, or correct its name"),
+    (r"NoSuchBucket", "create the bucket, or correct its name"),
     (
         r"//169\.254\.169\.254/",
-        "the environment holds no credentials, and the machine has no role: set AWS_ACCESS_KEY_ID "
-        "and AWS_SECRET_ACCESS_KEY, or what your provider calls them",
+        "the environment contains no credentials, and the machine has no role: set "
+        "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or your provider's equivalents",
     ),
     (
         r"40[13] (Unauthorized|Forbidden)",
-        "the server refuses these credentials, or they do not allow this: see AWS_ACCESS_KEY_ID, "
-        "AWS_SECRET_ACCESS_KEY and AWS_REGION, or what your provider calls them",
+        "the server rejected these credentials, or they do not permit this: check "
+        "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_REGION, or your provider's equivalents",
     ),
     (r"(?i)redirect", "set AWS_REGION to the bucket's region"),
-    (r"error sending request", "see whether the server is up and AWS_ENDPOINT_URL is right"),
+    (r"error sending request", "check that the server is running and AWS_ENDPOINT_URL is correct"),
     (r"Account must be specified", "set AZURE_STORAGE_ACCOUNT_NAME"),
     (
         r"HELLO must be called|NOAUTH|[Aa]uthentication required|username-password",
-        "set REDIS_PASSWORD, and REDIS_USERNAME where there are users",
+        "set REDIS_PASSWORD, and REDIS_USERNAME if the server has users",
     ),
 )
 
@@ -46,30 +46,30 @@ def scheme_of(spec: str) -> str:
     """Scheme of an address such as ``s3://bucket/kv``, in lower case. Empty for a path.
 
     Raises:
-        ValueError: It is empty, or a malformed address such as ``s3:bucket``, or what
-            ``pathlib.Path`` makes of ``s3://bucket``.
+        ValueError: The address is empty, or malformed such as ``s3:bucket`` or ``s3:/bucket``,
+            which ``pathlib.Path`` makes of ``s3://bucket``.
     """
     if not spec:
-        raise ValueError("found an empty address of a store, expected a path or s3://bucket/prefix")
+        raise ValueError("found an empty store address, expected a path or s3://bucket/prefix")
     if spec.startswith("memory:"):
         return "memory"
     if (match := _SCHEME.match(spec)) is None:
         return ""
     if not spec.startswith(f"{match[0]}://"):
-        raise ValueError(  # without the rest, which may hold a password
-            f"expected two slashes after {match[0]}: in the address of a store; give it as a str, "
-            "because pathlib.Path takes one of them away"
+        raise ValueError(  # omits the rest, which may contain a password
+            f"expected two slashes after {match[0]}: in a store address; pass it as a str, because "
+            "pathlib.Path removes one of them"
         )
     return match[0].lower()
 
 
 def lasts(spec: str) -> bool:
-    """Whether what is stored at an address outlives this process, and other processes find it."""
+    """Whether entries at an address outlive this process and are visible to other processes."""
     return scheme_of(spec) != "memory"
 
 
 def is_cache(spec: str | Path) -> bool:
-    """Whether an address is that of a server that evicts entries."""
+    """Whether an address is that of a cache server, which evicts entries."""
     return scheme_of(str(spec)) in REDIS_SCHEMES
 
 
@@ -77,7 +77,7 @@ def bytes_of(size: str) -> int:
     """Number of bytes of a size such as ``2GiB``.
 
     Raises:
-        ValueError: It is malformed.
+        ValueError: The size is malformed.
     """
     match = _SIZE.fullmatch(size)
     if match is None:
@@ -104,28 +104,28 @@ def check_no_credentials(url: str, instead: str) -> None:
         instead: Where to put them.
 
     Raises:
-        ValueError: There are some. The message does not show them.
+        ValueError: The address has credentials. The message omits them.
     """
     try:
         parts = urlsplit(url)
-    except ValueError:  # its message would show what the address holds
+    except ValueError:  # its message would contain the credentials
         raise ValueError(
             f"Invalid server address after {scheme_of(url)}://: expected host[:port]"
         ) from None
     if "@" in parts.netloc or parts.query or parts.fragment:
         place = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
         raise ValueError(
-            f"the address of a store holds no user, password, query or fragment, because it is "
+            f"a store address must not contain a user, password, query or fragment, because it is "
             f"shown and stored; write {place}, and put credentials into {instead}"
         )
 
 
 def reason(error: BaseException) -> str:
-    """Message of a client library's error, with advice if there is some. One short line without
-    credentials."""
+    """Message of a client library's error as one short line: without credentials, with advice if
+    the cause is known."""
     text = " ".join(str(error).partition("\n\nDebug source")[0].split()) or type(error).__name__
     text = _XML_ERROR.sub(r"\1: \2", text)
-    text = re.sub(r"(?<!<)\?[^\s\"'<>)]+", "?...", text)  # signatures stand in queries
+    text = re.sub(r"(?<!<)\?[^\s\"'<>)]+", "?...", text)  # queries may contain signatures
     text = re.sub(r"//[^/\s@]+@", "//", text)
     for name, value in os.environ.items():
         owned = name.startswith(_CREDENTIAL_OWNERS) and _CREDENTIAL_NAMES.search(name)

@@ -91,11 +91,11 @@ def test_a_prompt_without_texts_is_refused(texts: Any, error: type[Exception]) -
 def test_inconsistent_blocks_and_prompts_are_refused() -> None:
     with pytest.raises(ValueError, match="empty"):
         Block("")
-    with pytest.raises(TypeError, match="context must hold Block objects, found str"):
+    with pytest.raises(TypeError, match="context must contain Block objects, found str"):
         BlockPrompt(("text",), "Q")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="must make up its text"):
+    with pytest.raises(ValueError, match="must concatenate to its text"):
         Block("text", spans=(Span("other", "passage"),))
-    with pytest.raises(ValueError, match="must make up the final text"):
+    with pytest.raises(ValueError, match="must concatenate to the final text"):
         BlockPrompt((), "text", (Span("other", "prompt"),))
 
 

@@ -122,7 +122,7 @@ def test_memory_has_a_size(spec: str, nbytes: int) -> None:
         ("s3:bucket/kv", "two slashes after s3:"),
         ("redis:host", "two slashes after redis:"),
         ("file:kv", "two slashes after file:"),
-        ("", "an empty address of a store, expected a path or s3://"),
+        ("", "an empty store address, expected a path or s3://"),
         ("s3://", "found no bucket in s3:, expected an address such as s3://bucket/kv"),
         ("redis://host/cache", "found the database 'cache' in redis://host/cache, expected a num"),
         (Path("s3://bucket/kv"), "pathlib.Path takes one of them away"),
@@ -214,11 +214,11 @@ def test_a_server_that_is_named_without_its_scheme_is_refused(
         (
             "GET http://host/b failed - 404 Not Found: <?xml version='1.0'?> <Error>\n<Code>"
             "NoSuchBucket</Code><Message>There is none</Message><HostId>x</HostId></Error>",
-            "404 Not Found: NoSuchBucket: There is none; make the bucket",
+            "404 Not Found: NoSuchBucket: There is none; create the bucket",
         ),
         ("PUT http://169.254.169.254/latest/api - 403 Forbidden", "no credentials, and the mach"),
-        ("HEAD http://host/b/x - 403 Forbidden: ", "; the server refuses these credentials"),
-        ("GET http://host/b/x - HTTP error: error sending request", "; see whether the server is"),
+        ("HEAD http://host/b/x - 403 Forbidden: ", "; the server rejected these credentials"),
+        ("GET http://host/b/x - HTTP error: error sending request", "; check that the server is"),
         ("Received redirect without LOCATION", "; set AWS_REGION"),
         ("Generic MicrosoftAzure error: Account must be specified", "; set AZURE_STORAGE_ACCOUNT_"),
         ("invalid username-password pair or user is disabled.", "disabled; set REDIS_PASSWORD"),

@@ -241,7 +241,7 @@ def test_every_truncation_is_detected() -> None:
 @given(st.binary(min_size=1, max_size=20))
 @settings(deadline=None)
 def test_bytes_after_the_end_are_detected(more: bytes) -> None:
-    with pytest.raises(FormatError, match=r"tells of 1688 bytes, it has \d+"):
+    with pytest.raises(FormatError, match=r"describes 1688 bytes, found \d+"):
         from_bytes(to_bytes(golden_kv()) + more)
 
 
@@ -255,7 +255,7 @@ def test_another_format_version_is_named_as_such(version: str) -> None:
 
 def test_a_foreign_safetensors_file_is_named_as_such() -> None:
     content = safetensors_torch.save({"weights": torch.zeros(200)})
-    with pytest.raises(FormatError, match=r"does not start as a blockattn_rag\.kv entry"):
+    with pytest.raises(FormatError, match=r"does not start like a blockattn_rag\.kv entry"):
         from_bytes(content)
 
 
@@ -381,12 +381,12 @@ def test_names_that_are_no_text_are_refused(name: str, value: object) -> None:
 
 
 def test_a_file_longer_than_its_header_says_is_refused() -> None:
-    refused(resealed(fields_of(), GOLDEN + bytes(8)), r"tells of \d+ bytes, it has \d+")
+    refused(resealed(fields_of(), GOLDEN + bytes(8)), r"describes \d+ bytes, found \d+")
 
 
 def test_a_header_as_long_as_a_book_is_not_even_read() -> None:
     content = ((1 << 22) + 1).to_bytes(8, "little") + GOLDEN[8:]
-    with pytest.raises(FormatError, match="its header would have 4194305 bytes"):
+    with pytest.raises(FormatError, match="found a header of 4194305 bytes"):
         read_header(io.BytesIO(content), 1 << 40)
 
 
@@ -405,7 +405,7 @@ def test_what_is_not_finite_is_found_with_a_right_checksum(
     spoilt_kv = replace(kv, **change)
     assert is_finite(kv)
     assert not is_finite(spoilt_kv)
-    with pytest.raises(FormatError, match=rf"its head\.\d\.{name}.* hold NaN or infinity"):
+    with pytest.raises(FormatError, match=rf"its head\.\d\.{name}.* contain NaN or infinity"):
         from_bytes(to_bytes(spoilt_kv))
 
 

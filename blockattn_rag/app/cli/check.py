@@ -34,7 +34,7 @@ def check(
     model: Annotated[
         str | None,
         typer.Argument(
-            help=f"{MODEL_HELP} With --server, its answers are compared with this model's.",
+            help=f"{MODEL_HELP} With --server: the model to compare the server's answers with.",
             callback=existing_model,
         ),
     ] = None,
@@ -48,7 +48,8 @@ def check(
     tokenizer: Annotated[
         str | None,
         typer.Option(
-            help="The server's tokenizer. Default: MODEL's, or that of the server's model name."
+            help="Tokenizer of the server. Default: that of MODEL, or of the model that "
+            "the server names."
         ),
     ] = None,
     recipe: Annotated[
@@ -71,8 +72,8 @@ def check(
 ) -> None:
     """Check that block mode is exact for a model, or that a server answers as it should.
 
-    The exit status is 0 if every check passes, else 1. A server is asked about random tokens, which
-    no other prompt contains; the last line lists what this leaves in its store.
+    The exit status is 0 if every check passes, else 1. A server is queried with random tokens,
+    which no other prompt contains. The last line lists the entries that remain in its store.
     """
     if server is not None:
         if recipe is not None or profile is not None:

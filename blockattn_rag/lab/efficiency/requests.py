@@ -15,8 +15,8 @@ from blockattn_rag.model.sampling import Sampling
 from blockattn_rag.prompts.blocks import BlockPrompt
 
 PATHS: Mapping[str, Mapping[str, Any]] = {
-    # `do_sample` is still greedy, but explicit: the guard against repetition, which answers of
-    # random weights would trigger, is for the default alone.
+    # An explicit `do_sample=False` turns off the repetition guard, which answers of random weights
+    # would trigger.
     path: {"mode": mode, "do_sample": False}
     for path, mode in {"full": "full", "copy": "block", "relay": "block", "floor": "full"}.items()
 }
@@ -24,7 +24,7 @@ PATHS: Mapping[str, Mapping[str, Any]] = {
 
 
 def paths_of(engine: BlockAttentionEngine) -> list[str]:
-    """The paths of a prompt with a context that the model supports."""
+    """Paths that the model supports for a prompt with context."""
     return ["full", "copy"] + ["relay"] * engine.model.supports_relay
 
 
@@ -152,7 +152,7 @@ def _per_token(
 
 
 def _check_full_length(stats: ReuseStats, new_tokens: int) -> None:
-    """Refuse an answer that ended early: its time is not that of ``new_tokens`` tokens."""
+    """Refuse an answer that ended early, because its time is not that of ``new_tokens`` tokens."""
     if stats.generated_tokens < new_tokens:
         raise ValueError(
             f"an answer ended after {stats.generated_tokens} of {new_tokens} tokens: measure a "
@@ -260,7 +260,7 @@ def measure_shared(
             row: dict[str, Any] = {"system_tokens": system, "batch": batch}
             row |= turns.measure(ways, "tokens_per_s")
             row["gain"] = row["shared_tokens_per_s"] / row["unshared_tokens_per_s"]
-            # The first run of each warmed up.
+            # The first run of each is a warm-up.
             steps = {name: statistics.median(times[1:]) for name, times in decode.items()}
             row["decode_gain"] = steps["unshared"] / steps["shared"]
             own = batch * context_tokens
@@ -290,7 +290,7 @@ def _tokens_per_s(
 def sharing_prompts(
     engine: BlockAttentionEngine, count: int, system: int, context: int, question: int
 ) -> list[BlockPrompt]:
-    """Prompts with one block in common and one of their own, of these many tokens."""
+    """Prompts that share one block and have one of their own, with these numbers of tokens."""
     vocabulary = engine.model.config.vocab_size
     shared = random_prompt(system, system, 1, vocabulary, seed=-1).context
     own = [random_prompt(context, context, question, vocabulary, seed) for seed in range(count)]
@@ -298,7 +298,7 @@ def sharing_prompts(
 
 
 def _check_batches(engine: BlockAttentionEngine) -> None:
-    """Refuse a model whose requests are answered one by one: a time would be one request's."""
+    """Refuse a model that answers requests one by one: the time would be that of one request."""
     if not engine.model.batches_exactly(Sampling(max_new_tokens=1)):
         raise ValueError(
             f"{engine.model.name} is not answered in batches (sliding windows, or a generation "

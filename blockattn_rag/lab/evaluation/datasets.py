@@ -1,6 +1,6 @@
 """Evaluation data: questions with passages, from JSON lines, plain or gzip.
 
-One JSON object a line::
+One JSON object per line::
 
     {"id": str, "question": str, "answers": [str, ...], "kind": str (optional),
      "passages": [{"text": str, "title": str (optional), "gold": bool (optional)}, ...]}
@@ -89,10 +89,10 @@ def read_samples(path: str | Path, *, limit: int | None = None) -> list[Evaluati
 
     Args:
         path: The file. Blank lines are skipped.
-        limit: Most samples to read. Default: all.
+        limit: Maximum number of samples to read. Default: all.
 
     Raises:
-        DataError: A line is malformed or an id comes twice (the message names file and line), or
+        DataError: A line is malformed or an id is repeated (the message names file and line), or
             the file is missing, damaged or empty.
     """
     return read_distinct(path, lambda record, _: _sample(record), limit)
@@ -105,8 +105,8 @@ def read_distinct(
 
     Args:
         path: The file.
-        parse: Makes a sample of a record and the number of its line.
-        limit: Most samples to read. Default: all.
+        parse: Makes a sample from a record and its line number.
+        limit: Maximum number of samples to read. Default: all.
     """
     samples: dict[str, S] = {}
     for number, sample in islice(parsed_lines(path, parse), limit):
@@ -141,12 +141,12 @@ def id_of(value: object) -> str:
 def _sample(record: Record) -> EvaluationSample:
     try:
         json.dumps(record, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:  # \ud800 and the like, which no file could hold again
-        raise DataError(f"found half of a surrogate pair ({error}); write whole ones") from error
+    except UnicodeEncodeError as error:  # such as \ud800, which cannot be encoded
+        raise DataError(f"found half of a surrogate pair ({error}); write full pairs") from error
     return EvaluationSample(
         id=id_of(value_of(record, "id")),
         question=text_of(record, "question"),
-        answers=answers_of(record),  # of an empty list, every output would be right
+        answers=answers_of(record),  # with an empty list, every output would be right
         passages=passages_of(record, may_be_empty=True),
         kind=of_kind(record.get("kind", ""), str, "'kind'"),
     )
@@ -167,7 +167,7 @@ def passages_of(record: Record, *, may_be_empty: bool = False) -> tuple[Evaluati
 
 
 def passage_of(record: Record, where: str = "") -> EvaluationPassage:
-    """One passage. ``where``: the path to it within its line, as ``passages[0].``."""
+    """One passage. ``where``: the path to it within its line, such as ``passages[0].``."""
     title = of_kind(record.get("title", ""), str, f"'{where}title'")
     gold = of_kind(record.get("gold", False), bool, f"'{where}gold'")
     return EvaluationPassage(title, text_of(record, "text", where), gold)

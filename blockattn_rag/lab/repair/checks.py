@@ -19,19 +19,19 @@ from blockattn_rag.model import BlockModel
 from blockattn_rag.prompts.formats import Passage
 
 _LENGTHS = 100
-"""Passages whose tokens are counted, to estimate all."""
+"""Number of passages whose tokens are counted, to estimate the total."""
 
 
 def check_packages() -> None:
-    """Raise ``ImportError`` if a package of the training is missing."""
+    """Raise ``ImportError`` if a package that training requires is missing."""
     if find_spec("accelerate") is None:
         raise ImportError(f"`repair` needs {missing_extra('accelerate', 'train')}")
 
 
 def check_output(output: Path, model: BlockModel) -> None:
-    """Refuse an output folder that cannot be written, or that contains something else.
+    """Refuse an output folder that is not writable or contains anything but a recipe of the model.
 
-    An earlier recipe of the same model is replaced, and so is a damaged one.
+    An earlier recipe of the model, or a damaged one, will be replaced.
     """
     if work.is_foreign(output, RECIPE_FILE):
         raise DataError(

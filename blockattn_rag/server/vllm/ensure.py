@@ -1,4 +1,4 @@
-"""Has blocks encoded before a prompt needs them. Runs in the process of the API server."""
+"""Ensures that blocks are encoded before a prompt needs them. Runs in the API server process."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class BlockEnsurer:
         self._kept = KeptBlocks(config.private_tokens(profile))
         self._later: set[asyncio.Task[None]] = set()
         self._flights: dict[_Name, _Flight] = {}
-        # Workers drop blocks that they encode faster than they store them, so blocks wait here.
+        # Workers drop blocks if they encode them faster than they store them, so blocks wait here.
         self._room = Room(_AT_ONCE, QUEUE_BYTES)
         # A store that accepts nothing would delay every request, and waste the engine's work.
         self._storing = CircuitBreaker(_FAILURES, _PAUSE_S)
@@ -127,8 +127,8 @@ class BlockEnsurer:
         Raises:
             MissError: Blocks are missing, and this server is read-only.
             ProtocolError: Memory has no room for the blocks that may not be stored.
-            ServingError: A block was not encoded; or it was not stored, and ``must_store`` or the
-                lack of memory forbids to keep it there.
+            ServingError: A block was not encoded; or it was not stored, and ``must_store`` or a
+                lack of memory prevents keeping it in memory.
             StoreError: The store does not answer.
         """
         found = await self.found(blocks, thorough=thorough)
@@ -213,7 +213,7 @@ class BlockEnsurer:
         async with self._room.taken(one.tokens * self._profile.bytes_per_token):
             if one.in_store and not self._storing.allows():
                 raise NotStoredError(
-                    f"the store took none of the last blocks ({self._why_unstored}); the next "
+                    f"the store accepted none of the last blocks ({self._why_unstored}); the next "
                     f"attempt is within {_PAUSE_S:g} s"
                 )
             flight.is_asked, reason = True, None
@@ -225,7 +225,7 @@ class BlockEnsurer:
             if reason not in ("length", "stop"):
                 raise ServingError(
                     f"a block of {one.tokens} tokens was not encoded (request {request_id} "
-                    f"ended by {reason!r}); the server's log says why"
+                    f"ended by {reason!r}); see the server's log"
                 )
             if one.in_store:
                 await self._stored(one.block, request_id)
@@ -300,7 +300,7 @@ class BlockEnsurer:
             ) from None
         except StoreError as error:
             logger.warning("a lookup in the store failed: %s", error)
-            raise type(error)("the server's store failed; the server's log says how") from None
+            raise type(error)("the server's store failed; see the server's log") from None
 
     def _is_in_own(self, block: BlockId) -> bool:
         return block.key in self._home
@@ -326,7 +326,7 @@ class BlockEnsurer:
 
 
 class KeptBlocks:
-    """The API server's estimate of which blocks the workers have in memory: an LRU, as theirs is.
+    """The API server's estimate of the blocks in the workers' memory: an LRU cache like theirs.
 
     It can be wrong if other API servers use the same workers. Then a load fails, and the block is
     encoded again.
@@ -361,8 +361,8 @@ class KeptBlocks:
         if tokens > self.max_tokens:
             raise ProtocolError(
                 f"the prompt has blocks of {tokens} tokens that may not be stored, but this server "
-                f"keeps at most {self.max_tokens} such tokens in memory; put text that is no "
-                "passage after the passages, or raise private_memory in the connector's options"
+                f"keeps at most {self.max_tokens} such tokens in memory; put other text "
+                "after the passages, or raise private_memory in the connector's options"
             )
 
 

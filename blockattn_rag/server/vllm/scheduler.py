@@ -135,8 +135,8 @@ class SchedulerSide:
     def add(self, request: Request) -> None:
         """Register a new request and give it the cache salt of its plan.
 
-        Pages of block mode hold other keys and values than those of full mode, and each way to cut
-        a prompt gives others again. The salt keeps them apart in the prefix cache. A refused
+        The keys and values of a token differ between block mode and full mode, and between ways to
+        cut a prompt into blocks. The salt keeps their pages apart in the prefix cache. A refused
         request fails when it is scheduled, because vLLM expects no error here.
         """
         try:
@@ -159,7 +159,7 @@ class SchedulerSide:
         except ProtocolError as error:
             self._refuse(request, str(error))
             return
-        all_local = ServedBlocks(len(plan.lengths), 0, plan.context_tokens)  # unless blocks load
+        all_local = ServedBlocks(len(plan.lengths), 0, plan.context_tokens)  # until `allocated`
         self._requests[request.request_id] = _Request(plan, all_local)
         _set_salt(request, salt(plan, self._profile, request.cache_salt))
 
@@ -169,7 +169,7 @@ class SchedulerSide:
         self._requests[request.request_id] = _Request(None, ServedBlocks(0, 0, 0))
         self.stats.count("refused")
         _set_salt(request, f"ba1-refused-{request.request_id}")
-        request.skip_reading_prefix_cache = False  # otherwise vLLM never asks for its tokens
+        request.skip_reading_prefix_cache = False  # otherwise vLLM skips `promised`
 
     def promised(self, request: Request, computed: int) -> tuple[int, bool]:
         """Tokens to load beyond the ``computed`` ones, and whether other requests run meanwhile."""
@@ -177,7 +177,7 @@ class SchedulerSide:
         if known is None:
             return 0, False
         if known.plan is None:
-            return 1, True  # a token that never arrives
+            return 1, True  # not loaded: makes vLLM call `allocated`, which fails the request
         if known.plan.op == "encode":
             return 0, False
         tokens = max(known.plan.context_tokens - computed, 0)
@@ -205,7 +205,7 @@ class SchedulerSide:
         return orders
 
     def take(self, output: KVConnectorOutput) -> None:
-        """Record what the workers report of finished loads and of blocks that are not stored."""
+        """Record the workers' reports on finished loads and on blocks that were not stored."""
         if not isinstance(report := output.kv_connector_worker_meta, WorkerReport):
             return
         for request_id, fetch in report.fetches.items():
@@ -278,8 +278,8 @@ def _set_salt(request: Request, cache_salt: str | None) -> None:
 def _grammar_failure(request: Request) -> dict[str, Any] | None:
     """``kv_transfer_params`` with the reason why a request's grammar failed; None if it did not.
 
-    After an error, a matcher of llguidance allows only the end of the answer, which vLLM would
-    return as complete.
+    After an error, llguidance's matcher allows only the end of the answer. Without this check, vLLM
+    would return the answer as complete.
     """
     held = request.structured_output_request
     matcher = getattr(held and held.grammar, "ll_matcher", None)

@@ -39,7 +39,7 @@ def test_a_folder_is_noted_whole(
         ("memory:", "ends with this command"),
         ("s3:/bucket/kv", "two slashes"),
         ("ftp://host/kv", "found ftp://"),
-        ("s3://me:secret@bucket/kv", "holds no user, password"),
+        ("s3://me:secret@bucket/kv", "must not contain a user, password"),
     ],
 )
 def test_what_no_database_can_use_is_refused(
