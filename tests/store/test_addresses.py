@@ -125,7 +125,7 @@ def test_memory_has_a_size(spec: str, nbytes: int) -> None:
         ("", "an empty store address, expected a path or s3://"),
         ("s3://", "found no bucket in s3:, expected an address such as s3://bucket/kv"),
         ("redis://host/cache", "found the database 'cache' in redis://host/cache, expected a num"),
-        (Path("s3://bucket/kv"), "pathlib.Path takes one of them away"),
+        (Path("s3://bucket/kv"), "pathlib.Path removes one of them"),
     ],
 )
 def test_an_address_of_no_known_kind_is_refused(spec: str | Path, message: str) -> None:
