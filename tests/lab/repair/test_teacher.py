@@ -77,7 +77,7 @@ def test_an_answer_ends_with_its_end_token_though_its_batch_goes_on(
     teacher.answer_all(PROMPTS, silent)
     answers = [teacher(prompt).ids.tolist() for prompt in PROMPTS]
     end = next(token for token in answers[0][:-1] if not all(token in ids for ids in answers))
-    monkeypatch.setitem(vars(model), "end_token_ids", {end})
+    monkeypatch.setattr(model.hf_model.generation_config, "eos_token_id", end)
     again = Teacher(model, tmp_path / "ends", 6, 8)
     again.answer_all(PROMPTS, silent)
     for prompt, whole in zip(PROMPTS, answers, strict=True):
