@@ -1,13 +1,13 @@
 """Block-Attention for RAG on a local model.
 
-Passages are encoded once, at ingestion; their keys and values are stored and reused in every
+Passages are encoded once, at ingestion. Their keys and values are stored and reused in every
 answer, at any position and in any order.
 
     >>> from blockattn_rag import BlockAttentionEngine
     >>> engine = BlockAttentionEngine.from_pretrained("bundled")   # doctest: +SKIP
     >>> engine.encode(["Halden Tower is 214 metres tall."])        # doctest: +SKIP
 
-Importing the package loads neither torch nor a framework: names are resolved when first used.
+Importing the package is cheap: torch and frameworks are imported when a name is first used.
 """
 
 from __future__ import annotations

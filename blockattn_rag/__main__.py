@@ -1,4 +1,4 @@
-"""``python -m blockattn_rag``: the command line without the console script."""
+"""Runs the command line as ``python -m blockattn_rag``."""
 
 from blockattn_rag.app.cli import main
 

@@ -1,27 +1,27 @@
-"""Every error the package raises on purpose.
+"""The exceptions of this package.
 
 ::
 
     BlockAttnError
-    ├── UnsupportedModelError        the model's attention cannot be cut in blocks exactly
-    ├── SegmentationError            a text or prompt cannot be split in blocks
-    ├── ContextOverflowError         prompt + new tokens exceed what the model can hold
+    ├── UnsupportedModelError        block mode is not exact for this model
+    ├── SegmentationError            a text or prompt cannot be split into blocks
+    ├── ContextOverflowError         the prompt and the new tokens exceed the context window
     ├── MissError                    a block was not in the store and on_miss="error"
     ├── GrammarError                 a grammar cannot be compiled or followed
-    ├── IncompleteAnswerError        an answer was cut before it was a whole object
-    ├── ToolCallError                a model wrote a call of a tool that is none
+    ├── IncompleteAnswerError        an answer ended before its JSON object was complete
+    ├── ToolCallError                the model produced no tool call or an invalid one
     ├── DataError                    a training or evaluation record is malformed
-    ├── DatabaseError                a database folder cannot serve what was asked
-    ├── DivergedError                training came to a loss or weights that are not finite
+    ├── DatabaseError                a database folder cannot serve a request
+    ├── DivergedError                the loss or the weights are no longer finite
     ├── StoreError                   an entry of the KV store cannot be used
     │   ├── CorruptEntryError        damaged, truncated, or of another format version
     │   ├── FingerprintMismatchError written by another model, tokenizer or dtype
-    │   └── StoreUnavailableError    the store failed again and again and is not asked for a while
-    └── ServingError                 a server cannot do, or did not do, what was asked
-        ├── ProtocolError            what client or server said is not as the protocol has it
+    │   └── StoreUnavailableError    the store failed repeatedly and is skipped for a while
+    └── ServingError                 a server rejected or failed a request
+        ├── ProtocolError            a message violates the protocol
         └── LoadError                blocks of a prompt could not be loaded
 
-A message says what was found, what was expected, and what to do. Bad arguments raise
+Each message states what was found, what was expected, and what to do. Invalid arguments raise
 ``ValueError`` or ``TypeError``.
 """
 
@@ -29,7 +29,7 @@ from __future__ import annotations
 
 
 class BlockAttnError(Exception):
-    """Base of all errors of this package."""
+    """Base class of all errors of this package."""
 
 
 class UnsupportedModelError(BlockAttnError):
@@ -45,19 +45,19 @@ class ContextOverflowError(BlockAttnError):
 
 
 class MissError(BlockAttnError):
-    """A block's KV was not in the store although ``on_miss="error"`` was asked for."""
+    """A block's KV is not in the store, and ``on_miss`` is ``"error"``."""
 
 
 class GrammarError(BlockAttnError, ValueError):
-    """The grammar of an answer cannot be compiled or followed, or is too large."""
+    """The grammar of an answer cannot be compiled, cannot be followed, or is too large."""
 
 
 class IncompleteAnswerError(BlockAttnError, ValueError):
-    """An answer that was to be an object ended, or was cut, before it was one.
+    """An answer ended, or was cut off, before its JSON object was complete.
 
     Args:
-        message: how it ended, and what to do.
-        text: the answer.
+        message: How the answer ended, and what to do.
+        text: Text of the answer.
     """
 
     def __init__(self, message: str, text: str = "") -> None:
@@ -66,7 +66,7 @@ class IncompleteAnswerError(BlockAttnError, ValueError):
 
 
 class ToolCallError(BlockAttnError, ValueError):
-    """A model was to call a tool, and called none, or wrote something that is no call."""
+    """The model had to call a tool, but produced no tool call or an invalid one."""
 
 
 class DataError(BlockAttnError):
@@ -74,11 +74,11 @@ class DataError(BlockAttnError):
 
 
 class DatabaseError(BlockAttnError):
-    """A database folder is missing, of another version, or cannot serve what was asked."""
+    """A database folder is missing, has another version, or cannot serve the request."""
 
 
 class DivergedError(BlockAttnError):
-    """Training came to a loss or to weights that are not finite; nothing was published."""
+    """Training stopped because the loss or the weights are not finite. Nothing is published."""
 
 
 class StoreError(BlockAttnError):
@@ -94,25 +94,25 @@ class FingerprintMismatchError(StoreError):
 
 
 class StoreUnavailableError(StoreError):
-    """A store failed several times in a row and is left alone for a while; this was told before."""
+    """A store failed several times in a row and is skipped for a while."""
 
 
 class ServingError(BlockAttnError):
-    """A server cannot do what was asked in block mode, or answered in another way."""
+    """A server rejected or failed a request, or did not answer in block mode."""
 
 
 class ProtocolError(ServingError, ValueError):
-    """What client or server said, or a profile, is not as the protocol has it."""
+    """A request, a response or a profile violates the protocol."""
 
 
 class LoadError(ServingError):
-    """Blocks of a prompt could not be loaded by a server.
+    """A server could not load some blocks of a prompt.
 
     Args:
-        message: which block of the prompt, and why.
-        blocks: places of all those blocks among the prompt's context blocks, from 0.
-        damaged: store keys of those whose entry is there and cannot be used, so that encoding them
-            again mends it.
+        message: Which block could not be loaded, and why.
+        blocks: Indices of the failed blocks among the prompt's context blocks, from 0.
+        damaged: Store keys of failed blocks whose stored entry is unusable. Encoding these blocks
+            again replaces the entries.
     """
 
     def __init__(

@@ -1,9 +1,8 @@
-"""Files: where this package keeps its state, files that are written whole or not at all, JSON lines
-and checks of the records in them.
+"""File utilities: the state folder, atomic writes, JSON Lines files and checks of their records.
 
-A check's ``where`` is the path to the record within its line, with a full stop at the end:
-``passages[0].``. Lines are read as bytes, because one line that is not UTF-8 must not stop the
-reading of the others.
+The argument ``where`` of a check is the record's path within its line, with a trailing dot:
+``passages[0].``. Lines are read as bytes, so that one invalid UTF-8 line does not prevent reading
+the other lines.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from blockattn_rag.errors import DataError
 
 
 def state_folder() -> Path:
-    """``$BLOCKATTN_RAG_HOME``, or a folder of ours below the user's cache folder
-    (``$XDG_CACHE_HOME``, else ``~/.cache``).
+    """Folder for this package's state: ``$BLOCKATTN_RAG_HOME`` if set, else ``blockattn_rag`` in
+    the user's cache folder (``$XDG_CACHE_HOME`` or ``~/.cache``).
 
     Raises:
         RuntimeError: the user has no home folder.
@@ -38,26 +37,26 @@ _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.tmp")
 
 
 def temporary_name(path: Path) -> Path:
-    """A name that nothing has yet, in the folder of ``path``: hidden, and known by its form."""
+    """Unused hidden file name in the folder of ``path``; ``is_temporary`` recognizes it."""
     return path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
 
 
 def is_temporary(name: str) -> bool:
-    """Whether ``temporary_name`` makes names of this form. A file of such a name is being written,
-    or was left by a process that died while writing."""
+    """Whether a name has the form that ``temporary_name`` returns. Such a file is being written, or
+    was left behind by a process that died while writing it."""
     return _TEMPORARY.fullmatch(name) is not None
 
 
 @contextlib.contextmanager
 def replacing(path: Path, *, mode: int = 0o666, fsync: bool = True) -> Iterator[BinaryIO]:
-    """A new file, open for writing, which takes the place of ``path`` when the block ends.
+    """Open a new file for writing, and replace ``path`` with it when the ``with`` block ends.
 
-    If the block raises, the new file is deleted and ``path`` stays as it was.
+    If the ``with`` block raises, the new file is deleted and ``path`` stays unchanged.
 
     Args:
-        mode: permissions of the new file, less the process's umask.
-        fsync: flush the file, and after the renaming its folder, to the disk. False is faster;
-            after a power failure ``path`` may then be missing or cut short.
+        mode: Permissions of the new file, before the process's umask is applied.
+        fsync: Whether to flush the file, and its folder after the rename, to disk. False is faster,
+            but ``path`` may be missing or truncated after a power failure.
 
     Raises:
         OSError: the file cannot be written or renamed.
@@ -71,7 +70,7 @@ def replacing(path: Path, *, mode: int = 0o666, fsync: bool = True) -> Iterator[
                 os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
-        with contextlib.suppress(OSError):  # the first error is raised
+        with contextlib.suppress(OSError):  # keep the original error
             temporary.unlink()
         raise
     if fsync:
@@ -79,13 +78,13 @@ def replacing(path: Path, *, mode: int = 0o666, fsync: bool = True) -> Iterator[
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write ``value`` as indented JSON (UTF-8), for programs and people, with ``replacing``."""
+    """Write ``value`` as indented JSON in UTF-8, atomically."""
     with replacing(path) as file:
         file.write(json.dumps(value, indent=2).encode() + b"\n")
 
 
 def sync(path: Path) -> None:
-    """Make a file's bytes, or a folder's own list of names, durable."""
+    """Flush a file's contents, or a folder's directory entries, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -97,22 +96,23 @@ _GZIP = b"\x1f\x8b"
 
 
 def require_file(path: Path) -> None:
-    """Raises ``DataError`` if ``path`` is no file."""
+    """Raise ``DataError`` if ``path`` is not a file."""
     if not path.is_file():
-        raise DataError(f"found no file {path}; expected a file of JSON lines")
+        raise DataError(f"found no file {path}, expected a JSON Lines file")
 
 
 def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """The lines that are not blank, with their numbers from 1.
+    """Yield the non-blank lines with their line numbers, starting at 1.
 
     Raises:
-        DataError: no such file; or a damaged gzip file, after its last whole line.
+        DataError: the file does not exist, or it is a damaged gzip file. In the second case, the
+            complete lines before the damage are yielded first.
     """
     require_file(path)
     with path.open("rb") as raw:
         zipped = raw.read(2) == _GZIP  # the file's name may lack .gz
     if path.suffix == ".gz" and not zipped:
-        raise DataError(f"{path} is named .gz, but is no gzip file; name it .jsonl")
+        raise DataError(f"{path} is named .gz, but is not a gzip file; name it .jsonl")
     number = 0
     with gzip.open(path) if zipped else path.open("rb") as file:
         try:
@@ -124,10 +124,11 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def parse_line(line: bytes) -> object:
-    """The JSON value of a line; a byte order mark does not count.
+    """Parse the JSON value of a line, ignoring a byte order mark.
 
     Raises:
-        DataError: no UTF-8, no JSON, nested too deep, or a number of thousands of digits.
+        DataError: the line is not UTF-8, not valid JSON, nested too deeply, or has a number with
+            thousands of digits.
     """
     try:
         return json.loads(line.decode("utf-8-sig"))
@@ -135,9 +136,9 @@ def parse_line(line: bytes) -> object:
         raise DataError(f"found bytes that are not UTF-8 (byte {error.start}); save the file as "
                         "UTF-8") from error  # fmt: skip
     except RecursionError as error:
-        raise DataError("found JSON nested too deep, expected one object a line") from error
+        raise DataError("found JSON nested too deeply, expected one object per line") from error
     except ValueError as error:
-        raise DataError(f"found no valid JSON ({error}), expected one object a line") from error
+        raise DataError(f"found no valid JSON ({error}), expected one object per line") from error
 
 
 Record = Mapping[str, Any]
@@ -147,7 +148,7 @@ _KINDS = {dict: "an object", list: "a list", str: "a string", bool: "true or fal
 
 
 def of_kind(value: object, kind: type[Kind], name: str) -> Kind:
-    """``value``, which must be a ``dict``, ``list``, ``str`` or ``bool``, as ``kind`` says."""
+    """Return ``value``, or raise ``DataError`` unless it is a ``kind``: dict, list, str or bool."""
     if not isinstance(value, kind):
         found = "null" if value is None else _KINDS.get(type(value), "a number")
         raise DataError(f"found {name} of {found}, expected {_KINDS[kind]}")
@@ -155,19 +156,19 @@ def of_kind(value: object, kind: type[Kind], name: str) -> Kind:
 
 
 def value_of(record: Record, key: str, where: str = "") -> Any:
-    """The value of a key that must be there."""
+    """Return the value of a required key, or raise ``DataError``."""
     if key not in record:
         raise DataError(f"found no '{where}{key}' among the keys {listed(record)}")
     return record[key]
 
 
 def text_of(record: Record, key: str, where: str = "") -> str:
-    """A string that is not blank."""
+    """Return the non-blank string of a required key, or raise ``DataError``."""
     return not_blank(value_of(record, key, where), f"'{where}{key}'")
 
 
 def not_blank(value: object, name: str) -> str:
-    """``value``, which must be a string that is not blank."""
+    """Return ``value``, or raise ``DataError`` unless it is a non-blank string."""
     text = of_kind(value, str, name)
     if not text.strip():
         raise DataError(f"found an empty {name}, expected text")
@@ -175,7 +176,7 @@ def not_blank(value: object, name: str) -> str:
 
 
 def list_of(record: Record, key: str, *, may_be_empty: bool = False) -> Sequence[object]:
-    """A list, with at least one item unless ``may_be_empty``."""
+    """Return the list of a required key. An empty list raises unless ``may_be_empty``."""
     items: list[object] = of_kind(value_of(record, key), list, f"'{key}'")
     if not items and not may_be_empty:
         raise DataError(f"found an empty list '{key}'")
@@ -183,5 +184,5 @@ def list_of(record: Record, key: str, *, may_be_empty: bool = False) -> Sequence
 
 
 def listed(keys: Iterable[str]) -> str:
-    """Keys in quotes, sorted, with commas between."""
+    """Sorted, quoted keys, separated by commas; "none" if there are none."""
     return ", ".join(repr(key) for key in sorted(keys)) or "none"

@@ -1,4 +1,4 @@
-"""Names of packages, imported when they are first used; the extra that installs what is missing."""
+"""Lazy imports of package members, and error messages that name the extra to install."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ def lazy_names(
     extra: str = "",
     extra_packages: Collection[str] = (),
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """The ``__getattr__`` and ``__dir__`` of a package whose modules are imported when needed.
+    """Return ``__getattr__`` and ``__dir__`` for a package that imports its modules lazily.
 
     Args:
-        package: its name.
-        homes: module inside the package, and the names in it, with blanks between.
-        extra: installs ``extra_packages``; said by the ImportError where one of them is missing.
+        package: Name of the package.
+        homes: Module name in the package, mapped to the public names that it defines, separated by
+            spaces.
+        extra: Extra that installs ``extra_packages``. If one of these packages is missing, the
+            ImportError names the extra.
     """
     home_of = {name: home for home, names in homes.items() for name in names.split()}
 
@@ -40,7 +42,7 @@ def lazy_names(
 
 
 def missing_extra(package: str, extra: str) -> str:
-    """The end of a message of what needs ``package``, which the extra of this name installs."""
+    """End of an error message: the missing package, and how to install the extra it belongs to."""
     return (
         f"{package}, which is not installed; run `pip install -c constraints.txt -e "
         f'".[{extra}]"` in the folder that blockattn-rag was installed from'

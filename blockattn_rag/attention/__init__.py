@@ -1,1 +1,1 @@
-"""Attention to blocks where they lie."""
+"""Relay attention: attention that reads stored blocks in place."""

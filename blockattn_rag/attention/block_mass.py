@@ -1,4 +1,4 @@
-"""Attention of a question to each block, which decides the passages to promote."""
+"""How much a question attends to each block. Decides which passages are promoted."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from blockattn_rag.kv.rope import RotaryLayout
 
 
 class BlockMass:
-    """Attends to one context as relay attention does, and measures the attention to each block.
+    """Relay attention over one context that also measures the attention to each block.
 
     Args:
         context: Placed blocks of one request.
@@ -29,7 +29,7 @@ class BlockMass:
         self.num_tokens = context.num_tokens
         # Each segment is a single block.
         self._table = SegmentTable([context], layouts, device, 0)
-        # Context index of each share. A block that occurs twice is one segment with two shares.
+        # Context block of each share. A block that occurs twice is one segment with two shares.
         places = {(b.kv.digest, b.kv.scales is None): list[int]() for b in context.blocks}
         for place, one in enumerate(context.blocks):
             places[one.kv.digest, one.kv.scales is None].append(place)
@@ -50,7 +50,7 @@ class BlockMass:
         scale: float,
         mask: Tensor | None,
     ) -> Tensor:
-        """``RelayPlan.attend`` for one row."""
+        """Attend like ``RelayPlan.attend``, for a batch of one row."""
         batch, heads, tokens, _ = query.shape
         folded, repeated = fold_heads(query, mask, key.shape[1])
         rotated = self._table.rotated(layer, folded)
@@ -67,7 +67,7 @@ class BlockMass:
         return output.reshape(batch, heads, tokens, -1).to(query.dtype)
 
     def by_place(self) -> list[float]:
-        """Share of each context block in the attention to all blocks, in order.
+        """Share of each context block in the attention to all blocks, in prompt order.
 
         Each share is the mean over layers, heads and query tokens. The shares add up to 1.
         """

@@ -1,13 +1,20 @@
-"""Attention with its log-sum-exp, and the merge of attention over parts of the keys.
+"""Attention kernels that return the log-sum-exp, and the merge of their partial results.
 
-Attention over disjoint sets of keys, each with its log-sum-exp, merges exactly into attention over
-all of them (RelayAttention, section 3.3 and appendix A).
+Attention outputs over disjoint sets of keys merge exactly into attention over all keys, given the
+log-sum-exp of each set (RelayAttention, section 3.3 and appendix A).
 
 Shapes: ``B`` requests, ``K`` key-value heads, ``Q`` query rows, ``N`` key tokens, ``D`` head size.
-Every kernel takes ``query`` ``[B, K, Q, D]`` (query heads that share keys are rows, so keys are
-never repeated), ``key`` and ``value`` ``[B, K, N, D]``, ``scale`` (factor of the scores, natural
-exponent) and ``mask`` (bool, broadcastable to ``[B, K, Q, N]``, True where a key is seen; None: all
-are seen). ``attend`` takes the fastest kernel that is exact for the tensors it gets.
+
+Every kernel takes:
+
+- ``query``: ``[B, K, Q, D]``. Query heads that share keys are folded into rows, so that keys are
+  never repeated.
+- ``key`` and ``value``: ``[B, K, N, D]``.
+- ``scale``: factor of the scores, natural exponent.
+- ``mask``: bool, broadcastable to ``[B, K, Q, N]``, True where a key is visible. None: all keys are
+  visible.
+
+``attend`` runs the fastest kernel that is exact for its arguments.
 """
 
 from __future__ import annotations
@@ -24,7 +31,7 @@ from torch import Tensor
 class Partial(NamedTuple):
     """Attention over some keys: output ``[..., Q, D]`` and log-sum-exp ``[..., Q]``, float32.
 
-    A query that sees none of these keys has output 0 and log-sum-exp -inf.
+    The output is 0 and the log-sum-exp is -inf for a query to which all keys are masked.
     """
 
     output: Tensor
@@ -33,7 +40,7 @@ class Partial(NamedTuple):
 
 Kernel = Callable[[Tensor, Tensor, Tensor, float, Tensor | None], Partial]
 
-# Stands for a log-sum-exp of -inf where one is subtracted, because -inf less -inf is no number.
+# Replaces a log-sum-exp of -inf in subtractions, because -inf - -inf is NaN.
 _LEAST_LSE = torch.finfo(torch.float32).min
 _HALF = (torch.float16, torch.bfloat16)
 _FUSED_DTYPES = (torch.float32, *_HALF)
@@ -42,27 +49,27 @@ _FUSED_DTYPES = (torch.float32, *_HALF)
 def attend(
     query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None = None
 ) -> Partial:
-    """Attention by the fastest exact kernel for these tensors; see the module for shapes."""
+    """Attention by the fastest exact kernel; see the module docstring for shapes."""
     return kernel_for(query, key, value, mask)(query, key, value, scale, mask)
 
 
 def kernel_for(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Kernel:
     """The fastest exact kernel for tensors of these shapes, dtypes and device."""
     if query.shape[-1] != value.shape[-1] or not key.shape[2]:
-        return attend_plain  # fused kernels take one head size, and divide by zero without a key
+        return attend_plain  # fused kernels need equal head sizes and at least one key
     if query.dtype not in _FUSED_DTYPES or torch.is_grad_enabled():
-        return attend_plain  # fused kernels give no gradient through the log-sum-exp
+        return attend_plain  # fused kernels have no gradient through the log-sum-exp
     if query.is_cpu:
         return attend_fused
     return cuda_kernel_for(query, mask) if query.is_cuda else attend_plain
 
 
 def cuda_kernel_for(query: Tensor, mask: Tensor | None) -> Kernel:
-    """The fastest kernel of a GPU for a query in float32, float16 or bfloat16.
+    """The fastest exact CUDA kernel for a query in float32, float16 or bfloat16.
 
-    Flash kernels take 16-bit types, no mask and heads of at most 256 numbers; the one of the
-    flash-attn package is preferred. The memory-efficient kernel takes everything else, if heads are
-    multiples of 16 bytes. GPUs older than Ampere lack some of these kernels, so they use none.
+    Flash kernels require 16-bit types, no mask and a head size of at most 256; the kernel of the
+    flash-attn package is preferred. The memory-efficient kernel handles all other heads of a
+    multiple of 16 bytes. GPUs older than Ampere lack some of these kernels and use the plain one.
     """
     size = query.shape[-1]
     if size * query.itemsize % 16 or torch.cuda.get_device_capability(query.device) < (8, 0):
@@ -75,7 +82,7 @@ def cuda_kernel_for(query: Tensor, mask: Tensor | None) -> Kernel:
 def attend_plain(
     query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None = None
 ) -> Partial:
-    """The readable kernel, in float32, against which the others are tested."""
+    """Reference kernel in float32. The other kernels are tested against it."""
     scores = query.float() @ key.float().transpose(-1, -2) * scale
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf)
@@ -87,7 +94,7 @@ def attend_plain(
 def attend_fused(
     query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None = None
 ) -> Partial:
-    """PyTorch's flash kernel for the CPU; ``N > 0``."""
+    """PyTorch's flash kernel for the CPU. Requires ``N > 0``."""
     query, key, value = map(_with_whole_rows, (query, key, value))
     bias = None if mask is None else _additive_mask(mask, query)
     output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -99,7 +106,7 @@ def attend_fused(
 def attend_flash(
     query: Tensor, key: Tensor, value: Tensor, scale: float, _: Tensor | None = None
 ) -> Partial:
-    """PyTorch's flash kernel for CUDA: 16-bit types, no mask, ``N > 0``."""
+    """PyTorch's flash kernel for CUDA. Requires 16-bit types, no mask and ``N > 0``."""
     query, key, value = map(_aligned, (query, key, value))
     output, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
         query, key, value, 0.0, False, False, scale=scale
@@ -110,10 +117,11 @@ def attend_flash(
 def attend_flash_attn(
     query: Tensor, key: Tensor, value: Tensor, scale: float, _: Tensor | None = None
 ) -> Partial:
-    """The kernel of the flash-attn package for few queries and many keys: 16-bit types, no mask.
+    """The flash-attn package's kernel for few queries and many keys.
 
-    It splits the keys among the GPU's processors, most of which PyTorch's kernel leaves idle. Its
-    layout is ``[B, tokens, K, D]``; its log-sum-exp is ``[B, K, Q]`` in float32.
+    Requires 16-bit types and no mask. Splits the keys across the GPU's multiprocessors, most of
+    which PyTorch's kernel leaves idle. The package's layout is ``[B, tokens, K, D]``; its
+    log-sum-exp is ``[B, K, Q]`` in float32.
     """
     states = (_aligned(tensor).transpose(1, 2) for tensor in (query, key, value))
     output, lse = flash_attn()(*states, softmax_scale=scale, return_softmax_lse=True)
@@ -123,10 +131,10 @@ def attend_flash_attn(
 def attend_memory_efficient(
     query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None = None
 ) -> Partial:
-    """PyTorch's memory-efficient kernel for CUDA; ``N > 0``."""
+    """PyTorch's memory-efficient kernel for CUDA. Requires ``N > 0``."""
     query, key, value = map(_aligned, (query, key, value))
     bias = None
-    if mask is not None:  # the kernel broadcasts nothing
+    if mask is not None:  # the kernel does not broadcast
         bias = _additive_mask(mask, query).expand(*query.shape[:3], -1)
     output, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
         query, key, value, bias, True, scale=scale
@@ -137,8 +145,8 @@ def attend_memory_efficient(
 
 @cache
 def flash_attn() -> Any:
-    """``flash_attn_with_kvcache``; None if flash-attn is not installed or was built for another
-    PyTorch."""
+    """The function ``flash_attn_with_kvcache``; None if flash-attn is not installed, or was built
+    for another version of PyTorch."""
     try:
         from flash_attn import flash_attn_with_kvcache
     except ImportError:
@@ -149,15 +157,15 @@ def flash_attn() -> Any:
 def single_softmax(
     queries: Sequence[Tensor], states: Sequence[tuple[Tensor, Tensor]], scale: float
 ) -> Tensor:
-    """Attention of a few rows over several sets of keys, by one softmax over all scores.
+    """Attention of a few query rows over several sets of keys, with one softmax over all scores.
 
-    For the token of an answer: its scores are few, and a call of the fused kernel takes longer than
-    the work in it.
+    Used in decoding, where the overhead of a fused kernel exceeds the computation itself.
 
     Args:
-        queries: ``[K, Q, D]`` for each set: the same rows, rotated as the set sees them; float32.
-        states: keys and values ``[K, N, D]`` of each set.
-        scale: factor of the scores, natural exponent.
+        queries: Query rows for each set, ``[K, Q, D]``, float32: the same rows, rotated for the
+            set's keys.
+        states: Keys and values of each set, ``[K, N, D]``.
+        scale: Factor of the scores, natural exponent.
 
     Returns:
         ``[K, Q, D]``.
@@ -173,15 +181,15 @@ def single_softmax(
 
 
 def fold_heads(query: Tensor, mask: Tensor | None, kv_heads: int) -> tuple[Tensor, Tensor | None]:
-    """Query heads that share keys as rows, so that keys are never repeated.
+    """Fold query heads that share keys into rows, so that keys are never repeated.
 
     Args:
-        query: ``[B, H, tokens, D]``.
-        mask: ``[B, 1, tokens, N]``, or None.
-        kv_heads: K.
+        query: Queries ``[B, H, tokens, D]``.
+        mask: Mask ``[B, 1, tokens, N]``, or None.
+        kv_heads: Number of key-value heads, ``K``.
 
     Returns:
-        ``[B, K, Q, D]`` and ``[B, 1, Q, N]``, or None.
+        Queries ``[B, K, Q, D]``, and the mask ``[B, 1, Q, N]`` or None.
     """
     batch, heads, _, size = query.shape
     folded = query.reshape(batch, kv_heads, -1, size)
@@ -189,13 +197,13 @@ def fold_heads(query: Tensor, mask: Tensor | None, kv_heads: int) -> tuple[Tenso
 
 
 def _with_whole_rows(states: Tensor) -> Tensor:
-    """States whose heads' numbers lie side by side in memory, as the fused kernels assume."""
+    """States with a contiguous last dimension, which the fused kernels assume."""
     return states if states.stride(-1) == 1 else states.contiguous()
 
 
 def _aligned(states: Tensor) -> Tensor:
-    """States whose every row begins at a multiple of 16 bytes, as the kernels for CUDA assume, also
-    of dimensions of length 1."""
+    """States whose rows all begin at a multiple of 16 bytes, which the CUDA kernels assume, even
+    along dimensions of length 1."""
     *steps, last = states.stride()
     begins = (step * states.itemsize % 16 for step in (*steps, states.storage_offset()))
     if last == 1 and not any(begins):
@@ -204,15 +212,15 @@ def _aligned(states: Tensor) -> Tensor:
 
 
 def _additive_mask(mask: Tensor, query: Tensor) -> Tensor:
-    """0 where seen, the dtype's minimum where not. Rows begin at multiples of 8 numbers, because
-    the memory-efficient kernel requires it."""
+    """Additive mask: 0 where a key is visible, else the dtype's minimum. Rows begin at multiples of
+    8 elements, because the memory-efficient kernel requires it."""
     *rows, keys = mask.shape
     bias = torch.zeros(*rows, -(-keys // 8) * 8, dtype=query.dtype, device=query.device)
     return bias.narrow(-1, 0, keys).masked_fill_(mask.logical_not(), torch.finfo(query.dtype).min)
 
 
 def _without_masked_rows(output: Tensor, lse: Tensor, mask: Tensor | None) -> Partial:
-    """Set fully masked rows to output 0 and -inf: fused kernels give an average there."""
+    """Set fully masked rows to output 0 and -inf, because fused kernels return an average there."""
     output, lse = output.float(), lse.float()
     if mask is not None:
         masked = mask.any(dim=-1).logical_not().expand(lse.shape)
@@ -222,17 +230,16 @@ def _without_masked_rows(output: Tensor, lse: Tensor, mask: Tensor | None) -> Pa
 
 
 def merge(parts: Sequence[Partial]) -> Partial:
-    """Attention over the union of disjoint key sets (RelayAttention, equations 4-6), float32.
+    """Merge attention over disjoint key sets (RelayAttention, equations 4-6), in float32.
 
     Args:
-        parts: one per key set, all of one shape; a log-sum-exp is -inf where a query sees none of
-            the set's keys.
+        parts: One partial result per key set, all of one shape.
     """
     lses = torch.stack([part.lse for part in parts])
     lse = lses.logsumexp(dim=0)
     weights = (lses - lse.clamp_min(_LEAST_LSE)).exp().unsqueeze(-1)
     output = parts[0].output * weights[0]
-    # One after the other, because a stack of all outputs would not fit the processor's cache.
+    # One part at a time, because a stack of all outputs would not fit in the CPU cache.
     for part, weight in zip(parts[1:], weights[1:], strict=True):
         output.addcmul_(part.output, weight)
     return Partial(output, lse)

@@ -1,14 +1,14 @@
-"""Relay attention: blocks are attended to where they lie, and read once for all requests.
+"""Relay attention: attention reads stored blocks in place, once for all requests of a batch.
 
-A score depends only on the distance of query and key. So instead of rotating a block's keys by the
-block's offset, the few queries are rotated the other way, once per block, and attend to the stored
-keys unchanged. The partial results are merged by their log-sum-exp. No key is copied, rotated or
-rounded again, except those of small blocks, which are joined (``JoinLimits``).
+A score depends only on the distance between query and key. Relay attention therefore leaves a
+block's keys unchanged and rotates the few queries in the opposite direction, once per block. The
+partial results are merged by their log-sum-exp. Keys are not copied, rotated or rounded again; the
+only exception are small blocks, which are joined (``JoinLimits``).
 
 The *tail* is the final block and the generated tokens.
 
-Shapes: ``R`` requests, ``B`` rows of the batch (a multiple of ``R``: beams of one request follow
-one another), ``H`` query heads, ``K`` key-value heads, ``Q`` query rows (tokens times the heads
+Shapes: ``R`` requests, ``B`` rows of the batch (a multiple of ``R``; the beams of a request are
+adjacent), ``H`` query heads, ``K`` key-value heads, ``Q`` query rows (tokens times the heads
 that share keys), ``T`` tail tokens, ``D`` head size.
 """
 
@@ -28,37 +28,38 @@ from blockattn_rag.kv.rope import RotaryLayout
 
 
 class JoinLimits(NamedTuple):
-    """Blocks of fewer tokens are joined into segments of about as many, for speed.
+    """Token counts below which blocks are joined into segments, for speed.
 
-    Joined blocks are copies that live until the answer ends. 0 joins nothing.
+    Segments reach about as many tokens as the limit. Joined blocks are copies that live until the
+    answer ends. 0 disables joining.
 
     Args:
-        prefill_tokens: limit for the queries of a prompt, which are read in one pass.
-        decode_tokens: limit for the single tokens of an answer, each of which is a pass.
+        prefill_tokens: Limit for prefill, which processes all queries of a prompt in one forward.
+        decode_tokens: Limit for decoding, which runs one forward per token.
     """
 
     prefill_tokens: int
     decode_tokens: int
 
 
-# One more block costs 30 to 40 microseconds a layer in calls, whatever its size
+# Each segment costs 30 to 40 microseconds of call overhead per layer, whatever its size
 # (`bench decode --block-tokens 128,512`).
 CPU_JOINS = JoinLimits(prefill_tokens=32, decode_tokens=512)
-# Reasoned from the cost of launching kernels.
+# Estimated from the cost of kernel launches, not measured.
 ACCELERATOR_JOINS = JoinLimits(prefill_tokens=8192, decode_tokens=8192)
 
 
 class RelayPlan:
-    """Which request attends to which block, for one batch. Made once, used by every layer.
+    """Plan of one batch: which request attends to which block. Shared by all layers.
 
-    Every distinct block is read once per layer, for all requests that have it, each of which sees
-    the block at an offset of its own.
+    Each layer reads a distinct block once for all requests that contain it, although its offset may
+    differ between requests.
 
     Args:
-        contexts: the placed blocks of each request.
-        layouts: rotary layout per layer.
-        device: where queries are.
-        joins: which blocks are joined. Default: what is fastest on the device.
+        contexts: Placed blocks of each request.
+        layouts: Rotary layout per layer.
+        device: Device of the queries.
+        joins: Limits below which blocks are joined. Default: the fastest limits for the device.
     """
 
     def __init__(
@@ -76,14 +77,14 @@ class RelayPlan:
 
     @cached_property
     def prefill_table(self) -> SegmentTable:
-        """What the queries of a prompt read."""
+        """Segments for prefill."""
         return SegmentTable(*self._blocks, self._joins.prefill_tokens)
 
     @cached_property
     def decode_table(self) -> SegmentTable:
-        """What the query of an answer's single token reads."""
+        """Segments for decoding, with one query token at a time."""
         if self._joins.decode_tokens == self._joins.prefill_tokens:
-            return self.prefill_table  # joined once
+            return self.prefill_table  # equal limits: join the blocks only once
         return SegmentTable(*self._blocks, self._joins.decode_tokens)
 
     def attend(
@@ -98,14 +99,14 @@ class RelayPlan:
         """Attention of the final block's queries to all blocks and to the tail.
 
         Args:
-            layer: index of the layer.
-            query: ``[B, H, tokens, D]``, rotated for the queries' own positions.
-            tail_key, tail_value: ``[B, K, T, D]``.
-            scale: factor of the scores, natural exponent.
-            tail_mask: bool ``[B, 1, tokens, T]``, True where seen; None: all.
+            layer: Index of the layer.
+            query: Queries ``[B, H, tokens, D]``, rotated for their own positions.
+            tail_key, tail_value: Keys and values of the tail, ``[B, K, T, D]``.
+            scale: Factor of the scores, natural exponent.
+            tail_mask: Bool ``[B, 1, tokens, T]``, True where a key is visible. None: all are.
 
         Returns:
-            ``[B, H, tokens, D]`` in the query's dtype.
+            Attention output ``[B, H, tokens, D]`` in the query's dtype.
         """
         batch, heads, tokens, _ = query.shape
         folded, mask = fold_heads(query, tail_mask, tail_key.shape[1])
@@ -122,11 +123,11 @@ class RelayPlan:
 
 
 def _takes_one_softmax(table: SegmentTable, query: Tensor, value: Tensor) -> bool:
-    """Whether one softmax over all scores can take the place of the kernels.
+    """Whether ``single_softmax`` can replace the kernels.
 
-    Only for one request on the CPU in float32: other dtypes would round the scores, other devices
-    have faster kernels, gradients need what the products overwrite, and quantised blocks need not
-    all be in memory at once.
+    Only for one request on the CPU in float32, without gradients or quantised blocks. Other dtypes
+    would round the scores, and other devices have faster kernels. Gradients need the tensors that
+    ``single_softmax`` overwrites, and quantised blocks would all be dequantised in memory at once.
     """
     if len(query) > 1 or not table.is_one_each or table.is_dequantised or not query.is_cpu:
         return False
@@ -136,13 +137,13 @@ def _takes_one_softmax(table: SegmentTable, query: Tensor, value: Tensor) -> boo
 
 
 def _segment_parts(table: SegmentTable, layer: int, query: Tensor, scale: float) -> list[Partial]:
-    """Partial results ``[B, K, Q, ...]`` that cover all segments."""
+    """Partial results ``[B, K, Q, ...]``, which together cover all segments."""
     beams = len(query) // table.num_requests
     rotated = table.rotated(layer, _groups_to_rows(query, beams))
     parts, start = [], 0
     for segment, (key, value) in zip(table.segments, table.states(layer), strict=True):
         pairs = len(segment.readers)
-        # All pairs in one call, so that a segment's keys are read once.
+        # One call for all pairs of a segment, so that its keys are read only once.
         rows = _groups_to_rows(rotated[start : start + pairs], pairs)
         parts.append(_rows_to_groups(attend(rows, key[None], value[None], scale), pairs))
         start += pairs
@@ -150,14 +151,14 @@ def _segment_parts(table: SegmentTable, layer: int, query: Tensor, scale: float)
 
 
 def _groups_to_rows(query: Tensor, group: int) -> Tensor:
-    """``[n * group, K, Q, D]`` to ``[n, K, group * Q, D]``: what sees the same keys, in one."""
+    """Fold groups into rows: ``[n * group, K, Q, D]`` to ``[n, K, group * Q, D]``."""
     if group == 1:
         return query
     return torch.unflatten(query, 0, (-1, group)).transpose(1, 2).flatten(2, 3)
 
 
 def _rows_to_groups(part: Partial, group: int) -> Partial:
-    """``[n, K, group * Q, ...]`` back to ``[n * group, K, Q, ...]``."""
+    """Unfold rows into groups: ``[n, K, group * Q, ...]`` to ``[n * group, K, Q, ...]``."""
     if group == 1:
         return part
     apart = (torch.unflatten(states, 2, (group, -1)) for states in part)

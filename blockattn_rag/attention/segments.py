@@ -1,6 +1,6 @@
-"""Segments: the distinct blocks of a batch of contexts, small ones joined, with their readers.
+"""Segments: the distinct blocks of a batch of contexts. Small blocks are joined into one segment.
 
-A *pair* is a segment and one place of it in a request. A request may hold a block twice.
+A *pair* is one occurrence of a segment in a request. A request may contain a block twice.
 
 Shapes: ``R`` requests, ``K`` key-value heads, ``Q`` query rows, ``N`` key tokens, ``D`` head size.
 """
@@ -24,13 +24,14 @@ from blockattn_rag.kv.rope import Angles, RotaryLayout, rotate
 
 @dataclass(frozen=True, slots=True)
 class Segment(Context):
-    """Blocks that the same requests hold at the same distances from each other.
+    """Blocks that occur in the same requests at the same distances from each other.
+
+    A single block is read in place; if it is quantised, it is dequantised on every read. Several
+    blocks are joined into one tensor per layer, on the layer's first read.
 
     Args:
-        blocks: with shifts relative to the segment. One block is read where it lies, and
-            dequantised each time if it is quantised; several are joined into one tensor per layer
-            when a layer first asks for it.
-        readers: request and shift of the segment, for each pair.
+        blocks: Blocks, with their shifts relative to the segment.
+        readers: Request index and shift of each pair.
     """
 
     readers: Sequence[tuple[int, int]]
@@ -39,11 +40,11 @@ class Segment(Context):
 
     @property
     def is_dequantised(self) -> bool:
-        """Whether ``states`` makes new tensors each time."""
+        """Whether every call of ``states`` dequantises into new tensors."""
         return len(self.blocks) == 1 and self.blocks[0].kv.scales is not None
 
     def states(self, layer: int, layout: RotaryLayout) -> tuple[Tensor, Tensor]:
-        """Keys and values ``[K, N, D]``; keys stand where the readers' shifts expect them."""
+        """Keys and values ``[K, N, D]``, with keys at positions relative to the segment."""
         if len(self.blocks) == 1:
             return self.blocks[0].kv.states(layer)
         if layer not in self._joined:
@@ -52,17 +53,17 @@ class Segment(Context):
 
 
 def segments_of(contexts: Sequence[Context], tokens: int) -> list[Segment]:
-    """Every distinct block once; those under ``tokens`` tokens joined into segments of as many."""
-    # By digest: two requests may have read the same block from disk, each for itself, and perhaps
-    # one of them a quantised one.
+    """Segments of all distinct blocks. Blocks with fewer than ``tokens`` tokens are joined."""
+    # Keyed by digest, because two requests may each have loaded the same block from disk. The flag
+    # separates a quantised copy from an unquantised one.
     readers: dict[tuple[str, bool], tuple[BlockKV, list[tuple[int, int]]]] = {}
     for request, context in enumerate(contexts):
         for kv, _, shift in context.blocks:
             same = kv.digest, kv.scales is None
             readers.setdefault(same, (kv, []))[1].append((request, shift))
     segments: list[Segment] = []
-    # Small blocks, by their readers' requests and by the shifts relative to the first reader's.
-    # Blocks may be joined in any order: attention depends on where keys stand, not on their order.
+    # Small blocks, grouped by the requests of their readers and by shifts relative to the first
+    # reader. They may be joined in any order: attention depends on the keys' positions alone.
     small: dict[tuple[tuple[int, int], ...], list[PlacedBlock]] = {}
     for kv, pairs in readers.values():
         if kv.num_tokens >= tokens:
@@ -80,7 +81,7 @@ def segments_of(contexts: Sequence[Context], tokens: int) -> list[Segment]:
 
 
 def _runs(blocks: Sequence[PlacedBlock], tokens: int) -> list[list[PlacedBlock]]:
-    """Cut into runs that reach ``tokens`` tokens, the last one perhaps not."""
+    """Group blocks into runs of at least ``tokens`` tokens; the last run may be shorter."""
     runs: list[list[PlacedBlock]] = []
     filled = tokens
     for block in blocks:
@@ -93,13 +94,13 @@ def _runs(blocks: Sequence[PlacedBlock], tokens: int) -> list[list[PlacedBlock]]
 
 
 class SegmentTable:
-    """Segments and their pairs, as tables that every layer uses.
+    """Segments and their pairs, as tables that all layers share.
 
     Args:
-        contexts: the placed blocks of each request, those without blocks included.
-        layouts: rotary layout per layer.
-        device: where queries are.
-        tokens: blocks under so many tokens are joined.
+        contexts: Placed blocks of each request. A context may be empty.
+        layouts: Rotary layout per layer.
+        device: Device of the queries.
+        tokens: Blocks with fewer tokens are joined.
     """
 
     def __init__(
@@ -115,16 +116,16 @@ class SegmentTable:
         requests = [request for segment in self.segments for request, _ in segment.readers]
         shifts = [shift for segment in self.segments for _, shift in segment.readers]
         self.is_dequantised = any(segment.is_dequantised for segment in self.segments)
-        # One request, no block twice: partial results need no sorting.
+        # With one request and no repeated block, partial results need no sorting.
         self.is_one_each = self.num_requests == 1 and len(requests) == len(self.segments)
-        # Queries are rotated for their own positions. A block was moved by `shift`, so to the
-        # block's keys the queries stand `shift` earlier.
+        # A segment's keys start at position 0 instead of `shift`. Moving the queries back by
+        # `shift` positions preserves the distances.
         self._angles: Angles = {}
         for layout in set(layouts):
             if layout.rotates and shifts:
                 cos, sin = layout.cos_sin(-torch.tensor(shifts), device)
                 self._angles[layout] = cos[:, None, None], sin[:, None, None]
-        # A pair's slot: how many pairs of the same request stand before it.
+        # A pair's slot is the number of earlier pairs of the same request.
         used: defaultdict[int, Iterator[int]] = defaultdict(count)
         slots = [next(used[request]) for request in requests]
         self._num_slots = max(slots, default=-1) + 1
@@ -132,13 +133,13 @@ class SegmentTable:
         self._slot_of = torch.tensor(slots, dtype=torch.long, device=device)
 
     def states(self, layer: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Keys and values ``[K, N, D]`` of one segment after the other, because those of quantised
-        blocks need not all be in memory at once."""
+        """Keys and values ``[K, N, D]`` of each segment. An iterator, so that dequantised blocks
+        are never all in memory at once."""
         return (segment.states(layer, self._layouts[layer]) for segment in self.segments)
 
     def rotated(self, layer: int, query: Tensor) -> Tensor:
-        """Each pair's queries ``[pairs, K, Q, D]`` as its segment sees them, from the requests'
-        queries ``[R, K, Q, D]``."""
+        """Queries ``[pairs, K, Q, D]``, rotated for each pair's segment, from the queries
+        ``[R, K, Q, D]`` of the requests."""
         layout, pairs = self._layouts[layer], len(self._request_of)
         chosen = query[self._request_of] if self.num_requests > 1 else query
         if layout in self._angles:
@@ -146,7 +147,7 @@ class SegmentTable:
         return chosen.expand(pairs, *query.shape[1:])
 
     def by_request(self, parts: Sequence[Partial]) -> list[Partial]:
-        """Partials ``[R, ...]`` that cover all segments, from those of each segment's pairs."""
+        """Regroup partial results from one per segment, over its pairs, to ``[R, ...]`` each."""
         if self.is_one_each or not parts:
             return list(parts)
         found = Partial(*map(torch.cat, zip(*parts, strict=True)))

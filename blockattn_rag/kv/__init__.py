@@ -1,4 +1,4 @@
-"""Keys and values of one block, and where they stand in a prompt."""
+"""Keys and values of blocks, and their positions in a prompt."""
 
 from blockattn_rag.kv.block_kv import BlockKV, store_key, token_digest
 from blockattn_rag.kv.context import Assembly, Context, PlacedBlock, Positions, assemble, place

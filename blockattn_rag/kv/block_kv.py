@@ -1,4 +1,4 @@
-"""BlockKV: the keys and values of one block, and the key under which they are stored."""
+"""BlockKV: the keys and values of one block, and its key in a store."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from blockattn_rag.kv.quantization import KVScales, dequantise, quantise
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class BlockKV:
-    """Keys and values of one block, computed from the block's tokens alone. Never written to.
+    """Keys and values of one block, computed from the block's tokens alone. Immutable.
 
     Args:
-        keys: per layer ``[num_kv_heads, num_tokens, head_dim]``, rotated for positions
-            ``0..num_tokens-1``; model dtype, or int8 if quantised.
-        values: per layer, same shape but for the head size.
-        token_ids: ``[num_tokens]``, int64, on the CPU; compared on every hit.
-        fingerprint: identity of the model, tokenizer and dtype that computed it.
-        digest: ``token_digest`` of what was encoded.
-        handle: ``Block.handle`` of each text that was encoded to these tokens, see
-            ``joined_handles``; lets ``store gc`` find the entries of a passage.
-        scales: of a quantised block's keys and values; None: they are as the model computed them.
-        namespace: for whom it is stored; see ``store.namespaces``.
+        keys: Keys per layer, ``[num_kv_heads, num_tokens, head_dim]``, rotated for positions
+            ``0..num_tokens-1``. In the model's dtype, or int8 if quantised.
+        values: Values per layer, shaped like the keys except for the head size.
+        token_ids: Token ids ``[num_tokens]``, int64, on the CPU. Compared on every cache hit.
+        fingerprint: Identity of the model, tokenizer and dtype that computed the block.
+        digest: ``token_digest`` of the block.
+        handle: ``Block.handle`` of each text with these tokens, as ``joined_handles`` returns them.
+            ``store gc`` uses it to find the entries of a passage.
+        scales: Quantisation scales of the keys and values. None: the block is not quantised.
+        namespace: Tenant that the block is stored for; see ``store.namespaces``.
     """
 
     keys: tuple[Tensor, ...]
@@ -42,8 +42,8 @@ class BlockKV:
     def states(self, layer: int, *, exact_keys: bool = False) -> tuple[Tensor, Tensor]:
         """A layer's keys and values in the model's dtype.
 
-        Those of a quantised block are new tensors, dequantised and rounded once. With
-        ``exact_keys`` its keys come in float32, for a caller who rotates them and rounds then.
+        A quantised block is dequantised into new tensors. With ``exact_keys``, its keys are
+        returned in float32, so that a caller that rotates them rounds only once, afterwards.
         """
         keys, values = self.stored(layer)
         scales = self.scales
@@ -56,17 +56,17 @@ class BlockKV:
         )
 
     def stored(self, layer: int) -> tuple[Tensor, Tensor]:
-        """A layer's keys and values as they lie in memory: int8 in a quantised block."""
+        """A layer's keys and values as stored: int8 if the block is quantised."""
         return self.keys[layer], self.values[layer]
 
     def tensors(self, layer: int) -> tuple[Tensor, ...]:
-        """A layer's keys and values, and the scales of both in a quantised block, as they lie in
-        memory."""
+        """A layer's keys and values as stored, followed by their scales if the block is
+        quantised."""
         of_scales = self.scales and (self.scales.keys[layer], self.scales.values[layer])
         return self.keys[layer], self.values[layer], *(of_scales or ())
 
     def with_tensors(self, layers: Sequence[Sequence[Tensor]]) -> BlockKV:
-        """This block in other memory: ``layers`` are as from ``tensors``, its token ids a copy."""
+        """Copy of this block with other tensors: per layer, those that ``tensors`` returns."""
         keys, values, *scales = zip(*layers, strict=True)
         return replace(
             self,
@@ -77,10 +77,10 @@ class BlockKV:
         )
 
     def quantised(self) -> BlockKV:
-        """This block in int8 (``kv.quantization``); itself if it is quantised.
+        """This block quantised to int8; the block itself if it already is.
 
         Raises:
-            ValueError: its keys and values are of several number types.
+            ValueError: the keys and values have different dtypes.
         """
         if self.scales is not None:
             return self
@@ -90,7 +90,7 @@ class BlockKV:
 
     @property
     def key(self) -> str:
-        """Where a store holds this block."""
+        """Key of this block in a store."""
         return store_key(self.fingerprint, self.digest, self.namespace)
 
     @property
@@ -107,8 +107,8 @@ class BlockKV:
 
     @property
     def token_outline(self) -> tuple[tuple[int, int, torch.dtype], ...]:
-        """Heads, head size and number type of each layer's keys, and then values, as ``states``
-        gives them."""
+        """Heads, head size and dtype of each layer's keys, then of each layer's values, as
+        ``states`` returns them."""
         found = outline((*self.keys, *self.values))
         if self.scales is None:
             return found
@@ -116,37 +116,37 @@ class BlockKV:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of keys, values and scales."""
+        """Size of keys, values and scales in bytes."""
         return sum(t.nbytes for layer in range(self.num_layers) for t in self.tensors(layer))
 
     def to(self, device: torch.device) -> BlockKV:
-        """This block on ``device``; itself if it is there."""
+        """This block on ``device``; the block itself if it is already there."""
         return self if self.device == device else self.copy_to(device)
 
     def copy_to(self, device: torch.device) -> BlockKV:
-        """A copy on ``device`` that shares no memory with this one, not even its token ids."""
+        """Copy on ``device`` that shares no memory with this block, token ids included."""
         layers = [self.tensors(layer) for layer in range(self.num_layers)]
         copies = iter(_copies([t for layer in layers for t in layer], device))
         return self.with_tensors([[next(copies) for _ in layer] for layer in layers])
 
 
 def outline(states: Sequence[Tensor]) -> tuple[tuple[int, int, torch.dtype], ...]:
-    """Heads, head size and number type of states ``[heads, tokens, head_dim]``."""
+    """Heads, head size and dtype of keys or values ``[heads, tokens, head_dim]``."""
     return tuple((t.shape[0], t.shape[2], t.dtype) for t in states)
 
 
 def token_digest(
     token_ids: Sequence[int], sink_ids: Sequence[int] = (), correction: str = ""
 ) -> str:
-    """What a block was computed from, 64 hex digits.
+    """Digest of everything that a block is computed from, 64 hex digits.
 
-    Of a block that was encoded alone it is the sha256 of its token ids as 64-bit little-endian
-    integers, which whoever has a tokenizer can compute.
+    Without sink and correction, this is the sha256 of the token ids as 64-bit little-endian
+    integers, so that anyone with the tokenizer can compute it.
 
     Args:
-        token_ids: the block's, BOS included where it has one.
-        sink_ids: of the tokens that it was encoded after; see ``prompts.sinks``.
-        correction: digest of the correction that changed it.
+        token_ids: Token ids of the block, including BOS if it has one.
+        sink_ids: Token ids of the sink that the block is encoded with; see ``prompts.sinks``.
+        correction: Digest of the correction that is applied to the block.
     """
     digest = _ids_digest(token_ids)
     if sink_ids:
@@ -155,31 +155,31 @@ def token_digest(
 
 
 def corrected_digest(digest: str, correction: str) -> str:
-    """``token_digest`` of a corrected block, from that of the block and that of the correction."""
+    """``token_digest`` of a corrected block, from the digests of the block and the correction."""
     return _sha256(f"{digest} corrected by {correction}")
 
 
 def store_key(fingerprint: str, digest: str, namespace: str = "") -> str:
-    """Where a block's KV is stored: 64 hex digits of sha256(namespace, fingerprint, digest)."""
+    """Key of a block in a store: sha256 of namespace, fingerprint and digest, 64 hex digits."""
     return _sha256(f"{namespace}:{fingerprint}:{digest}")
 
 
 MOST_HANDLES = 8
-"""Texts that an entry names, at most: a header has room for that many handles."""
+"""Maximum number of handles in one entry, limited by the size of the entry's header."""
 
 
 def joined_handles(handles: Iterable[str]) -> str:
     """``BlockKV.handle`` of texts that share one entry because their tokens are equal.
 
-    The handles are separated by commas, each once. Empty if there are more than ``MOST_HANDLES``:
-    ``store gc`` then cannot find out who uses the entry, and leaves it to its time to live.
+    The distinct handles, separated by commas. Empty if there are more than ``MOST_HANDLES``:
+    ``store gc`` then cannot identify the entry's users, and the entry expires by its time to live.
     """
     distinct = list(dict.fromkeys(handles))
     return ",".join(distinct) if len(distinct) <= MOST_HANDLES else ""
 
 
 def split_handles(handle: str) -> tuple[str, ...]:
-    """The handles in ``BlockKV.handle``; none if its texts are unknown."""
+    """The handles in ``BlockKV.handle``; empty if its texts are unknown."""
     return tuple(handle.split(",")) if handle else ()
 
 
@@ -192,7 +192,7 @@ def _sha256(text: str) -> str:
 
 
 def _copies(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Copies on ``device``: for each number type one piece of memory, made by one transfer."""
+    """Copies on ``device``, transferred as one contiguous tensor per dtype."""
     copies = list(tensors)
     for dtype in {t.dtype for t in tensors}:
         places = [place for place, t in enumerate(tensors) if t.dtype == dtype]

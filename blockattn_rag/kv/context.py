@@ -1,4 +1,4 @@
-"""A context: blocks in the order of a prompt, each with its position, and the copy path over it."""
+"""Contexts: blocks with their positions in a prompt, and the copy path, which joins them."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.kv.rope import Angles, RotaryLayout, rotate
 
 Positions = Literal["reordered", "composite"]
-"""``reordered``: a block's keys are re-encoded for where the block stands (both papers' method).
-``composite``: they keep positions 0..n-1 (both papers' ablation)."""
+"""``reordered``: keys are re-encoded for the block's position in the prompt (the method of both
+papers). ``composite``: keys keep positions 0..n-1 (the ablation in both papers)."""
 
 
 Assembly = Literal["auto", "relay", "copy"]
-"""``relay``: blocks are attended to where they lie. ``copy``: their keys are re-encoded and joined
+"""``relay``: attention reads the stored blocks in place. ``copy``: keys are re-encoded and joined
 into new tensors. ``auto``: relay where it is exact, else copy."""
 
 
 class PlacedBlock(NamedTuple):
-    """A block and where it stands: its first token's index in the prompt, and its keys' shift."""
+    """A block, the index of its first token in the prompt, and its keys' shift in positions."""
 
     kv: BlockKV
     start: int
@@ -32,7 +32,7 @@ class PlacedBlock(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """Blocks in the order of the prompt, each with its place. Nothing is copied."""
+    """Blocks in prompt order, with their positions. References the blocks without copying them."""
 
     blocks: tuple[PlacedBlock, ...]
 
@@ -46,7 +46,7 @@ class Context:
 
 
 def place(blocks: Sequence[BlockKV], positions: Positions = "reordered") -> Context:
-    """Give each block its position in this prompt (Block-Attention, section 2.3)."""
+    """Assign each block its position in a prompt (Block-Attention, section 2.3)."""
     if positions not in get_args(Positions):
         raise ValueError(f"positions must be one of {get_args(Positions)}, found {positions!r}")
     placed, start = [], 0
@@ -57,17 +57,17 @@ def place(blocks: Sequence[BlockKV], positions: Positions = "reordered") -> Cont
 
 
 def assemble(context: Context, layouts: Sequence[RotaryLayout]) -> Iterator[tuple[Tensor, Tensor]]:
-    """The copy path: per layer, one key and one value tensor for the whole context.
+    """Join a context's blocks into one key and one value tensor per layer (the copy path).
 
     Args:
-        context: at least one placed block.
-        layouts: one per layer.
+        context: Context with at least one block.
+        layouts: Rotary layout per layer.
 
     Yields:
         Keys re-encoded by each block's shift, and values, both ``[num_kv_heads, tokens, head_dim]``
-        in the blocks' dtype. Quantised blocks are dequantised, their keys rotated and then rounded,
-        once. The stored tensors are not written; a context of one unshifted block that is not
-        quantised yields the stored tensors themselves.
+        in the blocks' dtype. Keys of quantised blocks are dequantised, rotated, and then rounded
+        once. The stored tensors are never modified. A context of one block that is neither shifted
+        nor quantised yields the stored tensors themselves.
     """
     angles: Angles = {}
     for index, layout in enumerate(layouts):
@@ -77,7 +77,7 @@ def assemble(context: Context, layouts: Sequence[RotaryLayout]) -> Iterator[tupl
 def joined_states(
     blocks: Sequence[PlacedBlock], layer: int, layout: RotaryLayout, angles: Angles
 ) -> tuple[Tensor, Tensor]:
-    """One layer of :func:`assemble`; ``angles`` has those of earlier layers and takes new ones."""
+    """One layer of :func:`assemble`. ``angles`` caches cos and sin across layers."""
     rotates = layout.rotates and any(block.shift for block in blocks)
     states = [block.kv.states(layer, exact_keys=rotates) for block in blocks]
     keys, values = states[0]

@@ -1,9 +1,9 @@
-"""Keys and values in 8 bits: whole numbers from -127 to 127, and the scales that turn them back.
+"""Quantisation of keys and values to int8.
 
-Symmetric, ``x ~ q * scale``. Keys have a scale for each channel of a block, because a few channels
-of keys are far larger than the others; values have one for each token (KIVI, arXiv 2402.02750). A
-block never changes, so its scales are exact: the largest magnitude is 127 steps, and no number is
-off by more than half a step.
+Symmetric: ``x ~ q * scale`` with ``q`` from -127 to 127. Keys have one scale per channel of a
+block, because a few key channels are far larger than the others; values have one scale per token
+(KIVI, arXiv 2402.02750). A block is immutable, so its scales fit exactly: the largest magnitude
+maps to 127, and no number is off by more than half a step.
 
 Shapes: ``K`` key-value heads, ``n`` tokens, ``D`` head size.
 """
@@ -18,22 +18,22 @@ import torch
 from torch import Tensor
 
 KVDtype = Literal["model", "int8"]
-"""``model``: keys and values as the model computes them. ``int8``: quantised when computed."""
+"""``model``: keys and values in the model's dtype. ``int8``: quantised when they are computed."""
 
 STEPS = 127
-"""Steps from 0 to the largest magnitude; -128 is not used, so that the range is symmetric."""
+"""Steps from 0 to the largest magnitude. -128 is unused, so that the range is symmetric."""
 
 LEAST_SCALE = torch.finfo(torch.float32).tiny
-"""Zeros and what is near them get this scale: below it, float32 loses digits."""
+"""Smallest scale, used for zeros and tiny numbers. Below it, float32 loses precision."""
 
-_KEY_DIM, _VALUE_DIM = 1, 2  # over which the largest magnitude is taken: tokens, channels
+_KEY_DIM, _VALUE_DIM = 1, 2  # dimension of the maximum: tokens for keys, channels for values
 
 
 def check_kv_dtype(name: object) -> KVDtype:
-    """The name as it stands.
+    """Return ``name`` if it is a ``KVDtype``.
 
     Raises:
-        ValueError: it is none of ``KVDtype``.
+        ValueError: ``name`` is not a ``KVDtype``.
     """
     for known in get_args(KVDtype):
         if name == known:
@@ -43,13 +43,12 @@ def check_kv_dtype(name: object) -> KVDtype:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KVScales:
-    """What turns a block's int8 keys and values back into numbers.
+    """Scales of a block's int8 keys and values.
 
     Args:
-        keys: per layer ``[K, 1, D]``, float32.
-        values: per layer ``[K, n, 1]``, float32.
-        dtype: the floating-point type of the keys and values that were quantised, in which
-            dequantised ones are given.
+        keys: Scales of the keys per layer, ``[K, 1, D]``, float32.
+        values: Scales of the values per layer, ``[K, n, 1]``, float32.
+        dtype: Dtype of the keys and values before quantisation and after dequantisation.
     """
 
     keys: tuple[Tensor, ...]
@@ -60,17 +59,19 @@ class KVScales:
 def quantise(
     keys: Sequence[Tensor], values: Sequence[Tensor]
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], KVScales]:
-    """A block's keys and values in int8, and their scales.
+    """Quantise a block's keys and values to int8.
 
-    NaN and infinity make the scales that they belong to NaN or infinite, so that whoever refuses
-    such blocks still sees them.
+    NaN and infinity propagate to the scales, so that a later check for finite numbers detects them.
 
     Args:
-        keys: per layer ``[K, n, D]``, of one floating-point type.
-        values: as ``keys``, but for the head size.
+        keys: Keys per layer, ``[K, n, D]``, all of one floating-point dtype.
+        values: Values per layer, shaped like ``keys`` except for the head size.
+
+    Returns:
+        int8 keys, int8 values, and their scales.
 
     Raises:
-        ValueError: several number types, or one that is not floating-point.
+        ValueError: the dtypes differ, or are not floating-point.
     """
     kinds = {states.dtype for states in (*keys, *values)}
     if len(kinds) != 1 or not all(kind.is_floating_point for kind in kinds):
@@ -84,12 +85,12 @@ def quantise(
 
 
 def dequantise(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """``codes * scale``, computed in float32 and rounded once, to ``dtype``."""
+    """``codes * scale``, computed in float32 and rounded once to ``dtype``."""
     return codes.float().mul_(scale).to(dtype)
 
 
 def _quantised(states: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """int8 of the same shape, and scales whose size is 1 along ``dim``."""
+    """int8 tensor of the same shape, and its scales, whose size along ``dim`` is 1."""
     exact = states.float()
     scale = (exact.abs().amax(dim, keepdim=True) / STEPS).clamp_min_(LEAST_SCALE)
     return (exact / scale).round_().to(torch.int8), scale

@@ -1,9 +1,9 @@
-"""Rotary position embeddings: how one layer rotates its keys, and moving keys to other positions.
+"""Rotary position embeddings: how each layer rotates its keys, and how keys move to new positions.
 
-RoPE turns each pair of a key's dimensions by ``position * frequency``, so a key that was computed
-at position ``i`` is the key of position ``o + i`` after one more turn by ``o * frequency``
-(Block-Attention, equation 3). cos and sin are those of unit length: a scaling factor that a model
-puts on its keys (YaRN) is in them already and must not come twice.
+RoPE rotates each pair of a key's dimensions by ``position * frequency``. A further rotation by
+``o * frequency`` therefore moves a key from position ``i`` to position ``o + i`` (Block-Attention,
+equation 3). cos and sin are unscaled: keys already contain a model's scaling factor (YaRN), which
+must not be applied twice.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ Pairing = Literal["half", "interleaved"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RotaryLayout:
-    """Which dimensions of a layer's keys rotate, in which pairs, at which frequencies.
+    """Which dimensions of a layer's keys rotate, in which pairs, and at which frequencies.
 
     Args:
-        frequencies: ``[rotary_dim / 2]`` radians per position, float32. Empty for a layer whose
-            keys hold no position (NoPE). The first ``rotary_dim`` dimensions of a head rotate.
+        frequencies: Radians per position, ``[rotary_dim / 2]``, float32. The first ``rotary_dim``
+            dimensions of a head rotate. Empty for a layer without position embeddings (NoPE).
         pairing: ``"half"`` pairs dimension ``i`` with ``i + rotary_dim / 2`` (Llama, GPT-NeoX);
             ``"interleaved"`` pairs ``2i`` with ``2i + 1`` (GLM, Cohere).
     """
@@ -44,11 +44,11 @@ class RotaryLayout:
         return self.pairing == other.pairing and torch.equal(self.frequencies, other.frequencies)
 
     def cos_sin(self, offsets: int | Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-        """What :func:`rotate` takes: for each rotary dimension the cosine of
-        ``offset * frequency``, and the sine with the sign of the dimension's partner.
+        """cos and sin of ``offset * frequency`` for :func:`rotate`, per rotary dimension.
 
-        Float32 ``[1, rotary_dim]`` for one offset, ``[tokens, rotary_dim]`` for one per token. The
-        angle is formed in float64: in float32 the product loses 2e-3 rad at offset 32768.
+        The sine has the sign by which a dimension's partner enters the rotation. Float32, of shape
+        ``[1, rotary_dim]`` for one offset or ``[tokens, rotary_dim]`` for one offset per token.
+        Angles are computed in float64: in float32, the product is off by 2e-3 rad at offset 32768.
         """
         column = torch.as_tensor(offsets, dtype=torch.float64, device="cpu").reshape(-1, 1)
         angle = column * self.frequencies.to("cpu", torch.float64)
@@ -60,20 +60,21 @@ class RotaryLayout:
 NO_ROTATION = RotaryLayout(torch.empty(0), "half")
 
 Angles = dict[RotaryLayout, tuple[Tensor, Tensor]]
-"""cos and sin of each layout, for :func:`rotate`: there are one or two layouts in a model."""
+"""cos and sin of each layout, for :func:`rotate`. Most models have one or two layouts."""
 
 
 def shift_positions(states: Tensor, offset: int, layout: RotaryLayout) -> Tensor:
-    """Rotated keys (or queries) moved by ``offset`` positions.
+    """Move rotated keys or queries by ``offset`` positions.
 
     Args:
-        states: ``[..., tokens, head_dim]``, any float dtype, rotated for some positions ``p``.
-        offset: positions to add; may be negative.
-        layout: how these states were rotated.
+        states: Keys or queries ``[..., tokens, head_dim]``, any float dtype, rotated for positions
+            ``p``.
+        offset: Number of positions to add; may be negative.
+        layout: Rotary layout of the states.
 
     Returns:
-        Same shape and dtype, as if encoded at ``p + offset``. The rotation is done in float32.
-        Where nothing rotates or ``offset`` is 0 this is ``states`` itself.
+        The states as if encoded at ``p + offset``, in the same shape and dtype, computed in
+        float32. ``states`` itself if ``offset`` is 0 or the layer does not rotate keys.
     """
     if offset == 0 or not layout.rotates:
         return states
@@ -81,9 +82,9 @@ def shift_positions(states: Tensor, offset: int, layout: RotaryLayout) -> Tensor
 
 
 def rotate(states: Tensor, cos: Tensor, sin: Tensor, layout: RotaryLayout) -> Tensor:
-    """Rotate the pairs of dimensions of ``[..., tokens, head_dim]`` by the angle of cos and sin.
+    """Rotate the dimension pairs of ``[..., tokens, head_dim]``.
 
-    ``cos`` and ``sin`` are as from ``cos_sin``, ``[1 or tokens, rotary_dim]``, or anything that
+    ``cos`` and ``sin`` come from ``cos_sin``: ``[1 or tokens, rotary_dim]``, or another shape that
     broadcasts with the states.
     """
     rotary = states[..., : layout.rotary_dim].float()
@@ -95,7 +96,7 @@ def rotate(states: Tensor, cos: Tensor, sin: Tensor, layout: RotaryLayout) -> Te
 
 
 def _partners(states: Tensor, pairing: Pairing) -> Tensor:
-    """Each dimension's partner in its place."""
+    """The states with the two dimensions of each pair swapped."""
     if pairing == "half":
         return states.roll(states.shape[-1] // 2, dims=-1)
     return states.reshape(*states.shape[:-1], states.shape[-1] // 2, 2).flip(-1).flatten(-2)
@@ -108,8 +109,8 @@ def _join(first: Tensor, second: Tensor, pairing: Pairing) -> Tensor:
 
 
 class LayoutFit(NamedTuple):
-    """The best layout for one layer's keys, and its error: the largest deviation of the shifted
-    keys from the keys seen at the later position, relative to the largest key."""
+    """The best layout for one layer's keys, and its error: the largest difference between shifted
+    keys and keys computed at the later position, relative to the largest key."""
 
     layout: RotaryLayout
     error: float
@@ -118,15 +119,15 @@ class LayoutFit(NamedTuple):
 def fit_layout(
     at_zero: Tensor, shifted: Sequence[tuple[int, Tensor]], candidates: Iterable[Tensor]
 ) -> LayoutFit:
-    """Find how a layer rotates its keys from keys that were seen at several positions.
+    """Find a layer's rotary layout from keys computed at several positions.
 
     Args:
-        at_zero: ``[heads, tokens, head_dim]``, keys of a probe at positions 0..tokens-1.
-        shifted: pairs (offset, keys of the same probe at positions offset..).
-        candidates: frequency vectors that the model may use.
+        at_zero: Keys of a probe at positions 0..tokens-1, ``[heads, tokens, head_dim]``.
+        shifted: Pairs of an offset and the same probe's keys at positions from that offset on.
+        candidates: Frequency vectors to try.
 
     Returns:
-        The layout with the smallest error over all offsets, "no rotation" among them.
+        The layout with the smallest error over all offsets. "No rotation" is one candidate.
     """
     layouts = [NO_ROTATION]
     for frequencies in candidates:
@@ -144,6 +145,6 @@ def _misfit(at_zero: Tensor, shifted: Sequence[tuple[int, Tensor]], layout: Rota
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
-    """Largest absolute difference over the largest absolute expected value."""
+    """Largest absolute difference, divided by the largest absolute expected value."""
     scale = expected.abs().max().clamp_min(1e-30)
     return float((found - expected).abs().max() / scale)

@@ -19,7 +19,7 @@ def test_gzip_is_told_by_content_and_a_false_name_is_reported(tmp_path: Path) ->
     (tmp_path / "a.jsonl").write_bytes(gzip.compress(b"1\n"))
     assert list(numbered_lines(tmp_path / "a.jsonl")) == [(1, b"1\n")]
     (tmp_path / "b.jsonl.gz").write_bytes(b"1\n")
-    with pytest.raises(DataError, match=r"b\.jsonl\.gz is named \.gz, but is no gzip file"):
+    with pytest.raises(DataError, match=r"b\.jsonl\.gz is named \.gz, but is not a gzip file"):
         list(numbered_lines(tmp_path / "b.jsonl.gz"))
 
 
@@ -46,8 +46,8 @@ def test_a_byte_order_mark_does_not_count() -> None:
     [
         (b"\xff\xfe", r"not UTF-8 \(byte 0\)"),
         (b"{", "no valid JSON"),
-        (b"[" * 200_000, "nested too deep|no valid JSON"),
-        (b"[" * 200_000 + b"]" * 200_000, "nested too deep"),
+        (b"[" * 200_000, "nested too deeply|no valid JSON"),
+        (b"[" * 200_000 + b"]" * 200_000, "nested too deeply"),
         (b"9" * 5_000, "no valid JSON .*limit"),
     ],
     ids=["bytes", "cut", "open", "deep", "long number"],
