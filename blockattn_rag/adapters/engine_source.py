@@ -1,4 +1,4 @@
-"""Source of an adapter's engine: a ready one, or one that is loaded on first use."""
+"""Source of an adapter's engine: an existing engine, or one that is loaded on first use."""
 
 from __future__ import annotations
 
@@ -30,49 +30,52 @@ logger = logging.getLogger("blockattn_rag")
 
 
 def source_of(llm: Any, expected: str, *others: Any) -> EngineSource:
-    """The source of a component's ``llm=`` argument.
+    """Return the engine source of the LLM that a component received as ``llm=``.
 
     Args:
-        llm: The argument.
-        expected: Name of the class that the argument usually has.
-        others: Arguments that describe a source and exclude ``llm=``.
+        llm: Value of ``llm=``.
+        expected: Class name of the usual value, for the error message.
+        others: Arguments that cannot be combined with ``llm=``.
 
     Raises:
-        ValueError: one of the others is given too.
-        TypeError: the argument is not an LLM of this package.
+        ValueError: One of ``others`` is given too.
+        TypeError: ``llm`` is not an LLM of this package.
     """
     if any(value is not None for value in others):
         raise ValueError("give either llm=, or the model, store and recipe, not both")
     source = getattr(llm, "source", None)
     if not isinstance(source, EngineSource):
         raise TypeError(
-            f"llm= takes the LLM that will answer, such as {expected}(...); found "
+            f"llm= must be the LLM that generates the answers, such as {expected}(...); found "
             f"{type(llm).__name__} {llm!r:.60}. Pass a model's name as model="
         )
     return source
 
 
 class EngineSource:
-    """An engine, or how to load one. Copies of a component share it, and so the weights.
+    """An existing engine, or the arguments for loading one on first use.
+
+    Copies of a component share one source, and therefore the weights.
 
     Args:
-        engine: A ready engine, in place of all other arguments.
+        engine: An existing engine, instead of all other arguments.
         model_name: Name or path of a model, or a loaded transformers model.
-        tokenizer_name: A transformers tokenizer, or its name or path. Default: the model's.
-        kv_store: A store, or an argument of ``store.open_store``, such as a directory or
+        tokenizer_name: A transformers tokenizer, or its name or path. Default: the tokenizer of
+            the model.
+        kv_store: A store, or a location that ``store.open_store`` accepts, such as a directory or
             ``"s3://bucket/kv"``. Default: memory.
         device_map: A torch device, or ``"auto"``.
-        model_kwargs: Further arguments for loading the model, including ``tokenizer``; with
-            ``api_base``, those of ``RemoteEngine``, such as ``timeout_s``.
+        model_kwargs: Further arguments for loading the model, including ``tokenizer``. With
+            ``api_base``: arguments of ``RemoteEngine``, such as ``timeout_s``.
         api_base: Address of a server with the model and the store, such as
             ``"http://gpu:8000/v1"``; ``model_name`` is its name there.
-        api_key: API key of the server. Default: see ``RemoteEngine``. It is neither part of
-            ``fields`` nor pickled: other processes read it from their environment.
+        api_key: API key of the server. Default: see ``RemoteEngine``. The key is neither part of
+            ``fields`` nor pickled. Other processes read it from their environment.
         recipe: How the model runs in block mode; see ``BlockAttentionEngine``.
 
     Raises:
-        ValueError: there is no model or more than one source of it, an argument conflicts with a
-            server or a ready engine, or no recipe is found.
+        ValueError: No model or several models are given, an argument conflicts with a server or an
+            existing engine, or the recipe is not found.
     """
 
     def __init__(
@@ -89,24 +92,24 @@ class EngineSource:
     ) -> None:
         if engine is not None and recipe != AUTO:
             raise ValueError(
-                f"Found recipe={str(recipe)!r} beside engine=, which has its own: make the engine "
-                "with it, BlockAttentionEngine(model, store, recipe=...)."
+                f"Found recipe={str(recipe)!r} and engine=, which has its own recipe. Create the "
+                "engine with the recipe: BlockAttentionEngine(model, store, recipe=...)."
             )
         if recipe != AUTO:
-            known_digests(recipe, None, "")  # raises now if there is none
+            known_digests(recipe, None, "")  # raises early if the recipe does not exist
         has_name = model_name is not None or api_base is not None
         if (engine is None) != has_name:
             raise ValueError(
-                "expected one source of the model: engine=, or model_name= (or model= with "
-                f"tokenizer=) with or without a server's address; found "
+                "expected either engine= or a model: model_name= (or model= with tokenizer=), "
+                f"with or without the address of a server; found "
                 f"{'both' if has_name else 'none'}"
             )
         is_name = isinstance(model_name, (str, Path, type(None)))
         has_device = device_map != "auto" or "device" in (model_kwargs or {})
         if api_base is not None and not (is_name and kv_store is None and not has_device):
             raise ValueError(
-                "a server has its model, device and store itself: with its address, give the "
-                "model's name there, and no kv_store, device or loaded model"
+                "a server has its own model, device and store: with the address of a server, pass "
+                "the name of its model, and no kv_store, device or loaded model"
             )
         self._engine = engine
         self._api_base = api_base
@@ -122,7 +125,7 @@ class EngineSource:
         self._recipe = str(recipe) if isinstance(recipe, Path) else recipe
         self._device_map = device_map
         self._model_kwargs = dict(model_kwargs or {})
-        if "torch_dtype" in self._model_kwargs:  # its name in transformers 4
+        if "torch_dtype" in self._model_kwargs:  # the name of dtype in transformers 4
             self._model_kwargs["dtype"] = self._model_kwargs.pop("torch_dtype")
         self._block_tokenizer: BlockTokenizer | None = None
         self._lock = threading.RLock()
@@ -132,7 +135,7 @@ class EngineSource:
 
     @property
     def live_parts(self) -> list[str]:
-        """Names of arguments that are live objects, which cannot be loaded again by name."""
+        """Names of arguments that are live objects, which another process cannot load by name."""
         live = {
             "engine": self._engine is not None and not (self._model or self._api_base),
             "model": self._model is not None and not isinstance(self._model, str),
@@ -143,7 +146,7 @@ class EngineSource:
         return [name for name, is_live in live.items() if is_live]
 
     def fields(self) -> dict[str, Any]:
-        """Arguments of a source that loads the same again. Live objects are left out."""
+        """Arguments that create an equal source, without live objects."""
         name = self._model if isinstance(self._model, str) else None
         if self._engine is not None and name is None:
             name = self._engine.model.name
@@ -159,7 +162,7 @@ class EngineSource:
         }
 
     def asking_for(self, fields: dict[str, Any]) -> EngineSource:
-        """A source with these fields in place of its own, and the same API key."""
+        """A copy of this source with these fields changed, and the same API key."""
         found = {**self.fields(), **fields}
         if found["recipe"] == str(self._recipe):  # keeps a `Recipe` object
             found["recipe"] = self._recipe
@@ -179,7 +182,10 @@ class EngineSource:
 
     @property
     def lasting_store(self) -> str | None:
-        """Location of a store that other processes can open. None: it ends with this process."""
+        """Location of a store that other processes can open.
+
+        None: the store exists in this process only.
+        """
         if self._api_base is not None:
             return self._api_base
         place = _location(self._kv_store)
@@ -199,8 +205,11 @@ class EngineSource:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What answers depend on besides a component's fields: model and recipe of a ready engine,
-        or the recipes that an engine may find when it is loaded."""
+        """What answers depend on in addition to a component's fields.
+
+        For an existing engine: its model, recipe and KV dtype. Otherwise: the recipes that an
+        engine may find when it is loaded.
+        """
         if "engine" in self.live_parts:
             engine = self.engine
             known = {"fingerprint": engine.model.fingerprint, "recipe": engine.recipe.digest}
@@ -222,7 +231,7 @@ class EngineSource:
         if live := self.live_parts:
             raise pickle.PicklingError(
                 f"this was built from a live {' and '.join(live)}, which cannot be sent to another "
-                "process; pass the name of a model and the directory or address of a store"
+                "process; pass the model by name, and the store as a directory or an address"
             )
         # Sends the store itself, which may have a size limit, and never the API key.
         return partial(EngineSource, **{**self.fields(), "kv_store": self._kv_store}), ()
@@ -258,27 +267,27 @@ class EngineSource:
         return {k: value for k, value in self._model_kwargs.items() if k != "tokenizer"}
 
     def noted(self, prompt: BlockPrompt) -> BlockPrompt:
-        """Return the prompt, which is about to be answered. May log a hint (``ReuseHints``)."""
+        """Return the prompt unchanged. Logs a hint if it cannot reuse passages (``ReuseHints``)."""
         if self._hints is not None:
             self._hints.look_at(prompt)
         return prompt
 
     def string_spans(self, prompt: str, *, parse_special_tokens: bool) -> list[Span]:
-        """A prompt string as spans by origin.
+        """Split a prompt string into spans by origin.
 
         Args:
-            prompt: The string, with block markers around passages.
+            prompt: String with block markers around passages.
             parse_special_tokens: Whether control tokens outside of passages are parsed.
 
         Raises:
-            SegmentationError: control tokens are parsed, and a passage was cut.
+            SegmentationError: Control tokens are parsed, and a passage was cut.
         """
         if parse_special_tokens:
             if holds_orphans(prompt):
                 raise SegmentationError(
                     "found a passage that a text splitter cut, in a prompt whose control tokens "
-                    "are parsed: those of the passage could end the turn. Keep passages whole "
-                    "with configure(llm) or block_query_engine, or use chat messages"
+                    "are parsed: control tokens in the passage could end the turn. Keep passages "
+                    "whole with configure(llm) or block_query_engine, or use chat messages"
                 )
             return content_spans(prompt, "prompt")
         spans = content_spans(prompt, "conversation")
@@ -296,19 +305,22 @@ class EngineSource:
         return spans
 
     def prefetch(self, blocks: Sequence[Block]) -> None:
-        """``engine.prefetch`` if the model is loaded. Loading takes longer than any read."""
+        """Call ``engine.prefetch``, but only if the model is loaded.
+
+        Loading the model would take longer than any read that the prefetch could save.
+        """
         if self._engine is not None:
             self._engine.prefetch(blocks)
 
     async def loaded_engine(self) -> Engine:
-        """``engine`` for event loops, which never load the model."""
+        """``engine`` for event loops: the model is loaded in another thread."""
         if self._engine is not None:
             return self._engine
         return await asyncio.to_thread(lambda: self.engine)
 
     @property
     def tokenizer(self) -> BlockTokenizer:
-        """The model's tokenizer. Loads no weights."""
+        """Tokenizer of the model, available without loading the weights."""
         with self._lock:
             if self._engine is not None or self._api_base is not None:
                 return self.engine.model.tokenizer
@@ -320,7 +332,7 @@ class EngineSource:
 
     @property
     def max_context_tokens(self) -> int:
-        """Context window in tokens, from the model's config or the server. Loads no weights."""
+        """Context window in tokens, from the model's config or the server, without the weights."""
         with self._lock:
             if self._engine is not None or self._api_base is not None:
                 return self.engine.model.max_context_tokens
@@ -329,7 +341,7 @@ class EngineSource:
 
 
 def _location(store: KVStore | str | Path | None) -> str | None:
-    """Directory or address of a store. None: it has none, or there is no store."""
+    """Directory or address of a store. None: there is no store, or it is only in memory."""
     if isinstance(store, (str, Path)):
         return str(store)
     place = getattr(store, "path", None) or getattr(store, "url", None)

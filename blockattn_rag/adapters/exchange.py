@@ -1,6 +1,7 @@
-"""One call to a model, for both frameworks: messages to a prompt, and an answer in steps.
+"""One call to a model, for both frameworks: converts messages to a prompt, and answers in steps.
 
-A framework converts its messages to ``ChatTurn`` and builds its responses from ``Step``.
+Each adapter converts its messages to ``ChatTurn`` objects and builds responses from ``Step``
+objects.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from blockattn_rag.prompts.chat_template import Spans, check_template_kwargs
 
 
 class Model(Protocol):
-    """What a call needs of a framework's model."""
+    """Attributes of a framework's model that a call needs."""
 
     @property
     def source(self) -> EngineSource: ...
@@ -36,16 +37,17 @@ class Model(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ChatTurn:
-    """A chat message in the terms of chat templates.
+    """A chat message with the roles and fields of chat templates.
 
     Args:
         role: ``"system"``, ``"user"``, ``"assistant"``, ``"tool"``, or another role of the
             template.
         text: Text of the message, with block markers around passages.
-        thoughts: Thoughts of an earlier answer. The template decides which ones are shown again.
+        thoughts: Reasoning of an earlier answer. The template decides whether to show it again.
         calls: Tool calls of an earlier answer.
-        result_of: Id of the call whose result this is. None: not a result.
-        tool: Name of the tool whose result this is. Default: that of the call with the id.
+        result_of: Id of the tool call that this message is the result of. None: not a result.
+        tool: Name of the tool that returned the result. Default: the tool of the call
+            ``result_of``.
     """
 
     role: str
@@ -57,13 +59,13 @@ class ChatTurn:
 
 
 def template_messages(turns: Iterable[ChatTurn]) -> list[dict[str, Any]]:
-    """The turns as messages of a chat template: dicts with ``role`` and ``content``.
+    """Convert turns to the messages of chat templates: dicts with ``role`` and ``content``.
 
-    Thoughts are in ``reasoning_content`` and calls in ``tool_calls``. Results have
-    ``tool_call_id`` and the tool's ``name``.
+    Reasoning is in ``reasoning_content``, and tool calls are in ``tool_calls``. Results have a
+    ``tool_call_id`` and the ``name`` of the tool.
     """
     messages: list[dict[str, Any]] = []
-    tools: dict[str, str] = {}  # names of the tools, by the ids of their calls
+    tools: dict[str, str] = {}  # tool names by call id
     for turn in turns:
         message: dict[str, Any] = {"role": turn.role, "content": turn.text}
         if turn.thoughts:
@@ -86,19 +88,19 @@ def template_messages(turns: Iterable[ChatTurn]) -> list[dict[str, Any]]:
 
 
 def tools_of(model: Model, call: Mapping[str, Any]) -> ToolUse | None:
-    """The tools that a call with these options may use; see ``ToolUse.of_call``.
+    """Return the tools that a call with these options may use; see ``ToolUse.of_call``.
 
-    ``tool_calls`` defaults to that of ``generate_kwargs``.
+    The option ``tool_calls`` defaults to its value in ``generate_kwargs``.
 
     Raises:
-        ValueError, TypeError: an option is invalid, or the chat template supports no tools.
+        ValueError, TypeError: An option is invalid, or the chat template supports no tools.
     """
     options = with_default_calls(model.generate_kwargs, call)
     return ToolUse.of_call(options, lambda: model.source.tokenizer.tokenizer, model.model_name)
 
 
 def template_variables(model: Model, given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Variables of the chat template: those of the call over those of ``generate_kwargs``.
+    """Return the chat template's variables. The call's variables override ``generate_kwargs``.
 
     Raises:
         ValueError, TypeError: see ``check_template_kwargs``.
@@ -110,20 +112,20 @@ def template_variables(model: Model, given: Mapping[str, Any] | None) -> dict[st
 def chat_spans(
     model: Model, turns: Iterable[ChatTurn], tools: ToolUse | None, variables: Mapping[str, Any]
 ) -> Spans:
-    """The prompt of a conversation in the model's chat template, as spans by origin."""
+    """Format a conversation with the model's chat template, as spans by origin."""
     tokenizer = model.source.tokenizer.tokenizer
     return prompt_spans(tokenizer, template_messages(turns), tools, **variables)
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What a complete answer says, or the next chunk of a stream.
+    """A complete answer, or the next chunk of a stream.
 
     Args:
         output: Output of the engine.
-        thoughts: New thoughts.
+        thoughts: New reasoning text.
         pieces: New text and tool calls.
-        first_call: Number of calls, invalid ones included, in earlier steps.
+        first_call: Number of valid and invalid tool calls in earlier steps.
     """
 
     output: Generation | GenerationChunk
@@ -139,22 +141,22 @@ class Step:
 
     @property
     def text(self) -> str:
-        """New text, without calls."""
+        """New text, without tool calls."""
         return ReadAnswer.of(self.pieces).text
 
     @property
     def calls(self) -> list[ToolCall | InvalidToolCall]:
-        """New calls."""
+        """New tool calls."""
         return [piece for piece in self.pieces if not isinstance(piece, str)]
 
 
 class Exchange:
-    """One call to a model: answers its prompt, and splits the answer into thoughts, text and calls.
+    """One call to a model. Splits the answer into reasoning, text and tool calls.
 
     Args:
         source: Source of the engine.
-        make_prompt: Returns the prompt. Event loops call it in another thread.
-        options: Options of the engine, with those of ``ToolUse.engine_options`` if there are tools.
+        make_prompt: Function that returns the prompt. Async methods call it in another thread.
+        options: Options of the engine, including ``ToolUse.engine_options`` if there are tools.
     """
 
     def __init__(
@@ -171,7 +173,7 @@ class Exchange:
         self._num_calls = 0
 
     def prompt(self) -> BlockPrompt:
-        """Make the prompt, which is about to be answered."""
+        """Make the prompt. Logs a hint if it cannot reuse passages."""
         prompt = self._make_prompt()
         at_once = has_no_thoughts(self.options)
         tokenizer = self._source.tokenizer.tokenizer
@@ -179,7 +181,7 @@ class Exchange:
         return self._source.noted(prompt)
 
     def answer(self, group: Group | None = None) -> Step:
-        """The complete answer.
+        """Generate the complete answer.
 
         Args:
             group: Concurrent calls that share a batch with this one.
@@ -190,12 +192,12 @@ class Exchange:
         return self._read(engine.submit(prompt, group=group, **self.options).result())
 
     async def aanswer(self, group: Group | None = None) -> Step:
-        """``answer`` for event loops, which neither load the model nor make the prompt."""
+        """``answer`` for event loops: another thread loads the model and makes the prompt."""
         engine = await self._source.loaded_engine()
         return self._read(await engine.agenerate(self.prompt, group=group, **self.options))
 
     def stream(self) -> Generator[Step, None, None]:
-        """The steps of the answer. Closing the generator stops the answer."""
+        """Yield the steps of the answer. Closing the generator stops the generation."""
         prompt = self.prompt()
         with closing(self._source.engine.stream(prompt, **self.options)) as chunks:
             yield from map(self._read, chunks)

@@ -1,8 +1,8 @@
-"""Handles in the metadata of a vector store: written at ingestion, read by ``gc``.
+"""Handles in the metadata of a vector store. Ingestion writes them, and ``gc`` reads them.
 
-A stored handle may be stale: vector stores replace texts and keep old metadata (Chroma's ``upsert``
-merges). A passage may therefore also have a digest of its text and metadata (``DIGEST_KEY``). If
-the digest differs, the handle belongs to an earlier text.
+A stored handle may be stale, because some vector stores keep old metadata when they replace a text
+(Chroma's ``upsert`` merges metadata). A passage may therefore also have a digest of its text and
+metadata (``DIGEST_KEY``). If the digest differs, the handle belongs to an earlier text.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ HANDLE_KEY = "kv_handle"
 """Metadata key of a passage's handle."""
 
 DIGEST_KEY = "kv_source"
-"""Metadata key of the digest of the values that the handle was made from; see ``digest_of``."""
+"""Metadata key of the digest of the values that the handle depends on; see ``digest_of``."""
 
 TEXT_VARIABLE = "page_content"
 
@@ -24,7 +24,7 @@ _PAGE = 1000
 
 
 def digest_of(inputs: Mapping[str, Any]) -> str:
-    """Digest of the values that a passage's text was formatted from, and their names.
+    """Digest of the names and values that a passage's text was formatted from.
 
     Args:
         inputs: ``page_content`` and metadata values, by name.
@@ -35,15 +35,15 @@ def digest_of(inputs: Mapping[str, Any]) -> str:
 
 
 def live_handles(places: Iterable[Any]) -> set[str]:
-    """Handles of passages in a vector store, which ``gc`` must keep.
+    """Collect the handles of passages in a vector store. ``gc`` must keep these passages.
 
-    Excludes stale handles, whose digest differs from that of the passage's text and metadata.
+    Excludes stale handles: their digest does not match the passage's text and metadata.
 
     Args:
-        places: Chroma collections, LangChain documents, LlamaIndex nodes, or metadata as a mapping.
+        places: Chroma collections, LangChain documents, LlamaIndex nodes, or metadata mappings.
 
     Raises:
-        TypeError: an item has another type.
+        TypeError: An item has another type.
 
     Example::
 
@@ -53,7 +53,7 @@ def live_handles(places: Iterable[Any]) -> set[str]:
 
 
 def handles_in(places: Iterable[Any]) -> Iterator[str]:
-    """``live_handles`` as an iterator, which may repeat handles."""
+    """Iterate over the handles of ``live_handles``. Handles may repeat."""
     for place in places:
         for metadata, text in _records(place):
             handle = metadata.get(HANDLE_KEY) if metadata else None
@@ -63,10 +63,10 @@ def handles_in(places: Iterable[Any]) -> Iterator[str]:
 
 
 def _records(place: Any) -> Iterable[tuple[Any, ...]]:
-    """Metadata and text of passages. None: the text is unknown."""
+    """Metadata and text of each passage. A text of None is unknown."""
     if isinstance(place, Mapping):
         return [(place, None)]
-    # Comes before the check of ``metadata``, because a collection has some of its own.
+    # Must precede the check of ``metadata``, because collections have metadata too.
     if hasattr(place, "count") and hasattr(place, "get"):
         return records_of(place, "metadatas", "documents")
     if isinstance(metadata := getattr(place, "metadata", None), Mapping):
@@ -78,7 +78,7 @@ def _records(place: Any) -> Iterable[tuple[Any, ...]]:
 
 
 def records_of(collection: Any, *fields: str) -> Iterator[tuple[Any, ...]]:
-    """These fields of all records of a Chroma collection, read in pages."""
+    """Read the given fields of all records in a Chroma collection, page by page."""
     for offset in range(0, collection.count(), _PAGE):
         page = collection.get(limit=_PAGE, offset=offset, include=list(fields))
         yield from zip(*(page[name] for name in fields), strict=True)
@@ -88,7 +88,7 @@ def _agrees(metadata: Mapping[str, Any], text: str | None) -> bool:
     if (source := metadata.get(DIGEST_KEY)) is None:
         return True
     names = str(source).partition(":")[0].split(",")
-    if text is None and TEXT_VARIABLE in names:  # cannot be checked
+    if text is None and TEXT_VARIABLE in names:  # the digest cannot be checked without the text
         return True
     inputs = {TEXT_VARIABLE: text, **metadata}
     # The digest includes the names, so it differs if a value is missing.

@@ -1,4 +1,4 @@
-"""Embedding vectors of hashed words, for demos and tests without a download."""
+"""Embeddings from hashed words, for demos and tests that download no model."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 @cache
 def _vectorizers(dimensions: int) -> tuple[HashingVectorizer, HashingVectorizer]:
-    """Vectorizers of words, and of word pieces, which match inflected words too."""
-    from sklearn.feature_extraction.text import HashingVectorizer  # takes a second to import
+    """Vectorizers of words and of word pieces. Word pieces also match inflected words."""
+    from sklearn.feature_extraction.text import HashingVectorizer  # the import takes a second
 
     words = HashingVectorizer(n_features=dimensions, stop_words="english", norm="l2")
     pieces = HashingVectorizer(
@@ -31,7 +31,7 @@ def hashed_vectors(texts: Sequence[str], dimensions: int) -> list[list[float]]:
     """
     words, pieces = (vectorizer.transform(texts) for vectorizer in _vectorizers(dimensions))
     vectors = (words + 0.5 * pieces).toarray()
-    # Texts without any word have no direction of their own, so they share one.
+    # A text without words would have a zero vector, so all such texts share one unit vector.
     vectors[~vectors.any(axis=1), 0] = 1.0
     unit: list[list[float]] = (vectors / np.linalg.norm(vectors, axis=1, keepdims=True)).tolist()
     return unit

@@ -1,4 +1,4 @@
-"""Hints for pipelines that could reuse more than they do, each logged once per model."""
+"""Hints for pipelines that miss reuse. Each hint is logged once per model."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ logger = logging.getLogger("blockattn_rag")
 
 _UNMARKED_PROMPTS = 3
 _MOST_HEADS = 1000
-_LONG_PROMPT = 200  # characters; shorter prompts have no passages
-_NEW_HEADS = 5  # consecutive, because an application may alternate between prompt templates
+_LONG_PROMPT = 200  # characters; a shorter prompt is assumed to have no passages
+_NEW_HEADS = 5  # consecutive prompts, because an application may alternate between templates
 
 
 class ReuseHints:
     """Warns when the prompts of a model with a store cannot reuse passages.
 
-    Without markers, or with the question before the passages, answers are still correct, so the
-    lost reuse would go unnoticed.
+    Answers stay correct without markers, or with the question before the passages. Without a
+    warning, the lost reuse would go unnoticed.
     """
 
     def __init__(self) -> None:
@@ -29,15 +29,15 @@ class ReuseHints:
         self._told_of_heads = False
 
     def look_at(self, prompt: BlockPrompt) -> None:
-        """Inspect a prompt that is about to be answered."""
+        """Check a prompt before it is answered."""
         marked = any(block.is_passage for block in prompt.context)
         self._any_marked |= marked
         if not self._any_marked and len(prompt.text) >= _LONG_PROMPT:
             self._unmarked += 1
             if self._unmarked == _UNMARKED_PROMPTS:
                 logger.warning(
-                    "none of the last %d prompts had a marked passage, so no passage of the store "
-                    "can be reused. LlamaIndex: put BlockKVPostprocessor() last in "
+                    "none of the last %d prompts had a marked passage, so no stored passage can "
+                    "be reused. LlamaIndex: put BlockKVPostprocessor() last in "
                     "node_postprocessors, call configure(llm) so that passages are not cut, and "
                     "use BlockCitationQueryEngine for citations. "
                     "LangChain: format documents with format_blocks or BlockDocumentPrompt",
@@ -47,7 +47,7 @@ class ReuseHints:
             self._look_at_head(prompt.context[0])
 
     def _look_at_head(self, head: Block) -> None:
-        """``head``: the first block of a prompt with passages."""
+        """Check ``head``, the first block of a prompt with passages."""
         is_new = head.origin == "conversation" and head.handle not in self._heads
         self._new_heads = self._new_heads + 1 if is_new else 0
         if is_new and len(self._heads) < _MOST_HEADS:

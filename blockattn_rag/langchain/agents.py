@@ -1,4 +1,4 @@
-"""Agents over cached passages: a retriever's tool, and retrieval before the model is called."""
+"""Agents over cached passages: a retrieval tool, and retrieval before the first model call."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ CONDENSE_PROMPT = (
 )
 
 
-# LangGraph streams the tokens of an agent's models, except of those with this tag. A condensed
-# question is not part of the answer.
+# LangGraph streams the tokens of all models in an agent, except models with this tag. A condensed
+# question is not part of the answer, so it must not be streamed.
 _UNSEEN = RunnableConfig(tags=["nostream"])
 
 
@@ -40,14 +40,14 @@ class _Query(BaseModel):
 
 
 def _runnable(given: Any, what: str, hint: str) -> Any:
-    """The object, if it has ``invoke``. Raises TypeError with a hint at what to pass instead."""
+    """Return the object if it has ``invoke``; otherwise raise a TypeError with a hint."""
     if hasattr(given, "invoke"):
         return given
     raise TypeError(f"expected {what}, found {type(given).__name__}; pass {hint}")
 
 
 class _Lookup:
-    """Retrieves documents: the text of marked passages, and the documents with handles."""
+    """Retrieves documents. Returns the text with marked passages, and documents with handles."""
 
     def __init__(
         self, retriever: BaseRetriever, document_prompt: BasePromptTemplate[str] | None
@@ -73,22 +73,22 @@ def block_retriever_tool(
     *,
     document_prompt: BasePromptTemplate[str] | None = None,
 ) -> BaseTool:
-    """A retrieval tool for agents and graphs whose model reuses passages.
+    """Create a retrieval tool for agents and graphs whose model reuses passages.
 
     Like LangChain's ``create_retriever_tool``, but its results have block markers around passages,
-    so passages stay blocks in later turns and in other prompts of a graph. The documents, with
-    their handles, are the ``artifact`` of the message. Remove the markers for other models and user
-    interfaces (``without_markers``).
+    so passages stay blocks in later turns and in other prompts of a graph. The ``artifact`` of the
+    tool message contains the documents with their handles. Remove the markers for other models and
+    user interfaces (``without_markers``).
 
     Args:
-        retriever: The retriever.
+        retriever: Retriever of the passages.
         name: Name of the tool.
         description: Description of the tool for the model.
-        document_prompt: Formats one document; must be that of ``BlockKVTransformer``. Default: its
-            ``page_content``.
+        document_prompt: Prompt that formats one document. ``BlockKVTransformer`` must use the same
+            prompt. Default: the document's ``page_content``.
 
     Raises:
-        TypeError: ``retriever`` is not a retriever but, for example, a vector store.
+        TypeError: ``retriever`` is not a retriever, but for example a vector store.
     """
     lookup = _Lookup(retriever, document_prompt)
 
@@ -111,20 +111,21 @@ def block_retriever_tool(
 class RetrieveFirst(AgentMiddleware[Any, Any]):
     """Agent middleware that retrieves passages for each question before the model is called.
 
-    For models that do not call tools, such as small ones, and for questions that always need
-    passages: the model's first call is the answer. The history has the retrieval as a tool call and
-    its result, so later turns reuse the passages.
+    Use it for models that cannot call tools, such as small models, and for questions that always
+    need passages: the first model call already produces the answer. The retrieval is added to the
+    history as a tool call with its result, so later turns reuse the passages.
 
     Args:
-        retriever: The retriever.
+        retriever: Retriever of the passages.
         name: Name of the tool in the history.
         document_prompt: See ``block_retriever_tool``.
-        condense: Chat model that rewrites follow-up questions so that they can be understood alone.
-            Default: questions are looked up unchanged.
-        condense_prompt: Prompt of that model, with ``{history}`` and ``{question}``.
+        condense: Chat model that rewrites follow-up questions as standalone questions. Default:
+            questions are looked up unchanged.
+        condense_prompt: Prompt for the model ``condense``, with ``{history}`` and ``{question}``.
 
     Raises:
-        ValueError: ``condense_prompt`` lacks one of the two names, or has others in braces.
+        ValueError: ``condense_prompt`` lacks ``{history}`` or ``{question}``, or has other names in
+            braces.
         TypeError: ``retriever`` or ``condense`` has another type, such as a vector store or a name.
 
     Example::
@@ -158,7 +159,7 @@ class RetrieveFirst(AgentMiddleware[Any, Any]):
         self._condense_prompt = condense_prompt
 
     def before_agent(self, state: Any, runtime: Any) -> dict[str, Any] | None:
-        """The messages of a retrieval, if the last message is a question."""
+        """Retrieve passages if the last message is a question. Returns the messages to add."""
         if (question := _question(messages := state["messages"])) is None:
             return None
         if prompt := self._condensing(messages, question):
@@ -191,14 +192,14 @@ class RetrieveFirst(AgentMiddleware[Any, Any]):
 
 
 def _question(messages: Sequence[BaseMessage]) -> str | None:
-    """The question that the agent must answer now. None: the last message is none."""
+    """The question that the agent must answer. None: the last message is not a question."""
     last = messages[-1] if messages else None
     text = last.text if isinstance(last, HumanMessage) else ""
     return text if text.strip() else None
 
 
 def _line(message: BaseMessage) -> str:
-    """A message as a line of the history. Empty for retrievals."""
+    """Format a message as a line of the history. Empty for retrievals."""
     text = strip_markers(message.text).strip()
     if isinstance(message, HumanMessage):
         return f"Human: {text}"

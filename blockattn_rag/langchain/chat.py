@@ -43,28 +43,29 @@ Configs = RunnableConfig | list[RunnableConfig] | None
 class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
     """A transformers chat model that answers from cached passages.
 
-    Passages between block markers (``BlockDocumentPrompt``, ``format_blocks``), or text parts with
-    a ``kv_handle``, are looked up in the KV store by the digest of their text, and computed on a
-    miss. The rest of the prompt is ordinary text. The model is loaded on first use.
+    Passages are marked by block markers (``BlockDocumentPrompt``, ``format_blocks``), or are text
+    parts with a ``kv_handle``. The model looks them up in the KV store by the digest of their text,
+    and computes them on a miss. The rest of the prompt is ordinary text. The model is loaded on
+    first use.
 
     For the arguments see ``EngineFields`` (model, store) and ``GenerationFields`` (answers). Calls
-    take ``stop``, ``max_tokens``, ``temperature``, ``top_p``, ``top_k``, ``seed``, ``mode``,
+    accept ``stop``, ``max_tokens``, ``temperature``, ``top_p``, ``top_k``, ``seed``, ``mode``,
     ``recipe`` (for comparisons), ``chat_template_kwargs`` and the arguments of transformers'
-    ``generate``. Other arguments raise. For tools see ``bind_tools``.
+    ``generate``. Other arguments raise an error. For tools see ``bind_tools``.
 
-    ``chat_template_kwargs``, of a call or of ``generate_kwargs``, are variables of the chat
-    template, such as ``enable_thinking``. Their values become text of the template, so never take
-    them from users.
+    ``chat_template_kwargs``, in a call or in ``generate_kwargs``, are variables of the chat
+    template, such as ``enable_thinking``. The template inserts their values into the prompt as
+    trusted text, so never take them from users.
 
-    Thoughts of models whose chat template marks them by ``<think>`` are in
-    ``additional_kwargs["reasoning_content"]``, and a ``reasoning`` block of ``content_blocks``.
+    If the chat template marks reasoning with ``<think>``, the reasoning is returned in
+    ``additional_kwargs["reasoning_content"]`` and as a ``reasoning`` block of ``content_blocks``.
 
-    ``usage_metadata["input_token_details"]`` has the prompt tokens that came from the store
-    (``cache_read``) and that were computed (``cache_creation``);
-    ``response_metadata["block_attention"]`` has blocks, tokens and seconds.
+    ``usage_metadata["input_token_details"]`` counts the prompt tokens that were read from the store
+    (``cache_read``) and the prompt tokens that were computed (``cache_creation``).
+    ``response_metadata["block_attention"]`` reports blocks, tokens and seconds.
 
     Raises:
-        ContextOverflowError: (from a call) the prompt does not fit in the context window.
+        ContextOverflowError: Raised by calls if the prompt does not fit in the context window.
 
     Example::
 
@@ -89,7 +90,10 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
         pipeline_kwargs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> ChatBlockAttention:
-        """``from_model_id`` of langchain-huggingface; ``kwargs`` are constructor arguments."""
+        """Create a chat model with the arguments of ``from_model_id`` in langchain-huggingface.
+
+        ``kwargs`` are further constructor arguments.
+        """
         if task != "text-generation":
             raise ValueError(f"task must be 'text-generation', found {task!r}")
         if isinstance(device, int):
@@ -126,15 +130,16 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
         """Bind tools that the model may call; see ``docs/guides/agents.md``.
 
         Args:
-            tools: Functions, pydantic classes, OpenAI's tool definitions, or LangChain tools.
-            tool_choice: ``"auto"``: the model may call tools. ``"any"``, ``"required"`` or True: it
-                must call one. A tool's name: it must call that one. ``"none"``: it must not call
-                any. Required calls are enforced by a grammar, which needs the extra
-                ``structured``. Default: ``"auto"``.
-            parallel_tool_calls: False allows at most one call.
+            tools: Functions, pydantic classes, OpenAI tool definitions, or LangChain tools.
+            tool_choice: ``"auto"``: the model may call tools. ``"any"``, ``"required"`` or True:
+                the model must call a tool. A tool's name: the model must call this tool.
+                ``"none"``: the model must not call a tool. Required calls are enforced by a
+                grammar, which needs the extra ``structured``. Default: ``"auto"``.
+            parallel_tool_calls: False allows at most one call per answer.
             strict: Value of ``strict`` in the tool definitions.
-            kwargs: Further options of calls. With ``tool_calls="constrained"`` a grammar decides
-                between text and calls from the first token on, which needs ``structured``.
+            kwargs: Further options of calls. With ``tool_calls="constrained"``, a grammar
+                constrains the answer to either text or valid calls from its first token on. It
+                needs the extra ``structured``.
 
         Raises:
             ValueError: The chat template supports no tools and no call is required, or
@@ -146,7 +151,7 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
             choice = {"type": "function", "function": {"name": choice}}
         bound = {"tool_choice": choice, "parallel_tool_calls": parallel_tool_calls}
         bound = {name: value for name, value in bound.items() if value is not None}
-        tools_of(self, {**kwargs, "tools": definitions, **bound})  # validates them now
+        tools_of(self, {**kwargs, "tools": definitions, **bound})  # raises if an option is invalid
         return self.bind(tools=definitions, **bound, **kwargs)
 
     def with_structured_output(
@@ -158,26 +163,26 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
         strict: bool | None = None,
         **kwargs: Any,
     ) -> Runnable[LanguageModelInput, Any]:
-        """A model that answers with objects of a schema, enforced by a grammar.
+        """Return a model that answers with objects of a schema. A grammar enforces the schema.
 
-        The model does not see the schema, except with ``"function_calling"``, so describe the
-        fields in the prompt. Streams return partial objects, or complete tool arguments.
+        The prompt does not include the schema, except with ``"function_calling"``, so describe the
+        fields in the prompt. Streams yield partial objects, or complete tool arguments.
 
         Args:
-            schema: A pydantic class, whose objects are returned, or a TypedDict, JSON schema or
-                OpenAI tool, for which dicts are returned.
+            schema: A pydantic class, to return its objects, or a TypedDict, JSON schema or OpenAI
+                tool, to return dicts.
             method: ``"json_schema"``: the answer is the object. ``"json_mode"``: the same, but the
-                schema is optional. ``"function_calling"``: the object is the arguments of a tool
-                that the model must call, if the chat template supports tools; otherwise the same
+                schema is optional. ``"function_calling"``: the model must call a tool, whose
+                arguments are the object. If the chat template supports no tools, this is the same
                 as ``"json_schema"``.
             include_raw: Whether to return ``{"raw": message, "parsed": object, "parsing_error":
                 error}``.
-            strict: Value of ``strict`` for a server. Answers follow the schema in any case.
+            strict: Value of ``strict`` for a server. Answers follow the schema with any value.
             kwargs: Not used.
 
         Raises:
-            IncompleteAnswerError: (from a call) The answer was cut.
-            GrammarError: (from a call) The schema cannot be compiled.
+            IncompleteAnswerError: Raised by calls if the answer was cut.
+            GrammarError: Raised by calls if the schema cannot be compiled.
             TypeError: An argument is unknown.
         """
         check_known(type(self), kwargs, ["schema", "method", "include_raw", "strict"])
@@ -203,12 +208,13 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
         Args:
             messages: Messages of a conversation.
             tools: See ``bind_tools``.
-            chat_template_kwargs: Variables of the chat template, in addition to those of
+            chat_template_kwargs: Variables of the chat template, in addition to the variables in
                 ``generate_kwargs``.
 
         Raises:
-            ValueError: There is no chat template, it does not read one of ``chat_template_kwargs``
-                or supports no tools, or a message has content that is not text.
+            ValueError: The model has no chat template, the template ignores one of
+                ``chat_template_kwargs`` or supports no tools, or a message has content that is not
+                text.
         """
         definitions = [convert_to_openai_tool(tool) for tool in tools or ()]
         tools_in_use = tools_of(self, {"tools": definitions})
@@ -223,7 +229,7 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
         if not has_chat_template(self.source.tokenizer.tokenizer):
             raise ValueError(
                 f"the tokenizer of {self.model_name} has no chat template; set its chat_template, "
-                "or use BlockAttentionLLM for prompts that are strings"
+                "or use BlockAttentionLLM for string prompts"
             )
         variables = template_variables(self, chat_template_kwargs)
         spans = chat_spans(self, chat_turns(messages), tools, variables)
@@ -236,7 +242,7 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
         return tools.engine_options(self.source.tokenizer.tokenizer, options)
 
     def get_token_ids(self, text: str) -> list[int]:
-        """Token ids of a text without markers and BOS."""
+        """Token ids of a text, without block markers and BOS."""
         if self.custom_get_token_ids is not None:
             return self.custom_get_token_ids(text)
         return self.source.tokenizer.text_ids(strip_markers(text))
@@ -244,7 +250,7 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
     def get_num_tokens_from_messages(
         self, messages: Sequence[BaseMessage], tools: Sequence[Any] | None = None
     ) -> int:
-        """Number of tokens of the prompt with these messages and tools."""
+        """Number of tokens in the prompt for these messages and tools."""
         return len(self.source.tokenizer.prompt_ids(self.to_prompt(messages, tools=tools)).flat)
 
     def _generate(
@@ -268,7 +274,7 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
         return chat_result(await exchange.aanswer(self._group_of(exchange)), self.model_name)
 
     def _group_of(self, exchange: Exchange) -> Group | None:
-        """The batch that the call belongs to."""
+        """The batch that the call belongs to, if any."""
         return Group.of_this_call((self.source, exchange.options))
 
     def _exchange(self, given: Any, stop: list[str] | None, call: dict[str, Any]) -> Exchange:
@@ -288,11 +294,11 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
         return_exceptions: bool = False,
         **kwargs: Any,
     ) -> list[AIMessage]:
-        """Answer several inputs. Concurrent ones share each forward pass of the model.
+        """Answer several inputs. Concurrent inputs share each forward pass of the model.
 
-        Every input keeps its own config, callbacks, cache lookup and error. ``max_concurrency`` of
-        the config limits the batch (default: 16). Inputs with a ``seed`` are answered one by one,
-        so that the answers are those of single calls.
+        Every input keeps its own config, callbacks, cache lookup and error. ``max_concurrency`` in
+        the config limits the batch size (default: 16). Inputs with a ``seed`` are answered one by
+        one, so that the answers equal those of single calls.
         """
         at_once = _at_once(inputs, config)
         batch = super().batch
@@ -308,7 +314,7 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
             try:
                 return list(executor.map(answer, inputs, configs))
             except BaseException:
-                group.dissolve()  # because the other calls never begin
+                group.dissolve()  # the remaining calls of the batch will not start
                 raise
 
     async def abatch(
@@ -335,7 +341,7 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
         return await gather_with_concurrency(at_once, *answers)
 
     def _group(self, calls: int, at_once: int, call: dict[str, Any]) -> Group | None:
-        """The group of concurrent calls. None: they are answered one by one."""
+        """The group for concurrent calls. None: the calls are answered one by one."""
         own = {name: value for name, value in call.items() if name != "stop"}
         options = self.engine_options(call.get("stop"), own)
         if at_once < 2 or options.get("seed") is not None:
@@ -352,7 +358,7 @@ def _at_once(inputs: list[LanguageModelInput], config: Configs) -> int:
 class SourceProfile(Mapping[str, Any]):
     """Profile of a model, read from its config and tokenizer on first use.
 
-    The constructor of a chat model, which sets the profile, must not read files.
+    It is lazy because the constructor of a chat model sets the profile, and must not read files.
     """
 
     def __init__(self, source: EngineSource) -> None:
@@ -391,7 +397,7 @@ class SourceProfile(Mapping[str, Any]):
         return len(self._known)
 
     def __bool__(self) -> bool:
-        return True  # without reading files
+        return True  # the default would read files for the length
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({dict(self)})"

@@ -24,12 +24,12 @@ class BlockAttentionLLM(GenerationFields, BaseLLM):  # type: ignore[misc]
     """A transformers model that completes prompt strings and reuses their marked passages.
 
     Applies no chat template. For the arguments see ``EngineFields`` and ``GenerationFields``. The
-    prompts of one ``generate`` or ``batch`` share each forward of the model. Figures of an answer
-    are in its ``generation_info``.
+    prompts of one ``generate`` or ``batch`` call share each forward pass of the model. An answer's
+    ``generation_info`` reports what was reused.
 
-    ``parse_special_tokens=True``, of a call or of ``generate_kwargs``, parses control tokens in the
-    prompt, outside of passages, for prompt templates that write them. Questions in the prompt can
-    then write them too.
+    ``parse_special_tokens=True``, in a call or in ``generate_kwargs``, parses control tokens in the
+    prompt, outside of passages. It is for prompt templates that contain control tokens. Control
+    tokens in a user's question are then parsed too.
     """
 
     prompt_options: ClassVar[tuple[str, ...]] = ("parse_special_tokens",)
@@ -45,9 +45,9 @@ class BlockAttentionLLM(GenerationFields, BaseLLM):  # type: ignore[misc]
         """Convert a prompt to blocks.
 
         Args:
-            prompt: A string.
-            parse_special_tokens: Whether to parse control tokens in it. Default: that of
-                ``generate_kwargs``, or False.
+            prompt: Prompt with block markers around passages.
+            parse_special_tokens: Whether to parse control tokens in the prompt. Default: the value
+                in ``generate_kwargs``, or False.
         """
         return BlockPrompt.from_spans(
             self._spans(prompt, parse_special_tokens), self.block_template
@@ -59,7 +59,7 @@ class BlockAttentionLLM(GenerationFields, BaseLLM):  # type: ignore[misc]
         return self.source.string_spans(prompt, parse_special_tokens=parse_special_tokens)
 
     def get_token_ids(self, text: str) -> list[int]:
-        """Token ids of a text without markers and BOS."""
+        """Token ids of a text, without block markers and BOS."""
         if self.custom_get_token_ids is not None:
             return self.custom_get_token_ids(text)
         return self.source.tokenizer.final_ids(self._spans(text, None), first=False)
@@ -89,7 +89,7 @@ class BlockAttentionLLM(GenerationFields, BaseLLM):  # type: ignore[misc]
             steps = await asyncio.gather(*tasks)
             return self._result([step.generation for step in steps if step.generation])
         finally:
-            for task in tasks:  # the others, if one failed
+            for task in tasks:  # if one failed, cancels the others
                 task.cancel()
 
     def _exchange(self, given: Any, stop: list[str] | None, call: dict[str, Any]) -> Exchange:

@@ -27,19 +27,19 @@ _WARMER = ThreadPoolExecutor(1, thread_name_prefix="blockattn-warm")
 class BlockKVCompressor(BaseDocumentCompressor):
     """Gives each retrieved document the handle of its current text.
 
-    For ``ContextualCompressionRetriever``. Neither removes nor shortens documents. Stale handles
-    are replaced and logged. Answers are correct either way, but a stale handle has one of two
-    causes. If the text was replaced in the vector store without ingestion, ``store gc`` uses wrong
-    handles. If a step before this one shortens documents, their text differs for every question and
-    is never reused.
+    For ``ContextualCompressionRetriever``. Returns all documents, with their full text. Stale
+    handles are replaced and logged. Answers are correct either way, but a stale handle has one of
+    two causes. If the text was replaced in the vector store without ingestion, ``store gc`` uses
+    wrong handles. If an earlier step shortens documents, their text differs for every question, so
+    their KV is never reused.
 
     Args:
-        document_prompt: Formats one document; must be that of the chain. Default: its
-            ``page_content``.
-        llm: The chat model, or another component with its model and store. If given, stored
-            documents are read into memory in the background. Useful if other steps follow (a
-            reranker, a tool, a second retriever), so put this step first.
-        warm: Whether to also encode documents that are not stored; needs ``llm``.
+        document_prompt: Prompt that formats one document. The chain must use the same prompt.
+            Default: the document's ``page_content``.
+        llm: The chat model, or another component with the same model and store. If given, stored
+            documents are read into memory in the background. This saves time if other steps follow
+            (a reranker, a tool, a second retriever), so put this step first.
+        warm: Whether to also encode documents that are not stored. Needs ``llm``.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
@@ -63,7 +63,7 @@ class BlockKVCompressor(BaseDocumentCompressor):
     def compress_documents(
         self, documents: Sequence[Document], query: str, callbacks: Callbacks | None = None
     ) -> list[Document]:
-        """Copies of the documents with current handles."""
+        """Return copies of the documents with current handles."""
         stamped = [self.document_prompt.stamp(document) for document in documents]
         stale = sum(
             HANDLE_KEY in old.metadata and old.metadata[HANDLE_KEY] != new.metadata.get(HANDLE_KEY)
@@ -71,7 +71,7 @@ class BlockKVCompressor(BaseDocumentCompressor):
         )
         if stale:
             logger.warning(
-                "%d of %d retrieved documents have another text than the one that was ingested, "
+                "the text of %d of %d retrieved documents differs from the ingested text, "
                 "so their KV is recomputed. If a previous step shortens or rewrites documents, use "
                 "a filter or reranker that keeps them whole. Otherwise, their text was replaced in "
                 "the vector store: pass changed documents through BlockKVTransformer before "
@@ -88,13 +88,16 @@ class BlockKVCompressor(BaseDocumentCompressor):
         return stamped
 
     def wait_until_warm(self, timeout_s: float | None = None) -> EncodeStats | None:
-        """Wait until documents are encoded (``warm``). Returns the figures, or None without a call.
+        """Wait until ``warm=True`` has encoded the documents of the last call.
 
         Args:
             timeout_s: Maximum seconds to wait. Default: no limit.
 
+        Returns:
+            Statistics of the encoding, or None if no call was made.
+
         Raises:
-            TimeoutError: it took longer.
+            TimeoutError: Encoding took longer than ``timeout_s``.
         """
         return None if self._warming is None else self._warming.result(timeout_s)
 
@@ -108,6 +111,6 @@ def _warm(llm: EngineFields, blocks: list[Block]) -> EncodeStats:
     try:
         return llm.engine.precompute(blocks)
     except Exception as error:
-        # Logged because callers need not wait: the answer computes missing blocks anyway.
+        # Logged, not raised, because the answer computes missing blocks anyway.
         logger.warning("warming the KV store failed: %s", error)
         raise

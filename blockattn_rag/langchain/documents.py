@@ -1,4 +1,4 @@
-"""Documents as blocks: their canonical text, their handle, and the prompt that marks them."""
+"""Documents as blocks: the canonical text, the handle, and the prompt that adds block markers."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class BlockDocumentPrompt(StringPromptTemplate):
     ``create_retriever_tool``. Retrieved documents are not changed.
 
     Args:
-        document_prompt: Formats one document. Surrounding white space is removed. Default: its
-            ``page_content``.
+        document_prompt: Prompt that formats one document. Surrounding white space is removed.
+            Default: the document's ``page_content``.
 
     Example::
 
@@ -53,7 +53,7 @@ class BlockDocumentPrompt(StringPromptTemplate):
 
     @classmethod
     def from_template(cls, template: str, **kwargs: Any) -> BlockDocumentPrompt:
-        """From a template string; ``kwargs`` are those of ``PromptTemplate.from_template``."""
+        """Create from a template string, with ``kwargs`` of ``PromptTemplate.from_template``."""
         return cls(document_prompt=PromptTemplate.from_template(template, **kwargs))
 
     @classmethod
@@ -66,16 +66,16 @@ class BlockDocumentPrompt(StringPromptTemplate):
         return "block-document"
 
     def format(self, **kwargs: Any) -> str:
-        """The formatted document between markers. Empty: it has no text."""
+        """The formatted document between block markers, or an empty string if it has no text."""
         return wrap(self.document_prompt.format(**self._merge_partial_and_user_variables(**kwargs)))
 
     def canonical_text(self, document: Document) -> str:
-        """The text of a document's handle: formatted and stripped."""
+        """The text that a document's handle is computed from: formatted and stripped."""
         values = self._merge_partial_and_user_variables()
         return format_document(document, self.document_prompt.partial(**values)).strip()
 
     def stamp(self, document: Document) -> Document:
-        """A copy with the handle of the document's text in its metadata, if it has text."""
+        """Return a copy of the document with its handle in the metadata, if it has text."""
         metadata = {k: v for k, v in document.metadata.items() if k not in (HANDLE_KEY, DIGEST_KEY)}
         if text := self.canonical_text(document):
             values = {TEXT_VARIABLE: document.page_content, **metadata}
@@ -85,7 +85,7 @@ class BlockDocumentPrompt(StringPromptTemplate):
 
 
 def as_block_prompt(document_prompt: BasePromptTemplate[str] | None) -> BlockDocumentPrompt:
-    """A document prompt as ``BlockDocumentPrompt``. None: the default one."""
+    """Convert a document prompt to a ``BlockDocumentPrompt``. None: the default prompt."""
     if isinstance(document_prompt, BlockDocumentPrompt):
         return document_prompt
     if document_prompt is None:
@@ -105,9 +105,10 @@ def format_blocks(
     """Format documents as one string of marked passages: ``retriever | format_blocks``.
 
     Args:
-        documents: Documents in the order of the prompt. Empty ones are left out.
-        document_prompt: Formats one document. Default: its ``page_content``.
-        separator: White space between passages. The chat model replaces it with its
+        documents: Documents in the order of the prompt. Empty documents are left out.
+        document_prompt: Prompt that formats one document. Default: the document's
+            ``page_content``.
+        separator: White space between passages. The chat model replaces it with its own
             ``block_template``.
     """
     prompt = as_block_prompt(document_prompt)

@@ -1,7 +1,7 @@
-"""Fields of components with an engine, and of language models.
+"""Pydantic fields of components with an engine, and of language models.
 
-LangChain copies, configures and pickles components by their pydantic fields, so the source of the
-engine is a field too.
+LangChain copies, configures and pickles components by their fields, so the engine source is a field
+too.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _SOURCE_FIELDS = ("model_name", "kv_store", "model_kwargs", "api_base", "recipe"
 _ALIASES = {"model": "model_name", "base_url": "api_base"}
 
 _OF_CLIENTS = {"timeout": "timeout_s", "max_retries": "retries"}
-"""Arguments of LangChain's client models, and their names in ``model_kwargs``."""
+"""Names of arguments in LangChain's client models, and the matching names in ``model_kwargs``."""
 
 
 class EngineFields(BaseModel):
@@ -44,27 +44,27 @@ class EngineFields(BaseModel):
 
     Args:
         model_name (or model): Path, hub id, ``"bundled"``, or a loaded transformers model.
-        engine: A ready engine, in place of the arguments for loading one.
-        llm: Another component, with or without bound options, to share model, store, template and
-            recipe with. Not for language models.
+        engine: An existing engine, instead of the arguments for loading one.
+        llm: Another component, with or without bound options, whose model, store, template and
+            recipe are shared. Not for language models.
         kv_store: KV store: a directory, an address such as ``"s3://bucket/kv"`` (see
             ``store.open_store``), or a store object. Default: 1 GiB of memory.
         recipe: How a model that is not block-fine-tuned runs in block mode: ``"auto"``, ``"none"``,
             or the folder of a recipe, which ``blockattn-rag repair`` writes. ``"auto"`` uses the
-            best known one, such as that next to the store. Default: ``"auto"``.
+            best known recipe, such as the recipe next to the store. Default: ``"auto"``.
         model_kwargs: Arguments for loading the model, such as ``dtype``, ``device`` or
-            ``tokenizer`` (an object, name or path). With a server, those of ``RemoteEngine``:
-            ``timeout_s`` and ``retries``, which may also be passed by LangChain's names, as
-            ``timeout`` and ``max_retries``.
+            ``tokenizer`` (an object, name or path). With a server: the arguments ``timeout_s`` and
+            ``retries`` of ``RemoteEngine``, which may also be passed as ``timeout`` and
+            ``max_retries``, their names in LangChain.
         base_url: Address of a server with the model and the store (docs/guides/serving_vllm.md),
-            such as ``"http://gpu:8000/v1"``; ``model`` is then its name there.
+            such as ``"http://gpu:8000/v1"``; ``model`` is then the model's name on the server.
         api_key: API key of the server, a string or ``SecretStr``. It is not a field, so it is
             neither shown nor pickled. Default: ``BLOCKATTN_RAG_API_KEY`` of the environment.
-        block_template: Text around each passage. Ingestion and answers must use the same. The
-            default is that of the LlamaIndex adapter, so both share stored passages.
+        block_template: Text around each passage. Ingestion and answers must use the same template.
+            The LlamaIndex adapter has the same default, so both adapters share stored passages.
 
     Raises:
-        ValueError: There is no model, or more than one source of it.
+        ValueError: No model is given, or several models are given.
         TypeError: An argument is unknown.
     """
 
@@ -81,7 +81,7 @@ class EngineFields(BaseModel):
     block_template: BlockTemplate = BLANK_LINE
     recipe: str = "auto"
     source: EngineSource = Field(exclude=True, repr=False)
-    """Source of the engine. Copies share it, and so the weights."""
+    """Source of the engine. Copies of a component share it, and therefore the weights."""
 
     @model_validator(mode="before")
     @classmethod
@@ -105,7 +105,7 @@ class EngineFields(BaseModel):
             rest.setdefault("block_template", llm.block_template)
         if source is None:
             source = EngineSource(engine, **given, api_key=api_key)
-        # configurable_fields passes the old source, and fields that may differ from it.
+        # configurable_fields passes the old source together with fields that may have changed.
         known = source.fields()
         if any(known[name] != value for name, value in given.items()):
             source = source.asking_for(given)
@@ -118,24 +118,24 @@ class EngineFields(BaseModel):
 
 
 def _with_client(model_kwargs: dict[str, Any], asking: dict[str, Any]) -> dict[str, Any]:
-    """``model_kwargs`` with the arguments of LangChain's client models."""
+    """Add the arguments of LangChain's client models to ``model_kwargs``."""
     given = {name: value for name, value in asking.items() if value is not None}
     if twice := [name for name in given if _OF_CLIENTS[name] in model_kwargs]:
         raise ValueError(
-            f"found {twice[0]} and model_kwargs={{{_OF_CLIENTS[twice[0]]!r}: ...}}, expected "
-            "one of them"
+            f"found both {twice[0]} and model_kwargs={{{_OF_CLIENTS[twice[0]]!r}: ...}}, expected "
+            "only one of them"
         )
     return {**model_kwargs, **{_OF_CLIENTS[name]: value for name, value in given.items()}}
 
 
 class GenerationFields(EngineFields):
-    """Fields of a language model: defaults of every call, which the call's options override.
+    """Fields of a language model: default options of all calls. A call's own options override them.
 
     Args:
         mode: ``"block"`` reuses passages; ``"full"`` is ordinary attention over the same tokens.
-        max_tokens (or max_new_tokens): Maximum number of tokens of an answer.
-        temperature: Sampling temperature. None or 0 is greedy.
-        stop (or stop_sequences): Strings that end the answer and are not part of it.
+        max_tokens (or max_new_tokens): Maximum number of tokens in an answer.
+        temperature: Sampling temperature. None or 0: greedy decoding.
+        stop (or stop_sequences): Strings that end the answer. The answer excludes them.
         streaming: Whether ``invoke`` streams internally, so that callbacks receive tokens early.
         generate_kwargs: Further options of every call, such as ``top_p``, ``top_k`` and ``seed``,
             and the arguments of transformers' ``generate``.
@@ -143,7 +143,7 @@ class GenerationFields(EngineFields):
 
     takes_llm: ClassVar[bool] = False
     prompt_options: ClassVar[tuple[str, ...]] = ()
-    """Options of a call for the prompt; the others are the engine's."""
+    """Options of a call that affect the prompt. The engine receives all other options."""
 
     mode: Mode = "block"
     max_tokens: int = Field(default=256, alias="max_new_tokens", gt=0)
@@ -154,14 +154,14 @@ class GenerationFields(EngineFields):
 
     @property
     def _identifying_params(self) -> dict[str, Any]:
-        """Identity of this model in traces and caches of answers: plain values."""
+        """Identity of this model in traces and answer caches, as plain values."""
         names = [n for n in GenerationFields.model_fields if n not in ("source", "block_template")]
         template = {"before": self.block_template.before, "after": self.block_template.after}
         known = {**{name: getattr(self, name) for name in names}, "block_template": template}
         return {**known, "engine": self.source.identity}
 
     def engine_options(self, stop: list[str] | None, call: dict[str, Any]) -> dict[str, Any]:
-        """Options of the engine for one call, which override the fields."""
+        """Engine options of one call. The call's options override the fields."""
         options = {
             "mode": self.mode,
             "temperature": self.temperature,
@@ -169,7 +169,7 @@ class GenerationFields(EngineFields):
             **self.generate_kwargs,
             **call,
         }
-        for name in ("stream", "ls_structured_output_format"):  # LangChain's own
+        for name in ("stream", "ls_structured_output_format"):  # for LangChain itself
             options.pop(name, None)
         if "max_tokens" in options:
             options["max_new_tokens"] = options.pop("max_tokens")
@@ -185,11 +185,11 @@ class GenerationFields(EngineFields):
 
     @abstractmethod
     def _exchange(self, given: Any, stop: list[str] | None, call: dict[str, Any]) -> Exchange:
-        """A call with a prompt, which is a string or messages, and with options."""
+        """Create a call from a prompt (a string or messages) and options."""
 
     @abstractmethod
     def _chunk(self, step: Step) -> Any:
-        """A step of an answer, as LangChain streams it."""
+        """Convert a step of an answer to a chunk of LangChain."""
 
     def _stream(
         self,
@@ -219,11 +219,10 @@ class GenerationFields(EngineFields):
                 yield chunk
 
     def with_fallbacks(self, fallbacks: Sequence[Runnable[Any, Any]], **kwargs: Any) -> Any:
-        """Like ``Runnable.with_fallbacks``, but removes block markers from the prompts of models of
-        other packages.
+        """Like ``Runnable.with_fallbacks``, but models of other packages get no block markers.
 
-        Call it on the model itself: ``bind``, ``with_config`` and ``with_retry`` return LangChain's
-        runnables, whose ``with_fallbacks`` keeps the markers.
+        Call it on the model itself. ``bind``, ``with_config`` and ``with_retry`` return LangChain's
+        own runnables, whose ``with_fallbacks`` keeps the markers.
         """
         cleaned = [
             other if _is_own(other) else RunnableLambda(without_markers) | other

@@ -1,4 +1,4 @@
-"""Ingestion: encode documents, and embed them without a download."""
+"""Ingestion of documents: a step that encodes them, and embeddings that need no download."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from blockattn_rag.prompts.blocks import Block
 class BlockKVTransformer(EngineFields, BaseDocumentTransformer):
     """Ingestion step that encodes documents as blocks, stores their KV, and adds their handles.
 
-    Put it after the splitter and before the vector store. Stored blocks are skipped, and each batch
-    is stored when it is complete, so an interrupted run continues where it stopped. Returned
-    documents are copies with ``metadata["kv_handle"]`` and ``metadata["kv_source"]``, unless they
-    have no text.
+    Put it after the splitter and before the vector store. Blocks that are already stored are
+    skipped. Each batch is stored as soon as it is encoded, so an interrupted run continues where it
+    stopped. Returned documents are copies with ``metadata["kv_handle"]`` and
+    ``metadata["kv_source"]``, unless they have no text.
 
     Args:
         model, engine, llm, kv_store, block_template, recipe, ...: See ``EngineFields``. Usually
             ``llm=chat``.
-        document_prompt: Formats one document; must be that of the chain. Default: its
-            ``page_content``.
+        document_prompt: Prompt that formats one document. The chain must use the same prompt.
+            Default: the document's ``page_content``.
         show_progress: Whether to show a progress bar.
 
     Example::
@@ -48,11 +48,11 @@ class BlockKVTransformer(EngineFields, BaseDocumentTransformer):
 
     @property
     def stats(self) -> EncodeStats | None:
-        """Figures of the last call. None: no call yet."""
+        """Statistics of the last call. None: no call yet."""
         return self._stats
 
     def transform_documents(self, documents: Sequence[Document], **kwargs: Any) -> list[Document]:
-        """Encode documents that are not stored. Returns copies with handles, in order."""
+        """Encode the documents that are not stored yet. Returns copies with handles, in order."""
         check_items(documents, Document, "convert texts to documents: [Document(text)]")
         texts = [self.document_prompt.canonical_text(document) for document in documents]
         blocks = [Block(text, self.block_template) for text in texts if text]
@@ -61,10 +61,13 @@ class BlockKVTransformer(EngineFields, BaseDocumentTransformer):
 
 
 class HashingEmbeddings(Embeddings):
-    """Counts of hashed words and word pieces, as unit vectors of ``dimensions`` numbers.
+    """Embeddings from counts of hashed words and word pieces, as unit vectors.
 
-    Needs no download. Deterministic. Finds only passages that share words with the question; use
-    an embedding model in production.
+    The embeddings are deterministic and need no download, but match only passages that share words
+    with the question. Use an embedding model in production.
+
+    Args:
+        dimensions: Length of the vectors.
     """
 
     def __init__(self, dimensions: int = 2048) -> None:

@@ -1,4 +1,4 @@
-"""LangChain's messages as chat turns, answers as messages, and messages without markers."""
+"""Conversion of LangChain messages to chat turns, and of answers to LangChain messages."""
 
 from __future__ import annotations
 
@@ -41,22 +41,23 @@ _ROLES: dict[type[BaseMessage], str] = {
     FunctionMessage: "tool",
 }
 
-# Parts of an assistant's message that are fields of it too, or that chat templates do not show.
+# Content parts of assistant messages that fields of the message repeat, or that chat templates do
+# not show.
 _UNSEEN_PARTS = (
     *("reasoning", "thinking", "tool_call", "tool_call_chunk", "tool_use"),
     "invalid_tool_call",
 )
 
-# LangChain's standard content, version 1, numbers the texts of a stream from 0 and merges parts of
-# one number, so tool calls are numbered from here.
+# LangChain's standard content, version 1, numbers the texts of a stream from 0 and merges parts
+# with the same number. Tool calls start at this number to stay separate.
 _FIRST_CALL_OF_V1 = 1 << 20
 
 
 def chat_turns(messages: Iterable[BaseMessage]) -> Iterator[ChatTurn]:
-    """Messages as turns, with block markers around passages.
+    """Convert messages to turns, with block markers around passages.
 
     Raises:
-        ValueError: a message has an image or other content that is not text, or an unknown type.
+        ValueError: A message has an image or other content that is not text, or an unknown type.
     """
     for message in messages:
         calls, thoughts, result_of = [], "", None
@@ -76,7 +77,7 @@ def _role_of(message: BaseMessage) -> str:
     for kind, role in _ROLES.items():
         if isinstance(message, kind):
             return role
-    raise ValueError(f"found a {type(message).__name__}, for which chat templates have no role")
+    raise ValueError(f"found a {type(message).__name__}; chat templates have no role for it")
 
 
 def _text_of(message: BaseMessage) -> str:
@@ -87,20 +88,20 @@ def _text_of(message: BaseMessage) -> str:
     else:
         text = "".join(_text_of_part(part, message) for part in message.content)
     invalid = message.invalid_tool_calls if isinstance(message, AIMessage) else []
-    # Shows the model its invalid calls, so that it can correct them.
+    # Invalid calls are included so that the model can correct them.
     return "\n".join(part for part in (text, *(str(one["args"]) for one in invalid)) if part)
 
 
 def _marked(content: str, artifact: Any) -> str:
-    """The result of a retriever's tool with its passages between markers.
+    """Add block markers to the passages in the result of a retrieval tool.
 
-    The documents come in the message's artifact (``response_format="content_and_artifact"``).
+    The artifact of the message has the documents (``response_format="content_and_artifact"``).
     """
     documents = artifact if isinstance(artifact, (list, tuple)) else ()
     marked, position = "", 0
     for document in documents:
         text = document.page_content.strip() if isinstance(document, Document) else ""
-        # Only complete lines match, because a short text may be part of another one.
+        # Match complete lines only, because a short text may occur inside another text.
         lines = re.compile(rf"(?:\A|\n)[^\S\n]*({re.escape(text)})[^\S\n]*(?=\n|\Z)")
         if text and (found := lines.search(content, position)):
             marked += content[position : found.start(1)] + wrap(text)
@@ -109,7 +110,7 @@ def _marked(content: str, artifact: Any) -> str:
 
 
 def _text_of_part(part: str | dict[str, Any], message: BaseMessage) -> str:
-    """Text of a content part. A part with ``kv_handle`` is a passage, whatever its value."""
+    """Text of a content part. Any part with a ``kv_handle`` is a passage."""
     if isinstance(part, str):
         return part
     if part.get("type") == "text" and isinstance(text := part.get("text"), str):
@@ -118,13 +119,13 @@ def _text_of_part(part: str | dict[str, Any], message: BaseMessage) -> str:
     if isinstance(message, AIMessage) and part.get("type") in _UNSEEN_PARTS:
         return ""
     raise ValueError(
-        f"this model reads text only, found a part {json.dumps(part, default=str)[:80]} in a "
-        f"{message.type} message; remove it"
+        f"this model reads text only, found the part {json.dumps(part, default=str)[:80]} in a "
+        f"{message.type} message; remove the part"
     )
 
 
 def chat_result(step: Step, model_name: str | None) -> ChatResult:
-    """A complete answer. Thoughts are in ``additional_kwargs["reasoning_content"]``."""
+    """Convert a complete answer. Reasoning is in ``additional_kwargs["reasoning_content"]``."""
     answer = step.output
     assert isinstance(answer, Generation)
     _, calls, invalid = ReadAnswer.of(step.pieces)
@@ -142,20 +143,22 @@ def chat_result(step: Step, model_name: str | None) -> ChatResult:
 
 
 def chat_chunk(step: Step, model_name: str | None, *, is_v1: bool) -> ChatGenerationChunk:
-    """A chunk of a stream. The last chunk has all figures, so that the sum of chunks is right.
+    """Convert one step of a streamed answer.
+
+    Only the last chunk has usage metadata, because LangChain adds up the metadata of all chunks.
 
     Args:
         step: Step of the answer.
         model_name: Name of the model.
-        is_v1: Whether content has LangChain's standard form, version 1.
+        is_v1: Whether content has LangChain's standard format, version 1.
     """
     first = step.first_call + (_FIRST_CALL_OF_V1 if is_v1 else 0)
     fields = _content(step)
-    # LangChain completes the arguments of a call that was cut, so each call is one chunk.
+    # Each call is sent in one chunk, because LangChain closes the JSON of incomplete arguments.
     fields["tool_call_chunks"] = [
         tool_call_chunk(
             name=call.name,
-            # Invalid calls must not parse as JSON: LangChain would take them for calls.
+            # Invalid calls must not parse as JSON, or LangChain would treat them as valid calls.
             args=json.dumps(call.arguments, ensure_ascii=False)
             if isinstance(call, ToolCall)
             else f"{call.error}: {call.text}",
@@ -177,9 +180,9 @@ def _content(step: Step) -> dict[str, Any]:
 
 
 def _figures(answer: Generation, model_name: str | None) -> dict[str, Any]:
-    """``usage_metadata`` and ``response_metadata`` of the message with the last token.
+    """``usage_metadata`` and ``response_metadata`` of a complete answer.
 
-    ``cache_read`` tokens came from the store; ``cache_creation`` tokens were computed.
+    ``cache_read`` tokens were read from the store. ``cache_creation`` tokens were computed.
     """
     stats = answer.stats
     computed = stats.computed_tokens if stats.mode == "block" else 0
@@ -194,7 +197,7 @@ def _figures(answer: Generation, model_name: str | None) -> dict[str, Any]:
 
 
 def metadata_of(generation: Generation, model_name: str | None) -> dict[str, Any]:
-    """``response_metadata``: the model, the finish reason and the figures of reuse."""
+    """``response_metadata``: the model, the finish reason and the reuse statistics."""
     return {
         "model_name": model_name or "unknown",
         "model_provider": PROVIDER,
@@ -204,15 +207,15 @@ def metadata_of(generation: Generation, model_name: str | None) -> dict[str, Any
 
 
 def without_markers(value: Any) -> Any:
-    """Remove block markers from every text of a prompt or messages.
+    """Remove all block markers from a prompt or messages.
 
     For other models, user interfaces and logs: ``RunnableLambda(without_markers) | other_model``.
 
     Args:
-        value: A string, a prompt value, a message, or a list of messages as chat models take it.
+        value: A string, a prompt value, a message, or a list of messages that chat models accept.
 
     Raises:
-        TypeError: The value is none of these.
+        TypeError: The value has another type.
     """
     if isinstance(value, str):
         return strip_markers(value)
@@ -231,7 +234,7 @@ def without_markers(value: Any) -> Any:
 
 
 def _cleaned(value: Any) -> Any:
-    """A value without markers in any string in it."""
+    """Remove block markers from all strings in a nested value."""
     if isinstance(value, str):
         return strip_markers(value)
     if isinstance(value, dict):

@@ -33,15 +33,15 @@ def structured_chat(
     include_raw: bool,
     strict: bool | None,
 ) -> Runnable[LanguageModelInput, Any]:
-    """The runnable of ``ChatBlockAttention.with_structured_output``.
+    """Create the runnable of ``ChatBlockAttention.with_structured_output``.
 
     Args:
         chat: The model.
-        schema: See ``with_structured_output``, as are the other arguments.
+        schema: See ``with_structured_output``, also for the other arguments.
         supports_tools: Whether the model's chat template supports tools.
 
     Raises:
-        ValueError: The method is unknown, or needs a schema.
+        ValueError: The method is unknown, or the schema that it needs is missing.
     """
     if method not in get_args(Method):
         known = ", ".join(get_args(Method))
@@ -76,18 +76,18 @@ def structured_chat(
 
 
 def named_schema(schema: Any) -> dict[str, Any]:
-    """The JSON schema and name of any schema that LangChain accepts.
+    """Convert any schema that LangChain accepts to a JSON schema with a name.
 
     Args:
-        schema: A pydantic class, a TypedDict, a JSON schema, or OpenAI's form of a function, a tool
-            or a response format.
+        schema: A pydantic class, a TypedDict, a JSON schema, or a function, tool or response format
+            as in OpenAI's API.
 
     Raises:
-        ValueError: It is none of these.
+        ValueError: ``schema`` has another type or format.
     """
     if isinstance(schema, type) and is_basemodel_subclass(schema):
-        # By pydantic, because LangChain inlines references, even recursive ones.
-        pydantic: Any = schema  # of version 1 or 2
+        # Uses pydantic, because LangChain's conversion inlines references, even recursive ones.
+        pydantic: Any = schema  # pydantic version 1 or 2
         of = getattr(pydantic, "model_json_schema", None) or pydantic.schema
         return {"name": schema.__name__, "schema": of()}
     if isinstance(schema, Mapping):
@@ -97,26 +97,26 @@ def named_schema(schema: Any) -> dict[str, Any]:
         if "name" not in given and given.get("type") != "function":
             return {"name": given.get("title", "answer"), "schema": dict(given)}
     if isinstance(schema, Mapping):
-        schema = schema.get("function", schema)  # of a tool
+        schema = schema.get("function", schema)  # unwraps a tool
     try:
         function = convert_to_openai_function(schema)
     except (TypeError, ValueError) as error:
         raise ValueError(
-            "a schema is a pydantic class, a TypedDict, a JSON schema, or a function's definition; "
+            "a schema is a pydantic class, a TypedDict, a JSON schema, or a function definition; "
             f"found {schema!r:.60}. Wrap a plain type in a class with one field ({error})"
         ) from error
     return {"name": function["name"], "schema": function["parameters"]}
 
 
 def _as_tool(named: dict[str, Any]) -> dict[str, Any]:
-    """The definition of a tool whose arguments are the object."""
+    """Define a tool whose arguments are the object."""
     schema = named["schema"]
     function = {"name": named["name"], "description": schema.get("description", "")}
     return {"type": "function", "function": {**function, "parameters": schema}}
 
 
 def _with_raw(model: Runnable[Any, BaseMessage], parser: Any) -> Runnable[Any, Any]:
-    """LangChain's dict with the message, the object, and the error."""
+    """Return LangChain's dict with the message, the parsed object, and the parsing error."""
     parsed = RunnablePassthrough.assign(
         parsed=itemgetter("raw") | parser, parsing_error=lambda _: None
     )
@@ -129,8 +129,8 @@ def _object_of(result: list[Generation]) -> list[Generation]:
     """The JSON of an answer: its text, or the arguments of its tool call.
 
     Raises:
-        IncompleteAnswerError: the answer ended before the object was complete. Not raised for a
-            stream that continues.
+        IncompleteAnswerError: The answer ended before the object was complete. Not raised while a
+            stream continues.
     """
     (generation,) = result
     if not isinstance(generation, ChatGeneration):

@@ -1,4 +1,4 @@
-"""Ingestion: encode nodes, embed them without a download, and add them to Chroma."""
+"""Ingestion of nodes: a step that encodes them, embeddings that need no download, and Chroma."""
 
 from __future__ import annotations
 
@@ -37,29 +37,29 @@ if TYPE_CHECKING:
 logger = logging.getLogger("blockattn_rag")
 
 _NO_FIELDS = ("fingerprint", "store", "namespace", "encoding")
-"""Keys of ``to_dict`` that are not fields."""
+"""Keys that ``to_dict`` adds to the fields."""
 
 
 class BlockKVTransform(EngineComponent, TransformComponent):
     """Ingestion step that encodes nodes as blocks, stores their KV, and adds their handles.
 
-    Put it after every step that changes text or metadata, before or after the embedding model. A
-    node's block is the LLM's view of it. Stored blocks are skipped, and each batch is stored when
-    it is complete, so an interrupted run continues where it stopped. Returned nodes are copies with
-    ``metadata["kv_handle"]``, which the LLM's and the embedder's view exclude. Nodes without text
-    are returned unchanged.
+    Put it after every step that changes text or metadata, before or after the embedding model. The
+    block of a node is its content in ``MetadataMode.LLM``. Blocks that are already stored are
+    skipped. Each batch is stored as soon as it is encoded, so an interrupted run continues where it
+    stopped. Returned nodes are copies with ``metadata["kv_handle"]``, which is excluded from the
+    text for the LLM and the embedding model. Nodes without text are returned unchanged.
 
-    With a pipeline cache, the first ingestion reads the model's weights for its fingerprint, so
-    that results of another model, store or template are not reused.
+    With a pipeline cache, the first ingestion reads the model's weights to compute their
+    fingerprint, so that cached results of another model, store or template are not reused.
 
     Args:
         model_name, tokenizer_name, engine, kv_store, recipe: See ``BlockAttentionLLM``.
         api_base, api_key, model_kwargs, device_map: See ``BlockAttentionLLM``.
-        llm: LLM to share model, store, template and recipe with, in place of the above.
-        block_template: Text around each passage; must be that of the LLM.
+        llm: LLM whose model, store, template and recipe are shared, instead of the above.
+        block_template: Text around each passage. The LLM must use the same template.
         show_progress: Whether to show a progress bar.
         hide_file_paths: Whether to remove the paths of ``SimpleDirectoryReader`` from blocks.
-        metadata_key: Metadata key of a text that replaces the node's own in prompts, such as
+        metadata_key: Metadata key whose value replaces the node's text in prompts, such as
             ``"window"`` of ``SentenceWindowNodeParser`` (see
             ``MetadataReplacementPostProcessor``). Nodes without the key keep their text.
 
@@ -74,7 +74,7 @@ class BlockKVTransform(EngineComponent, TransformComponent):
         default=True, description="Keep SimpleDirectoryReader's file_path out of the blocks."
     )
     metadata_key: str | None = Field(
-        default=None, description="Metadata key of a text that replaces the node's own."
+        default=None, description="Metadata key whose value replaces the node's text."
     )
 
     _stats: EncodeStats | None = PrivateAttr(default=None)
@@ -116,7 +116,7 @@ class BlockKVTransform(EngineComponent, TransformComponent):
 
     @property
     def stats(self) -> EncodeStats | None:
-        """Figures of the last call. None: no call yet."""
+        """Statistics of the last call. None: no call yet."""
         return self._stats
 
     def __call__(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[BaseNode]:
@@ -132,11 +132,11 @@ class BlockKVTransform(EngineComponent, TransformComponent):
         ]
 
     def _check_key(self, nodes: Sequence[BaseNode]) -> None:
-        """Warn if no node has the metadata key, which may be misspelt."""
+        """Warn if no node has the metadata key, because it may be misspelt."""
         if self.metadata_key and nodes and all(self.metadata_key not in n.metadata for n in nodes):
             found = sorted({key for node in nodes for key in node.metadata})
             logger.warning(
-                "no node has the metadata %r, so the nodes' own texts are encoded; found %s",
+                "no node has the metadata key %r, so the nodes' own texts are encoded; found %s",
                 self.metadata_key,
                 ", ".join(found) or "none",
             )
@@ -161,7 +161,7 @@ class BlockKVTransform(EngineComponent, TransformComponent):
     def __getstate__(self) -> dict[str, Any]:
         if self.source.lasting_store is None:
             raise pickle.PicklingError(
-                "this BlockKVTransform stores in the memory of its process, which other processes "
+                "this BlockKVTransform stores in the memory of this process, where other processes "
                 "cannot write; pass a directory or an address as kv_store=, or run the pipeline "
                 "without num_workers"
             )
@@ -169,12 +169,12 @@ class BlockKVTransform(EngineComponent, TransformComponent):
 
 
 def _shown(node: BaseNode, metadata_key: str | None) -> BaseNode:
-    """The node, or a copy with the text of the metadata key in place of its own."""
+    """The node, or a copy whose text is replaced by the value of the metadata key."""
     if metadata_key is None or (text := node.metadata.get(metadata_key)) is None:
         return node
     if not isinstance(text, str):
         raise ValueError(
-            f"expected text in the metadata {metadata_key!r} of node {node.node_id}, found "
+            f"expected text in the metadata key {metadata_key!r} of node {node.node_id}, found "
             f"{text!r:.60}"
         )
     shown = node.model_copy()
@@ -183,10 +183,10 @@ def _shown(node: BaseNode, metadata_key: str | None) -> BaseNode:
 
 
 def _without_file_path(node: BaseNode) -> BaseNode:
-    """The node, or a copy whose LLM view excludes the path of ``SimpleDirectoryReader``.
+    """The node, or a copy whose LLM view excludes the path that ``SimpleDirectoryReader`` adds.
 
-    The reader adds and hides the file's name too, which distinguishes its path from a user's. Nodes
-    with a template of their own keep the path, because their author chose the LLM's view.
+    The reader also adds the file's name and hides it, which distinguishes its path from a path that
+    the user added. Nodes with a custom template keep the path, because its author chose the view.
     """
     path, name = node.metadata.get("file_path"), node.metadata.get("file_name")
     hidden = node.excluded_llm_metadata_keys
@@ -199,10 +199,10 @@ def _without_file_path(node: BaseNode) -> BaseNode:
 
 
 class HashingEmbedding(BaseEmbedding):
-    """Counts of hashed words and word pieces, as unit vectors of ``dimensions`` numbers.
+    """Embeddings from counts of hashed words and word pieces, as unit vectors.
 
-    Needs no download. Deterministic. Finds only passages that share words with the question; use
-    an embedding model in production.
+    The embeddings are deterministic and need no download, but match only passages that share words
+    with the question. Use an embedding model in production.
     """
 
     dimensions: int = Field(default=2048, description="Length of the vectors.", gt=0)
@@ -234,11 +234,11 @@ class HashingEmbedding(BaseEmbedding):
 def add_nodes(vector_store: ChromaVectorStore, nodes: Sequence[BaseNode], client: Any) -> list[str]:
     """Add embedded nodes in batches that the Chroma server accepts.
 
-    ``ChromaVectorStore.add`` sends up to 41665 nodes at once, which Chroma 1 refuses. Like there,
-    nodes whose id is in the collection are skipped: delete them first to replace them.
+    ``ChromaVectorStore.add`` sends up to 41665 nodes at once, which Chroma 1 refuses. Both skip
+    nodes whose id is already in the collection. To replace such nodes, delete them first.
 
     Args:
-        vector_store: Vector store on a collection of ``client``.
+        vector_store: Vector store with a collection of ``client``.
         nodes: Nodes with embeddings.
         client: Chroma client, embedded or HTTP.
 

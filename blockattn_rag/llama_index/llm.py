@@ -48,65 +48,69 @@ from blockattn_rag.store import KVStore
 class BlockAttentionLLM(PromptMaking, StructuredPrediction, CustomLLM, FunctionCallingLLM):
     """A transformers model, in this process or behind a server, that answers from cached passages.
 
-    A replacement of ``HuggingFaceLLM`` with the same argument names. Passages between block markers
-    (see ``BlockKVPostprocessor``) are looked up in the KV store by the digest of their text, and
-    computed on a miss. The rest of the prompt is ordinary text. The model is loaded on first use.
+    A replacement for ``HuggingFaceLLM`` with the same argument names. The LLM looks up passages
+    between block markers (see ``BlockKVPostprocessor``) in the KV store by the digest of their
+    text, and computes them on a miss. The rest of the prompt is ordinary text. The model is loaded
+    on first use.
 
     Args:
         model_name: Path, hub id, or ``"bundled"``.
-        tokenizer_name: Where to load the tokenizer. Default: the model's.
-        engine: A ready engine, in place of the arguments for loading one.
+        tokenizer_name: Name or path of the tokenizer. Default: the model's tokenizer.
+        engine: An existing engine, instead of the arguments for loading one.
         kv_store: KV store: a directory, an address such as ``"s3://bucket/kv"`` (see
             ``store.open_store``), or a store object. Default: 1 GiB of memory.
         recipe: How a model that is not block-fine-tuned runs in block mode: ``"auto"``, ``"none"``,
             or the folder of a recipe, which ``blockattn-rag repair`` writes. ``"auto"`` uses the
-            best known one, such as that next to the store.
+            best known recipe, such as the recipe next to the store.
         api_base: Address of a server with the model and the store (docs/guides/serving_vllm.md),
-            such as ``"http://gpu:8000/v1"``; ``model_name`` is then its name there.
+            such as ``"http://gpu:8000/v1"``; ``model_name`` is then the model's name on the server.
         api_key: API key of the server. Default: ``BLOCKATTN_RAG_API_KEY`` of the environment.
         mode: ``"block"`` reuses passages; ``"full"`` is ordinary attention over the same tokens.
-        block_template: Text around each passage; must be that of ``BlockKVTransform``.
-        context_window: Maximum number of tokens of prompt and answer. Default: the model's.
-        max_new_tokens: Maximum number of tokens of an answer.
-        generate_kwargs: Defaults of every call, such as ``temperature`` or ``stop``.
-        model_kwargs: Arguments for loading the model, such as ``dtype``, or those of
-            ``RemoteEngine``, such as ``timeout_s``.
+        block_template: Text around each passage. ``BlockKVTransform`` must use the same template.
+        context_window: Maximum number of tokens in prompt and answer. Default: the model's context
+            window.
+        max_new_tokens: Maximum number of tokens in an answer.
+        generate_kwargs: Default options of all calls, such as ``temperature`` or ``stop``.
+        model_kwargs: Arguments for loading the model, such as ``dtype``. With a server: arguments
+            of ``RemoteEngine``, such as ``timeout_s``.
         device_map: A torch device, or ``"auto"``.
         llm_fields: LlamaIndex's own fields: ``system_prompt``, ``callback_manager``,
             ``messages_to_prompt`` (default: the tokenizer's chat template),
             ``completion_to_prompt`` (for unformatted completions; default for chat models: one
             user message), ``is_chat_model`` (default: whether there is a chat template) and
-            ``is_function_calling_model`` (default: whether the template supports tools). If the
-            latter is True for a template without tools, required calls, such as those of Pydantic
-            selectors, use a grammar, and others raise.
+            ``is_function_calling_model`` (default: whether the template supports tools). If
+            ``is_function_calling_model`` is True and the template supports no tools, required
+            calls, such as the calls of Pydantic selectors, use a grammar, and optional calls raise
+            an error.
 
-    Calls, and ``generate_kwargs`` for all calls, take ``max_new_tokens``, ``temperature``,
+    Each call, and ``generate_kwargs`` for all calls, accepts ``max_new_tokens``, ``temperature``,
     ``top_p``, ``top_k``, ``stop``, ``seed``, ``mode``, ``recipe`` (for comparisons), the arguments
-    of transformers' ``generate``, and two options of the prompt. Others raise.
+    of transformers' ``generate``, and two options of the prompt. Other options raise an error.
 
-    - ``chat_template_kwargs``: variables of the chat template, such as ``enable_thinking``. Their
-      values become text of the template, so never take them from users.
-    - ``parse_special_tokens=True`` parses control tokens in prompt strings, outside of passages,
-      for prompt templates that write them. Questions in such strings can then write them too.
+    - ``chat_template_kwargs``: Variables of the chat template, such as ``enable_thinking``. The
+      template inserts their values into the prompt as trusted text, so never take them from users.
+    - ``parse_special_tokens=True``: Parses control tokens in prompt strings, outside of passages.
+      It is for prompt templates that contain control tokens. Control tokens in a user's question
+      are then parsed too.
 
-    Responses have token counts and figures of reuse in ``raw["usage"]``. Thoughts of models whose
-    chat template marks them by ``<think>`` are a ``ThinkingBlock`` of the message, or
+    ``raw["usage"]`` of a response has token counts and reuse statistics. If the chat template marks
+    reasoning with ``<think>``, the reasoning is a ``ThinkingBlock`` of the message, or
     ``additional_kwargs["thinking"]`` of a completion (``"thinking_delta"`` in a stream).
 
     If the chat template supports tools, this is a function calling LLM. ``tool_choice`` and
-    ``tool_required=True`` enforce valid calls by a grammar, which needs the extra ``structured``.
-    With ``tool_calls="constrained"``, of a call or in ``generate_kwargs``, a grammar decides
-    between text and calls (docs/guides/agents.md).
+    ``tool_required=True`` enforce valid calls with a grammar, which needs the extra ``structured``.
+    With ``tool_calls="constrained"``, in a call or in ``generate_kwargs``, a grammar constrains the
+    answer to either text or valid calls (docs/guides/agents.md).
 
     Raises:
-        ContextOverflowError: (from a call) the prompt does not fit in the context window. Call
-            ``configure``, so that LlamaIndex packs passages by ``context_window``, or retrieve
-            fewer.
+        ContextOverflowError: Raised by calls if the prompt does not fit in the context window. Call
+            ``configure``, so that LlamaIndex packs passages to fit ``context_window``, or retrieve
+            fewer passages.
     """
 
     mode: Mode = Field(description="'block' reuses passages, 'full' is ordinary attention.")
-    context_window: int | None = Field(description="Tokens of prompt and answer. None: all.")
-    max_new_tokens: int = Field(description="Maximum tokens of an answer.", gt=0)
+    context_window: int | None = Field(description="Tokens in prompt and answer. None: all.")
+    max_new_tokens: int = Field(description="Maximum tokens in an answer.", gt=0)
 
     def __init__(
         self,
@@ -149,7 +153,7 @@ class BlockAttentionLLM(PromptMaking, StructuredPrediction, CustomLLM, FunctionC
 
     @property
     def metadata(self) -> LLMMetadata:
-        """What LlamaIndex packs prompts by. Reads tokenizer and config at most, no weights."""
+        """Metadata that LlamaIndex packs prompts with. Reads tokenizer and config, no weights."""
         return LLMMetadata(
             context_window=self.context_window or self._source.max_context_tokens,
             num_output=self.max_new_tokens,
@@ -159,12 +163,12 @@ class BlockAttentionLLM(PromptMaking, StructuredPrediction, CustomLLM, FunctionC
         )
 
     def to_payload(self) -> dict[str, Any]:
-        """Fields of this LLM for events. Reads no files, because event loops call it."""
+        """Fields of this LLM for instrumentation events. Reads no files: event loops call it."""
         names = ("model_name", "mode", "recipe", "context_window", "max_new_tokens")
         return {"class_name": self.class_name(), **{name: getattr(self, name) for name in names}}
 
     def engine_options(self, call: dict[str, Any]) -> dict[str, Any]:
-        """Options of the engine for one call, which override the fields."""
+        """Engine options of one call. The call's options override the fields."""
         own = {"mode": self.mode, "max_new_tokens": self.max_new_tokens}
         options = {**own, **without_tool_options(self.generate_kwargs), **call}
         return {name: value for name, value in options.items() if name not in PROMPT_OPTIONS}
@@ -176,7 +180,7 @@ class BlockAttentionLLM(PromptMaking, StructuredPrediction, CustomLLM, FunctionC
         formatted: bool = True,
         tools: ToolUse | None = None,
     ) -> Exchange:
-        """A call with a prompt and its options."""
+        """Create a call from a prompt and options."""
         shaping = {name: call[name] for name in PROMPT_OPTIONS if name in call}
         options = self.engine_options(call)
         if tools is not None:
@@ -243,7 +247,7 @@ class BlockAttentionLLM(PromptMaking, StructuredPrediction, CustomLLM, FunctionC
         tool_choice: Any = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """Arguments of ``chat`` for a call with tools."""
+        """Prepare the arguments of ``chat`` for a call with tools."""
         messages = [*(chat_history or ())]
         if isinstance(user_msg, str):
             user_msg = ChatMessage(role=MessageRole.USER, content=user_msg)
@@ -262,9 +266,10 @@ class BlockAttentionLLM(PromptMaking, StructuredPrediction, CustomLLM, FunctionC
     def get_tool_calls_from_response(
         self, response: ChatResponse, error_on_no_tool_call: bool = True, **kwargs: Any
     ) -> list[ToolSelection]:
-        """The tool calls of a response.
+        """Return the tool calls of a response.
 
         Raises:
-            ToolCallError: there is none or an invalid one, and ``error_on_no_tool_call`` is True.
+            ToolCallError: The response has no tool call or an invalid one, and
+                ``error_on_no_tool_call`` is True.
         """
         return tool_selections(response, required=error_on_no_tool_call)

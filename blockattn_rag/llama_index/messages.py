@@ -1,4 +1,4 @@
-"""LlamaIndex's messages as turns of a conversation, and answers as LlamaIndex's responses."""
+"""Conversion of LlamaIndex messages to chat turns, and of answers to LlamaIndex responses."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ dispatcher = get_dispatcher(__name__)
 Response = TypeVar("Response", CompletionResponse, ChatResponse)
 
 INVALID_CALLS = "invalid_tool_calls"
-"""Key of a message's ``additional_kwargs`` with the invalid tool calls of an answer: for each its
-``text``, what is wrong (``error``), and the tool's ``name`` if it could be read."""
+"""Key in a message's ``additional_kwargs`` for the invalid tool calls of an answer. Each has its
+``text``, the ``error``, and the tool's ``name`` if it could be read."""
 
-# Roles of some providers, by the names that chat templates use.
+# Role names of some providers, mapped to the names in chat templates.
 _TEMPLATE_ROLES = {
     MessageRole.CHATBOT: "assistant",
     MessageRole.MODEL: "assistant",
@@ -48,10 +48,10 @@ _FIGURES = frozenset(field.name for field in fields(ReuseStats))
 
 
 def chat_turns(messages: Iterable[ChatMessage]) -> Iterator[ChatTurn]:
-    """Messages as turns; block markers stay in their text.
+    """Convert messages to turns. Block markers stay in the text.
 
     Raises:
-        ValueError: a message has an image or other content that is not text, or a tool call whose
+        ValueError: A message has an image or other content that is not text, or a tool call whose
             arguments are not JSON.
     """
     for message in messages:
@@ -88,17 +88,17 @@ def _text_of(message: ChatMessage) -> str:
         if not isinstance(block, TextBlock):
             raise ValueError(
                 f"BlockAttentionLLM reads text only, found a {type(block).__name__} in a "
-                f"{message.role.value} message; remove it"
+                f"{message.role.value} message; remove the block"
             )
         texts.append(block.text)
     return "\n".join(texts)
 
 
 class BlockReuseEvent(BaseEvent):
-    """Instrumentation event with the figures of one answer, dispatched with its last token.
+    """Instrumentation event with the reuse statistics of one answer, dispatched at its end.
 
-    The figures of ``stats`` are also attributes of the event (``event.hits``) and fields of its
-    serialized form.
+    The fields of ``stats`` are also attributes of the event (``event.hits``), and top-level fields
+    of the serialized event.
     """
 
     stats: ReuseStats
@@ -120,9 +120,10 @@ class BlockReuseEvent(BaseEvent):
 
 
 class Responses:
-    """Makes LlamaIndex's responses from the steps of one answer.
+    """Creates LlamaIndex responses from the steps of one answer.
 
-    Each response has the answer so far. A step that ends the answer dispatches ``BlockReuseEvent``.
+    Each response contains the complete answer so far. The last step dispatches
+    ``BlockReuseEvent``.
     """
 
     def __init__(self) -> None:
@@ -130,7 +131,7 @@ class Responses:
         self._thoughts = ""
 
     def completion(self, step: Step) -> CompletionResponse:
-        """The answer so far as text. Thoughts are in ``additional_kwargs``."""
+        """The answer so far as text. Reasoning is in ``additional_kwargs``."""
         answer, fields = self._take(step)
         return CompletionResponse(text=answer.text, **fields)
 
@@ -140,12 +141,12 @@ class Responses:
         return ChatResponse(message=self._message(answer), **fields)
 
     def _take(self, step: Step) -> tuple[ReadAnswer, dict[str, Any]]:
-        """The answer so far, and the other fields of its response."""
+        """Add a step. Returns the answer so far, and the other fields of its response."""
         self._pieces += step.pieces
         self._thoughts += step.thoughts
         thinking = {"thinking": self._thoughts, "thinking_delta": step.thoughts or None}
         fields: dict[str, Any] = {"additional_kwargs": thinking if self._thoughts else {}}
-        if step.generation is not step.output:  # a stream
+        if step.generation is not step.output:  # the answer is streamed
             fields["delta"] = step.text
         if (generation := step.generation) is not None:
             dispatcher.event(BlockReuseEvent(stats=generation.stats))
@@ -154,7 +155,7 @@ class Responses:
         return ReadAnswer.of(self._pieces), fields
 
     def _message(self, answer: ReadAnswer) -> ChatMessage:
-        # Readers of the message see what the model wrote instead of a valid call.
+        # The text includes invalid calls, so that readers see the output of the model.
         shown = "\n".join(part for part in (answer.text, *(i.text for i in answer.invalid)) if part)
         blocks: list[ThinkingBlock | TextBlock | ToolCallBlock] = []
         if self._thoughts:
@@ -172,7 +173,7 @@ class Responses:
 def responses_of(
     steps: Generator[Step, None, None], make: Callable[[Step], Response]
 ) -> Generator[Response, None, None]:
-    """The responses of a stream. Closing the generator stops the answer."""
+    """Yield the responses of a stream. Closing the generator stops the generation."""
     with closing(steps):
         yield from map(make, steps)
 
@@ -187,7 +188,7 @@ async def aresponses_of(
 
 
 def _usage_of(generation: Generation) -> dict[str, Any]:
-    """Token counts under the names that LlamaIndex's counters read, and the figures of reuse."""
+    """Token counts, named as LlamaIndex's token counters expect, and reuse statistics."""
     stats = generation.stats
     return {
         "prompt_tokens": stats.prompt_tokens,
@@ -199,21 +200,21 @@ def _usage_of(generation: Generation) -> dict[str, Any]:
 
 
 def tool_selections(response: ChatResponse, *, required: bool) -> list[ToolSelection]:
-    """The tool calls of a response.
+    """Return the tool calls of a response.
 
     Raises:
-        ToolCallError: a call is ``required``, and there is none or an invalid one.
+        ToolCallError: A call is ``required``, and the response has no call or an invalid one.
     """
     message = response.message
     invalid = message.additional_kwargs.get(INVALID_CALLS, [])
     calls = [block for block in message.blocks if isinstance(block, ToolCallBlock)]
     if required and invalid:
         found = "; ".join(f"{one['error']}: {one['text'][:200]!r}" for one in invalid)
-        raise ToolCallError(f"the model wrote a malformed call of a tool. {found}")
+        raise ToolCallError(f"the model wrote a malformed tool call. {found}")
     if required and not calls:
         raise ToolCallError(
-            f"expected a tool call, the model answered {(message.content or '')[:200]!r}. With "
-            "tool_required=True a grammar enforces a call"
+            f"expected a tool call, but the model answered {(message.content or '')[:200]!r}. Pass "
+            "tool_required=True to enforce a call with a grammar"
         )
     return [
         ToolSelection(

@@ -1,7 +1,7 @@
-"""Nodes as blocks: their canonical text, their handle, and their view with markers.
+"""Nodes as blocks: the canonical text, the handle, and the LLM view with block markers.
 
-Synthesizers read a node through ``get_content(MetadataMode.LLM)``. Only that view has markers, so
-source nodes, rerankers and evaluators read clean text.
+Synthesizers read a node with ``get_content(MetadataMode.LLM)``, its *LLM view*. Only this view has
+markers, so source nodes, rerankers and evaluators get clean text.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from blockattn_rag.prompts.markers import wrap
 
 
 class BlockNode(BaseNode):
-    """A node whose LLM view is between block markers. ``as_block_node`` makes it.
+    """A node whose LLM view has block markers around its text. See ``as_block_node``.
 
-    The view is computed when it is read, so its markers always match its text.
+    The view is computed on each read, so the markers always match the text.
     """
 
     plain_class: ClassVar[type[BaseNode]]
@@ -53,15 +53,15 @@ class BlockNode(BaseNode):
 
 @cache
 def _view_class(cls: type[BaseNode]) -> type[BlockNode]:
-    """``cls`` with the views of ``BlockNode``."""
+    """Subclass of ``cls`` with the views of ``BlockNode``."""
     namespace = {"__module__": __name__, "plain_class": cls}
     return type(f"Block{cls.__name__}", (BlockNode, cls), namespace)
 
 
 def as_block_node(node: BaseNode, label: str = "") -> BlockNode:
-    """A copy of ``node`` whose LLM view is ``label`` and the text between markers."""
+    """Copy ``node``. The LLM view of the copy is ``label``, then the text between block markers."""
     view = without_handle_in_views(as_plain_node(node))
-    # Keeps fields and private state; only the views differ.
+    # Changing the class keeps all fields and private state.
     object.__setattr__(view, "__class__", _view_class(type(view)))
     view.__dict__["block_label"] = label
     assert isinstance(view, BlockNode)
@@ -69,7 +69,7 @@ def as_block_node(node: BaseNode, label: str = "") -> BlockNode:
 
 
 def as_plain_node(node: BaseNode) -> BaseNode:
-    """``node`` itself, or a copy without markers if it is a ``BlockNode``."""
+    """Return ``node``, or a copy without block markers if it is a ``BlockNode``."""
     if not isinstance(node, BlockNode):
         return node
     plain = node.model_copy()
@@ -79,20 +79,20 @@ def as_plain_node(node: BaseNode) -> BaseNode:
 
 
 def canonical_text(node: BaseNode) -> str:
-    """The text of a node's handle: its LLM view, stripped. Empty: the node has no text."""
+    """The text that a node's handle is computed from: its LLM view, stripped. May be empty."""
     view = without_handle_in_views(as_plain_node(node))
     return view.get_content(metadata_mode=MetadataMode.LLM).strip()
 
 
 def stamp(node: BaseNode, text: str) -> BaseNode:
-    """A copy of ``node`` with the handle of ``text``, its canonical text, in its metadata."""
+    """Copy ``node``, with the handle of ``text`` (its canonical text) in the metadata."""
     stamped = without_handle_in_views(node)
     stamped.metadata[HANDLE_KEY] = handle_of(text)
     return stamped
 
 
 def without_handle_in_views(node: BaseNode) -> BaseNode:
-    """A copy of ``node``, metadata included, whose text views exclude the handle."""
+    """Copy ``node`` and its metadata, with the handle excluded from all text views."""
     views = ("excluded_llm_metadata_keys", "excluded_embed_metadata_keys")
     hidden = {name: list(dict.fromkeys([*getattr(node, name), HANDLE_KEY])) for name in views}
     return node.model_copy(update={**hidden, "metadata": dict(node.metadata)})

@@ -20,7 +20,7 @@ from blockattn_rag.prompts.markers import MarkedSpan, parse, wrap
 
 
 class _Piece(NamedTuple):
-    """Text that is not split, and its number of tokens in the prompt, without markers."""
+    """Text that is not split, and its number of tokens in the prompt, excluding block markers."""
 
     text: str
     tokens: int
@@ -29,15 +29,16 @@ class _Piece(NamedTuple):
 class BlockTextSplitter(TokenTextSplitter):
     """Packs marked text into chunks of whole blocks, and splits other text as usual.
 
-    Chunks of blocks do not overlap. Text right before a block, such as a source's number, stays
-    with the block. A block that is larger than a chunk is split into blocks that fit.
+    Chunks of blocks do not overlap. Text directly before a block, such as the number of a source,
+    stays with the block. A block that is larger than a chunk is split into blocks that fit.
 
     Args:
         chunk_size: Tokens per chunk.
         chunk_overlap: Tokens of overlap between chunks of text without blocks.
-        tokenizer: Returns the token ids of a text. The model's tokenizer gives exact sizes.
+        tokenizer: Function that returns the token ids of a text. The model's tokenizer gives exact
+            sizes.
         separator: Separator of words.
-        block_template: Text that the LLM puts around each passage; its tokens count too.
+        block_template: Text that the LLM puts around each passage. Its tokens count too.
     """
 
     _block_template: BlockTemplate = PrivateAttr()
@@ -94,7 +95,7 @@ class BlockTextSplitter(TokenTextSplitter):
 
     def _plain(self, text: str, chunk_size: int) -> Iterator[_Piece]:
         if text.isspace():
-            yield _Piece(text, 0)  # replaced by the block template
+            yield _Piece(text, 0)  # white space, which the block template replaces
         elif text := remove_orphans(text):
             for part in self._split(text, chunk_size):
                 yield _Piece(part, self._count(part))
@@ -121,7 +122,7 @@ class BlockTextSplitter(TokenTextSplitter):
 
 
 class _Joined(list[str]):
-    """Chunks that print as text, because ``simple_summarize`` formats the list itself."""
+    """List of chunks whose ``str`` is their text, because ``simple_summarize`` formats the list."""
 
     def __str__(self) -> str:
         return "\n".join(self)
@@ -130,9 +131,9 @@ class _Joined(list[str]):
 class BlockPromptHelper(PromptHelper):
     """A ``PromptHelper`` that keeps blocks whole in every response mode.
 
-    Context window and answer length are those of the LLM of each call, so one helper in
-    ``Settings`` serves several LLMs. For a ``BlockAttentionLLM`` it counts tokens with the model's
-    tokenizer and reserves room for the chat template.
+    Each call uses the context window and answer length of its own LLM, so one helper in
+    ``Settings`` serves several LLMs. For a ``BlockAttentionLLM``, the helper counts tokens with the
+    model's tokenizer and reserves room for the chat template.
     """
 
     block_template: BlockTemplate = Field(
@@ -151,7 +152,7 @@ class BlockPromptHelper(PromptHelper):
 
     @classmethod
     def from_llm(cls, llm: BlockAttentionLLM, **kwargs: Any) -> BlockPromptHelper:
-        """A helper with the context window, tokenizer and template of an LLM."""
+        """Create a helper with the context window, tokenizer and template of an LLM."""
         return cls(
             context_window=llm.metadata.context_window,
             num_output=llm.metadata.num_output,
@@ -217,7 +218,7 @@ class BlockPromptHelper(PromptHelper):
         llm: LLM | None = None,
         tools: list[Any] | None = None,
     ) -> list[str]:
-        """The first chunk of each text, which has whole blocks only."""
+        """Truncate each text to its first chunk, which contains only whole blocks."""
         if not text_chunks:
             return _Joined()
         splitter = self.get_text_splitter_given_prompt(
@@ -227,7 +228,7 @@ class BlockPromptHelper(PromptHelper):
 
 
 def _empty_prompt_tokens(prompt: BasePromptTemplate, llm: BlockAttentionLLM) -> int:
-    """Tokens of the prompt without passages, but with system prompt and chat template."""
+    """Number of tokens in the prompt without passages, but with system prompt and chat template."""
     if isinstance(prompt, SelectorPromptTemplate):
         prompt = prompt.select(llm=llm)
     missing = set(prompt.template_vars) - prompt.kwargs.keys()

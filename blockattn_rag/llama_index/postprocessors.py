@@ -1,4 +1,4 @@
-"""Postprocessors of retrieved nodes: one reads their KV ahead, one marks them as blocks."""
+"""Postprocessors of retrieved nodes: one prefetches their KV, one marks them as blocks."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Order = Literal["retrieved", "ascending"]
 
 
 class BlockKVPostprocessor(BaseNodePostprocessor):
-    """Shows the LLM each passage between block markers, and orders the passages.
+    """Puts block markers around each passage in the LLM's prompt, and orders the passages.
 
-    Put it last in ``node_postprocessors``, because others would read the markers in the LLM's view.
-    Nodes that were not ingested are marked too; the first answer computes them. Returned nodes are
-    copies.
+    Put it last in ``node_postprocessors``, because other postprocessors would read the markers.
+    Nodes that were not ingested are marked too, and computed for the first answer. Returned nodes
+    are copies.
 
     Example::
 
@@ -31,7 +31,7 @@ class BlockKVPostprocessor(BaseNodePostprocessor):
     order: Order = Field(
         default="retrieved",
         description=(
-            "'retrieved' keeps the order. 'ascending' puts the best score last, next to the "
+            "'retrieved' keeps the order. 'ascending' puts the best node last, next to the "
             "question. Nodes without a score come first."
         ),
     )
@@ -53,14 +53,14 @@ class BlockKVPostprocessor(BaseNodePostprocessor):
 
 
 class BlockKVPrefetch(BaseNodePostprocessor):
-    """Starts to read retrieved passages from the KV store, and returns the nodes unchanged.
+    """Prefetches retrieved passages from the KV store, and returns the nodes unchanged.
 
-    Put it before rerankers and other slow ``node_postprocessors``. It returns at once and raises
-    no errors (``engine.prefetch``). It reads nothing before the model is loaded, or for an LLM with
-    ``mode="full"``.
+    Put it before rerankers and other slow ``node_postprocessors``. It reads in the background and
+    raises no errors (see ``engine.prefetch``). It does nothing until the model is loaded, or if the
+    LLM has ``mode="full"``.
 
     Args:
-        llm: The LLM that will answer.
+        llm: LLM that generates the answer.
 
     Example::
 

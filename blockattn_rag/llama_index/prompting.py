@@ -1,4 +1,4 @@
-"""Prompts of the LLM: strings and chat messages of LlamaIndex as blocks."""
+"""Conversion of LlamaIndex prompts, which are strings or chat messages, to blocks."""
 
 from __future__ import annotations
 
@@ -26,19 +26,21 @@ from blockattn_rag.prompts.markers import strip_markers
 PromptLike = str | Sequence[ChatMessage]
 
 PROMPT_OPTIONS = ("chat_template_kwargs", "parse_special_tokens")
-"""Options of a call, or of ``generate_kwargs``, for the prompt; the others are the engine's."""
+"""Options of calls and of ``generate_kwargs`` that affect the prompt. Others are for the engine."""
 
 
 class PromptMaking(EngineComponent, LLM):
-    """An LLM's conversion of prompts to blocks; for the fields see ``BlockAttentionLLM``."""
+    """LLM that converts prompts to blocks. For the fields see ``BlockAttentionLLM``."""
 
     block_template: BlockTemplate = Field(description="Text around each passage.")
     is_chat_model: bool | None = Field(description="None: if there is a chat template.")
-    is_function_calling_model: bool | None = Field(description="None: if that supports tools.")
-    generate_kwargs: dict[str, Any] = Field(description="Defaults of every call.")
+    is_function_calling_model: bool | None = Field(
+        description="None: if the chat template supports tools."
+    )
+    generate_kwargs: dict[str, Any] = Field(description="Default options of all calls.")
 
     def tokenize(self, text: str) -> list[int]:
-        """Token ids of a text without markers and BOS, for counting tokens."""
+        """Token ids of a text, without block markers and BOS, for counting tokens."""
         return self._source.tokenizer.text_ids(strip_markers(text))
 
     def _get_prompt(self, prompt: BasePromptTemplate, **prompt_args: Any) -> str:
@@ -48,7 +50,7 @@ class PromptMaking(EngineComponent, LLM):
         return super()._get_messages(prompt, **_with_whole_passages(prompt_args))
 
     def filled(self, prompt: BasePromptTemplate, **variables: str) -> BlockPrompt:
-        """The blocks of a prompt template with these variables, as in ``predict``."""
+        """Fill a prompt template with variables, as ``predict`` does, and return its blocks."""
         fill = self._get_messages if self._takes_chat else self._get_prompt
         return self.to_prompt(fill(prompt, **variables))
 
@@ -64,16 +66,16 @@ class PromptMaking(EngineComponent, LLM):
         """Convert a prompt string or chat messages to blocks.
 
         Args:
-            prompt: A string, or messages.
-            formatted: Whether the string is complete, including the chat template.
-            tools: Tools that the model may call after messages.
-            chat_template_kwargs: Variables of the chat template, in addition to those of
+            prompt: Prompt string or chat messages.
+            formatted: Whether the string is already formatted with the chat template.
+            tools: Tools that the model may call. For chat messages only.
+            chat_template_kwargs: Variables of the chat template, in addition to the variables in
                 ``generate_kwargs``.
-            parse_special_tokens: Whether to parse control tokens in a string. Default: that of
+            parse_special_tokens: Whether to parse control tokens in a string. Default: the value in
                 ``generate_kwargs``, or False.
 
         Raises:
-            ValueError: the chat template does not read one of ``chat_template_kwargs``.
+            ValueError: The chat template ignores one of ``chat_template_kwargs``.
         """
         variables = template_variables(self, chat_template_kwargs)
         if parse_special_tokens is None:
@@ -89,7 +91,7 @@ class PromptMaking(EngineComponent, LLM):
         variables: dict[str, Any],
         parse_special_tokens: bool,
     ) -> Iterable[Span]:
-        """A prompt as spans by origin."""
+        """Split a prompt into spans by origin."""
         to_prompt: Any = self.completion_to_prompt
         if not isinstance(prompt, str):
             return self._chat_spans(prompt, tools, variables)
@@ -113,13 +115,13 @@ class PromptMaking(EngineComponent, LLM):
 
     @property
     def _own_template(self) -> Any:
-        """The user's ``messages_to_prompt``, which replaces the chat template. None: not set."""
+        """The user's ``messages_to_prompt``, which replaces the chat template, or None."""
         given: Any = self.messages_to_prompt
         return None if given is generic_messages_to_prompt else given
 
     @property
     def _takes_tools(self) -> bool:
-        """Whether the model supports tools: by the field, or else by its chat template."""
+        """Whether the model supports tools, from the field, or by default from the template."""
         if self.is_function_calling_model is not None:
             return self.is_function_calling_model
         if self._own_template or not self._takes_chat:
@@ -133,14 +135,14 @@ class PromptMaking(EngineComponent, LLM):
         if self._own_template and variables:
             raise ValueError(
                 "chat_template_kwargs are variables of the model's chat template, but "
-                "messages_to_prompt takes its place; pass one of the two"
+                "messages_to_prompt replaces the template; pass only one of the two"
             )
         if has_chat_template(tokenizer) and not self._own_template:
             return chat_spans(self, chat_turns(messages), tools, variables)
         if tools is not None:
             raise ValueError(
-                "tools need the model's chat template, but messages_to_prompt takes its place; "
-                "pass one of the two"
+                "tools need the model's chat template, but messages_to_prompt replaces the "
+                "template; pass only one of the two"
             )
         turns = template_messages(chat_turns(messages))
 
@@ -152,16 +154,17 @@ class PromptMaking(EngineComponent, LLM):
                 copies.append(message.model_copy(update=shown))
             return str((self._own_template or generic_messages_to_prompt)(copies))
 
-        # The function may show additional_kwargs too, which the user may not have written.
+        # messages_to_prompt may also show additional_kwargs, which may come from someone else than
+        # the user.
         pairs = zip(turns, messages, strict=True)
         return trace(render, [{**t, "additional_kwargs": m.additional_kwargs} for t, m in pairs])
 
 
 def _with_whole_passages(prompt_args: dict[str, Any]) -> dict[str, Any]:
-    """Variables of a prompt template whose cut passages are closed by markers.
+    """Add the missing markers to cut passages in the variables of a prompt template.
 
-    LlamaIndex's prompt helper cuts long passages. Where the pieces begin and end is known only
-    before the template is filled.
+    LlamaIndex's prompt helper cuts long passages. After the template is filled, it is no longer
+    known where a piece begins and ends.
     """
     return {
         name: close_cut_passages(value) if isinstance(value, str) and name != "query_str" else value

@@ -37,8 +37,8 @@ from blockattn_rag.prompts.markers import strip_markers, wrap
 def configure(llm: BlockAttentionLLM) -> None:
     """Make ``llm`` the default LLM of LlamaIndex, with its prompt helper and tokenizer.
 
-    Chat engines keep the blocks of long contexts whole only after this call, because they read
-    their prompt helper from ``Settings``.
+    Chat engines read their prompt helper from ``Settings``. Without this call, they cut passages
+    that do not fit in the context window.
     """
     Settings.llm = llm
     Settings.prompt_helper = BlockPromptHelper.from_llm(llm)
@@ -48,13 +48,13 @@ def configure(llm: BlockAttentionLLM) -> None:
 def encode_prompt_head(
     llm: BlockAttentionLLM, prompt: BasePromptTemplate = DEFAULT_TEXT_QA_PROMPT_SEL
 ) -> None:
-    """Store the KV of a prompt template's text before the passages.
+    """Store the KV of the text before the passages in a prompt template.
 
-    Questions store passages only, so the first question of each process computes this text unless
-    it was stored with this function. Stores nothing if the template puts the question first.
+    Answers store the KV of passages only. Without this function, the first question of each process
+    computes the text before the passages. Stores nothing if the template puts the question first.
 
     Args:
-        llm: The LLM that will answer.
+        llm: LLM that generates the answers.
         prompt: Template with ``context_str`` and ``query_str``. Default: LlamaIndex's template for
             questions.
     """
@@ -67,10 +67,10 @@ def encode_prompt_head(
 def block_response_synthesizer(
     llm: BlockAttentionLLM, response_mode: ResponseMode | str = ResponseMode.COMPACT, **kwargs: Any
 ) -> BaseSynthesizer:
-    """``get_response_synthesizer`` of LlamaIndex that packs whole blocks.
+    """LlamaIndex's ``get_response_synthesizer``, with blocks that are kept whole.
 
     Args:
-        llm: The LLM that will answer.
+        llm: LLM that generates the answers.
         response_mode: Mode of the synthesizer.
         kwargs: Further arguments of ``get_response_synthesizer``.
     """
@@ -85,7 +85,7 @@ def block_response_synthesizer(
 
 
 class _CleanContext(ContextOnly):
-    """``context_only``, which returns the LLM's view to the user, without markers."""
+    """Synthesizer for ``context_only``, which returns the context without block markers."""
 
     def get_response(self, query_str: str, text_chunks: Sequence[str], **kwargs: Any) -> str:
         return "\n\n".join(strip_markers(text) for text in text_chunks)
@@ -95,7 +95,7 @@ class _CleanContext(ContextOnly):
 
 
 _SYNTHESIS = signature(get_response_synthesizer).parameters.keys() - {"callback_manager"}
-"""Arguments of synthesizers that retrievers and query engines do not take."""
+"""Arguments of synthesizers that retrievers and query engines do not accept."""
 
 
 def block_query_engine(
@@ -111,8 +111,8 @@ def block_query_engine(
     """``index.as_query_engine`` with the postprocessors and synthesizer that reuse passages.
 
     Args:
-        index: The index.
-        llm: The LLM that will answer.
+        index: Index to query.
+        llm: LLM that generates the answers.
         order: Order of the passages; see ``BlockKVPostprocessor``.
         node_postprocessors: Further postprocessors, between ``BlockKVPrefetch`` and
             ``BlockKVPostprocessor``.
@@ -121,7 +121,7 @@ def block_query_engine(
         kwargs: Further arguments of ``as_query_engine``, such as ``similarity_top_k`` of the
             retriever or ``output_cls`` of the synthesizer.
     """
-    # LlamaIndex does not pass them to a ready synthesizer.
+    # LlamaIndex does not pass these arguments to an existing synthesizer.
     own = {name: kwargs.pop(name) for name in _SYNTHESIS & kwargs.keys()}
     synthesizer = block_response_synthesizer(llm, response_mode, streaming=streaming, **own)
     return index.as_query_engine(
@@ -140,10 +140,10 @@ def block_query_engine(
 class BlockCitationQueryEngine(CitationQueryEngine):
     """``CitationQueryEngine`` that reuses passages.
 
-    Each retrieved node is one source and one stored block: it is not split by
-    ``citation_chunk_size``, and its label (``Source 1:``) is outside of its block. Sources have the
-    LLM's view of the node, including metadata; ``metadata_mode`` is ignored. With
-    ``multimodal=True`` it behaves like its parent class, without reuse.
+    Each retrieved node is one source and one stored block. It is not split by
+    ``citation_chunk_size``, and its label (``Source 1:``) is outside of the block. The text of a
+    source is the content in ``MetadataMode.LLM``, including metadata; ``metadata_mode`` is ignored.
+    With ``multimodal=True``, the engine behaves like its parent class and reuses nothing.
     """
 
     @classmethod

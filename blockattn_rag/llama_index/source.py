@@ -1,4 +1,4 @@
-"""Base class of components with an engine: fields that describe how to load it."""
+"""Base class of components with an engine, with fields that describe how to load the engine."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class EngineComponent(BaseComponent):
     """A LlamaIndex component with an engine.
 
     The fields describe how to load the engine again, in another process or from ``to_dict``.
-    Components with live objects cannot be pickled. The API key of a server is not a field: another
-    process reads it from its environment.
+    Components with live objects cannot be pickled. The API key of a server is not a field. Other
+    processes read it from their environment.
     """
 
     model_name: str | None = Field(description="Name or path of the model.")
@@ -32,7 +32,7 @@ class EngineComponent(BaseComponent):
 
     @property
     def source(self) -> EngineSource:
-        """Source of the engine. Components with one source share the model."""
+        """Source of the engine. Components with the same source share the model."""
         return self._source
 
     @property

@@ -28,13 +28,13 @@ _JSON: TypeAdapter[Any] = TypeAdapter(Any)
 
 
 class StructuredPrediction(LLM):
-    """Methods of an LLM that return objects, for ``output_cls`` and ``as_structured_llm``.
+    """LLM methods that return objects, for ``output_cls`` and ``as_structured_llm``.
 
-    The schema is appended to the last message, and a grammar constrains the answer to it.
+    The schema is appended to the last message, and a grammar constrains the answer to the schema.
 
     Raises:
-        IncompleteAnswerError: (from a call) the answer was cut.
-        GrammarError: (from a call) the schema cannot be compiled.
+        IncompleteAnswerError: Raised by calls if the answer was cut.
+        GrammarError: Raised by calls if the schema cannot be compiled.
     """
 
     @dispatcher.span
@@ -45,7 +45,7 @@ class StructuredPrediction(LLM):
         llm_kwargs: dict[str, Any] | None = None,
         **prompt_args: Any,
     ) -> Model:
-        """An object of a pydantic class; see ``LLM.structured_predict``."""
+        """Return an object of a pydantic class; see ``LLM.structured_predict``."""
         _dispatch_start(output_cls, prompt, prompt_args)
         messages = self._messages_with_schema(output_cls, prompt, prompt_args)
         answer = self.chat(messages, **_with_schema(output_cls, llm_kwargs))
@@ -72,7 +72,7 @@ class StructuredPrediction(LLM):
         llm_kwargs: dict[str, Any] | None = None,
         **prompt_args: Any,
     ) -> Generator[Any, None, None]:
-        """Partial objects, and the complete one; see ``stream_structured_predict``."""
+        """Yield partial objects, then the complete object; see ``stream_structured_predict``."""
         partial_objects = _PartialObjects(output_cls)
         messages = self._messages_with_schema(output_cls, prompt, prompt_args)
         for step in self.stream_chat(messages, **_with_schema(output_cls, llm_kwargs)):
@@ -99,7 +99,7 @@ class StructuredPrediction(LLM):
     def _messages_with_schema(
         self, output_cls: type[BaseModel], prompt: BasePromptTemplate, prompt_args: dict[str, Any]
     ) -> Sequence[ChatMessage]:
-        """The messages of a prompt with the schema at the end."""
+        """Format a prompt as messages, with the schema at the end."""
         expected = PydanticOutputParser(output_cls).get_format_string(escape_json=False)
         messages = [*self._get_messages(prompt, **prompt_args)]
         if not messages or messages[-1].role != MessageRole.USER:
@@ -110,7 +110,7 @@ class StructuredPrediction(LLM):
 
 
 class _PartialObjects:
-    """Parses the steps of a stream: a class that accepts partial objects until the last step."""
+    """Parses the steps of a stream as partial objects, and the last step as a complete object."""
 
     def __init__(self, output_cls: type[BaseModel]) -> None:
         self._output_cls = output_cls
@@ -118,7 +118,7 @@ class _PartialObjects:
         self._last: Any = None
 
     def take(self, step: ChatResponse) -> Generator[Any, None, None]:
-        if step.raw is not None:  # only the last step has figures
+        if step.raw is not None:  # only the last step has usage data
             yield _complete(self._output_cls, step)
             return
         try:

@@ -64,7 +64,7 @@ def test_texts_instead_of_documents_raise_type_error() -> None:
     from blockattn_rag.llama_index import BlockKVTransform
 
     texts: list[Any] = ["a passage"]
-    with pytest.raises(TypeError, match=r"list of Document, found str 'a passage' at place 0"):
+    with pytest.raises(TypeError, match=r"list of Document, found str 'a passage' at index 0"):
         BlockKVTransformer(model="bundled").transform_documents(texts)
     with pytest.raises(TypeError, match=r"list of BaseNode, found str .*TextNode\(text=text\)"):
         BlockKVTransform("bundled")(texts)

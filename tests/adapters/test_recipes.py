@@ -84,9 +84,9 @@ def test_invalid_recipes_are_refused_by_constructors(framework: Framework) -> No
         framework.chat("bundled", recipe="nowhere")
     with pytest.raises(ValueError, match="Found no recipe at nowhere"):
         framework.ingestion(model="bundled", recipe="nowhere")
-    with pytest.raises(ValueError, match="beside engine=, which has its own"):
+    with pytest.raises(ValueError, match="and engine=, which has its own recipe"):
         framework.chat(engine, recipe="bos")
-    with pytest.raises(ValueError, match="beside engine=, which has its own"):
+    with pytest.raises(ValueError, match="and engine=, which has its own recipe"):
         framework.ingestion(engine=engine, recipe="bos")
     with pytest.raises(ValueError, match="either llm=, or the model, store and recipe"):
         framework.ingestion(llm=framework.chat(engine), recipe="bos")

@@ -40,7 +40,7 @@ def test_variables_that_would_be_lost_are_refused(engine: RecordingEngine) -> No
         messages_to_prompt=lambda messages: "".join(str(m.content) for m in messages),
         generate_kwargs={"chat_template_kwargs": {"enable_thinking": False}},
     )
-    with pytest.raises(ValueError, match="messages_to_prompt takes its place"):
+    with pytest.raises(ValueError, match="messages_to_prompt replaces the template"):
         own.chat(ASKED)
 
 

@@ -93,7 +93,7 @@ def test_a_tool_is_called_and_its_result_given() -> None:
 def test_a_missing_or_malformed_call_raises_if_one_is_required() -> None:
     with pytest.raises(ToolCallError, match="the model answered 'Three'"):
         scripted("Three").predict_and_call([ADD], "1 + 2?")
-    with pytest.raises(ToolCallError, match=r"malformed call.*add"):
+    with pytest.raises(ToolCallError, match=r"malformed tool call.*add"):
         scripted(MALFORMED).predict_and_call([ADD], "1 + 2?")
     llm = scripted(MALFORMED)
     response = llm.chat_with_tools([ADD], "1 + 2?")
@@ -161,7 +161,7 @@ def test_tools_are_refused_where_a_function_takes_the_template_s_place() -> None
     llm = BlockAttentionLLM(
         engine=ScriptedEngine(lambda _: "No."), messages_to_prompt=lambda _: "Hi"
     )
-    with pytest.raises(ValueError, match="messages_to_prompt takes its place"):
+    with pytest.raises(ValueError, match="messages_to_prompt replaces the template"):
         llm.chat_with_tools([ADD], "1 + 2?")
 
 

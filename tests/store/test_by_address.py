@@ -72,5 +72,5 @@ def test_what_is_in_memory_is_no_place_where_another_process_could_leave_anythin
 ) -> None:
     transform = BlockKVTransform(model_name=str(folder), kv_store="memory:1MB")
     assert str(transform.to_dict()["store"]).startswith("MemoryStore ")
-    with pytest.raises(pickle.PicklingError, match="stores in the memory of its process"):
+    with pytest.raises(pickle.PicklingError, match="stores in the memory of this process"):
         pickle.dumps(transform)

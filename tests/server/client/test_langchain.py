@@ -199,7 +199,7 @@ def test_a_ready_engine_tells_answer_caches_what_it_is(
 
 def test_what_a_server_has_itself_is_refused() -> None:
     for arguments in ({"kv_store": "kv"}, {"model_kwargs": {"device": "cuda"}}):
-        with pytest.raises(ValueError, match="a server has its model, device and store itself"):
+        with pytest.raises(ValueError, match="a server has its own model, device and store"):
             ChatBlockAttention(base_url="http://gpu:8000", **arguments)
     chat = ChatBlockAttention(base_url="http://gpu:8000")
     with pytest.raises(ValueError, match="give either llm="):

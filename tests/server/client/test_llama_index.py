@@ -205,7 +205,7 @@ def test_a_ready_engine_may_be_given(server: FakeServer, llm: BlockAttentionLLM)
     [{"kv_store": "kv"}, {"device_map": "cuda"}],
 )
 def test_what_a_server_has_itself_is_refused(arguments: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="a server has its model, device and store itself"):
+    with pytest.raises(ValueError, match="a server has its own model, device and store"):
         BlockAttentionLLM(api_base="http://gpu:8000", **arguments)
 
 
