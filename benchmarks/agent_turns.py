@@ -1,12 +1,12 @@
-"""Tokens that each turn of an agent computes, and which of its texts reach the disk.
+"""Count the tokens that each turn of an agent computes, and check which texts reach the disk.
 
     python benchmarks/agent_turns.py [--turns 10] [--passages 20] [--found 3] [--follow-ups 0]
 
-The bundled model answers questions on passages that are looked up for each turn (`RetrieveFirst`);
-the history grows with every turn. After each question come the follow-ups, turns that find nothing.
-`final` is the final block, all behind the last passage. The last lines show what is in the store:
-every entry is decoded, and its text compared with the passages and with what was said. Without
-reuse, a turn computes all of its prompt.
+The bundled model answers questions about passages that are retrieved for each turn
+(`RetrieveFirst`), and the history grows with every turn. Each question is followed by follow-ups,
+which retrieve nothing. `final` is the length of the final block: all text after the last passage.
+The last lines describe the store: each entry is decoded, and its text is compared with the passages
+and the conversation. Without reuse, a turn computes its complete prompt.
 """
 
 from __future__ import annotations
@@ -91,13 +91,13 @@ def _tell_of_disk(
     entries = [kv for key in list(store.keys()) if (kv := store.get(key))]
     texts = [decode(kv.token_ids) for kv in entries]
     known = sum(any(one.strip() in text for one in passages) for text in texts)
-    # An answer may be a sentence of a passage, word by word.
+    # Lines that repeat a passage are skipped, because passages are stored anyway.
     own = [line for line in said if not any(line in one for one in passages)]
     files = [file.read_bytes() for file in folder.rglob("*") if file.is_file()]
     in_tokens = sum(any(line in text for text in texts) for line in own)
     in_bytes = sum(any(line.encode() in file for file in files) for line in own)
     print(f"{len(texts)} entries on disk, {known} of them passages")
-    print(f"{len(own)} questions and answers that stand in no passage:")
+    print(f"{len(own)} questions and answers that no passage contains:")
     print(f"{in_tokens} of them in the entries' tokens, {in_bytes} in the bytes of the files")
 
 

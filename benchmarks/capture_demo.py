@@ -1,4 +1,4 @@
-"""Draw what `make demo` prints, in its second run, to docs/figures/demo.svg.
+"""Draw the output of the second run of `make demo` to docs/figures/demo.svg.
 
 python benchmarks/capture_demo.py
 """

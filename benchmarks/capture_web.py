@@ -17,7 +17,7 @@ FIGURE = Path(__file__).parents[1] / "docs" / "figures" / "demo-web.png"
 QUESTION = "In which city was Wolfgang Amadeus Mozart born?"
 SIZE = {"width": 1100, "height": 900}
 COLOURS = 128
-"""A page of text needs no more, and the file gets three times smaller."""
+"""Colours of the figure. A page of text needs no more, and the file shrinks to a third."""
 
 
 def capture(url: str, chromium: str) -> None:
@@ -41,7 +41,7 @@ def capture(url: str, chromium: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--chromium", default="/usr/bin/chromium", help="path of the browser")
-    parser.add_argument("--url", help="address of a page that is served; default: serve one")
+    parser.add_argument("--url", help="address of a running demo page; default: start one")
     options = parser.parse_args()
     if options.url:
         capture(options.url, options.chromium)

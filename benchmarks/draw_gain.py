@@ -1,8 +1,8 @@
-"""Draw the gain of reuse to docs/figures/gain.svg, from benchmarks/results/ttft-float32.json.
+"""Draw the speed-up by reuse to docs/figures/gain.svg, from benchmarks/results/ttft-float32.json.
 
     python benchmarks/draw_gain.py
 
-Plain SVG text and rectangles; colours follow the reader's light or dark scheme.
+The figure is plain SVG text and rectangles. Its colours follow the reader's light or dark scheme.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Whether large grammars constrain every answer, or are refused.
+"""Check that large grammars either constrain every answer or are refused.
 
     python benchmarks/grammar_campaign.py --grammars 200 --seconds 300
 
-Asks the bundled model with random grammars of four kinds (choice, anyOf, required tools, optional
-properties), small and large, in block and full mode, alone, as a stream and in batches. Counts the
-answers that match, objects of optional properties that match and were cut, refusals (with their
-reasons), and wrong answers. Exits with 1 if an answer is wrong.
+The bundled model answers with random grammars of four kinds (choice, anyOf, required tools,
+optional properties), small and large, in block and full mode, alone, as a stream and in batches.
+The script counts matching answers, matching but truncated objects of optional properties, refusals
+(with their reasons), and wrong answers. Exit status 1 if an answer is wrong.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def word(draw: random.Random) -> str:
 
 
 def choice(draw: random.Random, size: int) -> tuple[dict[str, Any], Judge]:
-    """One of several texts, some of which begin alike."""
+    """A choice of texts, some with the same beginning."""
     start = draw.choice(["", "Street ", "The lake of "])
     texts = [f"{start}{word(draw)} {number}" for number in range(size)]
     return {"choice": texts}, set(texts).__contains__

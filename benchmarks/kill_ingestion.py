@@ -1,11 +1,11 @@
-"""Kill an ingestion at random moments, and check what it leaves behind.
+"""Kill an ingestion at random moments, and check that the store stays intact.
 
     python benchmarks/kill_ingestion.py --kills 20
 
-Each round starts ``blockattn-rag ingest`` on the same folder of texts and sends SIGKILL after a
-random delay; then the store is verified. An ingestion that came to its end first does not count,
-and the next one begins anew. At last an ingestion runs to its end, and one more must
-compute nothing. Exits with status 1 if an entry was damaged or anything was lost.
+Each round starts ``blockattn-rag ingest`` on the same folder of texts, sends SIGKILL after a random
+delay, and verifies the store. A round whose ingestion ends before the signal does not count; the
+next round then starts with an empty store. Finally, one ingestion runs to its end, and another one
+must compute nothing. Exit status 1 if an entry is damaged or lost.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def main() -> int:
         killed, damaged, entries = 0, 0, []
         while killed < options.kills:
             if not kill_once(texts, db, rng.uniform(0.2, 1.0) * whole_s):
-                shutil.rmtree(db)  # it came to its end: begin anew, so that kills hit writing
+                shutil.rmtree(db)  # a complete store would leave nothing to write
                 continue
             killed += 1
             if (db / "kv").exists():

@@ -1,14 +1,15 @@
-"""Fidelity, bytes and time of quantised keys and values.
+"""Measure fidelity, bytes and time of quantised keys and values.
 
     python benchmarks/kv_precision.py --data nq_rag.jsonl.gz --output kv.jsonl --recipe head:4
 
 Full mode answers each question greedily. Block mode then predicts that answer over the same
-passages, whose keys and values are the model's own, in int8, or rounded to 4 bits: an experiment,
-asymmetric in groups of tokens of a channel (keys) and of channels of a token (values), as KIVI
-(arXiv 2402.02750) has them. It prints the divergence from full mode, how much of it the rounding
-adds, the divergence from block mode over the model's own, the share of tokens that are full mode's,
-and bytes per token; and the median time to first token from memory and from disk, out of the page
-cache, all in turns. A stopped run resumes from --output; times are always measured.
+passages, with keys and values in the model's own type, in int8, or rounded to 4 bits. The 4-bit
+rounding is an experiment: as in KIVI (arXiv 2402.02750), it is asymmetric, in groups of tokens of
+one channel (keys) and of channels of one token (values). For each type, the script prints the
+divergence from full mode, the part of it that rounding adds, the divergence from block mode in the
+model's own type, the share of tokens that full mode would choose too, and bytes per token. It also
+prints the median time to first token from memory and from disk without page cache, measured in
+turns. A stopped run resumes from --output; times are always measured again.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ def engines_of(model: BlockModel, recipe: str) -> dict[str, BlockAttentionEngine
 
 
 def prepare(engines: Mapping[str, BlockAttentionEngine], prompt: BlockPrompt) -> None:
-    """Encode a prompt's blocks once, and put each engine's form of them into its empty store."""
+    """Encode a prompt's blocks once, and store them in each engine's empty store in its type."""
     plain = engines["model"]
     for engine in engines.values():
         for key in list(engine.store.keys()):
@@ -108,7 +109,7 @@ def compare(
     sample: EvaluationSample,
     max_new_tokens: int,
 ) -> dict[str, Any]:
-    """One question over blocks of every kind."""
+    """Compare the types of blocks on one question."""
     engine = engines["model"]
     prompt = make_prompt(engine, CHAT, sample)
     answer, expected = full_answer(engine, prompt, max_new_tokens)
@@ -195,7 +196,7 @@ def main(
     limit: int = 500,
     num_passages: int = 5,
     max_new_tokens: int = 24,
-    timed: Annotated[int, typer.Option(help="Questions whose times are taken.")] = 20,
+    timed: Annotated[int, typer.Option(help="Number of questions to time.")] = 20,
     repeats: int = 3,
 ) -> None:
     logging.getLogger("blockattn_rag").setLevel(logging.ERROR)

@@ -1,10 +1,10 @@
-"""Time of a forward while one thread, and while two threads, keep OpenMP workers.
+"""Measure a forward pass while one or two threads have OpenMP workers.
 
     OMP_NUM_THREADS=2 python benchmarks/main_thread.py
 
-Why ``Scheduler.submit_and_wait`` lets the main thread run an idle model: with GNU's OpenMP, threads
-that together outnumber the cores do not spin between operations, which makes every forward slower.
-Give OMP_NUM_THREADS as many threads as there are cores.
+The result explains why ``Scheduler.submit_and_wait`` runs an idle model in the main thread. When
+the workers of all threads outnumber the cores, those of GNU's OpenMP do not spin between
+operations, which slows every forward pass down. Set OMP_NUM_THREADS to the number of cores.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 import threading
 
 import torch
-from packing import median_s  # the script beside this one
+from packing import median_s  # the script next to this one
 
 from blockattn_rag.lab.efficiency import machine
 from blockattn_rag.lab.efficiency.shapes import random_llama

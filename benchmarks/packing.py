@@ -1,8 +1,9 @@
-"""Time of a linear layer with plain and with packed weights, by rows of input.
+"""Measure the time of a linear layer with plain and packed weights, by rows of input.
 
     python benchmarks/packing.py > benchmarks/results/packing.json
 
-The reason for blockattn_rag/model/packing.py, and for the rows that it chooses.
+The results are the reason for blockattn_rag/model/packing.py and for the number of rows for which
+it uses packed weights.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from blockattn_rag.model.packing import pack_linears
 
 WIDTHS = ((576, 1536), (1536, 576), (2048, 2048), (2048, 8192))
 ROWS = (1, 2, 4, 8, 16, 50, 64, 128, 255)
-LAYERS = 12  # more than the processor's cache holds, as in a model
+LAYERS = 12  # too many for the processor's cache, as in a model
 
 
 def median_s(run: Callable[[], object], repeats: int = 15) -> float:
@@ -40,14 +41,14 @@ def through(
 
 @torch.inference_mode()
 def measure() -> list[dict[str, float]]:
-    """Seconds a layer, plain and packed, for each shape and number of rows."""
+    """Seconds per layer, plain and packed, for each shape and number of rows."""
     rows = []
     for width_in, width_out in WIDTHS:
         with torch.inference_mode(False):
             layers = [nn.Linear(width_in, width_out, bias=False) for _ in range(LAYERS)]
             for layer in layers:
                 if not pack_linears(layer):
-                    raise SystemExit("this machine's PyTorch does not pack weights")
+                    raise SystemExit("PyTorch cannot pack weights here: run this on an x86 CPU")
         for count in ROWS:
             x = torch.randn(1, count, width_in)
             plain = through(layers, lambda layer, x: nn.functional.linear(x, layer.weight), x)

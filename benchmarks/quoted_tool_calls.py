@@ -1,11 +1,11 @@
-"""Whether quoted passages that spell tool calls become calls.
+"""Check that a quoted passage with the text of a tool call does not become a call.
 
     python benchmarks/quoted_tool_calls.py --passages 1000
 
-A scripted model answers with the ordinary tokens that ten passages have in its prompt, alone or
-behind a few words, through both adapters, whole and as a stream, for each format of calls whose
-mark is a token. As a control it then writes the same calls with the tokens of the marks. Exit
-status 1 if a quotation becomes a call, valid or not, or a call of the control is missed.
+A scripted model quotes ten passages of its prompt in ordinary tokens, alone or after a few words,
+through both adapters, as complete answers and as streams, in each call format whose mark is a
+token. As a control, it then writes the same calls with the tokens of the marks. Exit status 1 if a
+quotation becomes a call, valid or malformed, or if a control call is missed.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Quoting(BlockModel):
 
 
 def hostile(form: str, count: int) -> Iterator[str]:
-    """Passages with one call each."""
+    """Passages that each contain the text of one call."""
     draw = random.Random(form)
     for number in range(count):
         call = CALLS[form].replace("true", draw.choice(("true", "false")))
@@ -114,7 +114,7 @@ def main() -> None:
             for number, at in enumerate(range(0, passages, AT_ONCE)):
                 some = texts[at : at + AT_ONCE]
                 prompt = f"{format_blocks([*map(Document, some)])}\n\nWhat do they say?"
-                # Llama's calls need no mark where an answer begins.
+                # A bare call of Llama at the start of an answer would be a real call.
                 words = "They say: " if number % 2 or FORMATS[form].is_bare else ""
                 pieces = [*map(tokenizer.text_ids, [words, *some])]
                 model.answer_ids = [*chain.from_iterable(pieces)]

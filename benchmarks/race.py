@@ -1,8 +1,9 @@
-"""Encode hostile passages while other threads use the same tokenizer, and check what is stored.
+"""Encode hostile passages while other threads use the same tokenizer, and check the stored tokens.
 
-Two engines over one model and one tokenizer encode passages full of control tokens, two threads
-generate with stop strings, and a user's threads call the same tokenizer with truncation and with
-control tokens parsed. Afterwards every stored entry is compared with the bytes of its text.
+Two engines over one model and one tokenizer encode passages with control tokens. Two threads
+generate answers with stop strings, and two call the tokenizer directly, with truncation or with
+parsing of control tokens. Afterwards, the tokens of each entry are compared with the bytes of its
+text.
 
     python benchmarks/race.py --seconds 60
 """
@@ -38,7 +39,7 @@ def main() -> None:
             assert kv is not None
             entries += 1
             wrong += kv.token_ids.tolist() != written[kv.handle]
-    print(f"{entries} passages stored in {seconds:.0f} s, {wrong} with tokens not of their text")
+    print(f"{entries} passages stored in {seconds:.0f} s, {wrong} with wrong tokens")
     raise SystemExit(bool(wrong) or entries != len(written))
 
 
@@ -59,7 +60,7 @@ def _race(
 
     def encode(who: int, number: int) -> None:
         texts = [f"{HOSTILE} {who}.{number}.{i}" for i in range(1000)]
-        # In one forward, since the generating threads want the model as well.
+        # One large batch, because the generating threads use the model as well.
         engines[who].precompute([Block(text) for text in texts], batch_tokens=1 << 15)
         for text in texts:
             written[Block(text).handle] = [ids_of[byte] for byte in text.encode()]
@@ -82,7 +83,7 @@ def _race(
         thread.start()
     for thread in threads:
         thread.join()
-    # The generating threads' own passage, which opens a prompt and so holds BOS.
+    # The passage of the generating threads begins a prompt, so its block contains BOS.
     written[Block(HOSTILE).handle] = [256, *(ids_of[byte] for byte in HOSTILE.encode())]
     return written
 

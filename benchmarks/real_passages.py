@@ -2,10 +2,10 @@
 
     python benchmarks/real_passages.py --corpus corpus.jsonl.gz --questions nq_rag.jsonl.gz
 
-The corpus has one ``{"title", "text"}`` a line; the questions follow the evaluation schema. The
-weights are random: speed and bytes are those of a trained model of this shape, answers are not. It
-prints one JSON object: tokens per second and bytes of the first ingestion, what the second one
-computed, and the median time to first token in block and in full mode, taken in turns.
+Each line of the corpus is ``{"title", "text"}``; the questions have the format of ``eval --data``.
+The weights are random, which changes answers but not speed or bytes. The script prints one JSON
+object: tokens per second and bytes of the first ingestion, the tokens that the second one computed,
+and the median time to first token in block and full mode, measured in turns.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def read_passages(path: Path, limit: int | None = None) -> list[Passage]:
 
 
 def read_corpus(path: Path, limit: int | None) -> list[Block]:
-    """Each passage as the block that a prompt in the chat format holds."""
+    """The passages of a corpus as blocks of a prompt in the chat format."""
     passages = read_passages(path, limit)
     return [Block(CHAT.canonical_text(one), CHAT.template) for one in passages]
 
@@ -44,8 +44,8 @@ def read_corpus(path: Path, limit: int | None) -> list[Block]:
 def ask(engine: BlockAttentionEngine, sample: EvaluationSample, mode: Any) -> Any:
     passages = [Passage(p.title, p.text) for p in sample.passages]
     prompt = CHAT.prompt(sample.question, passages, engine.model.tokenizer.tokenizer)
-    # With an option of transformers' own, an answer leaves no tail (`engine.tails`): the timed
-    # question is computed, though the warm-up asked it before.
+    # An option of transformers' `generate` turns off the reuse of tails (`engine.tails`), so that
+    # the timed question is computed although the warm-up asked it before.
     return engine.generate(prompt, mode=mode, max_new_tokens=1, do_sample=False).stats
 
 

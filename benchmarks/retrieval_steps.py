@@ -1,11 +1,11 @@
-"""What is reused behind the retrieval steps of both frameworks: windows, parents, rerankers,
+"""Measure reuse after the retrieval steps of both frameworks: windows, parents, rerankers,
 compressors.
 
     python benchmarks/retrieval_steps.py
 
-Every row ingests the bundled encyclopedia, fifteen documents of ten articles each, and asks its
-fifteen questions of the bundled model. Nothing that a question computes is kept for the next one:
-a hit is a passage that ingestion stored. Prints a table.
+For each pipeline, the script ingests the bundled encyclopedia, fifteen documents of ten articles
+each, and asks the bundled model its fifteen questions. Blocks that a question computes are not kept
+for the next one, so each hit is a passage that ingestion stored. It prints a table.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ ARTICLES = 10
 
 
 class Row(NamedTuple):
-    """A pipeline: its name, and what ingests and gives the prompts of questions."""
+    """A pipeline: its name, and a function that ingests and returns a function from question to
+    prompt."""
 
     name: str
     ingest: Callable[[BlockAttentionEngine], Ask]
@@ -114,7 +115,7 @@ def chunks(*steps: Any) -> Callable[[BlockAttentionEngine], Ask]:
 
 
 def merged(engine: BlockAttentionEngine) -> Ask:
-    """Embeds leaves; shows the parent if many of its leaves are found."""
+    """Embeds leaves; shows the parent if many of its leaves are retrieved."""
     llm = BlockAttentionLLM(engine=engine)
     nodes = HierarchicalNodeParser.from_defaults(chunk_sizes=[256, 64], chunk_overlap=0)(
         documents()

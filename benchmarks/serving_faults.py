@@ -1,12 +1,12 @@
-"""Inject faults into a block-mode server and its store while many clients ask.
+"""Inject faults into a block-mode server and its store while many clients send requests.
 
     python benchmarks/serving_faults.py --requests 10000
 
 vLLM serves the bundled model from an S3 store (moto's) through a proxy that injects faults. Phase
-by phase the store is slow, corrupts, loses and damages entries, is down, and the server is killed
-and restarted. In every phase some clients leave early, and some ask in full mode. Exit status 1 if
-an answer has another token than this package's own engine chose, a client waits longer than the
-deadline, a failure comes without a reason, or pages or requests are left behind.
+by phase, the store is slow, corrupts data, loses entries, damages entries and is down, and the
+server is killed and restarted. In each phase, some clients disconnect early and some use full mode.
+Exit status 1 if an answer differs from that of this package's own engine, a client waits longer
+than the deadline, an error has no reason, or pages or requests remain.
 
 It runs in the environment of `make test-vllm`, with `moto[server]` installed.
 """
@@ -54,7 +54,7 @@ Breaker = Callable[["Site"], Coroutine[Any, Any, None]]
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """A prompt, and its right tokens in block and in full mode."""
+    """A prompt, and the correct tokens of its answers in block and full mode."""
 
     case: Case
     right: Mapping[str, list[int]]
@@ -62,7 +62,7 @@ class Known:
 
 @dataclass(slots=True)
 class Site:
-    """The parts to break: the proxy in front of the store, the store, the server.
+    """The parts that faults are injected into: the store's proxy, the store, the server.
 
     Args:
         proxy: Proxy between server and store.
@@ -98,7 +98,7 @@ class Site:
 
 
 async def nothing(site: Site) -> None:
-    """Break nothing besides the proxy."""
+    """Inject no faults other than those of the proxy."""
 
 
 async def delete_entries(site: Site) -> None:
@@ -137,7 +137,7 @@ async def kill_server(site: Site) -> None:
     while True:
         await asyncio.sleep(site.choose.uniform(4, 8))
         site.booting = asyncio.create_task(site.reboot())
-        await asyncio.shield(site.booting)  # a phase that ends meanwhile leaves a server
+        await asyncio.shield(site.booting)  # the server starts even if the phase ends
 
 
 PHASES: Mapping[str, tuple[float, Mapping[Fault, float], Breaker]] = {
@@ -154,7 +154,8 @@ PHASES: Mapping[str, tuple[float, Mapping[Fault, float], Breaker]] = {
     "hangs": (0.05, {"hangs": 0.002, "hangs within": 0.002}, nothing),
     "server killed": (0.05, {"503": 0.02, "flipped bit": 0.02, "slow": 0.02}, kill_server),
 }
-"""Share of the requests, faults of the proxy, and what else breaks meanwhile."""
+"""For each phase: its share of the requests, the faults of the proxy, and a function that injects
+other faults."""
 
 
 def known_cases(reference: Reference, most: int) -> list[Known]:
@@ -176,7 +177,7 @@ def known_cases(reference: Reference, most: int) -> list[Known]:
 
 
 class Campaign:
-    """Many clients, and the outcomes of their requests.
+    """Sends requests from many clients, and records their outcomes.
 
     Args:
         site: Server and store.
@@ -236,7 +237,7 @@ class Campaign:
     async def asked(
         self, http: httpx.AsyncClient, one: Known, mode: str, leaves: int | None = None
     ) -> list[int]:
-        """The tokens of an answer. ``leaves``: tokens after which the client disconnects."""
+        """The tokens of an answer. ``leaves``: Tokens after which the client disconnects."""
         server = self._site.server
         body: dict[str, Any] = {
             "model": NAME,
@@ -252,8 +253,8 @@ class Campaign:
         return (await ask(http, url, body, headers=headers, leave_after=leaves)).tokens
 
     async def left_behind(self, http: httpx.AsyncClient) -> dict[str, float]:
-        """Requests and pages left half a minute after the last request, and wrong answers of the
-        repaired site."""
+        """Requests and pages that remain half a minute after the last request, and the number of
+        wrong answers without faults."""
         names = ("vllm:num_requests_running", "vllm:num_requests_waiting")
         until = time.monotonic() + 30
         while True:
@@ -262,7 +263,7 @@ class Campaign:
             if not any(held.values()) or time.monotonic() > until:
                 break
             await asyncio.sleep(0.5)
-        await asyncio.sleep(2)  # until a store that was left alone is asked again
+        await asyncio.sleep(2)  # until the server retries a store that it skips after failures
         after = Counter(
             [await self._outcome_of(http, one, mode) for one in self._known for mode in one.right]
         )
@@ -347,7 +348,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def is_bad(row: Mapping[str, Any]) -> bool:
-    """Whether a phase has a wrong, stuck or unexplained answer, or left something behind."""
+    """Whether a phase has a wrong, stuck or unexplained answer, or left requests or pages."""
     bad = sum(row["outcomes"][name] for name in ("wrong", "stuck", "broken off"))
     unnamed = [one for one in row["reasons"] if one.rpartition(": ")[2].strip() in UNNAMED]
     return bool(bad or unnamed or any(row["left"].values()))

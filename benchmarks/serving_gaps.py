@@ -1,13 +1,14 @@
-"""How much other clients' questions delay a running answer, with and without this package.
+"""Measure how much other clients' questions delay a running answer, with and without this package.
 
     python benchmarks/serving_gaps.py --folder /tmp/serving \
         --corpus corpus.jsonl.gz --asked nq_rag.jsonl.gz
 
-One client reads a long answer. Another asks a question every half second: not at all, with the
-final block alone, with passages in the server's pages (the same question was just asked), and with
-passages to load. The last two attend to the same tokens, so their difference is the cost of
-loading or computing passages. Systems and ways take turns. Systems, folder and environment are
-those of `serving_trace.py`.
+One client streams a long answer, while another sends a question every half second. The question is
+sent in three ways: the final block alone, with passages that are already in the server's pages
+(because the same question was just sent), and with passages that must be loaded. In a fourth way,
+no question is sent. The last two kinds of questions attend to the same tokens, so their difference
+is the cost of loading or computing passages. Systems and ways are measured in turns. Systems,
+folder and environment are those of `serving_trace.py`.
 """
 
 from __future__ import annotations
@@ -39,10 +40,10 @@ LONGEST = 1000
 async def watched(
     long: Asker, short: Asker, reader: Question, others: Sequence[Question], pace_s: float
 ) -> list[float]:
-    """Times between the tokens of a long answer while others ask.
+    """Times between the tokens of a long answer while another client sends questions.
 
-    They count from the first question of others to the first token of the last answer; without
-    questions, for as long as asking them would take.
+    The measurement runs from the first question to the first token of the last answer. Without
+    questions, it runs as long as sending them would take.
     """
     answer = Answer()
     reading = asyncio.ensure_future(long(reader, answer))
@@ -67,7 +68,7 @@ async def watched(
 
 
 def asked_in(way: Way, questions: Sequence[Question]) -> list[Question]:
-    """Questions of the other client; prompts without tokens are not sent."""
+    """Questions of the other client; a prompt without tokens is not sent."""
     if way in ("passages in pages", "with passages"):
         return list(questions)
     return [Question(one.final_ids if way == "final blocks alone" else [], ()) for one in questions]
@@ -103,7 +104,7 @@ async def measure(
 
 
 def rows(found: Mapping[tuple[str, Way], Sequence[float]]) -> list[dict[str, Any]]:
-    """Figures by system and way. ``over_pages``: mean gap over that with passages in pages."""
+    """Figures by system and way. ``over_pages``: Mean gap over that with passages in pages."""
     return [
         {
             "system": name,

@@ -1,4 +1,4 @@
-"""Clients of a server that streams answers. Other benchmarks import this.
+"""Clients of a server that streams answers, shared by the serving benchmarks.
 
 Times are seconds of one monotonic clock.
 """
@@ -60,7 +60,7 @@ class FailedAnswerError(Exception):
 
 @dataclass(slots=True)
 class Answer:
-    """One answer as its client saw it.
+    """An answer as received by its client.
 
     Args:
         sent_s: Time of the request.
@@ -97,7 +97,7 @@ async def ask(
 
     Args:
         leave_after: Close the stream after this many tokens.
-        into: Answer to fill while tokens arrive, for callers that read it before the end.
+        into: Answer to fill while tokens arrive, for callers that read it before it is complete.
 
     Raises:
         FailedAnswerError: The server refused, or the stream broke off.
@@ -146,7 +146,7 @@ def _reason(content: bytes) -> str:
 async def closed_loop(
     asks: Sequence[Callable[[], Awaitable[Answer]]], clients: int
 ) -> list[Answer]:
-    """Run clients that each send their next question after the previous answer.
+    """Run concurrent clients. Each sends its next question after the answer to the previous one.
 
     Returns:
         The answers, in the order of the questions.

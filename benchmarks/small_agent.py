@@ -1,11 +1,11 @@
-"""What a small model manages as an agent: calls of its own, required calls, and looking up first.
+"""Measure a small model as an agent, with optional calls, required calls and a lookup first.
 
     python benchmarks/small_agent.py MODEL [--questions 10] [--recipe head:4]
 
-The model, whose control tokens must be those of ChatML (SmolLM2, say), is asked questions on 20
-passages. Its chat template is replaced by one that shows tools in Hermes' form. Counted are: calls
-that it makes when it is free to; calls of the right form when one is required, and how often their
-query finds the right passage; right answers after the passages were looked up for it.
+The model answers questions about 20 passages. It must have the control tokens of ChatML, as SmolLM2
+does. Its chat template is replaced by one that supports tools in Hermes format. The script counts
+calls when they are optional, valid calls when one is required, required calls whose query finds the
+right passage, and right answers after a lookup before the model is called.
 """
 
 from __future__ import annotations
@@ -78,19 +78,19 @@ def main(
         agent = create_agent(chat, [], middleware=[RetrieveFirst(retriever)])
         for sample in asked:
             free = chat.bind_tools([tool]).invoke(sample.question)
-            counts["free: a call"] += bool(free.tool_calls)
-            counts["free: a malformed call"] += bool(free.invalid_tool_calls)
+            counts["optional call: made"] += bool(free.tool_calls)
+            counts["optional call: malformed"] += bool(free.invalid_tool_calls)
             required = chat.bind_tools([tool], tool_choice="any", parallel_tool_calls=False)
             answer = required.invoke(sample.question)
-            counts["required: a valid call"] += len(answer.tool_calls) == 1
-            counts["required: cut by the token limit"] += bool(answer.invalid_tool_calls)
+            counts["required call: valid"] += len(answer.tool_calls) == 1
+            counts["required call: truncated"] += bool(answer.invalid_tool_calls)
             for call in answer.tool_calls:
                 found = {one.page_content for one in retriever.invoke(call["args"]["query"])}
                 right = {corpus[at].text for at in sample.gold}
-                counts["required: the query finds the passage"] += right <= found
+                counts["required call: query finds the passage"] += right <= found
             given: Any = {"messages": [("human", sample.question)]}
             said = str(agent.invoke(given)["messages"][-1].content)
-            counts["looked up first: a right answer"] += is_correct(sample, said)
+            counts["lookup first: right answer"] += is_correct(sample, said)
     for name, count in counts.items():
         print(f"{name}: {count} of {len(asked)}")
     print(machine())

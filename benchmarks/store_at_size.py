@@ -1,8 +1,8 @@
-"""Time and memory of looking after a store of many entries, on a local disk.
+"""Measure time and memory of the maintenance of a store with many entries, on a local disk.
 
-Entries are tiny and written without flushing to the disk, so that what is measured is the work for
-each entry, not the disk. Each command runs in a process of its own; its memory is the most that the
-process took (``ru_maxrss``), next to that of a process that only imports the package.
+Entries are tiny and written without fsync, so the figures show the work per entry rather than the
+speed of the disk. Each command runs in a separate process. Its memory is the peak of the process
+(``ru_maxrss``), printed next to that of a process that only imports the package.
 
     python benchmarks/store_at_size.py --entries 10000
 """
@@ -27,12 +27,12 @@ from blockattn_rag.store import DirectoryStore, LiveHandles, describe_all, gc, v
 
 
 def digest_of(number: int) -> str:
-    """64 hex digits that lie as evenly as a hash's."""
+    """64 hex digits that are distributed as evenly as those of a hash."""
     return f"{number * 0x9E3779B97F4A7C15 % (1 << 64):016x}" * 4
 
 
 def fill(path: Path, entries: int) -> None:
-    """A store of so many entries of one token."""
+    """Fill a store with entries of one token."""
     store = DirectoryStore(path, fsync=False)
     part = (torch.ones(1, 1, 4),)
     first = BlockKV(part, part, torch.zeros(1, dtype=torch.int64), "f" * 64, "", "")
@@ -43,7 +43,7 @@ def fill(path: Path, entries: int) -> None:
 
 
 def commands(path: Path, entries: int) -> dict[str, Callable[[], object]]:
-    """What is measured, by name. Half of the entries are referred to."""
+    """The measured commands by name. Half of the entries are in use."""
 
     def collect() -> object:
         live = LiveHandles(digest_of(number)[:32] for number in range(0, entries, 2))
@@ -70,7 +70,7 @@ def commands(path: Path, entries: int) -> dict[str, Callable[[], object]]:
 
 
 def measure(name: str, path: Path, entries: int) -> None:
-    """Print what a command took, in this process."""
+    """Run a command in this process, and print its time and memory."""
     start_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     command = commands(path, entries)[name]
     began = time.perf_counter()
@@ -85,7 +85,7 @@ def measure(name: str, path: Path, entries: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--entries", type=int, default=10_000)
-    parser.add_argument("--store", type=Path, help="a folder that was filled before")
+    parser.add_argument("--store", type=Path, help="folder of a store that an earlier run filled")
     parser.add_argument("--only", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.only:

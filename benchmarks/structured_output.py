@@ -1,10 +1,11 @@
-"""Whether answers follow their schema, and the time that it takes.
+"""Check that answers match their schema, and measure the time that a schema adds.
 
     python benchmarks/structured_output.py --model smollm2 --prompts 500
 
-Asks the demo's questions, each with one of 20 JSON schemas in turn, in block mode. The `jsonschema`
-package judges each answer, formats included. It measures the time to compile each schema, and the
-time per token to apply it. Prints a table. A stopped run resumes from the answers in --output.
+The model answers the demo's questions in block mode, each with one of 20 JSON schemas in turn. The
+package `jsonschema` validates each answer, formats included. The script measures the time to
+compile each schema and the time per token to apply it, and prints a table. A stopped run resumes
+from the answers in --output.
 """
 
 from __future__ import annotations
@@ -181,7 +182,7 @@ def main(
 
 
 def table(model: str, rows: list[dict[str, Any]]) -> str:
-    """Figures of each schema, and of all; milliseconds."""
+    """Figures of each schema and of all schemas together, in milliseconds."""
     lines = []
     for name in [*SCHEMAS, "all"]:
         of = [row for row in rows if name in ("all", row["schema"])]

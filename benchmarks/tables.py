@@ -27,7 +27,7 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def cells(name: str, data: Mapping[str, Any]) -> Mapping[str, Sequence[str]]:
-    """The columns of a result's table, with medians alone."""
+    """The columns of a result's table; all times are medians."""
     rows = data["rows"]
     if name == "packing":
         return {

@@ -5,10 +5,10 @@
     python examples/agent.py "Where has the Rosetta Stone been shown since 1802?"
     python examples/agent.py --tool --model path/to/model-that-calls-tools
 
-Small models call tools badly, so by default passages are looked up before the model answers, and
-stand in the history as a call and its result. With ``--tool`` the model calls the retriever itself:
-take one whose chat template knows tools, such as Qwen2.5-7B-Instruct. Either way the passages stay
-blocks, in this turn and in all later ones.
+Small models call tools badly, so by default passages are retrieved before the model answers. The
+history then contains this lookup as a call and its result. With ``--tool``, the model calls the
+retriever itself. This needs a model whose chat template supports tools, such as
+Qwen2.5-7B-Instruct. In both cases the passages are blocks, in this turn and in all later ones.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from blockattn_rag.langchain import (
 def make_agent(
     chat: ChatBlockAttention, retriever: BaseRetriever, *, tool: bool = False
 ) -> CompiledStateGraph:
-    """Agent that calls the retriever as a tool, or one whose questions are looked up first."""
+    """Agent that calls the retriever as a tool, or that retrieves passages for every question."""
     tools = [block_retriever_tool(retriever, "articles", "Looks up articles.")] if tool else []
     return create_agent(
         chat,

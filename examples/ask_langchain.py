@@ -1,4 +1,4 @@
-"""LangChain, answered by a server: python examples/ask_langchain.py http://localhost:8000/v1"""
+"""LangChain with a model server: python examples/ask_langchain.py http://localhost:8000/v1"""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""LlamaIndex, answered by a server: python examples/ask_llama_index.py http://localhost:8000/v1"""
+"""LlamaIndex with a model server: python examples/ask_llama_index.py http://localhost:8000/v1"""
 
 import sys
 

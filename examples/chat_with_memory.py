@@ -5,7 +5,7 @@
     python examples/chat_with_memory.py "Who was Marie Curie?" "Where was she born?"
 
 Each turn retrieves passages for its question, and their keys and values come from the store. The
-line after each answer says how many tokens of its prompt were reused.
+line after each answer shows how many tokens of its prompt were reused.
 """
 
 import argparse

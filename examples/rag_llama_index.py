@@ -35,7 +35,7 @@ QUESTIONS = [
 def open_index(
     folder: Path, db: Path, llm: BlockAttentionLLM, embedding: BaseEmbedding
 ) -> VectorStoreIndex:
-    """Index of the documents of a folder, made if the database is empty."""
+    """Index of the documents of a folder, created if the database is empty."""
     collection = chromadb.PersistentClient(str(db / "chroma")).get_or_create_collection("passages")
     vectors = ChromaVectorStore(chroma_collection=collection)
     if not collection.count():

@@ -19,11 +19,11 @@ def main(
     step: Annotated[Step, typer.Argument(help="The step to run.")],
     out: Annotated[Path, typer.Option(help="Folder of the results.")],
     resume: Annotated[Path | None, typer.Option(help="Folder of earlier results.")] = None,
-    minutes: Annotated[float, typer.Option(help="Start no measurement later than this.")] = 9.0,
-    dry: Annotated[bool, typer.Option(help="Tiny shapes on the CPU, to test the step.")] = False,
+    minutes: Annotated[float, typer.Option(help="Start no case after this many minutes.")] = 9.0,
+    dry: Annotated[bool, typer.Option(help="Use tiny shapes on the CPU, as a test.")] = False,
 ) -> None:
     """Measure one step of the campaign, or write the report of all finished steps."""
-    # A warning that random weights are not block-fine-tuned would be noise.
+    # The warning about missing block fine-tuning does not matter for random weights.
     logging.getLogger("blockattn_rag").setLevel(logging.ERROR)
     status = DONE
     if step in STEPS:

@@ -1,12 +1,13 @@
-"""Is block mode exact on this device? Small random models against a float64 oracle.
+"""Compare block mode on this device with a float64 oracle, for small random models.
 
 Each case is one model: a head size, a ratio of query heads to key-value heads, and a number type.
-Contexts have blocks of 1 to 8,192 tokens. The oracle is one dense forward with the block mask, by
-the same weights in float64. A path may be off by four times what rounding does to that dense
-forward in the model's own type, and by 1e-4 in any case. Errors are relative to the largest logit.
+Contexts have blocks of 1 to 8,192 tokens. The oracle is one dense forward pass with the block mask
+and the same weights in float64. The permitted error of a path is four times the rounding error of
+that forward pass in the model's own type, but at least 1e-4. Errors are relative to the largest
+logit.
 
-Answers are judged token by token, because rounding may decide near ties: a greedy token may score
-less than the oracle's best by twice the permitted error of the logits.
+Answers are compared token by token, because rounding can decide near ties. The score of a greedy
+token may be lower than the oracle's best by twice the permitted error of the logits.
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ from blockattn_rag.prompts.blocks import Block, BlockPrompt
 
 HEADS, VOCABULARY, FINAL_TOKENS, NEW_TOKENS = 8, 512, 12, 3
 INT8_ERROR = 0.05
-"""What rounding keys and values to 8 bits may add to the relative error of the logits."""
+"""Relative error of the logits that is additionally permitted for keys and values in 8 bits."""
 
 ROUNDING = 4
-"""Permitted error of a path, in errors of the dense forward in the same number type."""
+"""Permitted error of a path, in multiples of the dense forward pass's error in the same type."""
 
 GREEDY: Mapping[str, Any] = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
 
 
 class Sizes(NamedTuple):
-    """What is crossed: a model for each head size, ratio and type; a prompt for each context."""
+    """Sizes of the cases: one model per head size, ratio and type, and one prompt per context."""
 
     head_sizes: Sequence[int] = (64, 80, 96, 128, 256)
     ratios: Sequence[int] = (1, 2, 4, 8)
@@ -55,7 +56,7 @@ class Sizes(NamedTuple):
 
 DRY = Sizes((16,), (4,), ("float32", "bfloat16"), {"mixed": (16, 1, 7)})
 LARGE, LARGE_RATIO = "large", 4
-"""The dense oracle of the large context takes seconds, so it has one ratio and no recipes."""
+"""Context that is measured with one ratio and without recipes, because its oracle takes seconds."""
 
 
 def cases(campaign: Campaign) -> Iterator[Case]:
@@ -77,9 +78,9 @@ def cases(campaign: Campaign) -> Iterator[Case]:
 def compare(
     campaign: Campaign, size: int, ratio: int, dtype: str, contexts: Mapping[str, Sequence[int]]
 ) -> Iterator[Record]:
-    """One row for each context, recipe and path: ``error`` and ``budget`` of the logits, or of the
+    """One row per context, recipe and path, with ``error`` and ``budget`` of the logits or of the
     chosen tokens."""
-    longest = sum(max(contexts.values(), key=sum))  # a batch has prompts of one block twice
+    longest = sum(max(contexts.values(), key=sum))  # a prompt of a batch has one block twice
     most = 2 * longest + FINAL_TOKENS + NEW_TOKENS + 1
     hf_model = random_model(size, HEADS // ratio, most, floating_type(dtype)).to(campaign.device)
     exact = block_model(copy.deepcopy(hf_model).double())
@@ -87,7 +88,7 @@ def compare(
     for name, lengths in contexts.items():
         prompt = prompt_of(lengths)
         plain = Recipe()
-        # Promotion is a choice, which rounding may turn.
+        # Rounding can change which passages promotion chooses.
         promoting = [Recipe(promote=1)] * (dtype == "float32")
         repaired = [] if name == LARGE else [adapted(model), *promoting]
         for recipe in (plain, *repaired):
@@ -102,7 +103,7 @@ def compare(
 
 
 def paths(recipe: Recipe) -> dict[str, dict[str, Any]]:
-    """Options of engines."""
+    """Engine options, by name of the path."""
     found: dict[str, dict[str, Any]] = {
         "relay": {"assembly": "relay"},
         "copy": {"assembly": "copy"},
@@ -133,7 +134,7 @@ class Judge:
         self.budget = max(LOGITS[torch.float32], ROUNDING * self.rounding)
 
     def logits(self, engine: BlockAttentionEngine, extra: float) -> Record:
-        """Logits of a given answer, blocks computed and then reused."""
+        """Compare the logits of a given answer, with computed and then with reused blocks."""
         errors = []
         for _ in range(2):
             found = engine.answer_logits(self.prompt, self.answer, mode="block")
@@ -141,7 +142,7 @@ class Judge:
         return self._row(max(errors), extra)
 
     def batch(self, engine: BlockAttentionEngine, extra: float) -> Record:
-        """Greedy answers to the prompt, to its blocks in another order, and to one block twice."""
+        """Compare greedy answers to the prompt, to its reversed blocks and to one block twice."""
         blocks, final = self.prompt.context, self.prompt.final
         orders = [blocks, blocks[::-1], (blocks[-1], blocks[-1])]
         prompts = [BlockPrompt(order, final) for order in orders]
@@ -157,14 +158,14 @@ class Judge:
 
 
 def shortfall(logits: Tensor, tokens: Sequence[int]) -> float:
-    """By how much chosen tokens score less than the best ones, at most, relative to the largest
-    logit. ``logits``: ``[len(tokens), vocab]``."""
+    """Largest difference between the best score and that of the chosen token, relative to the
+    largest logit. ``logits``: ``[len(tokens), vocab]``."""
     chosen = logits.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0]
     return float((logits.max(dim=1).values - chosen).max() / logits.abs().max())
 
 
 def random_model(size: int, kv_heads: int, max_tokens: int, dtype: torch.dtype) -> Any:
-    """Two layers of Llama, with weights so large that attention is far from uniform."""
+    """A Llama of two layers, with weights so large that attention is far from uniform."""
     make: Any = LlamaConfig
     config = make(
         vocab_size=VOCABULARY,

@@ -1,17 +1,19 @@
-"""Time to the first token, time per token and memory, against the limits of the device.
+"""Measure time to first token, time per token and memory, and compare with the device's limits.
 
-Llama shapes with random weights in bfloat16, a question of 50 tokens, and KV on the device. Paths:
-``full`` prefills everything, ``copy`` joins re-encoded blocks, ``relay`` attends to blocks where
-they lie, ``floor`` is the question alone. For each shape and context:
+The models are Llama shapes with random weights in bfloat16. The question has 50 tokens, and keys
+and values are on the device. There are four paths: ``full`` prefills everything, ``copy`` joins
+blocks with re-encoded positions, ``relay`` attends to blocks in place, and ``floor`` computes only
+the question. These cases are measured for each shape and context:
 
-* ``request``: the engine's time to the first token, on the host's clock, tokenising included.
-* ``forward``: putting the blocks together and the forward of the question alone, by CUDA events.
-* ``decode``: time of each token after the first.
-* ``memory``: bytes that a request allocates at most.
+* ``request``: the engine's time to first token on the host's clock, including tokenising.
+* ``forward``: placing the blocks and the forward pass of the question, timed with CUDA events.
+* ``decode``: the time of each token after the first.
+* ``memory``: the peak of the bytes that a request allocates.
 
-A limit is the larger of bytes read and written by the device's bandwidth and operations by its
-rate, both measured in the same process (``harness.Ceilings``). Bytes are those of weights and of
-keys and values: relay reads each once; copy reads them, writes them and reads them again.
+The limit of a time is the larger of two quotients: bytes read and written divided by the device's
+bandwidth, and operations divided by its rate (``harness.Ceilings``, measured in the same process).
+The bytes are those of weights, keys and values. Relay reads each once; copy reads, writes and
+rereads keys and values.
 """
 
 from __future__ import annotations
@@ -35,11 +37,11 @@ SHAPES: Sequence[str] = ("8b", "1b")
 LENGTHS: Sequence[int] = (32_768, 4_096, 131_072)
 BLOCK_TOKENS, QUESTION_TOKENS, NEW_TOKENS = 512, 50, 32
 OTHER_BLOCKS: Sequence[int] = (128, 2_048, 8_192)
-"""Further block sizes, at the first length: relay joins small blocks, and the size where that
-stops to pay is a constant of ``blockattn_rag.attention``."""
+"""Further block sizes, measured at the first length. Relay joins blocks below a size that is a
+constant of ``blockattn_rag.attention``; these figures show whether the constant is right."""
 
 TRAFFIC: Mapping[str, int] = {"full": 0, "copy": 3, "relay": 1, "floor": 0}
-"""How often a path reads or writes the keys and values of the context."""
+"""Number of times that a path reads or writes the keys and values of the context."""
 
 PATHS = ("full", "copy", "relay")
 REUSING = ("copy", "relay")
@@ -59,7 +61,7 @@ def cases(campaign: Campaign) -> Iterator[Case]:
                 "request": partial(request, campaign, length=length, block=block),
                 "decode": partial(decode, campaign, length=length, block=block),
                 "memory": partial(memory, campaign, length=length, block=block),
-                # Where a full prefill does not fit, the others may.
+                # The other paths may fit in memory where a full prefill does not.
                 "forward, reuse": partial(
                     forward, campaign, length=length, block=block, paths=REUSING
                 ),
@@ -76,11 +78,11 @@ def cases(campaign: Campaign) -> Iterator[Case]:
 
 
 def _on_model(run: Callable[[BlockModel], Record], model: Callable[[], BlockModel]) -> Record:
-    return run(model())  # made when a case needs it, not when cases are listed
+    return run(model())  # created when the case runs, not when cases are listed
 
 
 def request(campaign: Campaign, model: BlockModel, *, length: int, block: int) -> Record:
-    """See the module: ``<path>_s`` of each path and the floor, and ``relay_over_copy``."""
+    """The case ``request``: ``<path>_s`` of each path, and ``relay_over_copy``."""
     engine = campaign.engine(model)
     (row,) = measure_ttft(
         engine,
@@ -100,7 +102,7 @@ def forward(
     block: int,
     paths: Sequence[str] = PATHS,
 ) -> Record:
-    """See the module: ``<path>_s`` and ``<path>_limit_s``."""
+    """The case ``forward``: ``<path>_s`` and ``<path>_limit_s``."""
     prompt = Prompt.drawn(model, length, block)
     ways = {
         path: partial(elapsed_s, partial(prompt.answer, model, path), model.device)
@@ -114,7 +116,7 @@ def forward(
 
 
 def repeats(campaign: Campaign, length: int) -> int:
-    """Fewer for the longest context, whose full prefill takes most of the step's time."""
+    """Number of repeats: fewer for the longest context, because its full prefill takes longest."""
     return min(campaign.repeats, 2) if length == max(LENGTHS) else campaign.repeats
 
 
@@ -149,7 +151,7 @@ class Prompt(NamedTuple):
 
 
 def decode(campaign: Campaign, model: BlockModel, *, length: int, block: int) -> Record:
-    """See the module: ``<path>_s``, ``<path>_tokens_per_s``, and the ``limit_s`` of all paths."""
+    """The case ``decode``: ``<path>_s``, ``<path>_tokens_per_s``, and ``limit_s`` of all paths."""
     (row,) = measure_decode(
         campaign.engine(model),
         [length],
@@ -165,7 +167,7 @@ def decode(campaign: Campaign, model: BlockModel, *, length: int, block: int) ->
 
 
 def memory(campaign: Campaign, model: BlockModel, *, length: int, block: int) -> Record:
-    """See the module: ``<path>_peak_bytes``, ``stored_bytes`` and ``weight_bytes``."""
+    """The case ``memory``: ``<path>_peak_bytes``, ``stored_bytes`` and ``weight_bytes``."""
     (row,) = measure_memory(
         campaign.engine(model), [length], block_tokens=block, question_tokens=QUESTION_TOKENS
     )
@@ -173,7 +175,7 @@ def memory(campaign: Campaign, model: BlockModel, *, length: int, block: int) ->
 
 
 def limit_s(model: BlockModel, ceilings: Ceilings, path: str, length: int) -> float:
-    """Seconds that a first token takes at least."""
+    """Lower bound of the seconds to the first token."""
     moved = weight_bytes(model) + TRAFFIC[path] * length * model.bytes_per_token
     new, cached = QUESTION_TOKENS, length if path in REUSING else 0
     new += length if path == "full" else 0
@@ -182,7 +184,7 @@ def limit_s(model: BlockModel, ceilings: Ceilings, path: str, length: int) -> fl
 
 
 def weight_bytes(model: BlockModel) -> int:
-    """Bytes of the weights that every forward reads: all but the table of input embeddings."""
+    """Bytes of the weights that every forward pass reads: all except the input embeddings."""
     table: Tensor = model.hf_model.get_input_embeddings().weight
     total: int = sum(one.nbytes for one in model.hf_model.parameters())
     return total - table.nbytes

@@ -1,7 +1,7 @@
 """Shared parts of the GPU campaign's steps: cases and their records, engines, and device timing.
 
-A step is a list of cases. Each finished case is one JSON line of ``<out>/<step>.jsonl``, written at
-once, so that a step that was killed continues where it stopped. A record is::
+A step is a list of cases. Each finished case is written immediately as one JSON line of
+``<out>/<step>.jsonl``, so a killed step continues where it stopped. A record is::
 
     {"case": "8b/32768/forward", "machine": {...}, "dry": false, "seconds": 12.3,
      "result": {...}}             # or "out_of_memory": "...", or "error": "Traceback ..."
@@ -37,8 +37,8 @@ DONE, FAILED, UNFINISHED = 0, 1, 3
 
 
 class Case(NamedTuple):
-    """One measurement. ``measure`` returns plain JSON; the case failed if its key ``passed`` is
-    False."""
+    """One measurement. ``measure`` returns a JSON object; if its key ``passed`` is False, the case
+    failed."""
 
     name: str
     measure: Callable[[], Record]
@@ -103,14 +103,14 @@ class Campaign:
         self, model: BlockModel, *, store: KVStore | None = None, **options: Any
     ) -> BlockAttentionEngine:
         """An engine over a store. Default: a new store on the device. Repeated questions are
-        computed again."""
+        recomputed."""
         store = MemoryStore(1 << 40) if store is None else store
         options.setdefault("recipe", "none")
         return BlockAttentionEngine(model, store, resident_bytes=0, **options)
 
     @cached_property
     def ceilings(self) -> Ceilings:
-        """Measured with a copy (bytes read and written) and a product of square matrices."""
+        """Peak rates, measured with a copy and with a product of square matrices."""
         size, side = (1 << 20, 64) if self.dry else (1 << 32, 8192)
         source = torch.randint(255, (size,), dtype=torch.uint8, device=self.device)
         target = torch.empty_like(source)
@@ -123,8 +123,8 @@ class Campaign:
     def run(self, step: str, cases: Iterable[Case]) -> int:
         """Measure the cases of a step that have no record yet; returns the exit status.
 
-        Running out of memory is a result. Any other error is recorded, and the step goes on, unless
-        the error leaves the GPU unusable.
+        Running out of memory is a result. After any other error, the step records it and continues,
+        unless the GPU has become unusable.
         """
         here = json.loads(json.dumps(machine(self.device)))
         self.out.mkdir(parents=True, exist_ok=True)
@@ -151,7 +151,7 @@ class Campaign:
         return status
 
     def _finished(self, step: str, here: Record) -> list[Record]:
-        """Earlier records of this machine. Failures are left out, so that they run again."""
+        """Earlier records of this machine, without failures, which are measured again."""
         folders = [folder for folder in (self.resume, self.out) if folder]
         records = [one for folder in folders for one in read_records(folder, step)]
         same = [one for one in records if one["dry"] == self.dry and one["machine"] == here]
@@ -190,7 +190,7 @@ def free_memory() -> None:
 
 
 def read_records(folder: Path, step: str) -> list[Record]:
-    """The records of a step, oldest first. A last line that was cut by a kill is left out."""
+    """The records of a step, oldest first, without a truncated last line."""
     file = folder / f"{step}.jsonl"
     if not file.exists():
         return []
@@ -205,7 +205,7 @@ def results_of(folders: Sequence[Path | None], step: str) -> dict[str, Record]:
 
 
 def elapsed_s(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds from the start of ``work`` to the end of what it launched on the device."""
+    """Seconds from the start of ``work`` to the end of the operations that it launched."""
     if device.type != "cuda":
         began = time.perf_counter()
         work()
@@ -226,7 +226,7 @@ def median_s(work: Callable[[], object], device: torch.device, repeats: int = 10
 
 
 def random_ids(lengths: Sequence[int], vocabulary: int, seed: int = 0) -> list[list[int]]:
-    """Random token ids, a list for each length, without 0 (padding)."""
+    """One list of random token ids per length, without 0 (padding)."""
     generator = torch.Generator().manual_seed(seed)
     return [
         torch.randint(1, vocabulary, (length,), generator=generator).tolist() for length in lengths

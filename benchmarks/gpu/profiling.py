@@ -1,8 +1,8 @@
-"""Profile of the slowest step: where its time goes, and what to change.
+"""Profile the slowest step of relay attention: where its time goes, and what to change.
 
-The slowest step is the one of relay attention that takes longest in multiples of its limit, among
-the first tokens and decoding steps that ``first_token`` measured; without results, the first token
-of 32,768 tokens. Its kernels are sorted into groups, and the advice follows from their shares.
+Among the first tokens and decoding steps measured by ``first_token``, the slowest step has the
+largest ratio of time to limit. Without results, it is the first token after 32,768 tokens. Its
+kernels are grouped by name, and the advice depends on each group's share of the time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ GROUPS: Mapping[str, str] = {  # by the first pattern that a kernel's name match
 
 
 class Advice(NamedTuple):
-    """What to change if a share of the time is above ``limit``."""
+    """Recommended change if a group's share of the time is above ``limit``."""
 
     share: str
     limit: float
@@ -84,7 +84,7 @@ def profiled(campaign: Campaign, chosen: Slowest) -> Record:
     work = step_of(model, chosen)
     for _ in range(2):
         work()
-    total_s = elapsed_s(work, model.device)  # without the profiler, which slows launches down
+    total_s = elapsed_s(work, model.device)  # without the overhead of the profiler
     is_cuda = model.device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_cuda else [])]
     with profile(activities=activities) as profiler:
@@ -95,7 +95,7 @@ def profiled(campaign: Campaign, chosen: Slowest) -> Record:
     events: Any = profiler.key_averages()
     for event in events:
         if is_cuda and event.device_type.name != "CUDA":
-            continue  # its time is that of the kernels that it launches
+            continue  # the kernels that it launches are counted instead
         taken_us = event.self_device_time_total if is_cuda else event.self_cpu_time_total
         kernel = {"name": event.key, "group": group_of(event.key)}
         kernels.append(kernel | {"s": taken_us / 1e6, "calls": event.count})
@@ -113,7 +113,7 @@ def profiled(campaign: Campaign, chosen: Slowest) -> Record:
 
 
 def step_of(model: BlockModel, chosen: Slowest) -> Callable[[], object]:
-    """The first token by relay, or one token after it."""
+    """A function that computes the first token on the relay path, or one later token."""
     prompt = Prompt.drawn(model, chosen.length, min(BLOCK_TOKENS, chosen.length // 2))
     if chosen.step == "forward":
         return partial(prompt.answer, model, "relay")
@@ -127,7 +127,7 @@ def group_of(kernel: str) -> str:
 
 
 def shares_of(kernels: list[Record], total_s: float) -> dict[str, float]:
-    """Share of the step's time by group; ``idle``: while no kernel runs."""
+    """Share of the step's time by group. ``idle`` is the time when no kernel runs."""
     shares = dict.fromkeys((*GROUPS, "idle"), 0.0)
     for kernel in kernels:
         shares[kernel["group"]] += kernel["s"] / total_s

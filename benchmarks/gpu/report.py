@@ -1,4 +1,4 @@
-"""The campaign's records as Markdown: ``report.md``, which the documentation can include.
+"""Write the campaign's records as Markdown to ``report.md``, which the documentation can include.
 
 python benchmarks/gpu report --out benchmarks/results/gpu
 """
@@ -14,14 +14,14 @@ from harness import STEPS, Record, outcome_of, read_records
 from blockattn_rag.app.cli.output import duration, percent, size
 
 GOAL_FLOOR_S, GOAL_OVER_FLOOR_S, GOAL_RELAY_OVER_COPY = 0.025, 0.006, 0.6
-"""Of the 8B shape with 32,768 tokens of context on the device: first token."""
+"""Goals for the first token of the 8B shape with 32,768 tokens of context on the device."""
 
 GOAL_CASE = "8b/32768/"
 PATHS = ("full", "copy", "relay", "floor")
 
 
 def write_report(folder: Path, earlier: Path | None = None) -> None:
-    """Write ``report.md`` into a folder of records; steps without any are read from ``earlier``."""
+    """Write ``report.md`` into a folder of records. Missing steps are read from ``earlier``."""
     sections = []
     for step in STEPS:
         records = read_records(folder, step) or (read_records(earlier, step) if earlier else [])
@@ -60,7 +60,7 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
 
 
 def cases_of(results: Mapping[str, Record], step: str) -> Iterator[tuple[list[str], Record]]:
-    """Shape, context and block size of each case of ``first_token`` of one kind, and its row."""
+    """Shape, context and block size of each ``first_token`` case of one kind, and its result."""
     for case, row in results.items():
         shape, length, name = case.split("/")
         if name.partition(",")[0] == step:
@@ -68,7 +68,7 @@ def cases_of(results: Mapping[str, Record], step: str) -> Iterator[tuple[list[st
 
 
 def correctness(results: Mapping[str, Record]) -> list[str]:
-    """The largest error in multiples of its budget, for each number type and path."""
+    """For each number type and path, the largest error in multiples of its budget."""
     worst: dict[tuple[str, str], tuple[float, Record, str]] = {}
     for case, result in results.items():
         dtype = case.rpartition(", ")[2]
@@ -90,8 +90,8 @@ def first_token(results: Mapping[str, Record]) -> list[str]:
     heads: Sequence[str] = (*named, *PATHS, "relay / copy")
     lines = goals(results)
     for step, title in (
-        ("request", "Time to first token, as a user sees it:"),
-        ("forward", "The model's part of it, by CUDA events; below `of limit`, multiples of it:"),
+        ("request", "Time to first token as measured by a user:"),
+        ("forward", "The model's part of it (CUDA events); `of limit`: multiples of the limit:"),
     ):
         rows: list[Sequence[object]] = []
         for what, row in cases_of(results, step):
@@ -120,7 +120,7 @@ def over(row: Record, path: str) -> str:
 
 
 def goals(results: Mapping[str, Record]) -> list[str]:
-    """Whether each goal was met, by the engine's time and by the model's part of it."""
+    """Whether each goal was met, for the engine's time and for the model's part of it."""
     rows = []
     for step in ("request", "forward"):
         row = results.get(GOAL_CASE + step)

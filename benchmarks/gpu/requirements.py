@@ -1,4 +1,4 @@
-"""Print what the package requires and this interpreter lacks, and the versions that it has."""
+"""Print the requirements of the package that this interpreter does not meet."""
 
 from __future__ import annotations
 

@@ -1,15 +1,16 @@
-"""Throughput of requests that share a system prompt, against RelayAttention's equation 10.
+"""Compare the throughput of requests with a shared system prompt with RelayAttention's equation 10.
 
 32 requests share 2,048 tokens; each has 128 tokens of its own and generates 32. ``shared`` reads
 the system prompt once for all requests, ``unshared`` gives every request a copy.
 
-RelayAttention (Zhu et al., 2024, arXiv 2402.14808, equation 10) compares the keys and values that
-attention reads. With b requests, s shared tokens and c tokens of a request's own, its leading terms
+Equation 10 of RelayAttention (Zhu et al., 2024, arXiv 2402.14808) compares the keys and values that
+attention reads. With b requests, s shared tokens and c own tokens per request, its leading terms
 are::
 
     gain <= b (s + c) / (s + b c)
 
-It counts attention alone. A step also reads the weights W once, in bytes of k per token::
+It counts only attention. A step also reads the weights once. With W bytes of weights and k bytes of
+keys and values per token::
 
     gain <= (W + k b (s + c)) / (W + k (s + b c))
 """

@@ -1,12 +1,12 @@
-"""Blocks in host memory and on disk: bandwidth, and how much of a load is hidden.
+"""Measure loads of blocks from host memory and disk: bandwidth, and the share that is hidden.
 
 The same prompt is answered on the relay path with its blocks on the device, in page-locked host
-memory, in files in the system's page cache, and in files that must be read from the disk. All
-questions are computed anew. ``fetch`` is the engine's time to look up, read and move the blocks.
+memory, in files in the system's page cache, and in files that must be read from the disk. Each run
+recomputes the question. ``fetch`` is the engine's time to look up, read and move the blocks.
 
-``overlap`` is the share of the fetch that the first token does not wait for: 1 - (first token -
-first token with blocks on the device) / fetch. ``ceiling`` is a copy of one large tensor to the
-device, from page-locked and from ordinary memory.
+``overlap`` is the share of the fetch that does not delay the first token: 1 - (first token - first
+token with blocks on the device) / fetch. ``ceiling`` is the bandwidth of copying one large tensor
+to the device, from page-locked and from ordinary memory.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def ceiling(campaign: Campaign) -> Record:
 
 
 def tiers(campaign: Campaign, shape: str, length: int) -> Record:
-    """``<tier>_s``, and of all tiers but the device ``<tier>_fetch_s``, ``<tier>_bytes_per_s`` and
-    ``<tier>_overlap``."""
+    """``<tier>_s`` of all tiers; also ``<tier>_fetch_s``, ``<tier>_bytes_per_s`` and
+    ``<tier>_overlap``, except for the device."""
     model = campaign.model(shape, max(LENGTHS) + 1024)
     block = min(BLOCK_TOKENS, length // 2)
     prompt = random_prompt(length, block, QUESTION_TOKENS, model.config.vocab_size)
@@ -82,7 +82,7 @@ def tiers(campaign: Campaign, shape: str, length: int) -> Record:
         row: Record = Turns(campaign.repeats, 1).measure(ways)
     nbytes = length * model.bytes_per_token
     row |= {"length": length, "block_tokens": block, "bytes": nbytes}
-    for tier, (_, *counted) in fetch_s.items():  # the first run of each warmed up
+    for tier, (_, *counted) in fetch_s.items():  # the first run of each tier is a warm-up
         row[f"{tier}_fetch_s"] = waited = statistics.median(counted)
         if tier != "device":
             row[f"{tier}_bytes_per_s"] = nbytes / waited
@@ -93,8 +93,8 @@ def tiers(campaign: Campaign, shape: str, length: int) -> Record:
 def first_token_s(
     engine: BlockAttentionEngine, prompt: BlockPrompt, uncached: Path | None, fetch_s: list[float]
 ) -> float:
-    """Seconds to the first token; appends those of the fetch. The files below ``uncached`` are
-    dropped from the system's page cache first."""
+    """Seconds to the first token; appends the seconds of the fetch. Drops the files below
+    ``uncached`` from the system's page cache first."""
     if uncached is not None:
         drop_cached(uncached)
     stats = engine.generate(prompt, max_new_tokens=1, **PATHS["relay"]).stats
@@ -106,7 +106,7 @@ def drop_cached(folder: Path) -> None:
     for path in folder.rglob("*.safetensors"):
         descriptor = os.open(path, os.O_RDONLY)
         try:
-            os.fsync(descriptor)  # only pages that are on the disk can be dropped
+            os.fsync(descriptor)  # only pages that were written to the disk can be dropped
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(descriptor)

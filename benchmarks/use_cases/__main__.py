@@ -1,13 +1,13 @@
-"""What users of LangChain and LlamaIndex do, run with this package's models and with the
-frameworks' own local ones, where these are installed: works with reuse, works, or fails.
+"""Run common uses of LangChain and LlamaIndex with this package's models and, if they are
+installed, with the frameworks' own local models ("peers").
 
     python benchmarks/use_cases [--only NAME] [--output FILE.json]
 
-A use works if it runs to its end and returns what the framework promises; what an answer says is
-not judged. It asks the bundled model, with a chat template that knows tools, over passages that
-were ingested. The reuse figure is the share of the tokens of all its prompts that came from stored
-blocks. Prints a table; ``--output`` writes it, and the figures as JSON beside it. The peers need
-langchain-huggingface and llama-index-llms-huggingface.
+A use works if it completes and returns what the framework documents; the content of answers is not
+judged. Each use runs over ingested passages, with the bundled model and a chat template that
+supports tools. The reuse figure is the share of its prompt tokens that came from stored blocks. The
+script prints a table; ``--output`` also writes the figures as JSON, and the table next to them. The
+peers need langchain-huggingface and llama-index-llms-huggingface.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PEERS = ("langchain-huggingface", "llama-index-llms-huggingface")
 
 @contextmanager
 def noted(engine: BlockAttentionEngine) -> Iterator[list[PendingRequest]]:
-    """What an engine was asked, in whichever way."""
+    """Record all requests to an engine."""
     asked: list[PendingRequest] = []
     answer_batch = engine.answer_batch
 
@@ -53,7 +53,7 @@ def noted(engine: BlockAttentionEngine) -> Iterator[list[PendingRequest]]:
 
 
 def tried_here(use: Use, kit: Any, engine: BlockAttentionEngine, *, trace: bool) -> Outcome:
-    """A use, run with a kit of this package's models, and what was reused."""
+    """Run a use with a kit of this package's models, and measure reuse."""
     with noted(engine) as asked:
         outcome = tried(use, kit, trace=trace)
     if outcome.result != "works":
@@ -64,9 +64,9 @@ def tried_here(use: Use, kit: Any, engine: BlockAttentionEngine, *, trace: bool)
 
 
 def rows_of(only: str, folder: Path, *, trace: bool) -> Iterator[Row]:
-    """Runs the uses whose framework and name have ``only`` in them."""
+    """Run the uses whose framework and name contain ``only``."""
     path = model_folder(folder)
-    # No tails are kept (`engine.tails`): the uses ask one question again and again.
+    # Without tails (`engine.tails`), because the uses repeat the same question.
     store = MemoryStore(1 << 30)
     engine = BlockAttentionEngine.from_pretrained(path, store=store, resident_bytes=0)
     own = {"LangChain": own_langchain(engine), "LlamaIndex": own_llama_index(engine)}
@@ -79,7 +79,7 @@ def rows_of(only: str, folder: Path, *, trace: bool) -> Iterator[Row]:
 
 
 def versions() -> dict[str, str]:
-    """Of the frameworks and of the peers that are installed."""
+    """Versions of the frameworks and of the installed peers."""
     found = {}
     for name in (*FRAMEWORKS, *PEERS):
         try:
@@ -90,15 +90,15 @@ def versions() -> dict[str, str]:
 
 
 def closing(rows: Sequence[Row], here: dict[str, Any]) -> str:
-    """What stands below the table: counts, the machine, versions."""
+    """The text below the table: counts, machine and versions."""
     named = ", ".join(f"{name} {version}" for name, version in here["versions"].items())
     return f"{summary(rows)}\n\n*{here['processor']}, {here['threads']} threads; {named}.*"
 
 
 def main(
-    only: Annotated[str, typer.Option(help="Uses whose name has this in it.")] = "",
-    output: Annotated[Path | None, typer.Option(help="A .json file; .md goes beside it.")] = None,
-    trace: Annotated[bool, typer.Option(help="Print the traceback of what fails.")] = False,
+    only: Annotated[str, typer.Option(help="Run only uses whose name contains this.")] = "",
+    output: Annotated[Path | None, typer.Option(help="A .json file; .md goes next to it.")] = None,
+    trace: Annotated[bool, typer.Option(help="Print tracebacks of failures.")] = False,
 ) -> None:
     """Run the uses; print a table."""
     rows: list[Row] = []

@@ -1,7 +1,7 @@
-"""What the uses are given: models, passages that were ingested, and ways to show them.
+"""Kits for the uses: models, ingested passages, and functions that put passages into prompts.
 
-One kit of each framework has this package's models, one the framework's own local ones. Both load
-the same folder: the bundled model, with a chat template that knows tools.
+Each framework has one kit with this package's models and one with the framework's own local models.
+Both load the same folder: the bundled model, with a chat template that supports tools.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ from blockattn_rag.llama_index import (
 )
 
 TOKENS = 16
-"""Of an answer in words."""
+"""Maximum tokens of an answer in words."""
 OBJECT_TOKENS = 160
-"""Of an answer that is an object or a call."""
+"""Maximum tokens of an answer that is an object or a call."""
 
 TEMPLATE = """
 {{- bos_token }}
@@ -67,14 +67,14 @@ TEMPLATE = """
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}
 """
-"""The bundled model's own, with tools in Hermes' form."""
+"""The bundled model's chat template, extended with tools in Hermes format."""
 
 
 @dataclass
 class LangChainKit:
-    """What a LangChain user has.
+    """The objects of a LangChain application.
 
-    ``caller`` is ``chat`` with more tokens to answer with. ``encode`` is what ingestion does to
+    ``caller`` is ``chat`` with a higher token limit. ``encode`` is the ingestion step for
     documents; ``show`` and ``document_prompt`` put passages into prompts.
     """
 
@@ -95,7 +95,7 @@ class LangChainKit:
         self.store = InMemoryVectorStore.from_documents(documents, HashingEmbeddings())
 
     def prepare(self) -> None:
-        """LangChain has no settings that are shared."""
+        """Do nothing: LangChain has no global settings."""
 
     @property
     def retriever(self) -> Any:
@@ -111,22 +111,22 @@ class LangChainKit:
         return self.chain_over(self.retriever)
 
     def chain_over(self, retriever: Any) -> Any:
-        """The usual chain: passages and question to an answer."""
+        """The usual RAG chain: retriever, prompt, model."""
         context = retriever | RunnableLambda(self.show)
         return {"context": context, "input": RunnablePassthrough()} | self.prompt | self.chat
 
     def found(self) -> str:
-        """Passages as a prompt shows them."""
+        """Retrieved passages in the form that prompts contain."""
         return self.show(self.retriever.invoke(QUESTION))
 
 
 @dataclass
 class LlamaIndexKit:
-    """What a LlamaIndex user has.
+    """The objects of a LlamaIndex application.
 
-    ``caller`` is ``llm`` with more tokens to answer with. ``transforms`` gives the last steps of
-    ingestion; its options say which text of the nodes will be shown. ``synthesizer`` makes what
-    LlamaIndex's ``get_response_synthesizer`` makes.
+    ``caller`` is ``llm`` with a higher token limit. ``transforms`` returns the last ingestion
+    steps; its options select the text of the nodes that the model will see. ``synthesizer``
+    replaces LlamaIndex's ``get_response_synthesizer``.
     """
 
     llm: Any
@@ -146,7 +146,7 @@ class LlamaIndexKit:
         self.index = VectorStoreIndex(list(nodes))
 
     def prepare(self) -> None:
-        """Makes this kit's model LlamaIndex's default."""
+        """Make this kit's model LlamaIndex's default."""
         Settings.embed_model = HashingEmbedding()
         self.configure(self.llm)
 
@@ -167,7 +167,7 @@ def passages() -> list[str]:
 
 
 def model_folder(folder: Path) -> str:
-    """The bundled model, with a chat template that knows tools, in a folder of its own."""
+    """Save the bundled model to a folder, with a chat template that supports tools."""
     bundled = Path(blockattn_rag.__file__).parent / "model" / "bundled"
     shutil.copytree(bundled, folder)
     (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
@@ -208,7 +208,7 @@ def own_llama_index(engine: BlockAttentionEngine) -> LlamaIndexKit:
 
 
 def installed(module: str) -> Any:
-    """A module that not everybody has; None without it."""
+    """An optional module, or None if it is not installed."""
     try:
         return importlib.import_module(module)
     except ImportError:
@@ -225,7 +225,7 @@ def peer_langchain(folder: str) -> LangChainKit | None:
         pipeline = package.HuggingFacePipeline.from_model_id(
             folder, "text-generation", pipeline_kwargs=options
         )
-        # LangChain would count by GPT-2's tokenizer, which it downloads.
+        # By default, LangChain downloads GPT-2's tokenizer to count tokens.
         count = pipeline.pipeline.tokenizer.encode
         return package.ChatHuggingFace(llm=pipeline, custom_get_token_ids=count)
 

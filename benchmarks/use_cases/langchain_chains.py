@@ -1,4 +1,4 @@
-"""What LangChain users do with chains and retrievers."""
+"""Uses of LangChain's chains and retrievers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from registry import QUESTION, SECOND_QUESTION, langchain
 
 from blockattn_rag.langchain import HashingEmbeddings
 
-# -- one chain, called in every way ----------------------------------------------------------
+# -- ways to call a chain --------------------------------------------------------------------
 
 
 @langchain("chain: invoke")
@@ -97,7 +97,7 @@ def _(kit: LangChainKit) -> Any:
     return found["context"] and found["answer"]
 
 
-# -- chains that LangChain makes -------------------------------------------------------------
+# -- LangChain's ready-made chains -----------------------------------------------------------
 
 
 def _stuff(kit: LangChainKit) -> Any:
@@ -150,7 +150,7 @@ def _(kit: LangChainKit) -> Any:
 
 @langchain("load_summarize_chain: map_reduce")
 def _(kit: LangChainKit) -> Any:
-    # The chain shows each document's text as it is, so the text is marked.
+    # The chain has no document prompt, so the documents' texts contain the markers.
     found = [Document(kit.show([document])) for document in kit.retriever.invoke(QUESTION)]
     chain = load_summarize_chain(kit.chat, "map_reduce")
     return chain.invoke({"input_documents": found})["output_text"]
@@ -169,7 +169,7 @@ def _(kit: LangChainKit) -> Any:
     return load_qa_chain(kit.chat, "map_rerank").invoke(given)["output_text"]
 
 
-# -- retrievers, and the chain over what they find -------------------------------------------
+# -- retrievers, with a chain over their results ---------------------------------------------
 
 
 @langchain("MultiQueryRetriever")
@@ -197,7 +197,7 @@ def _(kit: LangChainKit) -> Any:
 
 
 class _SharedWords(BaseCrossEncoder):
-    """Stands for a cross-encoder: scores a pair of texts by the words that they share."""
+    """Substitute for a cross-encoder: scores a pair of texts by their shared words."""
 
     def score(self, text_pairs: list[tuple[str, str]]) -> list[float]:
         return [float(len(set(one.split()) & set(other.split()))) for one, other in text_pairs]

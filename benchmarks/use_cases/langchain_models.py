@@ -1,4 +1,4 @@
-"""What LangChain users do with a chat model: calls, histories, objects, tools."""
+"""Uses of a chat model in LangChain: calls, histories, objects, tools."""
 
 from __future__ import annotations
 

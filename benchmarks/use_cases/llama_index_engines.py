@@ -1,4 +1,4 @@
-"""What LlamaIndex users do with query engines, chat engines and retrievers."""
+"""Uses of LlamaIndex's query engines, chat engines and retrievers."""
 
 from __future__ import annotations
 

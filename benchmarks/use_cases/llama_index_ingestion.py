@@ -1,4 +1,4 @@
-"""What LlamaIndex users do when they ingest, index and evaluate."""
+"""Uses of LlamaIndex for ingestion, indexing and evaluation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What LlamaIndex users do with an LLM: calls, objects, tools, agents, memory."""
+"""Uses of an LLM in LlamaIndex: calls, objects, tools, agents, memory."""
 
 from __future__ import annotations
 

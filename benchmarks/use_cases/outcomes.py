@@ -1,4 +1,4 @@
-"""What came of uses: each outcome, the table, and how many there are of each."""
+"""Outcomes of the uses, their table and their counts."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from registry import Use
 from blockattn_rag.errors import IncompleteAnswerError, ToolCallError
 
 UNREAD = (OutputParserException, IncompleteAnswerError, ToolCallError)
-"""Raised for what a model wrote: it does not follow the format, or does not come to its end."""
+"""Errors that a model's answer causes: it does not follow the format, or is truncated."""
 UNREAD_BY_FORMAT = (ValueError, IndexError, KeyError)
-"""What parsers of the frameworks raise, too."""
+"""Further errors that the frameworks' parsers raise for such answers."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a use: ``result`` is "works", "unread", "fails" or "not installed".
+    """Outcome of a use. ``result`` is "works", "unread", "fails" or "not installed".
 
-    ``error`` names what it fails with. ``prompt_tokens`` counts all prompts of the use;
-    ``reused_tokens`` those of them that came from stored blocks.
+    ``error`` is the name of the error. ``prompt_tokens`` counts the tokens of all prompts of the
+    use, ``reused_tokens`` the ones from stored blocks.
     """
 
     result: str
@@ -35,7 +35,7 @@ class Outcome:
 
     def __str__(self) -> str:
         if self.result == "unread":
-            return "needs a more able model"
+            return "needs a more capable model"
         if self.error:
             return f"{self.result}: {self.error}"
         if not self.reused_tokens:
@@ -45,7 +45,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Row:
-    """A use, and what came of it with this package's models and with the framework's own."""
+    """A use, and its outcomes with this package's models and with the framework's own."""
 
     framework: str
     use: str
@@ -54,9 +54,9 @@ class Row:
 
 
 def tried(use: Use, kit: Any, *, trace: bool = False) -> Outcome:
-    """A use, run with a kit; None for a kit that is not installed.
+    """Run a use with a kit, which is None if it is not installed.
 
-    ``trace`` prints the traceback of what fails.
+    ``trace`` prints tracebacks of failures.
     """
     if kit is None:
         return Outcome("not installed")
@@ -67,7 +67,7 @@ def tried(use: Use, kit: Any, *, trace: bool = False) -> Outcome:
             if use.run(kit):
                 return Outcome("works")
             error: Exception | None = None
-    except Exception as raised:  # noqa: BLE001 - that is what is to be found out
+    except Exception as raised:  # noqa: BLE001 - any error is an outcome
         error = raised
         if trace:
             traceback.print_exception(error)
@@ -85,7 +85,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def counts(rows: Sequence[Row]) -> dict[str, Any]:
-    """How many uses there are of each result; ``only_peer`` names those that a peer alone does."""
+    """Number of uses by result. ``only_peer`` lists the uses that work only with a peer."""
     only_peer = [r.use for r in rows if r.peer.result == "works" and r.ours.result != "works"]
     return {
         "uses": len(rows),
@@ -101,11 +101,12 @@ def summary(rows: Sequence[Row]) -> str:
     found = counts(rows)
 
     def listed(results: dict[str, int]) -> str:
-        names = (("works", "work"), ("unread", "need a more able model"), ("fails", "fail"))
+        names = (("works", "work"), ("unread", "need a more capable model"), ("fails", "fail"))
         return ", ".join(f"{results.get(result, 0)} {name}" for result, name in names)
 
     return (
-        f"{found['uses']} uses. Of this package's models {listed(found['ours'])}; "
-        f"{found['ours_with_reuse']} reuse blocks. Of the frameworks' own {listed(found['peer'])}. "
-        f"Work with the latter alone: {', '.join(found['only_peer']) or 'none'}."
+        f"{found['uses']} uses. With this package's models, {listed(found['ours'])}; "
+        f"{found['ours_with_reuse']} reuse blocks. "
+        f"With the frameworks' own, {listed(found['peer'])}. "
+        f"Uses that work only with the latter: {', '.join(found['only_peer']) or 'none'}."
     )

@@ -1,4 +1,4 @@
-"""The list of uses. A use is a small function: it is given a kit and returns what came of it."""
+"""The list of uses. A use is a small function that takes a kit and returns the use's result."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ Run = Callable[[Any], Any]
 
 @dataclass(frozen=True)
 class Use:
-    """One thing that users do.
+    """A common use of a framework.
 
-    ``by_format``: the framework asks for a form of text in the prompt and reads the answer by a
-    parser of its own, with no schema that a model class could hold the answer to. Whether it
-    succeeds depends on the model alone.
+    ``by_format``: The framework describes an output format in the prompt and parses the answer
+    itself. It passes no schema to the model class, so success depends only on the model.
     """
 
     framework: str
@@ -38,7 +37,7 @@ MODULES = (
     "llama_index_ingestion",
     "llama_index_models",
 )
-"""Each registers its uses when it is imported."""
+"""Modules that register their uses on import."""
 
 
 def all_uses() -> list[Use]:
@@ -49,12 +48,12 @@ def all_uses() -> list[Use]:
 
 
 def langchain(name: str, *, by_format: bool = False) -> Callable[[Run], Run]:
-    """Registers a use of a ``LangChainKit``."""
+    """Register a use of a ``LangChainKit``."""
     return _registers("LangChain", name, by_format)
 
 
 def llama_index(name: str, *, by_format: bool = False) -> Callable[[Run], Run]:
-    """Registers a use of a ``LlamaIndexKit``."""
+    """Register a use of a ``LlamaIndexKit``."""
     return _registers("LlamaIndex", name, by_format)
 
 
