@@ -1,4 +1,4 @@
-"""Answers in a terminal: text as it comes, sources, what was reused, and both modes compared."""
+"""Answers in a terminal: streamed text, sources, reuse statistics, and comparison of both modes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def show_answer(
     history: Sequence[Turn] = (),
     quiet: bool = False,
 ) -> Answer:
-    """Ask, and print the answer as it comes, unless ``quiet``."""
+    """Ask a question and stream the answer to stdout, unless ``quiet``."""
     with ExitStack() as until_text:
         until_text.enter_context(spinner("answering"))
 
@@ -44,7 +44,7 @@ def show_answer(
 
 
 def _ending(answer: Answer) -> str:
-    """Why an incomplete answer ends."""
+    """The reason why an answer is incomplete. Empty for complete answers."""
     if answer.finish_reason == "stop":
         return ""
     if answer.finish_reason == "repetition":
@@ -56,7 +56,7 @@ def _ending(answer: Answer) -> str:
 
 
 def sources(answer: Answer, *, complete: bool = False) -> list[str]:
-    """A line per source, with its page if it has one; or, if ``complete``, its complete text."""
+    """Format each source as one line, or with its complete text if ``complete`` is set."""
     lines = []
     for number, source in enumerate(answer.sources, 1):
         page = f"page {source.page}" if source.page else ""
@@ -72,7 +72,7 @@ def sources(answer: Answer, *, complete: bool = False) -> list[str]:
 
 
 def figures(answer: Answer) -> str:
-    """What an answer reused, and its times, in one line."""
+    """Summarize the reuse and the times of an answer in one line."""
     stats = answer.stats
     tokens = count(stats.prompt_tokens, "prompt token")
     first = (
@@ -93,8 +93,8 @@ def figures(answer: Answer) -> str:
 def show_comparison(assistant: Assistant, question: str, *, as_json: bool = False) -> None:
     """Answer in both modes, and print both answers and a table of their times.
 
-    Block mode comes first: what full mode reads cannot help it, and it reads the passages from the
-    store, as in a new process. Full mode takes nothing from the store or from earlier answers.
+    Block mode runs first, so full mode cannot warm it up: it reads the passages from the store, as
+    in a new process. Full mode reuses nothing from the store or from earlier answers.
     """
     answers: list[Answer] = []
     modes: tuple[Mode, ...] = ("block", "full")

@@ -53,7 +53,7 @@ class _OneLineErrors(TyperGroup):
     """Reports an error in one line, with exit status 1; ``--debug`` shows the traceback."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Accepts ``-v`` after a command, too, and refuses NUL, which no file name contains."""
+        """Accept ``-v`` after a command too, and refuse NUL, which is not valid in file names."""
         if damaged := next((argument for argument in args if "\0" in argument), None):
             raise typer.BadParameter(f"found a NUL character in {damaged!r}, expected none")
         own = args[: args.index("--")] if "--" in args else args
@@ -68,11 +68,11 @@ class _OneLineErrors(TyperGroup):
             fail("interrupted")
             raise typer.Exit(INTERRUPTED) from None
         except BrokenPipeError:
-            # The reader of the output is gone (``| head``).
+            # The reader of the pipe has exited, as in ``| head``.
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - closed by the interpreter's exit
             raise typer.Exit(1) from None
         except Exception as error:
-            # The argument parser's errors have an exit status, and are shown by typer.
+            # Errors of the argument parser have an exit status. Typer shows them.
             if hasattr(error, "exit_code") or isinstance(error, typer.Abort) or ctx.params["debug"]:
                 raise
             fail(_message(error))
@@ -139,24 +139,24 @@ def options(
     if not sys.stderr.isatty():  # no progress bars in log files
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
         os.environ.setdefault("TQDM_DISABLE", "1")
-    if not debug:  # the error at the end is enough
+    if not debug:  # the error line at the end is enough
         os.environ.setdefault("HF_HUB_VERBOSITY", "error")
-        # Some packages set up logging when they are imported, which would show every request.
+        # Some packages set up logging on import, which would log every request.
         logging.getLogger("httpx").setLevel(logging.WARNING)
     logger = logging.getLogger("blockattn_rag")
     usual = logging.INFO if verbose else logging.WARNING
     logger.setLevel(logging.DEBUG if debug else usual)
-    # Dequantising a file takes minutes, once.
+    # Dequantising a file takes minutes on its first use, so its start is always logged.
     logging.getLogger(_DEQUANTISING).setLevel(logging.DEBUG if debug else logging.INFO)
     if not any(isinstance(handler, _ToStderr) for handler in logger.handlers):
         logger.addHandler(_ToStderr())
 
 
 class _ToStderr(logging.Handler):
-    """Prints the package's log.
+    """Prints the package's log on stderr.
 
-    Warnings of ``rag`` and the start of dequantising are shown as notes. A handler of the root
-    logger would print the libraries' logs twice.
+    Warnings of ``app.rag`` and the start of dequantising are shown as notes. A handler on the root
+    logger would print the logs of some libraries twice.
     """
 
     def emit(self, record: logging.LogRecord) -> None:

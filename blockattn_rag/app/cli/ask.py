@@ -26,11 +26,11 @@ _SCHEMA = '{"type": "object", "properties": {"metres": {"type": "integer"}}}'
 _PROMPT = "> "
 
 _HELP = """\
-Type a question; it may refer to earlier ones.
+Type a question. It may refer to earlier questions.
   /sources  show the complete sources of the last answer
   /clear    forget the conversation so far
   /help     show this help
-  /quit     leave (as Ctrl-D does)
+  /quit     leave (same as Ctrl-D)
 Ctrl-C stops an answer."""
 
 
@@ -38,8 +38,8 @@ def ask(
     question: Annotated[
         str | None,
         typer.Argument(
-            help="The question. Without it: a conversation, or in a pipe, one question per line of "
-            "standard input.",
+            help="The question. Default: start a conversation, or in a pipe, read one question per "
+            "line of standard input.",
             show_default=False,
         ),
     ] = None,
@@ -66,7 +66,7 @@ def ask(
     chat_template_kwargs: Annotated[
         str | None,
         typer.Option(
-            help=f"Variables of the model's chat template, a JSON object such as {_VARIABLES}.",
+            help=f"Variables of the model's chat template, as a JSON object such as {_VARIABLES}.",
             metavar="JSON",
         ),
     ] = None,
@@ -82,7 +82,7 @@ def ask(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Answer questions from the ingested passages, with sources and what was reused.
+    """Answer questions from the ingested passages, with sources and reuse statistics.
 
     A conversation keeps the model loaded, and later questions may refer to earlier ones. Ctrl-C
     stops an answer, Ctrl-D leaves, /help lists the commands.
@@ -130,14 +130,14 @@ def ask(
 
 
 def _object(text: str | bytes, option: str, example: str) -> dict[str, Any]:
-    """The JSON object of an option.
+    """Parse an option as a JSON object.
 
     Raises:
-        BadParameter: It is not a JSON object.
+        BadParameter: The value is not a JSON object.
     """
     try:
         found = json.loads(text)
-    except ValueError as error:  # UnicodeDecodeError is one
+    except ValueError as error:  # includes UnicodeDecodeError
         raise typer.BadParameter(f"invalid JSON: {error}", param_hint=option) from error
     if not isinstance(found, dict):
         message = f"found {json.dumps(found)[:100]}, expected an object such as {example}"
@@ -185,7 +185,7 @@ def talk(assistant: Assistant, *, mode: Mode) -> None:
 
 
 def _read_line() -> str | None:
-    """The next line; None if the user leaves."""
+    """Read the next line. None: the user leaves."""
     while True:
         try:
             return input(_PROMPT).strip()
@@ -200,7 +200,7 @@ def _read_line() -> str | None:
 
 
 def _reply(assistant: Assistant, question: str, mode: Mode, turns: list[Turn]) -> Answer | None:
-    """Answer, and add the turn. None if the answer was stopped or failed."""
+    """Answer a question and add the turn. None: the answer was stopped or failed."""
     try:
         answer = show_answer(assistant, question, mode=mode, history=turns)
     except KeyboardInterrupt:

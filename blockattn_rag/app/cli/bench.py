@@ -32,17 +32,17 @@ Cells = Mapping[str, Sequence[Any]]
 
 @dataclass(frozen=True, slots=True)
 class _Benchmark:
-    """A benchmark.
+    """Definition of a benchmark.
 
     Args:
         title: Title of the table.
-        defaults: The size options that it takes, with their defaults. One with a single number
-            takes no list.
-        run: Measures, given the engine, the sizes, and keyword arguments of the measurement.
-            Returns rows.
-        columns: Makes the table's columns from rows.
+        defaults: Size options of the benchmark, with their defaults. An option whose default has
+            one number accepts only one number.
+        run: Function that measures and returns rows. Its arguments are the engine, the sizes, and
+            keyword arguments of the measurement.
+        columns: Function that makes the columns of the table from the rows.
         x: Field on the x-axis of the plot.
-        series: Field that each line of the plot stands for.
+        series: Field whose values get separate lines in the plot.
         unit: Unit of the measured fields, which are named ``<path>_<unit>``.
     """
 
@@ -74,13 +74,16 @@ def bench(
     ] = "135m",
     lengths: Annotated[
         str | None,
-        typer.Option(help="Context lengths in tokens, comma-separated; of shared, system prompts."),
+        typer.Option(
+            help="Context lengths in tokens, comma-separated. For shared: lengths of the system "
+            "prompt."
+        ),
     ] = None,
     block_tokens: Annotated[
-        str | None, typer.Option(help="Tokens per block; decode and ingest take several.")
+        str | None, typer.Option(help="Tokens per block. decode and ingest accept a list.")
     ] = None,
     batch_sizes: Annotated[
-        str | None, typer.Option(help="Requests at once, comma-separated: batch and shared.")
+        str | None, typer.Option(help="Batch sizes, comma-separated. For batch and shared.")
     ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs; medians are reported.")] = 3,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
@@ -95,7 +98,7 @@ def bench(
     sizes = _sizes(measured, benchmark.defaults, given)
     _check_plot(plot)
     options = {} if measured == "memory" else {"repeats": repeats}
-    # The answer and, in the shared benchmark, a request's own context come on top of the lengths.
+    # The lengths exclude the answer and, in the shared benchmark, the context of each request.
     longest = max(map(max, sizes.values())) + _CONTEXT_TOKENS + _QUESTION_TOKENS + _NEW_TOKENS
     with _engine(as_json, model, dtype, longest) as (engine, tick):
         rows = benchmark.run(engine, sizes, **options, on_progress=tick)
@@ -109,10 +112,10 @@ def _sizes(measured: Measured, defaults: Sizes, given: Mapping[str, str | None])
             continue
         option = f"--{name.replace('_', '-')}"
         if name not in defaults:
-            raise typer.BadParameter(f"{measured} does not take it", param_hint=option)
+            raise typer.BadParameter(f"{measured} has no such option", param_hint=option)
         found[name] = _numbers(text, option)
         if len(defaults[name]) == 1 < len(found[name]):
-            message = f"found {text!r}, but {measured} takes one number"
+            message = f"found {text!r}, but {measured} accepts only one number"
             raise typer.BadParameter(message, param_hint=option)
     return found
 
@@ -129,7 +132,7 @@ def _numbers(text: str, option: str) -> list[int]:
 
 
 def _check_plot(file: Path | None) -> None:
-    """Checks the file before anything is measured."""
+    """Check the file before anything is measured."""
     if file is None:
         return
     if file.suffix not in (".svg", ".png", ".pdf"):
@@ -143,21 +146,21 @@ def _check_plot(file: Path | None) -> None:
 def _engine(
     as_json: bool, model: str, dtype: str, tokens: int
 ) -> Iterator[tuple[BlockAttentionEngine, OnProgress]]:
-    """The engine to measure, for contexts of ``tokens``, and a progress bar."""
+    """Create the engine to measure, for contexts of ``tokens`` tokens, and a progress bar."""
     with working(as_json), progress("measuring") as tick:
         from blockattn_rag.engine.engine import BlockAttentionEngine
         from blockattn_rag.lab.efficiency.shapes import SHAPES, counting_tokenizer, random_llama
         from blockattn_rag.model.loading import load_model
         from blockattn_rag.store.memory import MemoryStore
 
-        # A warning that random weights are not block-fine-tuned would be noise.
+        # Hides the warning that the model, which has random weights, is not block-fine-tuned.
         logging.getLogger("blockattn_rag").setLevel(logging.ERROR)
         if model in SHAPES:
             loaded = random_llama(model, max_tokens=tokens + 16, dtype=dtype)
         else:
             with loading(model):
                 loaded = load_model(model, dtype=dtype)
-        # Without residents, a question that is asked again is computed again.
+        # Without resident blocks, a repeated question is computed again.
         engine = BlockAttentionEngine.from_pretrained(
             loaded,
             tokenizer=counting_tokenizer(loaded.config.vocab_size),
@@ -194,7 +197,7 @@ def _show(
     title = f"{benchmark.title}, {model}, {data['dtype']} on {data['device']}"
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     where = f"{found['accelerator'] or found['processor']}, {found['threads']} threads, {versions}."
-    note = "Medians, below them the range. " if benchmark.unit == "s" else ""
+    note = "Medians, with the range below. " if benchmark.unit == "s" else ""
     cells = benchmark.columns(rows)
     emit(as_json, data, table(title, list(cells), zip(*cells.values(), strict=True), left=()),
          note + where)  # fmt: skip
@@ -354,9 +357,9 @@ _BENCHMARKS: dict[str, _Benchmark] = {
 
 
 def columns(measured: str, rows: Sequence[Row]) -> Cells:
-    """The columns of a benchmark's table: formatted cells by the column's name.
+    """Format the table of a benchmark: lists of cells by column name.
 
-    Times are the median, with the range in a second line.
+    Times are medians, with the range on a second line.
     """
     return _BENCHMARKS[measured].columns(rows)
 
@@ -367,7 +370,7 @@ def _paths(rows: Sequence[Row], *paths: str, unit: str = "s") -> list[str]:
 
 
 def _column(rows: Sequence[Row], name: str, form: str = "") -> list[str]:
-    """A field of every row, formatted; ``nan`` where a row lacks it."""
+    """Format a field of every row. ``nan``: the row has no such field."""
     return [format(row.get(name, float("nan")), form) for row in rows]
 
 
@@ -376,7 +379,7 @@ def _spreads(rows: Sequence[Row], paths: Sequence[str]) -> dict[str, list[str]]:
 
 
 def spread(row: Row, path: str) -> str:
-    """The median, and below it the range: ``101 ms``, ``93-177 ms``."""
+    """Format the median, and the range on a second line: ``101 ms``, ``93-177 ms``."""
     middle, low, high = (duration(row[f"{path}{end}_s"]) for end in ("", "_min", "_max"))
     number, _, unit = low.partition(" ")
     return f"{middle}\n{number if high.endswith(f' {unit}') else low}-{high}"

@@ -1,4 +1,4 @@
-"""``blockattn-rag check``: whether block mode is exact for a model, or works on a server."""
+"""``blockattn-rag check``: checks that block mode is exact for a model, or works on a server."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _API_KEY = "BLOCKATTN_RAG_API_KEY"
 Result = tuple["CheckReport", dict[str, Any], list[str]]
-"""A report, more fields of the JSON object, and lines below the table."""
+"""A report, further fields of the JSON object, and the lines below the table."""
 
 
 def check(
@@ -48,8 +48,8 @@ def check(
     tokenizer: Annotated[
         str | None,
         typer.Option(
-            help="Tokenizer of the server. Default: that of MODEL, or of the model that "
-            "the server names."
+            help="Tokenizer of the server. Default: the tokenizer of MODEL, or of the model that "
+            "the server reports."
         ),
     ] = None,
     recipe: Annotated[
@@ -70,14 +70,14 @@ def check(
     dtype: DtypeOption = "auto",
     as_json: JsonOption = False,
 ) -> None:
-    """Check that block mode is exact for a model, or that a server answers as it should.
+    """Check that block mode is exact for a model, or that a server answers correctly.
 
-    The exit status is 0 if every check passes, else 1. A server is queried with random tokens,
-    which no other prompt contains. The last line lists the entries that remain in its store.
+    The exit status is 0 if every check passes, else 1. The server answers prompts of random tokens,
+    which no other prompt contains. The last line reports the entries that they leave in its store.
     """
     if server is not None:
         if recipe is not None or profile is not None:
-            raise typer.BadParameter("--recipe and --profile are for a MODEL; a server has its own")
+            raise typer.BadParameter("--recipe and --profile need a MODEL; a server has its own")
         with working(as_json):
             report, fields, lines = _check_server(server, model, tokenizer, dtype)
     elif tokenizer:

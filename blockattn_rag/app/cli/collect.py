@@ -1,4 +1,4 @@
-"""``blockattn-rag store gc`` and ``store live``: deletion of entries that no passage refers to."""
+"""``blockattn-rag store gc`` and ``store live``: delete entries that no passage refers to."""
 
 from __future__ import annotations
 
@@ -33,9 +33,10 @@ def live(
         list[str], typer.Argument(metavar="USER...", help=f"What uses the store: {_USERS}.")
     ],
 ) -> None:
-    """Print the handles that passages in Chroma refer to, for `store gc --handles FILE` elsewhere.
+    """Print the handles of all passages in Chroma, for `store gc --handles FILE` elsewhere.
 
-    One handle per line. The first line holds the time of the look-up, the last one their number.
+    The output has one handle per line. The first line is the time of the look-up, and the last line
+    is the number of handles.
     """
     with working(True):
         handles, names = _live_handles(users)
@@ -70,8 +71,8 @@ def gc(
     namespace: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"Collect in this namespace only, or in all with '{_ALL}'. Repeatable. Default: "
-            "those of the database folders, or the unnamed one."
+            help=f"Clean only this namespace, or '{_ALL}' for all. Repeatable. Default: the "
+            "namespaces of the database folders, or the unnamed namespace."
         ),
     ] = None,
     dry_run: Annotated[
@@ -84,10 +85,11 @@ def gc(
 ) -> None:
     """Delete entries that no passage refers to, or that are old.
 
-    The passages in use are those in Chroma (--db) and in lists (--handles). Nothing is deleted
-    unless every list was read completely. A database folder's own passages always count. Entries
-    without a passage, such as the instructions before passages, are deleted after the grace period,
-    too: each costs one computation. With --ttl alone, only age decides.
+    Passages are in use if they are in Chroma (--db) or in a list (--handles). Nothing is deleted
+    unless every list was read completely. For the store of a database folder, the passages of the
+    database always count. Entries without a passage, such as the instructions before passages, are
+    also deleted after the grace period, and recomputed when needed. With --ttl alone, only the age
+    of entries matters.
     """
     grace_s, ttl_s = _seconds(grace, "--grace"), None if ttl is None else _seconds(ttl, "--ttl")
     users, files = list(db or []), handles or []
@@ -110,7 +112,8 @@ def gc(
                 "the databases that use this store (--db), list the handles of another vector "
                 "store (--handles), or pass --force"
             )
-        # Entries stored before the look-up may be referred to since then, so they count as young.
+        # Passages added after the look-up may refer to stored entries, so the grace period starts
+        # at the look-up.
         young_s = grace_s + max(0.0, time.time() - kept.looked_up)
         if ttl_s is not None and ttl_s >= grace_s:
             ttl_s = max(ttl_s, young_s)
@@ -173,7 +176,7 @@ def _chroma(user: str) -> ClientAPI:
 
 
 def _namespaces(named: list[str], users: list[str]) -> set[str] | None:
-    """The namespaces to collect in: those named, or the databases' own. None: all.
+    """The namespaces to clean: the named ones, or by default those of the databases. None: all.
 
     Raises:
         ValueError: A name is invalid.
@@ -186,14 +189,14 @@ def _namespaces(named: list[str], users: list[str]) -> set[str] | None:
 
 
 def _listed(path: Path) -> kv_store.LiveHandles:
-    """The handles in a file, or in standard input."""
+    """Read the handles in a file, or from standard input."""
     if str(path) == "-":
         return kv_store.LiveHandles.parse(sys.stdin, "standard input", looked_up=time.time())
     return kv_store.LiveHandles.read(path)
 
 
 def _refuse_empty(paths: list[Path], lists: list[kv_store.LiveHandles]) -> None:
-    """Refuse empty lists, which programs leave behind that failed.
+    """Refuse empty lists, which failed programs may leave behind.
 
     Raises:
         ValueError: A list is empty.
@@ -207,13 +210,13 @@ def _refuse_empty(paths: list[Path], lists: list[kv_store.LiveHandles]) -> None:
 
 
 def _joined(parts: list[kv_store.LiveHandles]) -> kv_store.LiveHandles:
-    """All handles, looked up at the earliest time."""
+    """Merge lists of handles. The result has the earliest time of look-up."""
     handles = (handle for part in parts for handle in part)
     return kv_store.LiveHandles(handles, min(part.looked_up for part in parts))
 
 
 def _counted(handles: Iterable[str], tick: Callable[[int], None]) -> Iterator[str]:
-    """The valid ones: metadata of other programs may contain anything."""
+    """Yield the valid handles, because metadata from other programs may contain anything."""
     from blockattn_rag.store.live import is_handle
 
     for done, handle in enumerate(handles, start=1):

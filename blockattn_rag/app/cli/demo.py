@@ -1,4 +1,4 @@
-"""``blockattn-rag demo``: a real model over a small collection, offline, in both modes."""
+"""``blockattn-rag demo``: answers questions about a small collection, offline, in both modes."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def demo(
     db: Annotated[
         Path | None,
         typer.Option(
-            help="Database folder; with --web, any database. Default: ~/.cache/blockattn_rag/demo, "
+            help="Database folder. With --web, any database. Default: ~/.cache/blockattn_rag/demo, "
             "or $BLOCKATTN_RAG_HOME/demo."
         ),
     ] = None,
@@ -79,8 +79,8 @@ def demo(
 ) -> None:
     """Ingest a small collection, and answer questions about it with and without reuse.
 
-    A second run finds every passage stored. The page of --web listens on 127.0.0.1, or on
-    $GRADIO_SERVER_NAME. It has no login: everyone who reaches it can read the passages.
+    A second run reuses all stored passages. The page of --web listens on 127.0.0.1, or on
+    $GRADIO_SERVER_NAME. It has no login: everyone who can reach it can read the passages.
     """
     if as_page:
         if as_json:
@@ -140,7 +140,7 @@ def _ingest(started: Demo, *, quiet: bool) -> IngestReport:
 
 
 def _answers(started: Demo, *, quiet: bool) -> list[DemoAnswer]:
-    """The answers to all questions, each printed as it comes."""
+    """Answer all questions, and print each answer when it is complete."""
     questions = started.collection.questions
     begun, answers = time.perf_counter(), list[DemoAnswer]()
     for number, question in enumerate(questions, 1):
@@ -179,7 +179,7 @@ def _line(markup: str) -> None:
 
 
 def _text(text: str) -> str:
-    """Text from others, escaped for a line with markup."""
+    """Escape untrusted text for a line with markup."""
     return escape(plain(text))
 
 
@@ -205,8 +205,8 @@ def _summary(report: DemoReport) -> list[str]:
     lines = ["", *(f"{name:<20}{value}" for name, value in rows.items())]
     if report.model == SMOLLM2:
         lines.append(
-            "SmolLM2 has 135 million parameters: it shows the speed, and is often wrong in either "
-            "mode."
+            "SmolLM2 has only 135 million parameters, so it is often wrong in both modes. It shows "
+            "the difference in speed."
         )
     if lasts(report.store):
         extra = "" if web.is_available() else f" (needs {web.MISSING})"

@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
 _BATCH_SIZE = 8
 _LEGEND = (
-    "In percent. accuracy: answers that contain an accepted one, with a 95 % interval; exact:",
-    "answers that equal one; F1: words in common with one; diff: accuracy minus full mode's; same:",
-    "answers equal to full mode's; reused: prompt tokens whose keys and values were reused.",
+    "In percent. accuracy: answers that contain an accepted answer, with a 95 % interval; exact:",
+    "answers equal to an accepted answer; F1: word overlap with it; diff: accuracy minus accuracy",
+    "of full mode; same: answers equal to full mode's; reused: prompt tokens that were reused.",
 )
 _FIDELITY_LEGEND = (
     "KL: divergence from full mode's predictions in nats, mean over the answer's tokens; first KL:",
-    "at the first token; agree: tokens that the recipe would choose, too; same: answers that it",
-    "would give, too; recovered: share of the divergence without a recipe (none) that is gone. In",
-    "percent, with 95 % intervals. floor: full attention computed in two steps (rounding alone).",
+    "at the first token; agree: tokens that the recipe also predicts; same: answers that it also",
+    "gives; recovered: share of the divergence without a recipe (none) that it removes. Shares are",
+    "percent, intervals 95 %. floor: full attention in two steps, which differs only by rounding.",
 )
 
 
@@ -73,10 +73,11 @@ def evaluate(
     dtype: DtypeOption = "auto",
     as_json: JsonOption = False,
 ) -> None:
-    """Compare block mode with full mode: right answers, or predictions.
+    """Compare block mode with full mode, by right answers or by predictions.
 
-    With --data, questions are answered and scored. With --data --fidelity or with --log, each
-    recipe's predictions are compared with full mode's along full mode's answers, without labels.
+    With --data, questions are answered and scored. With --data --fidelity or --log, no labels are
+    needed: the predictions of each recipe are compared with full mode's at each token of full
+    mode's answers.
     """
     if (data is None) == (log is None):
         raise typer.BadParameter("expected --data FILE or --log FILE, and not both")
@@ -94,7 +95,7 @@ def evaluate(
         for name in names:
             check_recipe(name)
         with waiting(f"loading {model}"), loading(model):
-            # Without residents, no row reuses what another row computed.
+            # Without resident blocks, no recipe reuses blocks that another recipe computed.
             engine: BlockAttentionEngine = BlockAttentionEngine.from_pretrained(
                 model, dtype=dtype, kv_dtype=kv_dtype, recipe="none", resident_bytes=0
             )

@@ -40,7 +40,7 @@ from blockattn_rag.store.namespaces import check_namespace
 from blockattn_rag.store.urls import lasts
 
 LARGE_BYTES = 1 << 30
-"""Bytes of keys and values from which int8 is suggested."""
+"""Size of keys and values, in bytes, from which int8 is suggested."""
 _REPORTED = (
     *("model", "fingerprint", "embedding", "recipe", "namespace", "dtype", "kv_dtype"),
     *("store", "server"),
@@ -57,7 +57,7 @@ def _known_namespace(name: str | None) -> str | None:
 def _lasting_store(address: str | None) -> str | None:
     store = absolute_store(address)
     if store and not lasts(store):
-        raise typer.BadParameter("a store in memory ends with this command; name a lasting one")
+        raise typer.BadParameter("a store in memory ends with this command; pass a lasting store")
     return store
 
 
@@ -115,15 +115,15 @@ def ingest(
         str | None,
         typer.Option(
             help="Address of a server with the model and the store, such as http://gpu:8000. "
-            "--model then names its tokenizer here, and BLOCKATTN_RAG_API_KEY its key. Default: "
-            "the database's, or none."
+            "--model is then the local name of its tokenizer, and BLOCKATTN_RAG_API_KEY its API "
+            "key. Default: the database's, or none."
         ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Read files, encode their passages, and make them searchable.
 
-    Run it again after files changed or after an interruption: stored passages are not computed
+    Run it again when files have changed or after an interruption. Stored passages are not computed
     again.
     """
     with working(as_json):
@@ -148,7 +148,7 @@ def ingest(
         if loaded.links:
             note(
                 f"skipped: {count(len(loaded.links), 'link')} out of their folder, such as "
-                f"{loaded.links[0]}; to read a link's target, name it"
+                f"{loaded.links[0]}; to read a link's target, pass it as PATH"
             )
         note(f"{count(len(loaded.documents), 'document')} read; splitting into passages ...")
         with waiting(f"loading {wanted.model}"):
@@ -199,7 +199,7 @@ def ingest(
 
 
 def _show_estimate(found: Estimate) -> None:
-    """Print what is about to be computed, and refuse it if the disk is too small."""
+    """Print an estimate of the work, and refuse it if the disk is too small."""
     if not found.new_blocks:
         return
     where = f" in {found.folder}, {size(found.free_bytes)} free" if found.free_bytes else ""
@@ -217,7 +217,7 @@ def _show_estimate(found: Estimate) -> None:
 
 
 def _manifest(db: Path, **wanted: Any) -> Manifest:
-    """The options, completed by the database's settings and the defaults."""
+    """Complete the given options with the database's settings and the defaults."""
     old = Manifest.read(db)
     if old is None and not wanted["model"]:
         raise typer.BadParameter("a new database needs a model", param_hint="--model")
@@ -225,7 +225,7 @@ def _manifest(db: Path, **wanted: Any) -> Manifest:
     if old is not None and other and has_passages(db, old):
         raise ValueError(
             f"{db} has passages encoded by {old.model}, found --model {wanted['model']}: leave "
-            "out --model, or ingest into a new folder. To answer from this one with another model, "
+            "out --model, or ingest into a new folder. To ask this database with another model, "
             f"use `blockattn-rag ask --db {db} --model {wanted['model']}`"
         )
     given = {name: value for name, value in wanted.items() if value}
@@ -239,7 +239,10 @@ def _manifest(db: Path, **wanted: Any) -> Manifest:
 
 
 def _is_model_of(old: Manifest, model: str) -> bool:
-    """Whether this is the database's model, or may be: the database's model folder was moved."""
+    """Whether this is the database's model.
+
+    Any model may be, if the folder of the database's model no longer exists: it may have moved.
+    """
     path, was = Path(model).expanduser(), Path(old.model)
     whole = str(path.resolve()) if path.exists() else model
     return whole == old.model or (was.is_absolute() and not was.exists())
@@ -253,7 +256,7 @@ def remove(
     db: DatabaseOption,
     as_json: JsonOption = False,
 ) -> None:
-    """Remove files from a database, whether or not they still exist.
+    """Remove files from a database. The files need not exist any more.
 
     The keys and values of their passages stay until `blockattn-rag store gc` deletes them.
     """
@@ -279,10 +282,10 @@ def remove(
 
 
 def _at_or_below(path: Path, sources: list[str]) -> list[str]:
-    """The sources at a path or in a folder.
+    """The sources at a path or below it.
 
-    Sources are named by a resolved folder and the path in it, with links not resolved. So a link is
-    looked up by its own name first, and then by its target's.
+    The name of a source is the resolved path of the ingested folder and the path inside the folder,
+    with links not resolved. So a link is looked up first by its own name, then by its target's.
     """
     for place in (path.parent.resolve() / path.name, path.resolve()):
         if found := [source for source in sources if Path(source).is_relative_to(place)]:

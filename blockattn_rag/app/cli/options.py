@@ -1,4 +1,4 @@
-"""Options that several commands share, the checks of their values, and the stores they name."""
+"""Options that several commands share, with checks of their values."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ DtypeOption = Annotated[
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 KV_DTYPE_HELP = (
-    "Type that keys and values are stored in: model (the model's own) or int8 (half the bytes of "
+    "Type of the stored keys and values: model (the model's own type) or int8 (half the size of "
     "16 bits, with nearly the same answers)."
 )
-KVDtypeName = Literal["model", "int8"]  # kv.KVDtype would load torch
+KVDtypeName = Literal["model", "int8"]  # importing kv.KVDtype would load torch
 KVDtypeOption = Annotated[KVDtypeName, typer.Option(help=KV_DTYPE_HELP)]
 MODEL_HELP = "Model name or folder. [bold]bundled[/bold] is the test model inside this package."
 RecipeOption = Annotated[
@@ -39,7 +39,7 @@ FolderArgument = Annotated[str, typer.Argument(help="A KV store's folder, or a d
 
 
 def absolute_store(address: str | None) -> str | None:
-    """A store's folder as an absolute path; other addresses unchanged.
+    """Make the folder of a store an absolute path. Other addresses stay unchanged.
 
     Raises:
         BadParameter: The address is invalid.
@@ -53,12 +53,12 @@ def absolute_store(address: str | None) -> str | None:
 
 
 def absolute_recipe(name: str | None) -> str | None:
-    """A recipe's folder as an absolute path; other names unchanged."""
+    """Make the folder of a recipe an absolute path. Other names stay unchanged."""
     return str(Path(name).resolve()) if name and Path(name).is_dir() else name
 
 
 def file_in_folder(file: Path | None) -> Path | None:
-    """A file whose folder exists.
+    """Check that the folder of a file exists.
 
     Raises:
         BadParameter: There is no such folder.
@@ -69,11 +69,11 @@ def file_in_folder(file: Path | None) -> Path | None:
 
 
 def open_maintained(store: str) -> kv_store.MaintainedStore:
-    """The store behind an address, a store's folder, or a database's folder.
+    """Open the store at an address, in a folder, or of a database folder.
 
     Raises:
         FileNotFoundError: There is no such folder.
-        ValueError: It is a cache, which needs no maintenance, or the address is invalid.
+        ValueError: The store is a cache, which needs no maintenance, or the address is invalid.
     """
     from blockattn_rag.store.urls import folder_of, scheme_of
 
@@ -87,7 +87,7 @@ def open_maintained(store: str) -> kv_store.MaintainedStore:
         return kv_store.DirectoryStore(_store_folder(folder_of(store)), create=False)
     if scheme in ("memory", "redis", "rediss"):
         raise ValueError(
-            f"a store at {scheme}: is a cache, which evicts entries itself; give the folder or the "
+            f"a store at {scheme}: is a cache, which evicts entries itself; pass the folder or the "
             "address of the store behind it"
         )
     opened = kv_store.open_store(store)
@@ -97,7 +97,7 @@ def open_maintained(store: str) -> kv_store.MaintainedStore:
 
 
 def open_folder(store: str) -> kv_store.DirectoryStore:
-    """As ``open_maintained``, for a store in a folder."""
+    """Like ``open_maintained``, but only for stores in a folder."""
     opened = open_maintained(store)
     if not isinstance(opened, kv_store.DirectoryStore):
         raise ValueError(

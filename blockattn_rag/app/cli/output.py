@@ -1,4 +1,4 @@
-"""Output of commands: results on stdout, everything else on stderr; and readable numbers."""
+"""Output of commands: results on stdout, everything else on stderr, with readable numbers."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from rich.table import Table
 from rich.text import Text
 
 _NAME_WIDTH = 24
-"""Characters of a table's first column that are never folded."""
+"""Longest cell, in characters, for which the first column of a table is never folded."""
 
 
 def output_width() -> int | None:
-    """Columns for files and pipes: rich would take 80 there, and break numbers in two."""
+    """Width for files and pipes, where rich would assume 80 columns and split numbers."""
     is_known = any(map(os.isatty, range(3))) or os.environ.get("COLUMNS", "").isdigit()
     return None if is_known else 160
 
@@ -30,16 +30,16 @@ def output_width() -> int | None:
 stderr = Console(stderr=True)
 stdout = Console(width=output_width())
 
-# Control characters but tab and newline; characters that reverse the writing direction; unpaired
-# surrogates, which file names can contain and no terminal can encode.
+# Control characters except tab and newline, characters that change the writing direction, and
+# unpaired surrogates, which may occur in file names but cannot be encoded.
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def plain(text: str) -> str:
-    """Text that is safe in a terminal: control characters are escaped, ESC as ``\\x1b``.
+    """Make text safe for a terminal by escaping control characters, such as ESC as ``\\x1b``.
 
-    Passages, answers and file names come from others. Everything printed below passes through
-    here; JSON has its own escapes.
+    Passages, answers and file names are untrusted. Everything that this module prints passes
+    through this function, except JSON, which has its own escapes.
     """
     return _UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text)
 
@@ -65,9 +65,9 @@ def working(as_json: bool) -> contextlib.AbstractContextManager[object]:
 
 
 def emit(as_json: bool, data: dict[str, Any], *shown: RenderableType) -> None:
-    """Print a result: ``data`` as one JSON object, or else ``shown``."""
+    """Print a result: ``data`` as one JSON object if ``as_json`` is set, otherwise ``shown``."""
     if as_json:
-        # ASCII output works with every terminal encoding.
+        # ASCII works in every terminal encoding.
         typer.echo(json.dumps(data, ensure_ascii=True, allow_nan=False, default=os.fspath))
         return
     for renderable in shown:
@@ -81,11 +81,11 @@ def emit(as_json: bool, data: dict[str, Any], *shown: RenderableType) -> None:
 def table(
     title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], *, left: Sequence[int] = (0,)
 ) -> RenderableType:
-    """A title and a table; the columns in ``left`` are aligned left, the others right."""
+    """Create a table with a title. Columns in ``left`` are left-aligned, others right-aligned."""
     # As narrow as possible: wide tables must fit into a terminal.
     result = Table(box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False, show_edge=False)
     cells = [[plain(str(cell)) for cell in row] for row in rows]
-    # Short names are not folded. A path is, or it would squeeze the other columns.
+    # Short names are not folded. Long paths are, because they would squeeze the other columns.
     are_short = all(len(row[0]) <= _NAME_WIDTH for row in cells)
     for i, column in enumerate(columns):
         side: Literal["left", "right"] = "left" if i in left else "right"
@@ -93,18 +93,18 @@ def table(
         result.add_column(column, justify=side, overflow="fold", no_wrap=no_wrap)
     for row in cells:
         result.add_row(*map(escape, row))
-    # Rich folds a table's own title to the table's width.
+    # The title is separate because rich would fold it to the width of the table.
     return Group(Text(plain(title), style="italic"), result)
 
 
 def count(number: int, noun: str) -> str:
-    """A number with a noun: ``1 block``, ``2,000 blocks``, ``2 entries``."""
+    """Format a number with a noun: ``1 block``, ``2,000 blocks``, ``2 entries``."""
     plural = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}s"
     return f"{number:,} {noun if number == 1 else plural}"
 
 
 def size(number: float) -> str:
-    """Bytes in powers of 1024: ``1.5 MiB``."""
+    """Format a number of bytes in powers of 1024: ``1.5 MiB``."""
     for unit in ("B", "KiB", "MiB"):
         if number < 1024:
             return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
@@ -113,7 +113,7 @@ def size(number: float) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """Seconds in a readable unit: ``45 ms``, ``1.20 s``, ``3.5 h``."""
+    """Format seconds in a readable unit: ``45 ms``, ``1.20 s``, ``3.5 h``."""
     if seconds is None:
         return "-"
     if seconds < 0.01:
@@ -127,5 +127,5 @@ def duration(seconds: float | None) -> str:
 
 
 def percent(share: float | None) -> str:
-    """A share in 0..1 as ``97.5``."""
+    """Format a share in 0..1 as percent: ``97.5``."""
     return "-" if share is None else f"{share * 100:.1f}"

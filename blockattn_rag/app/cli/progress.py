@@ -20,7 +20,7 @@ _LEAST_SHARE = 0.05
 
 @contextlib.contextmanager
 def spinner(text: str) -> Iterator[None]:
-    """A spinner with the elapsed time, in a terminal."""
+    """Show a spinner with the elapsed time, if stderr is a terminal."""
     if not stderr.is_terminal:
         yield
         return
@@ -34,9 +34,9 @@ def spinner(text: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def waiting(text: str) -> Iterator[None]:
-    """A spinner, and a line with the duration of a long wait.
+    """Show a spinner, and afterwards a line with the duration if the wait was long.
 
-    Without a terminal, a line also appears while the wait lasts.
+    Without a terminal, a line is also printed during a long wait.
     """
     started = time.monotonic()
     timer = threading.Timer(PATIENCE_S, note, [f"{text} ..."])
@@ -54,14 +54,14 @@ def waiting(text: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def progress(description: str) -> Iterator[Callable[[int, int], None]]:
-    """Progress of one stage; yields a function of (done, total)."""
+    """Show the progress of one stage. Yields a function of (done, total)."""
     with stages() as report:
         yield lambda done, total: report(description, done, total)
 
 
 @contextlib.contextmanager
 def counter(description: str) -> Iterator[Callable[[int], None]]:
-    """A count without a known end; yields a function of the count."""
+    """Show a count whose total is unknown. Yields a function of the count."""
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     columns = (SpinnerColumn(), TextColumn("{task.description}: {task.completed:,.0f}"))
@@ -72,10 +72,11 @@ def counter(description: str) -> Iterator[Callable[[int], None]]:
 
 @contextlib.contextmanager
 def stages() -> Iterator[Callable[[str, int, int], None]]:
-    """Progress of several stages; yields a function of (stage, done, total).
+    """Show the progress of several stages. Yields a function of (stage, done, total).
 
-    A terminal shows a bar per stage with the remaining time. Elsewhere, each stage prints a line
-    when it starts, a line every ``_EVERY_S`` seconds, and one at its end if it was long.
+    A terminal shows a bar with the remaining time for each stage. In a file or pipe, each stage
+    prints a line at its start, a line every ``_EVERY_S`` seconds, and a line at its end if it took
+    long.
     """
     if not stderr.is_terminal:
         yield _Lines()
@@ -130,7 +131,7 @@ class _Lines:
         elif now - self._reported_s > _EVERY_S and done > self._first:
             self._reported_s = now
             passed = f"{stage}: {done:,} of {total:,} after {duration(seconds)}"
-            # The first items take longer, because they warm up caches.
+            # No estimate yet: the first items take longer, because they warm up caches.
             is_early = done - self._first < _LEAST_SHARE * total
             left_s = seconds * (total - done) / (done - self._first)
             note(passed if is_early else f"{passed}, about {duration(left_s)} left")

@@ -1,4 +1,4 @@
-"""``blockattn-rag repair``: makes a recipe, with which a model answers better in block mode."""
+"""``blockattn-rag repair``: makes a recipe that improves a model's answers in block mode."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _EMBEDDED_AT_ONCE = 512
 _LINE = '.jsonl or .jsonl.gz, one per line: {"title": "...", "text": "..."}'
 _ENCODED_AT_ONCE = 64
 _DATABASE_FORMAT = "ask"
-RECIPE_FOLDER = "recipe"  # as in store/directory.py, which loads torch
+RECIPE_FOLDER = "recipe"  # repeated because importing store/directory.py would load torch
 
 
 def repair(
@@ -40,7 +40,7 @@ def repair(
         typer.Option(help=f"{MODEL_HELP} Default: the database's.", callback=existing_model),
     ] = None,
     passages: Annotated[
-        Path | None, typer.Option(help=f"Passages to fit to, instead of a database's: {_LINE}")
+        Path | None, typer.Option(help=f"Passages to fit to, instead of a database: {_LINE}")
     ] = None,
     questions: Annotated[
         Path | None,
@@ -58,15 +58,16 @@ def repair(
         ),
     ] = None,
     minutes: Annotated[
-        float, typer.Option(min=0.1, help="Time limit in minutes, measurements included.")
+        float, typer.Option(min=0.1, help="Time limit in minutes, including measurements.")
     ] = 20.0,
     as_json: JsonOption = False,
 ) -> None:
     """Make a recipe that improves the block mode of a model without block fine-tuning.
 
-    It is fitted to the model's own answers in full mode, so no labels are needed. The simplest
-    recipe that is as good as the best is measured on held-out questions and written next to the
-    database, where `ask` finds it. An interrupted run resumes when it is started again.
+    The recipe is fitted to the model's own answers in full mode, so no labels are needed. Of all
+    candidates, the simplest that is as good as the best is measured on held-out questions and
+    written next to the database, where `ask` finds it. Run the same command again to resume an
+    interrupted run.
     """
     started = time.monotonic()
     with working(as_json):
@@ -94,13 +95,13 @@ def repair(
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """What to repair.
+    """Inputs and output of a repair.
 
     Args:
-        model: The model.
-        material: What to fit to.
+        model: Model to repair.
+        material: Passages and questions to fit to.
         output: Folder of the recipe.
-        database: The database that uses the recipe afterwards.
+        database: Database that will use the recipe.
         ask: Command that uses the recipe.
     """
 
@@ -118,10 +119,10 @@ def _job(
     questions: Path | None,
     output: Path | None,
 ) -> _Job:
-    """Open what the options name.
+    """Open the database, or the model and the files, that the options name.
 
     Raises:
-        BadParameter: Options are missing, or exclude each other.
+        BadParameter: Options are missing or cannot be combined.
     """
     if db is not None and passages is not None:
         raise typer.BadParameter("found --db and --passages, expected one of them")
@@ -195,7 +196,7 @@ def _of_files(
     if questions is not None:
         asked = read_questions(questions, nearest, LIMITS.passages)
     with loading(model):
-        # Training would pack the weights again at every change of mode.
+        # Packing is off because training would pack the weights again at every change of mode.
         loaded = BlockModel.from_pretrained(model, pack_weights=False)
     form, tokenizer = format_for(AUTO, loaded.name), loaded.tokenizer.tokenizer
     material = Material(
@@ -210,7 +211,10 @@ def _of_files(
 
 
 def _beside_model(model: str) -> Path:
-    """Where ``auto`` finds a model's recipe; for a name without a folder, a folder here."""
+    """Folder where ``auto`` finds the recipe of a model.
+
+    If the model is not a folder: a folder in the current directory.
+    """
     path = Path(model).expanduser()
     if path.exists():
         return (path if path.is_dir() else path.parent) / RECIPE_FOLDER
@@ -218,7 +222,7 @@ def _beside_model(model: str) -> Path:
 
 
 class _Lexical:
-    """Retriever of the passages that share most words with a text."""
+    """Retriever that returns the passages with the most words in common with a text."""
 
     def __init__(self, passages: Sequence[Passage]) -> None:
         import numpy as np
@@ -247,7 +251,7 @@ class _Lexical:
 def _encode_passages(
     database: Database, recipe: Recipe, until: float, report: Progress
 ) -> tuple[int, int]:
-    """Encode a database's passages with a recipe until a time. Returns (encoded, all).
+    """Encode the passages of a database with a recipe until a time limit. Returns (encoded, all).
 
     Passages that are stored with the recipe's sink and without an adapter are not computed again.
     """

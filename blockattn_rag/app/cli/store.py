@@ -65,7 +65,7 @@ def _cells(figures: Counter[str]) -> tuple[object, ...]:
 def _kinds(
     opened: kv_store.MaintainedStore,
 ) -> tuple[dict[tuple[str, str, str], Counter[str]], kv_store.Tally]:
-    """Entries, tokens and bytes by model, namespace and type; and entries that cannot be read."""
+    """Count entries by model, namespace and type, and entries that cannot be read."""
     kinds: dict[tuple[str, str, str], Counter[str]] = {}
     unreadable = kv_store.Tally()
     with counter("entries read") as tick:
@@ -85,11 +85,11 @@ def _kinds(
 def list_entries(
     store: StoreArgument,
     long: Annotated[
-        bool, typer.Option("--long", "-l", help="Also handle, tokens, namespace and model.")
+        bool, typer.Option("--long", "-l", help="Also list handle, tokens, namespace and model.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """List entries: key, bytes, and the time of the last use (in object stores: of writing)."""
+    """List entries with key, bytes, and the time of the last use (in object stores: of writing)."""
     with working(as_json):
         opened = open_maintained(store)
     rows = _long_rows(opened) if long else _rows(opened)
@@ -144,10 +144,10 @@ def verify(
     ] = "100%",
     as_json: JsonOption = False,
 ) -> None:
-    """Read and check entries. The exit status is 1 if any stays damaged or could not be read.
+    """Read and check entries. The exit status is 1 if damaged or unreadable entries remain.
 
-    An entry that could not be read, for lack of memory or permission, may be intact: it is reported
-    and not deleted.
+    An entry that could not be read, because of missing memory or permission, may be intact. It is
+    reported and not deleted.
     """
     share = _share(sample)
     with working(as_json), counter("verified") as tick:
@@ -182,17 +182,17 @@ def shrink(
     ],
     as_json: JsonOption = False,
 ) -> None:
-    """Delete the least recently used entries until the store fits a size.
+    """Delete the least recently used entries until the store has at most a given size.
 
-    They will be recomputed when they are needed, even if passages refer to them. In Python,
-    `DirectoryStore(path, max_bytes=…)` keeps a store within a size all the time.
+    Entries are deleted even if passages refer to them, and recomputed when they are needed. In
+    Python, `DirectoryStore(path, max_bytes=…)` limits the size of a store permanently.
     """
     most = _bytes(max_bytes)
     with working(as_json):
         report = kv_store.shrink(open_folder(store), most)
     summary = (
         f"deleted {count(len(report.deleted), 'entry')} ({size(report.freed_bytes)}); "
-        f"the others take {size(report.left_bytes)}"
+        f"the remaining entries take {size(report.left_bytes)}"
     )
     emit(as_json, {**asdict(report), "store": store, "max_bytes": most}, summary)
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def train(
     model: Annotated[str, typer.Option(help=MODEL_HELP, callback=existing_model)],
-    output: Annotated[Path, typer.Option(help="Folder of the result. Appears when complete.")],
+    output: Annotated[Path, typer.Option(help="Folder of the result. Created at the end.")],
     data: Annotated[list[Path], typer.Option(help="Training data, JSON lines. Repeatable.")],
     eval_data: Annotated[
         list[Path] | None, typer.Option(help="Evaluation data, JSON lines. Repeatable.")
@@ -46,8 +46,9 @@ def train(
     """Fine-tune a model to answer in block mode as well as in full mode.
 
     Each line of the data is a JSON object with "messages", with "prompt", "blocks" and "response",
-    or with "question", "passages" and "answer". The defaults are the paper's. FinetuneConfig in
-    Python has more settings. For several GPUs: `accelerate launch -m blockattn_rag train ...`.
+    or with "question", "passages" and "answer". The defaults are the settings of the paper.
+    FinetuneConfig in Python has more settings. For several GPUs, run
+    `accelerate launch -m blockattn_rag train ...`.
     """
     with working(as_json):
         from blockattn_rag.lab.training.config import FinetuneConfig

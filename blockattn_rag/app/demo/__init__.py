@@ -1,1 +1,1 @@
-"""The demo: articles and questions, the bundled test model with its encyclopedia, a page."""
+"""The demo: articles and questions, the encyclopedia of the bundled test model, and a web page."""

@@ -1,6 +1,6 @@
-"""The encyclopedia that the bundled model was made for: passages, questions, right answers.
+"""The encyclopedia that the bundled model was trained for: passages, questions, right answers.
 
-The files in ``data`` were written once, by the repository's ``recipes/bundled_model``.
+``recipes/bundled_model`` of the repository generated the files in ``data``.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ _DATA = Path(__file__).parent / "data"
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question and the answer that the passages give.
+    """A question with the answer in the passages.
 
     Args:
         kind: ``"one-passage"`` (one passage states the value), ``"comparison"`` (of two entities)
-            or ``"order"`` (two passages describe one entity, and the later one holds).
-        question: The question.
+            or ``"order"`` (two passages describe one entity, and the later passage is right).
+        question: Text of the question.
         answer: A right answer in full sentences.
-        expected: Words that make an answer right; see :func:`is_correct`.
+        expected: Words that a right answer must contain; see :func:`is_correct`.
         gold: Indices of the passages with the answer, in ``passages``, or in
             :func:`bundled_corpus` if ``passages`` is empty.
-        passages: Passages of the prompt, in order. Empty: they are retrieved.
+        passages: Passages of the prompt, in order. Empty: passages are retrieved.
     """
 
     kind: str
@@ -56,9 +56,9 @@ def bundled_questions() -> tuple[Question, ...]:
 def bundled_samples(kind: str, num_passages: int, split: str = "test") -> tuple[Question, ...]:
     """Questions with the passages of their prompts.
 
-    The bundled model was trained on the split ``"train"`` alone. There are 60 test
-    questions of each of the kinds ``"one-passage"`` and ``"order"`` on 5 passages, and on 3
-    passages 100 test and 160 training questions of the kind ``"one-passage"``.
+    The bundled model was trained only on the split ``"train"``. With 5 passages, there are 60 test
+    questions of the kind ``"one-passage"`` and 60 of the kind ``"order"``. With 3 passages, there
+    are 100 test and 160 training questions of the kind ``"one-passage"``.
 
     Raises:
         FileNotFoundError: The package has no such samples.
@@ -67,12 +67,12 @@ def bundled_samples(kind: str, num_passages: int, split: str = "test") -> tuple[
 
 
 def is_correct(question: Question, answer: str) -> bool:
-    """Whether the answer contains the expected words in sequence, in any case."""
+    """Whether the answer contains the expected words in sequence, ignoring case."""
     return f" {_normalize(question.expected)} " in f" {_normalize(answer)} "
 
 
 def _normalize(text: str) -> str:
-    """Lower case, letters and digits only, single spaces."""
+    """Convert to lower case, letters and digits only, with single spaces."""
     return " ".join(re.findall(r"\w+", text.lower()))
 
 

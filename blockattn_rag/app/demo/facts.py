@@ -1,7 +1,7 @@
-"""Short articles of general knowledge, and questions that one of them answers.
+"""Short articles of general knowledge, and questions that each have their answer in one article.
 
-``data/facts`` has the texts and the rules that they follow. The demo ingests the articles and asks
-twelve of the questions; the repository's ``benchmarks/facts.py`` asks all of them.
+``data/facts`` contains the texts and the rules for writing them. The demo ingests the articles and
+asks twelve of the questions. ``benchmarks/facts.py`` in the repository asks all of them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FOLDER = Path(__file__).parent / "data" / "facts"
 
 @dataclass(frozen=True, slots=True)
 class Article:
-    """A short article. Articles of one cluster are about the same kind of subject."""
+    """A short article. Articles in the same cluster are about the same kind of subject."""
 
     id: str
     cluster: str
@@ -33,10 +33,10 @@ class Question:
 
     Attributes:
         id: Unique name.
-        question: The question. It names its subject.
-        answers: Accepted answers. The first one is in the article as it is spelled here.
+        question: Text of the question, which names its subject.
+        answers: Accepted answers. The article contains the first answer verbatim.
         article: ID of the only article that answers the question.
-        demo: Whether the demo asks the question, too.
+        demo: Whether the demo asks the question too.
     """
 
     id: str
@@ -56,7 +56,7 @@ class Facts:
 
 @cache
 def load() -> Facts:
-    """Reads the articles and questions, once per process."""
+    """Read the articles and questions, once per process."""
     articles = [Article(**record) for record in _records("articles.jsonl")]
     questions = [
         Question(**record | {"answers": tuple(record["answers"])})
@@ -66,9 +66,9 @@ def load() -> Facts:
 
 
 def is_right(answer: str, accepted: Sequence[str]) -> bool:
-    """Whether one of the accepted strings occurs in the answer, as whole words, in any case.
+    """Whether one of the accepted strings occurs in the answer as whole words, ignoring case.
 
-    A number does not match inside a longer one: "330" occurs neither in "1330" nor in "1,330".
+    A number does not match inside a longer number: "330" matches neither "1330" nor "1,330".
     """
     text = " ".join(answer.split())
     return any(

@@ -1,7 +1,7 @@
-"""The demo: a collection in Chroma, and questions about it answered in both modes.
+"""The demo: ingests a collection into Chroma, and answers questions about it in both modes.
 
 The collection is the 40 articles of ``demo.facts``, or for the bundled model the encyclopedia that
-it was made for.
+it was trained for.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Collection:
 
     Args:
         name: Name of the Chroma collection.
-        passages: The passages; each is a document.
+        passages: Passages of the collection. Each passage is one document.
         questions: Questions that the passages answer.
         top_k: Passages per prompt.
         max_new_tokens: Maximum length of an answer.
@@ -53,7 +53,7 @@ class Collection:
     max_new_tokens: int
 
     def documents(self) -> list[Document]:
-        """The passages as LlamaIndex documents; the model sees title and text."""
+        """The passages as LlamaIndex documents. The prompt shows their title and text."""
         from llama_index.core.schema import Document
 
         documents = []
@@ -66,7 +66,7 @@ class Collection:
 
 
 def collection_for(model: str) -> Collection:
-    """The encyclopedia for the bundled model, and the articles for every other one."""
+    """The encyclopedia for the bundled model, and the articles for every other model."""
     if model == BUNDLED:
         asked = tuple(
             facts.Question(f"encyclopedia/{number}", one.question, (one.expected,), "")
@@ -80,12 +80,12 @@ def collection_for(model: str) -> Collection:
 
 
 def speedup(ratio: float) -> str:
-    """A ratio of two times: ``3.5 times sooner``, or ``1.2 times later`` below 1."""
+    """Format a ratio of two times: ``3.5 times sooner``, or ``1.2 times later`` below 1."""
     return f"{ratio:.1f} times sooner" if ratio >= 1 else f"{1 / ratio:.1f} times later"
 
 
 def default_model() -> str:
-    """SmolLM2 if the package with its weights is installed, else the bundled model."""
+    """SmolLM2 if the package with its weights is installed, otherwise the bundled model."""
     from blockattn_rag.model.gguf import is_gguf, smollm2
 
     return SMOLLM2 if is_gguf(Path(smollm2())) else BUNDLED
@@ -105,7 +105,7 @@ class DemoAnswer:
     full: Answer
 
     def is_right(self, mode: Mode) -> bool:
-        """Whether the answer in this mode contains an accepted one."""
+        """Whether the answer in this mode contains an accepted answer."""
         return facts.is_right(self.of(mode).answer, self.asked.answers)
 
     def of(self, mode: Mode) -> Answer:
@@ -113,7 +113,7 @@ class DemoAnswer:
         return self.block if mode == "block" else self.full
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain JSON types; times in seconds. ``hits`` and so on are those of block mode."""
+        """As plain JSON types. Times are in seconds. Counts such as ``hits`` are of block mode."""
         modes: dict[str, Any] = {
             mode: {
                 "answer": self.of(mode).answer,
@@ -134,13 +134,13 @@ class DemoAnswer:
 
 
 def _check_folder(folder: Path) -> None:
-    """Refuse a user's database: the demo would add its passages to it."""
+    """Refuse a user's database, because the demo would add its passages to it."""
     found = Manifest.read(folder)
     is_own = folder == default_folder()  # may be from an earlier version
     if found and not is_own and found.collection not in (_ENCYCLOPEDIA, _FACTS):
         raise DatabaseError(
-            f"{folder} is a database with other documents than the demo's: name another folder "
-            f"(--db), or ask it with blockattn-rag demo --web --db {folder}"
+            f"{folder} is a database with other documents than the demo's: choose another folder "
+            f"(--db), or query this database with blockattn-rag demo --web --db {folder}"
         )
 
 
@@ -153,10 +153,10 @@ class Demo:
         folder: Folder of the database.
         model: Name or path of the model.
         store: Address of the store. None: the folder ``kv`` of the database.
-        remembers: As for ``Database.open``.
+        remembers: See ``Database.open``.
 
     Raises:
-        DatabaseError: The folder holds a database with other documents.
+        DatabaseError: The folder is a database with other documents.
     """
 
     def __init__(
@@ -197,7 +197,7 @@ class DemoReport:
         recipe: Recipe of block mode.
         store: Folder or address of the store.
         stored_bytes: Size of the store.
-        load_s, ask_s: Seconds that loading and answering took.
+        load_s, ask_s: Duration of loading and of answering, in seconds.
     """
 
     db: str
@@ -214,7 +214,7 @@ class DemoReport:
     def of(
         cls, demo: Demo, ingest: IngestReport, answers: list[DemoAnswer], ask_s: float
     ) -> DemoReport:
-        """The report of a finished demo."""
+        """Create the report of a finished demo."""
         engine = demo.database.local_engine
         return cls(
             db=str(demo.folder),

@@ -1,6 +1,6 @@
-"""A page that answers one question in full mode and in block mode, side by side.
+"""Web page that answers one question in full mode and in block mode, side by side.
 
-Questions, passages and answers come from others, so everything shown is escaped here. Only
+Questions, passages and answers are untrusted, so this module escapes everything that it shows. Only
 ``serve`` needs gradio.
 """
 
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 MISSING = missing_extra("gradio", "web")
 MAX_NEW_TOKENS = 80
 _TICK_S = 0.1
-"""Seconds between updates of a column's clock."""
+"""Seconds between updates of the clock in a column."""
 
 _STYLE = """<style>
 .ba-bar { display: flex; height: 14px; border-radius: 4px; overflow: hidden; margin: 8px 0 4px }
@@ -70,7 +70,7 @@ class Race:
         self.assistant = Assistant(database, top_k=top_k, max_new_tokens=MAX_NEW_TOKENS)
 
     def run(self, question: str) -> Iterator[Columns]:
-        """Answer a question, and yield the page whenever it changes."""
+        """Answer a question. Yields the page whenever it changes."""
         question = question.strip()
         shown = Columns(_column("full"), _column("block"), "")
         if not question:
@@ -107,7 +107,10 @@ class Race:
         return found
 
     def _stream(self, question: str, mode: Mode) -> Iterator[tuple[str, float, Answer | None]]:
-        """Yields the text so far, the time to its first piece or until now, and last the answer."""
+        """Yield the text so far, the time until its first token (or until now), and the answer.
+
+        The answer is None until it is complete.
+        """
         pieces: SimpleQueue[str] = SimpleQueue()
         closed = Event()
 
@@ -136,7 +139,7 @@ class Race:
 def _column(
     mode: Mode, text: str = "", clock_s: float | None = None, stats: ReuseStats | None = None
 ) -> str:
-    """One mode's column; ``stats`` once the answer is complete."""
+    """HTML of the column of one mode. ``stats`` is None until the answer is complete."""
     clock = "&ndash;" if clock_s is None else f"{clock_s:.2f} s"
     label = "to the first token" if text else "waiting for the first token" if clock_s else ""
     parts = [
@@ -156,7 +159,7 @@ def _column(
 
 
 def _passages(found: Sequence[Retrieved]) -> str:
-    """The list of passages, with what block mode reuses."""
+    """HTML of the list of passages, each marked as reused or computed."""
     rows = []
     for one in found:
         kind, tag = ("reused", "reused") if one.stored else ("computed", "computed now")
@@ -177,7 +180,8 @@ def is_available() -> bool:
 def serve(race: Race, examples: Sequence[str], on_ready: Callable[[str], None]) -> None:
     """Serve the page until Ctrl-C.
 
-    It listens on 127.0.0.1, or on ``$GRADIO_SERVER_NAME``. ``on_ready`` is called with its address.
+    The server listens on 127.0.0.1, or on ``$GRADIO_SERVER_NAME``. ``on_ready`` is called with the
+    address of the page.
     """
     import gradio
 

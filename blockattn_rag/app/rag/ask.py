@@ -1,4 +1,4 @@
-"""Questions to a database, answered by a LlamaIndex query engine."""
+"""Answers questions from a database with a LlamaIndex query engine."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Turn(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A passage that an answer is based on. ``page`` is its page in a PDF, or empty."""
+    """A passage that an answer is based on. ``page`` is the page in a PDF, or empty."""
 
     source: str
     page: str
@@ -48,14 +48,14 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An answer, its sources, and what it reused.
+    """An answer with its sources and reuse statistics.
 
     Attributes:
         stats: Totals of all model calls. ``ttft_s`` ends at the first token of the last call, which
-            gives the answer.
+            generates the answer.
         finish_reason: ``"stop"``, ``"length"`` (cut off by ``max_new_tokens`` or the context
             window) or ``"repetition"`` (stopped because the answer repeated itself).
-        waited_s: Seconds from the question to the first text, retrieval included.
+        waited_s: Seconds from the question to the first text, including retrieval.
         object: The answer as a JSON value, if a schema was given.
         answered_s: Seconds from the question to the end of the answer.
     """
@@ -131,9 +131,10 @@ class Assistant:
         Args:
             question: The question.
             mode: Block mode reuses passages, full mode computes everything.
-            on_text: Called with each piece of the answer; with a schema, once with all of it.
-            history: Earlier turns, oldest first. Passages are retrieved for the question and the
-                previous one.
+            on_text: Called with each piece of the answer. With a schema, called once with the
+                complete answer.
+            history: Earlier turns, oldest first. Passages are retrieved for this question and the
+                previous question.
 
         Raises:
             IncompleteAnswerError: An answer with a schema was cut off.
@@ -173,7 +174,7 @@ class Assistant:
         stats = _total(mode, calls)
         logger.info(
             "%s mode, %d passages: fetched in %.3f s, placed in %.3f s, prefilled in %.3f s; "
-            "%.3f s to the first text, retrieval included",
+            "%.3f s to the first text, including retrieval",
             mode, len(response.source_nodes), stats.fetch_s, stats.assemble_s, stats.prefill_s,
             waited_s or answered_s,
         )  # fmt: skip
@@ -218,7 +219,7 @@ class Assistant:
     def _query(
         self, question: str, history: Sequence[Turn], llm: adapter.BlockAttentionLLM
     ) -> QueryBundle:
-        """The model's question, and the texts to retrieve passages for."""
+        """The question for the model, and the texts to retrieve passages for."""
         from llama_index.core import QueryBundle
         from llama_index.core.output_parsers.pydantic import PYDANTIC_FORMAT_TMPL
 
@@ -235,9 +236,9 @@ class Assistant:
         return QueryBundle(query, custom_embedding_strs=retrieve_for)
 
     def _store_head(self, llm: adapter.BlockAttentionLLM) -> None:
-        """Store the instructions before the passages once; ``store gc`` deletes them.
+        """Store the KV of the instructions before the passages, once. ``store gc`` may delete it.
 
-        A store that fails here does not prevent the answer, and is not tried again.
+        If the store fails, the question is still answered, and storing is not tried again.
         """
         self._head_was_stored = True
         try:
@@ -249,15 +250,16 @@ class Assistant:
 def with_history(
     question: str, turns: Sequence[Turn], *, count: Callable[[str], int], max_tokens: int
 ) -> str:
-    """A question with the turns before it.
+    """Format a question together with the earlier turns.
 
-    The turns come after the passages, which thus remain reusable blocks.
+    The turns come after the passages, so the passages remain reusable blocks.
 
     Args:
         question: The question.
         turns: Earlier turns, oldest first.
-        count: Counts the tokens of a text.
-        max_tokens: Maximum tokens of the earlier turns. The oldest are left out first.
+        count: Function that counts the tokens of a text.
+        max_tokens: Maximum number of tokens for the earlier turns. The oldest turns are left out
+            first.
     """
     kept: list[str] = []
     left = max_tokens
@@ -282,7 +284,7 @@ def _check_text(question: str) -> None:
 
 
 def _total(mode: Mode, calls: Sequence[Any]) -> ReuseStats:
-    """The totals of all model calls, with the first token of the last one."""
+    """Add up the statistics of all model calls. The first token is that of the last call."""
     used = [ReuseStats.from_dict(call["usage"]) for call in calls]
     total = sum(used, ReuseStats(mode))
     *_, last = used or [total]
@@ -303,7 +305,7 @@ def _source(found: NodeWithScore) -> Source:
 
 @contextlib.contextmanager
 def _finished_calls() -> Iterator[list[Any]]:
-    """Collects the ``usage`` and ``finish_reason`` of each model call."""
+    """Collect the ``usage`` and ``finish_reason`` of each model call."""
     from llama_index.core.instrumentation.event_handlers import BaseEventHandler
     from llama_index.core.instrumentation.events import BaseEvent
     from llama_index.core.instrumentation.events.llm import LLMChatEndEvent, LLMCompletionEndEvent

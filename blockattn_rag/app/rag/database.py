@@ -3,7 +3,7 @@
 ::
 
     DIR/blockattn.json  manifest: model, embedding, chunk size, recipe and other settings
-    DIR/recipe/         recipe made by `repair` for these passages
+    DIR/recipe/         recipe that `repair` made for these passages
     DIR/chroma/         embedded Chroma: passages, their embeddings and KV handles
     DIR/kv/             keys and values, unless the manifest names another store
 """
@@ -51,8 +51,8 @@ class Manifest:
     """Settings of a database.
 
     Args:
-        model: Model that encodes passages; with a server, where its tokenizer is found here.
-        fingerprint: Fingerprint of the model that encoded last.
+        model: Model that encodes passages. With a server: local name of its tokenizer.
+        fingerprint: Fingerprint of the model in the last ingestion.
         embedding: Embedding of the passages.
         collection: Chroma collection.
         chunk_size: Maximum length of a passage in tokens.
@@ -61,9 +61,9 @@ class Manifest:
             folder ``recipe`` of the database, if there is one.
         namespace: Namespace of the keys and values in the store.
         dtype: Type of the model's weights.
-        kv_dtype: Type that keys and values are stored in from now on.
+        kv_dtype: Type of newly stored keys and values.
         store: Address or absolute path of the store. None: the folder ``kv`` of the database.
-        server: Address of the server that has the model and the store. None: this process.
+        server: Address of the server with the model and the store. None: this process.
     """
 
     model: str
@@ -82,7 +82,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest | None:
-        """The folder's manifest, or None if it has none."""
+        """Read the manifest of a folder. None: the folder has no manifest."""
         path = folder / MANIFEST
         if not path.is_file():
             return None
@@ -118,8 +118,8 @@ class Database:
 
         Args:
             path: The folder.
-            wanted: The settings. The fingerprint is filled in from the loaded model.
-            remembers: As for :meth:`open`.
+            wanted: The settings. The fingerprint is taken from the loaded model.
+            remembers: See :meth:`open`.
 
         Raises:
             DatabaseError: The folder has passages with another embedding.
@@ -133,10 +133,10 @@ class Database:
         if old and is_other and has_passages(path, old):
             raise DatabaseError(
                 f"{path} was made with embedding {old.embedding!r}, found {wanted.embedding!r}: "
-                "use the same, or ingest into a new folder"
+                "use the same embedding, or ingest into a new folder"
             )
         embedding = load_embedding(wanted.embedding)
-        # A server has a recipe of its own, whatever the manifest says.
+        # A server has its own recipe, so the recipe in the manifest does not apply.
         used = replace(wanted, recipe=AUTO) if wanted.server else wanted
         engine = _load_engine(path, used, remembers)
         if old and old.model != wanted.model:
@@ -160,15 +160,15 @@ class Database:
     ) -> Database:
         """Open a folder for questions.
 
-        Handles do not depend on the model: another model than the one that encoded the passages
-        computes them again when they are used, and stores them.
+        Any model can answer, because handles do not depend on the model. If another model encoded
+        the passages, they are computed again on first use, and stored.
 
         Args:
             path: The folder.
-            model: Another model than the database's, in this process.
-            recipe: Another recipe than the database's.
+            model: Model to use in this process, instead of the database's model.
+            recipe: Recipe to use instead of the database's recipe.
             remembers: Whether blocks and the ends of conversations stay in memory for later
-                answers. False to time answers: each is then as in a new process.
+                answers. Pass False to time answers as in a new process.
 
         Raises:
             DatabaseError: The folder is not a database.
@@ -186,25 +186,25 @@ class Database:
         if engine.model.fingerprint != manifest.fingerprint:
             logger.warning(
                 "%s was encoded by %s in another state (weights, dtype, tokenizer, model, or "
-                "version of this package): passages are computed when first used. "
-                "`blockattn-rag ingest` encodes them all",
+                "version of this package): passages are computed when first used. To encode all "
+                "of them now, run `blockattn-rag ingest`",
                 path, manifest.model,
             )  # fmt: skip
         return cls(path, manifest, engine, embedding)
 
     @property
     def local_engine(self) -> BlockAttentionEngine:
-        """The engine with its model in this process.
+        """The engine, if its model runs in this process.
 
         Raises:
-            DatabaseError: A server has the model.
+            DatabaseError: The model runs on a server.
         """
         from blockattn_rag.engine.engine import BlockAttentionEngine
 
         if not isinstance(self.engine, BlockAttentionEngine):
             raise DatabaseError(
                 f"{self.path} uses the server {self.manifest.server}, but this command needs the "
-                "model in this process: name one with --model"
+                "model in this process: pass a model with --model"
             )
         return self.engine
 
@@ -223,7 +223,7 @@ class Database:
 
     @property
     def collection(self) -> Collection:
-        """The Chroma collection. Calls pass vectors: Chroma embeds nothing itself."""
+        """The Chroma collection. Callers pass the vectors, and Chroma computes no embeddings."""
         return self.client.get_or_create_collection(
             self.manifest.collection,
             embedding_function=None,
@@ -233,7 +233,7 @@ class Database:
 
 
 def has_passages(path: Path, manifest: Manifest) -> bool:
-    """Whether a database has passages. A failed ingestion leaves it empty."""
+    """Whether a database has passages. A failed ingestion may leave it empty."""
     if not (path / _CHROMA / _CHROMA_FILE).is_file():
         return False
     client = chroma_client(path / _CHROMA)
@@ -242,7 +242,7 @@ def has_passages(path: Path, manifest: Manifest) -> bool:
 
 
 def _delete_collection(path: Path, manifest: Manifest) -> None:
-    """Delete an empty collection, which would keep the dimension of its former vectors."""
+    """Delete an empty collection, because it would keep the dimension of its former vectors."""
     if (path / _CHROMA / _CHROMA_FILE).is_file():
         client = chroma_client(path / _CHROMA)
         if manifest.collection in [one.name for one in client.list_collections()]:
@@ -250,23 +250,23 @@ def _delete_collection(path: Path, manifest: Manifest) -> None:
 
 
 def require_manifest(path: Path) -> Manifest:
-    """The manifest of a folder that must be a database."""
+    """Read the manifest of a folder, which must be a database."""
     if (manifest := Manifest.read(path)) is None:
         raise DatabaseError(
-            f"{path} is not a database (no {MANIFEST} there); make one with `blockattn-rag ingest "
-            f"PATH --db {path}`"
+            f"{path} is not a database (it has no {MANIFEST}); create one with `blockattn-rag "
+            f"ingest PATH --db {path}`"
         )
     return manifest
 
 
 def chroma_client(path: Path, *, create: bool = False) -> ClientAPI:
-    """Embedded Chroma in a folder, telemetry off.
+    """Open embedded Chroma in a folder, with telemetry off.
 
     Raises:
-        DatabaseError: There is no Chroma database, and ``create`` is False.
+        DatabaseError: The folder has no Chroma database, and ``create`` is False.
     """
     if not create and not (path / _CHROMA_FILE).is_file():
-        raise DatabaseError(f"{path} holds no Chroma database (no {_CHROMA_FILE} there)")
+        raise DatabaseError(f"{path} has no Chroma database (expected the file {_CHROMA_FILE})")
     import chromadb
     from chromadb.config import Settings
 

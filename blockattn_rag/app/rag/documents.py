@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from llama_index.core.schema import Document
 
 SOURCE_KEY = "source"
-"""Metadata key of a document's origin. Shown with answers, never to the model."""
+"""Metadata key of a document's origin. It is shown with answers, but not in prompts."""
 
 _SNIFFED_BYTES = 8192
 _HTML = (".html", ".htm", ".xhtml")
@@ -20,7 +20,7 @@ _HTML = (".html", ".htm", ".xhtml")
 
 @dataclass(slots=True)
 class Loaded:
-    """Documents, and what was skipped: files with the reason, and links out of their folder."""
+    """Documents, skipped files with the reason, and skipped links that lead out of their folder."""
 
     documents: list[Document] = field(default_factory=list)
     skipped: list[tuple[Path, str]] = field(default_factory=list)
@@ -39,18 +39,20 @@ def load_documents(
 ) -> Loaded:
     """Read files, and every visible file in folders, with LlamaIndex's readers.
 
-    Links in a folder are followed only if they stay in it: someone who may write into the folder
-    must not be able to make this read other files. Links named in ``paths`` are followed.
+    Links in a folder are followed only if their target is in the folder. Otherwise, someone with
+    write access to the folder could make this function read other files. Links in ``paths`` are
+    always followed.
 
     Args:
-        paths: Files and folders. A file named here must be readable; an unreadable one in a folder
-            is skipped and reported.
+        paths: Files and folders. A file in ``paths`` must be readable. An unreadable file in a
+            folder is skipped and reported.
         exclude: Folder to skip, such as the database itself.
         on_progress: Called with (files read, all files).
 
     Raises:
         FileNotFoundError: A path does not exist.
-        UnreadableFileError: A named file cannot be read or has no text, or nothing was found.
+        UnreadableFileError: A file in ``paths`` cannot be read or has no text, or no document was
+            found.
     """
     loaded = Loaded()
     wanted: list[tuple[Path, bool]] = []
@@ -89,7 +91,7 @@ def _below(folder: Path, exclude: Path | None) -> tuple[list[Path], list[Path]]:
     for path in sorted(folder.rglob("*")):
         if any(part.startswith(".") for part in path.relative_to(folder).parts):
             continue
-        # Targets outside the folder are not even looked at.
+        # Targets outside the folder are not accessed at all.
         if path.is_symlink() and not _target(path).is_relative_to(folder):
             links.append(path)
         elif path.is_file() and not (exclude and path.resolve().is_relative_to(exclude)):
@@ -98,15 +100,15 @@ def _below(folder: Path, exclude: Path | None) -> tuple[list[Path], list[Path]]:
 
 
 def _target(link: Path) -> Path:
-    """A link's target; the link itself if it leads in a circle."""
+    """Target of a link, or the link itself if it leads in a circle."""
     try:
         return link.resolve()
-    except (OSError, RuntimeError):  # the latter before Python 3.13
+    except (OSError, RuntimeError):  # RuntimeError before Python 3.13
         return link
 
 
 def _read(file: Path) -> list[Document]:
-    """The documents of one file: one, or one for each page of a PDF."""
+    """Read one file into one document, or one document for each page of a PDF."""
     from llama_index.core import SimpleDirectoryReader
 
     own = _own_reader(file)
@@ -126,7 +128,7 @@ def _read(file: Path) -> list[Document]:
             file_extractor=own,
         ).load_data()
     except Exception as error:
-        # Readers are plugins for dozens of formats, and raise all kinds of errors.
+        # Readers are plugins for dozens of formats, which raise all kinds of errors.
         raise UnreadableFileError(f"cannot be read ({_cause(error)})") from error
     documents = [document for document in found if document.text.strip()]
     if not documents:
@@ -137,7 +139,7 @@ def _read(file: Path) -> list[Document]:
 
 
 def _own_reader(file: Path) -> dict[str, BaseReader]:
-    """Our reader for HTML, which LlamaIndex would read with its tags; else none."""
+    """This package's reader for HTML, because LlamaIndex would keep the tags. Otherwise empty."""
     if file.suffix.lower() not in _HTML:
         return {}
     from blockattn_rag.app.rag.html import HtmlReader
@@ -146,17 +148,17 @@ def _own_reader(file: Path) -> dict[str, BaseReader]:
 
 
 def _cause(error: BaseException) -> BaseException:
-    """The cause of a reader's error. Some readers retry; then it is the last attempt's."""
+    """The cause of a reader's error. If a reader retries, the cause of its last attempt."""
     cause = error.__cause__ or error
     attempt = getattr(cause, "last_attempt", None)
     return (attempt.exception() if attempt else None) or cause
 
 
 def set_source(document: Document, source: str) -> None:
-    """Set a document's origin in its metadata, hidden from model and embedding.
+    """Set a document's origin in its metadata, hidden from the LLM and the embedding model.
 
-    The absolute path that SimpleDirectoryReader adds is hidden, too: otherwise the KV of a passage
-    would depend on its file's location.
+    The absolute path that SimpleDirectoryReader adds is hidden too. Otherwise, the KV of a passage
+    would depend on the location of its file.
     """
     document.metadata[SOURCE_KEY] = source
     hidden = (SOURCE_KEY, "file_path")

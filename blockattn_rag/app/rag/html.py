@@ -26,8 +26,8 @@ _INLINE = frozenset(
     )
 )  # fmt: skip
 
-# The page is read tag by tag, without a tree. Every alternative can match to the end of the page,
-# so that no text is scanned twice.
+# Matches one comment, declaration or tag. Every alternative can match to the end of the page, so no
+# text is scanned twice.
 _MARKUP = re.compile(
     r"""
       <!--(?:-?>|.*?(?:--!?>|\Z))
@@ -69,20 +69,20 @@ _SUPERSETS = {
 
 
 class HtmlReader(BaseReader):
-    """Reader of HTML files, one document each."""
+    """Reader that converts each HTML file to one document."""
 
     def load_data(self, file: Path, extra_info: dict[str, Any] | None = None) -> list[Document]:
         return [Document(text=html_text(Path(file).read_bytes()), metadata=extra_info or {})]
 
 
 def html_text(page: bytes) -> str:
-    """The title and visible text of a page, one line per block element.
+    """Extract the title and visible text of a page, one line per block element.
 
-    The encoding is chosen as in browsers: from the byte order mark, else from the page's
-    declaration, else UTF-8, else windows-1252.
+    The encoding is chosen as in browsers, from the first that applies: the byte order mark, the
+    declaration in the page, UTF-8, windows-1252.
 
     Raises:
-        ValueError: The page's bytes are not in that encoding, or it declares an unknown one.
+        ValueError: The page is not in this encoding, or declares an unknown encoding.
     """
     title, in_title, hidden, depth = "", False, "", 0
     visible = _Lines()
@@ -143,7 +143,7 @@ class _Lines:
 
 
 def _tokens(page: str) -> Iterator[tuple[str, str]]:
-    """Tags such as ``p`` or ``/p`` with their attributes, and text with an empty tag."""
+    """Yield (tag, attributes) such as ``("p", "")`` or ``("/p", "")``, and text as ("", text)."""
     at = 0
     while markup := _MARKUP.search(page, at):
         yield "", page[at : markup.start()]
@@ -161,7 +161,7 @@ def _tokens(page: str) -> Iterator[tuple[str, str]]:
 
 
 def _decoded(page: bytes) -> str:
-    """The page's characters, with ``\\n`` as line breaks."""
+    """Decode a page, with ``\\n`` as line breaks."""
     for mark, encoding in _MARKS:
         if page.startswith(mark):
             text = _decoded_as(encoding, page[len(mark) :])
@@ -206,7 +206,7 @@ def _declared_encoding(page: bytes) -> str:
         if tag == "body":
             break
         if tag != "meta" or (
-            # A description may mention a charset.
+            # A meta description may mention a charset too.
             re.search(r"\bcontent\s*=", attributes, re.IGNORECASE)
             and not re.search("http-equiv", attributes, re.IGNORECASE)
         ):
@@ -219,7 +219,7 @@ def _declared_encoding(page: bytes) -> str:
 
 
 def _known_encoding(label: str) -> str:
-    """Python's name of a declared encoding; empty if it is unknown."""
+    """Python's name of a declared encoding, or an empty string if it is unknown."""
     try:
         name = codecs.lookup(label).name
         name = _SUPERSETS.get(name, name)

@@ -1,4 +1,4 @@
-"""Ingestion: documents are split, encoded and stored, then added to Chroma."""
+"""Ingestion: splits documents, encodes and stores passages, and adds them to Chroma."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
     from llama_index.core.schema import BaseNode, Document
 
 _ADD_BATCH = 128
-"""Passages embedded at once: bounds what an interruption loses."""
+"""Passages per embedding batch, which is the most that an interruption can lose."""
 _FEW = 8
-"""Entries that every database may have besides its passages, such as the prompt's head."""
+"""Number of unused entries that any database may have, such as the text before the passages."""
 
 
 @dataclass(frozen=True, slots=True)
 class IngestReport:
-    """What an ingestion did.
+    """Counts and times of an ingestion.
 
-    ``computed`` and ``reused`` count distinct blocks: equal passages share one.
+    ``computed`` and ``reused`` count distinct blocks. Equal passages share one block.
     """
 
     documents: int
@@ -57,20 +57,20 @@ def ingest_documents(
 ) -> IngestReport:
     """Split documents, encode the passages, and add new ones to Chroma. Idempotent.
 
-    Keys and values are stored before passages are added to Chroma, so that running it again
-    completes an interrupted ingestion. Passages that a source no longer has are removed.
+    Keys and values are stored before passages are added to Chroma, so another run completes an
+    interrupted ingestion. Passages that are no longer in their source are removed.
 
     Args:
         database: The database.
         documents: Documents with their origin in ``metadata["source"]``.
         on_progress: Called with (stage, done, total).
-        on_estimate: Called before anything is encoded, unless a server has the model.
+        on_estimate: Called with an estimate before encoding, unless the model runs on a server.
     """
     from llama_index.core.node_parser import SentenceSplitter
 
     from blockattn_rag.llama_index.nodes import stamp
 
-    # Loaded before the clock starts.
+    # The model is loaded before the clock starts.
     collection, engine = database.collection, database.engine
     tokenizer, size = engine.model.tokenizer, database.manifest.chunk_size
     splitter = SentenceSplitter(
@@ -114,9 +114,9 @@ def ingest_documents(
 
 
 def with_stable_ids(nodes: Sequence[BaseNode]) -> list[BaseNode]:
-    """The nodes, with IDs that depend on source and text alone.
+    """Set node IDs that depend only on source and text.
 
-    Chroma ignores a passage whose ID it has, so the ID must change with the text.
+    Chroma ignores a passage with an existing ID, so the ID must change with the text.
     """
     seen: Counter[str] = Counter()
     for node in nodes:
@@ -133,7 +133,7 @@ def synchronise(
     passages: Sequence[BaseNode],
     report: Callable[[str, int, int], None],
 ) -> tuple[int, int]:
-    """Make Chroma contain exactly these passages of their sources. Returns (added, removed)."""
+    """Make Chroma contain exactly these passages for their sources. Returns (added, removed)."""
     from llama_index.vector_stores.chroma import ChromaVectorStore
 
     sources = sorted({str(node.metadata[SOURCE_KEY]) for node in passages})
@@ -154,15 +154,15 @@ def synchronise(
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What an ingestion is about to encode.
+    """Estimate of the work of an ingestion.
 
     Args:
         passages: Passages of the documents.
-        blocks: Distinct passages; each is encoded once.
+        blocks: Distinct passages. Each is encoded once.
         new_blocks: Blocks that are not stored yet.
         new_tokens: Tokens of the new blocks.
-        new_bytes: Bytes of their keys and values, in the database's type.
-        int8_bytes: Bytes of their keys and values in int8.
+        new_bytes: Bytes of the new keys and values, in the database's type.
+        int8_bytes: Bytes of the new keys and values in int8.
         seconds: Encoding time. None if the model has no gated feed-forward layers.
         folder: Folder of the store. None for other stores.
         free_bytes: Free space in the folder.
@@ -180,9 +180,9 @@ class Estimate:
 
 
 def estimate(database: Database, blocks: Sequence[Block]) -> Estimate | None:
-    """Estimate the encoding of blocks; None if a server has the model.
+    """Estimate the encoding of blocks. None: the model runs on a server.
 
-    Outside folders, all blocks count as new: looking each up takes a request.
+    If the store is not a folder, all blocks count as new, because each look-up is a request.
     """
     from blockattn_rag.engine.engine import BlockAttentionEngine
     from blockattn_rag.lab.efficiency.shapes import prefill_flops
@@ -244,13 +244,13 @@ def _gib(number: int) -> str:
 
 
 def _existing(folder: Path) -> Path:
-    """The folder, or the nearest one above it that exists."""
+    """The folder, or its nearest parent that exists."""
     return next(one for one in (folder, *folder.absolute().parents) if one.exists())
 
 
 @dataclass(frozen=True, slots=True)
 class Unused:
-    """Entries that ``store gc --grace 0s`` would delete, their bytes, and the bytes of all."""
+    """Number and bytes of entries that ``store gc --grace 0s`` would delete, and total bytes."""
 
     entries: int
     nbytes: int
@@ -258,9 +258,9 @@ class Unused:
 
 
 def unused_entries(database: Database) -> Unused | None:
-    """Count the entries of a database's own store that no passage uses; None if there are few.
+    """Count the entries in a database's own store that no passage uses. None: there are few.
 
-    A store that may be shared, or that a server has, is not judged.
+    Also returns None for stores that may be shared, or that belong to a server.
     """
     from blockattn_rag.engine.engine import BlockAttentionEngine
     from blockattn_rag.store import DirectoryStore, LiveHandles, gc

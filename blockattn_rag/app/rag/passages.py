@@ -1,4 +1,4 @@
-"""A database's passages: their texts, sources, prompts and retrieval."""
+"""Passages of a database: texts, sources, prompts and retrieval."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def all_sources(collection: Collection) -> list[str]:
 
 
 def orphaned_sources(collection: Collection, unread: Container[str]) -> list[str]:
-    """Sources whose file is gone or in ``unread``, but whose passages are still there."""
+    """Sources that still have passages, but whose file is gone or in ``unread``."""
     return [name for name in all_sources(collection) if name in unread or _is_gone(Path(name))]
 
 
@@ -59,13 +59,13 @@ def ids_of(collection: Collection, sources: Sequence[str]) -> Iterator[str]:
 
 
 def delete_passages(collection: Collection, ids: Sequence[str]) -> None:
-    """Delete passages, in calls of the size that Chroma accepts."""
+    """Delete passages in batches that Chroma accepts."""
     for at in range(0, len(ids), _PASSAGES_PER_CALL):
         collection.delete(ids=list(ids[at : at + _PASSAGES_PER_CALL]))
 
 
 def prompt_maker(database: Database) -> Callable[[str, Sequence[str]], BlockPrompt]:
-    """A function that makes the prompt of ``ask`` from a question and canonical passages."""
+    """Return a function that makes the prompt of ``ask`` from a question and canonical passages."""
     from llama_index.core.prompts.default_prompt_selectors import DEFAULT_TEXT_QA_PROMPT_SEL
 
     llm = adapter.BlockAttentionLLM(engine=database.engine, block_template=database.template)
@@ -78,7 +78,7 @@ def prompt_maker(database: Database) -> Callable[[str, Sequence[str]], BlockProm
 
 
 def retriever(database: Database) -> Callable[[str, int], list[str]]:
-    """A function that returns the canonical passages that ``ask`` retrieves for a question."""
+    """Return a function that retrieves canonical passages for a question, as ``ask`` does."""
 
     def nearest(question: str, count: int) -> list[str]:
         found = distinct_retriever(database, count).retrieve(question)
@@ -88,9 +88,9 @@ def retriever(database: Database) -> Callable[[str, int], list[str]]:
 
 
 def distinct_retriever(database: Database, top_k: int) -> BaseRetriever:
-    """Retriever of the nearest passages, each text once.
+    """Create a retriever of the nearest passages that returns each text once.
 
-    Otherwise equal texts, such as copies of a file in two folders, would crowd out others.
+    Otherwise, equal texts, such as copies of a file in two folders, would crowd out other passages.
     """
     from llama_index.core import VectorStoreIndex
     from llama_index.core.retrievers import BaseRetriever

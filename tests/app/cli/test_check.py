@@ -55,7 +55,7 @@ def test_check_takes_a_recipe(
     nowhere = cli("check", model, "--recipe", "nowhere")
     assert (nowhere.status, "Found no recipe at nowhere" in nowhere.stderr) == (1, True)
     server = cli("check", model, "--recipe", "bos", "--server", "http://127.0.0.1:9")
-    assert (server.status, "--recipe and --profile are for a MODEL" in server.stderr) == (2, True)
+    assert (server.status, "--recipe and --profile need a MODEL" in server.stderr) == (2, True)
 
 
 def test_check_shows_a_failed_row_and_exits_with_status_1(

@@ -185,8 +185,8 @@ def test_every_benchmark_shows_and_plots_its_rows(
     [
         (("ttft", "--lengths", "512,4k"), "expected whole numbers above 0"),
         (("ttft", "--lengths", "0"), "expected whole numbers above 0"),
-        (("ttft", "--batch-sizes", "2"), "ttft does not take it"),
-        (("ttft", "--block-tokens", "8,16"), "but ttft takes one number"),
+        (("ttft", "--batch-sizes", "2"), "ttft has no such option"),
+        (("ttft", "--block-tokens", "8,16"), "but ttft accepts only one number"),
         (("ttft", "--plot", "none/x.svg"), "no such folder"),
         (("ttft", "--plot", "x.txt"), "expected a name ending in .svg"),
         (("ttfx",), "'ttfx' is not one of"),

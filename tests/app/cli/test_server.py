@@ -114,4 +114,4 @@ def test_what_needs_the_model_here_says_so(
     path.write_text(json.dumps({**json.loads(path.read_text()), "server": server.url}))
     output = cli("repair", "--db", database)
     assert output.status == 1
-    assert "needs the model in this process: name one with --model" in output.stderr
+    assert "needs the model in this process: pass a model with --model" in output.stderr

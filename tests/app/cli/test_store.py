@@ -193,7 +193,7 @@ def test_gc_refuses_a_chroma_folder_that_does_not_exist(
     cli: Command, database: Path, tmp_path: Path
 ) -> None:
     output = cli("store", "gc", database, "--db", tmp_path / "typo")
-    assert (output.status, "holds no Chroma database" in output.stderr) == (1, True)
+    assert (output.status, "has no Chroma database" in output.stderr) == (1, True)
     assert not (tmp_path / "typo").exists()
 
 
