@@ -1,1 +1,1 @@
-"""The oracle, and the check of a model against it. Only tests and ``check`` import this."""
+"""Checks of models and servers, and the oracle. Imported only by tests and ``check``."""

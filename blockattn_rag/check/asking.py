@@ -1,4 +1,4 @@
-"""What the check of a server asks it: prompts of random tokens, and how likely first tokens are."""
+"""Requests that check a server: random prompts, and the log-probabilities of the first token."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from blockattn_rag.server.validation import shown
 
 NEW_TOKENS = 8
 LIKELIEST = 5
-"""First tokens whose log-probabilities are asked for; servers need not allow many more."""
+"""Number of log-probabilities to request for the first token. Servers may not allow many more."""
 
 BLOCK_TOKENS = (24, 96, 16)
-"""Of a probe's context, which fills a page of vLLM's (16 tokens on a GPU, 128 on a CPU): requests
-share whole pages, rightly or not."""
+"""Lengths of a probe's context blocks. Together they fill a KV page of vLLM (16 tokens on a GPU,
+128 on a CPU), because requests share only full pages."""
 _FINAL_TOKENS = 12
 
 _TOKEN = "token_id:"
@@ -43,8 +43,8 @@ _ASKED = {
 
 
 class Probe(NamedTuple):
-    """A prompt: token ids of its context blocks, and of its final block; what may become of each
-    block (``prompts.blocks.Keep``)."""
+    """A prompt: token ids of the context blocks and of the final block, and where each context
+    block may be kept (``prompts.blocks.Keep``)."""
 
     blocks: list[list[int]]
     final: list[int]
@@ -52,7 +52,7 @@ class Probe(NamedTuple):
 
     @classmethod
     def drawn(cls, tokenizer: Any, source: random.Random) -> Probe:
-        """One of random tokens, which are ordinary ones of a transformers tokenizer."""
+        """Draw a probe of random tokens that are not special tokens."""
         others = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
         ordinary = [one for one in range(tokenizer.vocab_size) if one not in others]
         *blocks, final = (source.choices(ordinary, k=n) for n in (*BLOCK_TOKENS, _FINAL_TOKENS))
@@ -60,16 +60,16 @@ class Probe(NamedTuple):
 
     @property
     def ids(self) -> list[int]:
-        """All token ids."""
+        """Token ids of the complete prompt."""
         return [*(token for ids in self.blocks for token in ids), *self.final]
 
     def cut(self, blocks: int) -> Probe:
-        """The same tokens with the first so many blocks as context."""
+        """The same tokens with only the first ``blocks`` blocks as context."""
         rest = (token for ids in self.blocks[blocks:] for token in ids)
         return Probe(self.blocks[:blocks], [*rest, *self.final], self.keep[:blocks])
 
     def turned(self) -> Probe:
-        """The same blocks in another order, but for the first, which is encoded as such."""
+        """The same blocks, in reverse order except for the first, which always opens the prompt."""
         keep = (*self.keep[:1], *self.keep[:0:-1])
         return Probe([self.blocks[0], *self.blocks[:0:-1]], self.final, keep)
 
@@ -86,10 +86,10 @@ class Answer:
     """A greedy answer.
 
     Args:
-        tokens: its token ids.
-        likely: log-probabilities of the likeliest first tokens, by their ids.
-        ttft_s: seconds until the first token.
-        served: what was said of blocks; all 0 in full mode.
+        tokens: Token ids of the answer.
+        likely: Log-probabilities of the likeliest first tokens, by token id.
+        ttft_s: Seconds until the first token.
+        served: Block counts that the server reported; all 0 in full mode.
     """
 
     tokens: tuple[int, ...]
@@ -99,7 +99,7 @@ class Answer:
 
     def distance(self, likely: Mapping[int, float]) -> float:
         """The largest difference to other log-probabilities. A token that one side does not list
-        counts there as the least likely that it lists, so that no difference is overstated."""
+        gets the lowest value in that side's list, so that the difference is never overstated."""
         here, there = min(self.likely.values()), min(likely.values())
         return max(
             abs(self.likely.get(token, here) - likely.get(token, there))
@@ -108,17 +108,17 @@ class Answer:
 
 
 class Asker:
-    """Asks a server for answers to probes. All of it raises ServingError if it refuses or fails."""
+    """Sends probes to a server. All methods raise ServingError if the server refuses or fails."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
         self._name = server.model.name_at(server.info_now())
 
     def block(self, probe: Probe) -> Answer:
-        """The answer in block mode.
+        """Request an answer in block mode.
 
         Raises:
-            ProtocolError: it does not say that it was computed in blocks, and from all of them.
+            ProtocolError: the response does not report that all blocks were used.
         """
         lengths = tuple(len(ids) for ids in probe.blocks)
         plan = BlockPlan("complete", lengths, keep=probe.keep)
@@ -129,11 +129,11 @@ class Asker:
     def full(
         self, ids: Sequence[int], salt: str | None = None, path: str = "/v1/completions"
     ) -> Answer:
-        """The answer in full mode; ``salt``: under which it shares pages, else with all."""
+        """Request an answer in full mode. Only requests with the same ``salt`` share KV pages."""
         return self._answer(path, ids, None, **({} if salt is None else {"cache_salt": salt}))
 
     def first(self, ids: Sequence[int], *, only_look: bool = False) -> EncodeAnswer:
-        """Have a block encoded as the first of a prompt, or looked for."""
+        """Encode a block as a prompt's first block. With ``only_look``, only look it up."""
         body = EncodeBody((tuple(ids),), opens_prompt=True, only_look=only_look)
         return background.start(self._server.encode(body)).result()
 
@@ -158,11 +158,11 @@ class Asker:
                         tokens += new
                 except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
                     raise ProtocolError(
-                        f"found {shown(event)} in the server's answer, expected a piece of a "
-                        "completion with token_ids and logprobs"
+                        f"found {shown(event)} in the server's answer, expected a completion "
+                        "chunk with token_ids and logprobs"
                     ) from error
         if not likely:
-            raise ProtocolError("the server's answer holds no token ids, which were asked for")
+            raise ProtocolError("found no token_ids in the server's answer, expected some")
         is_block = "kv_transfer_params" in body
         served = ServedBlocks.from_dict(told) if is_block else ServedBlocks(0, 0, 0)
         return Answer(tuple(tokens), likely, ttft_s, served)

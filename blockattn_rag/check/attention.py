@@ -1,8 +1,8 @@
-"""The oracle's attention: where tokens stand, and what the final block sees through an adapter.
+"""The oracle's attention: positions of tokens, and attention with an adapter.
 
-The rows of the final block see the keys and values that the adapter makes of each passage's own;
-all other rows see those that the model computed. The formula of ``model.correction`` is written out
-here block by block, in float64, with attention in plain weights.
+The final block attends to each passage's keys and values as changed by the adapter. All other rows
+attend to the unchanged keys and values. The formula of ``model.correction`` is written out here
+block by block, in float64, with explicit attention weights.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ _NAME = "blockattn_oracle"
 
 
 class Layout(NamedTuple):
-    """Where the tokens of a prompt stand, one entry a token.
+    """Blocks and positions of a prompt's tokens, with one entry per token.
 
-    ``block``: the block that a token belongs to, or whose sink it belongs to; ``position``: in the
-    prompt, where a sink takes none and stands right before its block.
+    ``block``: Index of the token's block. A sink belongs to the block that follows it.
+    ``position``: Position in the prompt. A sink occupies the positions right before its block
+    without moving the block. ``is_sink``: Whether the token belongs to a sink.
     """
 
     block: Tensor
@@ -36,7 +37,7 @@ class Layout(NamedTuple):
 
 
 def layout_of(block_lengths: Sequence[int], sink_length: int = 0) -> Layout:
-    """The layout of a prompt with a sink before each block but the first and the final one."""
+    """Layout of a prompt with a sink before each block except the first and the final one."""
     block: list[int] = []
     position: list[int] = []
     is_sink: list[bool] = []
@@ -58,14 +59,15 @@ def adapting(
     layouts: Sequence[RotaryLayout],
     masses: list[Tensor] | None = None,
 ) -> Iterator[None]:
-    """Replace the attention of a model's forwards.
+    """Replace the model's attention within the ``with`` block.
 
     Args:
         hf_model: The model.
-        layout: Where the tokens of the prompt stand, with the positions of their keys.
-        adapter: Changes what the final block sees of passages. None: nothing.
+        layout: Blocks of the prompt's tokens, and positions of their keys.
+        adapter: Adapter for the passages' keys and values. None: they stay unchanged.
         layouts: Rotary layout per layer.
-        masses: Takes each layer's weights of the final block, ``[heads, final tokens, tokens]``.
+        masses: List to which each layer appends the final block's attention weights,
+            ``[heads, final tokens, tokens]``.
 
     Raises:
         UnsupportedModelError: the model's attention cannot be replaced.
@@ -89,7 +91,7 @@ def adapting(
             if (cap := kwargs.get("softcap")) is not None:
                 scores = cap * (scores / cap).tanh()
             scores = scores + mask
-            if (sinks := kwargs.get("s_aux")) is not None:  # the model's own, one score per head
+            if (sinks := kwargs.get("s_aux")) is not None:  # attention sinks, one score per head
                 own = sinks.double().reshape(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
                 weights = torch.cat([scores, own], dim=-1).softmax(-1)[..., :-1]
             else:
@@ -109,7 +111,7 @@ def adapting(
     hf_model.set_attn_implementation(_NAME)
     if hf_model.config._attn_implementation != _NAME:
         raise UnsupportedModelError(
-            f"{type(hf_model).__name__} has its attention outside transformers' interface, so the "
+            f"{type(hf_model).__name__} does not use transformers' attention interface, so the "
             "oracle cannot compute adapters and promotion for it. Check the model without a recipe."
         )
     try:
@@ -126,7 +128,7 @@ def _adapted(
     layout: Layout,
     rotary: RotaryLayout,
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values ``[1, K, n, D]`` in which those of passages are changed."""
+    """Keys and values ``[1, K, n, D]`` with the adapter applied to the passages."""
     key, value = key.double(), value.double()
     weight, bias = (tensor.to(key.device, key.dtype) for tensor in adapter.layers[layer])
     for block in range(1, int(layout.block[-1])):

@@ -1,4 +1,4 @@
-"""Does block mode work exactly on this model? Measured, against the oracle."""
+"""Checks that block mode is exact for a model, by comparing it with the oracle."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from blockattn_rag.model.sampling import Sampling
 from blockattn_rag.prompts.blocks import Block
 from blockattn_rag.prompts.sinks import sink_ids
 
-_BLOCK_TOKENS = (24, 1, 17, 12)  # context blocks, one of them of a single token, and a final one
+_BLOCK_TOKENS = (24, 1, 17, 12)  # context blocks, one of a single token, and the final block
 _SINK_TOKENS = 4
 _NEW_TOKENS = 8
 _BOUNDARY_TEXT = "Halden Tower is 214 metres tall.\n\nIt was built in 1931."
@@ -27,8 +27,8 @@ _BOUNDARY_TEXT = "Halden Tower is 214 metres tall.\n\nIt was built in 1931."
 
 @dataclass(frozen=True, slots=True)
 class CheckRow:
-    """One property: what was measured, and how much it may be. None: nothing was; it was judged
-    otherwise."""
+    """Result of one check. ``value`` is None if nothing is measured. ``budget``, its upper limit,
+    is None if there is no limit."""
 
     name: str
     passed: bool
@@ -39,7 +39,7 @@ class CheckRow:
 
 @dataclass(frozen=True, slots=True)
 class CheckReport:
-    """All properties of one model."""
+    """Results of all checks of one model."""
 
     model: str
     rows: tuple[CheckRow, ...]
@@ -50,14 +50,15 @@ class CheckReport:
 
 
 def check_model(model: BlockModel, recipe: Recipe | None = None) -> CheckReport:
-    """Run every check on a loaded model. Loading it has already measured its rotary layout.
+    """Run every check on a loaded model.
+
+    In float32, logits must agree to 1e-4. In 16-bit types, the budget is derived from the model's
+    rounding error: the difference between two full-attention runs that are equal in exact
+    arithmetic. The rotary layout was measured when the model was loaded.
 
     Args:
         model: The model.
-        recipe: Checked too. It must belong to the model.
-
-    In float32 logits must agree to 1e-4. In 16-bit types the budget is what rounding alone does to
-    this model: the difference of two full-attention runs that are equal in exact arithmetic.
+        recipe: Recipe to check as well, fitted to this model.
     """
     blocks = _random_blocks(model)
     budget = _budget(model, blocks)
@@ -93,22 +94,22 @@ def _layout_row(model: BlockModel) -> CheckRow:
 
 
 def _random_blocks(model: BlockModel) -> list[list[int]]:
-    """Random token ids of the context blocks and of the final block."""
+    """Random token ids for the context blocks and the final block."""
     generator = torch.Generator().manual_seed(1)
     vocabulary = vocabulary_size(model.hf_model)
     return [torch.randint(vocabulary, (n,), generator=generator).tolist() for n in _BLOCK_TOKENS]
 
 
 def placed_context(model: BlockModel, blocks: list[list[int]], sink: Sequence[int] = ()) -> Context:
-    """Blocks by their token ids, encoded and placed in this order; all but the first are encoded
-    after ``sink``."""
+    """Encode blocks, given as token ids, and place them in this order. All blocks except the first
+    are encoded with ``sink``."""
     requests = [EncodeRequest(ids, str(i), "", sink if i else ()) for i, ids in enumerate(blocks)]
     encoded = {kv.digest: kv for batch in model.encode(requests) for kv in batch}
     return place([encoded[request.digest] for request in requests])
 
 
 def _full_error(model: BlockModel, blocks: list[list[int]]) -> float:
-    """Error of the logits after the final block, against full attention."""
+    """Error of the logits after the final block, compared with full attention."""
     context = placed_context(model, blocks[:-1])
     expected = model.next_logits(torch.tensor([[t for ids in blocks for t in ids]])).float()
     return relative_error(_block_logits(model, context, blocks[-1]), expected)
@@ -120,8 +121,8 @@ def _oracle_error(
     sink: Sequence[int] = (),
     recipe: Recipe = Recipe(),  # noqa: B008 -- frozen
 ) -> float:
-    """Error of the logits after the final block, against the oracle, with a recipe's adapter and
-    positions. Promoted passages are part of the final block."""
+    """Error of the logits after the final block, compared with the oracle, for a recipe's adapter
+    and positions. Promotion is not included: it only moves passages into the final block."""
     layouts = model.profile.layouts
     context = [block.kv for block in placed_context(model, blocks[:-1], sink).blocks]
     if recipe.adapter is not None:
@@ -145,7 +146,7 @@ def _block_logits(model: BlockModel, context: Context, final_ids: list[int]) -> 
 def _budget(model: BlockModel, blocks: list[list[int]]) -> float:
     if model.dtype in (torch.float32, torch.float64):
         return LOGITS[model.dtype]
-    # One forward, and the same tokens in two steps through the cache: equal but for rounding.
+    # One forward over all tokens, and two forwards over halves of them, differ by rounding alone.
     tokens = [t for ids in blocks for t in ids]
     half = len(tokens) // 2
     rounding = _full_error(model, [tokens[:half], tokens[half:]])
@@ -159,14 +160,14 @@ def _greedy_row(model: BlockModel, blocks: list[list[int]]) -> CheckRow:
     expected = oracle_generate(model.hf_model, blocks, _NEW_TOKENS, sorted(model.end_token_ids))
     same = next((i for i, (a, b) in enumerate(zip(found, expected, strict=False)) if a != b), -1)
     equal = found == expected
-    # 16-bit rounding may turn a near tie; the logits rows judge those types.
+    # 16-bit rounding may flip a near tie; the checks of the logits cover these types.
     passed = equal or model.dtype not in (torch.float32, torch.float64)
     detail = f"{len(found)} tokens" if equal else f"first difference at token {same}"
     return CheckRow("greedy tokens = oracle", passed, float(not equal), 0.0, detail)
 
 
 def _boundary_row(model: BlockModel) -> CheckRow:
-    """A block's tokens must give its text back: nothing added, nothing lost at its edges."""
+    """Check that decoding a block's tokens returns its text, with nothing added or lost."""
     block = Block(_BOUNDARY_TEXT)
     ids = model.tokenizer.block_ids(block, first=False)
     decode: Callable[..., str] = model.tokenizer.tokenizer.decode

@@ -1,7 +1,7 @@
-"""The oracle: what block mode means, computed the slow and obvious way.
+"""The oracle: a slow, obvious reference implementation of block mode.
 
-One dense forward over all tokens of the prompt with the block mask written out in full. Nothing is
-stored, moved or merged. Only tests and ``check`` import this module; fast code never does.
+Runs one dense forward over all tokens of the prompt, with an explicit block mask. Nothing is
+stored, moved or merged. Imported only by tests and ``check``.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from blockattn_rag.prompts.sinks import sink_ids as ids_of_sink
 def block_mask(
     block_lengths: Sequence[int], window: int | None = None, sink_length: int = 0
 ) -> Tensor:
-    """Which token may see which: ``[n, n]`` bool, row sees column (Block-Attention, figure 1).
+    """Block mask ``[n, n]``, bool: True where the row's token attends to the column's token.
 
-    Two context blocks of two tokens and a final block of two; and the same with a sink ``s``::
+    See Block-Attention, figure 1. Example with two context blocks and a final block of two tokens
+    each, without and with a sink ``s``::
 
             a a b b F F             a a s b b F F
         a   1 . . . . .         a   1 . . . . . .
@@ -40,9 +41,11 @@ def block_mask(
                                 F   1 1 . 1 1 1 1
 
     Args:
-        block_lengths: tokens of each block; the last block is the final one.
-        window: sliding window: a token sees the last ``window`` tokens, itself included.
-        sink_length: tokens of the sink before each block but the first and the final one.
+        block_lengths: Number of tokens of each block. The last block is the final block.
+        window: Size of the sliding window: a token attends to the last ``window`` tokens, including
+            itself.
+        sink_length: Number of tokens of the sink before each block except the first and the final
+            one.
     """
     block, position, is_sink = layout_of(block_lengths, sink_length)
     seen = (block[:, None] == block) | ((block == len(block_lengths) - 1)[:, None] & ~is_sink)
@@ -63,12 +66,14 @@ def oracle_logits(
     """Logits ``[final tokens, vocab]`` of the final block (the last of ``block_ids``), float32.
 
     Args:
-        sink_ids: tokens that each block but the first and the final one sees right before itself,
-            and nothing else sees.
-        adapter: changes what the final block sees of the blocks between the first and itself.
-        layouts: rotary layout per layer, for the adapter.
-        positions: where keys of context blocks stand.
-        masses: takes each layer's attention weights of the final block.
+        hf_model: The model.
+        block_ids: Token ids of each block.
+        sink_ids: Sink tokens before each block except the first and the final one. Only that block
+            attends to them.
+        adapter: Adapter for the keys and values of passages, which the final block attends to.
+        layouts: Rotary layout per layer, for the adapter.
+        positions: Positions of the context blocks' keys.
+        masses: List to which each layer appends the final block's attention weights.
     """
     lengths = [len(block) for block in block_ids]
     layout = layout_of(lengths, len(sink_ids))
@@ -99,9 +104,9 @@ def oracle_generate(
     sink_ids: Sequence[int] = (),
     **recipe: Any,
 ) -> list[int]:
-    """Greedy tokens, one dense forward each; the new tokens belong to the final block.
+    """Generate greedily, with one dense forward per token. New tokens extend the final block.
 
-    ``recipe``: further arguments of ``oracle_logits``.
+    ``recipe``: Further arguments of ``oracle_logits``.
     """
     blocks = [list(block) for block in block_ids]
     new: list[int] = []
@@ -113,12 +118,12 @@ def oracle_generate(
 
 
 class RecipeOracle:
-    """What a prompt's answer is with a recipe.
+    """Oracle for the answer to a prompt with a recipe.
 
     Args:
         model: The model.
         prompt: The prompt.
-        recipe: How the model runs in block mode.
+        recipe: Recipe that block mode runs with.
     """
 
     def __init__(self, model: BlockModel, prompt: BlockPrompt, recipe: Recipe) -> None:
@@ -143,20 +148,20 @@ class RecipeOracle:
             self.blocks = [*context[: len(stay)], promoted]
 
     def logits(self, answer_ids: Sequence[int] = ()) -> Tensor:
-        """Logits ``[answer tokens + 1, vocab]``: what follows the prompt, and each token."""
+        """Logits ``[answer tokens + 1, vocab]`` after the prompt and after each answer token."""
         blocks = [*self.blocks[:-1], [*self.blocks[-1], *answer_ids]]
         found = oracle_logits(self._hf_model, blocks, **self._arguments)
         return found[-1 - len(answer_ids) :]
 
     def generate(self, max_new_tokens: int) -> list[int]:
-        """Greedy tokens of the answer."""
+        """Generate the answer greedily."""
         return oracle_generate(
             self._hf_model, self.blocks, max_new_tokens, self._end_ids, **self._arguments
         )
 
     def _most_attended(self, passages: Sequence[int]) -> list[int]:
-        """Places of passages, the one that the question attends to most first: by the share of
-        each in the attention to the context, the mean over layers, heads and query tokens."""
+        """Indices of passages, sorted by how much the question attends to each, most first: the
+        share of the attention to the context, averaged over layers, heads and query tokens."""
         if not passages:
             return []
         masses: list[Tensor] = []
@@ -171,7 +176,7 @@ class RecipeOracle:
 
 
 def _masks(hf_model: PreTrainedModel, lengths: Sequence[int], sink_length: int) -> Any:
-    """The mask as the model takes it: one for all layers, or one per kind of layer."""
+    """Mask in the form the model expects: one for all layers, or one per layer type."""
     layers = DynamicCache(config=hf_model.config).layers
     windows = {getattr(layer, "sliding_window", None) for layer in layers}
     masks = {w: _additive(block_mask(lengths, w, sink_length), hf_model) for w in windows}
@@ -182,6 +187,6 @@ def _masks(hf_model: PreTrainedModel, lengths: Sequence[int], sink_length: int) 
 
 
 def _additive(mask: Tensor, hf_model: PreTrainedModel) -> Tensor:
-    """0 where a token is seen and the dtype's minimum where not, ``[1, 1, n, n]``."""
+    """Additive mask ``[1, 1, n, n]``: 0 where a token is visible, else the dtype's minimum."""
     bias = torch.zeros(1, 1, *mask.shape, dtype=hf_model.dtype)
     return bias.masked_fill_(~mask, torch.finfo(hf_model.dtype).min).to(hf_model.device)

@@ -1,8 +1,8 @@
-"""Does a server answer in block mode as it should? Measured from outside, by a probe.
+"""Checks that a server answers correctly in block mode, by sending it a probe.
 
-The probe's tokens are drawn for each run: nobody else has its blocks, before or after. Answers are
-compared by the log-probabilities of their first token, which tell apart what greedy tokens may not,
-and by how much rounding alone moves them on this server.
+Each run draws new random tokens for the probe, so no other request contains its blocks. Answers are
+compared by the log-probabilities of their first token, which are more sensitive than greedy tokens.
+The allowed difference is derived from the server's rounding error.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from blockattn_rag.server.protocol import (
 )
 
 _EXACT = 1e-3
-"""Difference of log-probabilities below which rounding in float32 stays by far."""
+"""Maximum difference of log-probabilities in float32, far above the rounding error."""
 _COARSE = 0.2
-"""The same, where blocks are stored in int8, or two engines round 16-bit types."""
+"""Maximum difference for int8 blocks, or between two engines that compute in 16-bit types."""
 _NOISE = 8
-"""How many times the noise that was measured once an answer may differ."""
+"""Maximum difference as a multiple of the noise between two equal requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerReport(CheckReport):
-    """All properties of one server.
+    """Results of all checks of one server.
 
-    ``info``: what it tells of itself. ``has_blocks``: whether block mode could be asked for.
-    ``left_blocks``, ``left_bytes``: what the probe leaves in its store, at most.
+    ``info``: The server's description of itself. ``has_blocks``: Whether block mode was checked.
+    ``left_blocks``, ``left_bytes``: Upper limits of what the probe leaves in the server's store.
     """
 
     info: ServerInfo
@@ -66,22 +66,22 @@ def check_server(
 ) -> ServerReport:
     """Run every check on a server.
 
-    Of the probe's blocks one is stored, where that may be. The others stay in the server's memory
-    if it keeps such blocks; if not, they are stored too. Where neither may be, block mode is not
-    asked for.
+    One block of the probe is stored, unless the server is read-only. The other blocks stay in the
+    server's memory if it can keep blocks there; otherwise they are stored, too. A server that can
+    do neither is not checked in block mode.
 
     Args:
-        url: its address.
-        local: its model in this process, to compare answers with.
-        tokenizer: as ``RemoteEngine``; default: the local model's.
-        served_name: as ``RemoteEngine``'s ``model``.
-        api_key: of the server.
-        timeout_s: seconds without a byte of an answer after which it is given up.
-        source: what the probe's tokens are drawn from; default: the system's randomness.
+        url: Address of the server.
+        local: The served model, loaded in this process, to compare answers with.
+        tokenizer: Tokenizer, as for ``RemoteEngine``. Default: the local model's.
+        served_name: Name of the served model, as ``model`` of ``RemoteEngine``.
+        api_key: API key of the server.
+        timeout_s: Seconds to wait for the next byte of a response.
+        source: Source of the probe's random tokens. Default: the system's.
 
     Raises:
-        ServingError: it cannot be reached, refuses or fails, lacks the connector, has another
-            tokenizer, or speaks another version of the protocol.
+        ServingError: the server cannot be reached, refuses or fails, lacks the connector, has
+            another tokenizer, or speaks another version of the protocol.
     """
     if tokenizer is None and local is not None:
         tokenizer = local.tokenizer
@@ -108,7 +108,7 @@ def check_server(
 
 
 class _Full(NamedTuple):
-    """Answers in full mode: computed whole; again, from pages of its own; by our endpoint."""
+    """Full-mode answers: ``whole`` (cold), ``again`` (cached pages), ``here`` (our endpoint)."""
 
     whole: Answer
     again: Answer
@@ -116,26 +116,28 @@ class _Full(NamedTuple):
 
     @property
     def budget(self) -> float:
-        """How far answers may differ that are equal but for rounding."""
+        """Maximum difference between answers that should be equal except for rounding."""
         return max(_EXACT, _NOISE * self.whole.distance(self.again.likely))
 
 
 def _asked_in_full(asker: Asker, probe: Probe, salt: str) -> _Full:
-    """``salt``: nobody else has pages under it, so that the first answer is right."""
+    """Request the full-mode answers. ``salt`` must be unused, so that the first one is cold."""
     ask = partial(asker.full, probe.ids, salt)
     return _Full(ask(), ask(), ask(COMPLETIONS))
 
 
 class _Blocks(NamedTuple):
-    """Answers in block mode, each of which might take what those before it left in the engine.
+    """Answers in block mode, in request order. Each might wrongly reuse KV pages of earlier ones.
 
     Args:
-        encoded: the first block, encoded, and ``found`` again; none where nothing is stored.
-        missed: an answer from three blocks, of which the others are new.
-        full: full mode after that.
-        one: the same tokens with one block as context, and with ``two``.
-        again: as the first.
-        hit: from the three blocks, in another order.
+        encoded: Result of encoding the first block. None if the server is read-only.
+        found: Result of looking that block up. None if the server is read-only.
+        missed: Answer from all three blocks, on first use.
+        full: Full-mode answer to the same tokens.
+        one: Answer to the same tokens with the first block as context.
+        two: Answer to the same tokens with the first two blocks as context.
+        again: Answer to the request of ``missed``, repeated.
+        hit: Answer from the three blocks in another order.
     """
 
     encoded: EncodeAnswer | None
@@ -148,20 +150,20 @@ class _Blocks(NamedTuple):
     hit: Answer
 
     def stored_bytes(self, probe: Probe) -> int:
-        """Of all the probe's blocks in the store, at most: a short block in int8, as the first one
-        is, takes more for each token than others."""
+        """Upper limit of the bytes that the probe's blocks occupy in the store, estimated from the
+        first block. Being short, that block takes the most bytes per token in int8."""
         tokens = sum(len(ids) for ids in probe.stored)
         bytes_ = 0 if self.encoded is None else self.encoded.stored_bytes
         return bytes_ * tokens // len(probe.blocks[0])
 
     def budget(self, full: _Full) -> float:
-        """How far answers from stored blocks may differ."""
+        """Maximum difference of answers from stored blocks."""
         return max(full.budget, _COARSE if self.hit.served.int8_blocks else 0.0)
 
 
 def _asked_in_blocks(asker: Asker, drawn: Probe, info: ServerInfo) -> tuple[Probe, _Blocks | None]:
-    """The answers, and the probe with what may become of its blocks: as much as the server keeps
-    stays in its memory."""
+    """Request the block-mode answers, with blocks kept in the server's memory if possible. Also
+    returns the probe with the ``keep`` that was used."""
     kept: tuple[Keep, ...] = ("memory" if info.read_only else "store", "memory", "private")
     encoded = found = None
     if not info.read_only:
@@ -198,7 +200,7 @@ def _info_row(info: ServerInfo) -> CheckRow:
 
 
 def _row(name: str, value: float, budget: float, detail: str, to_do: str) -> CheckRow:
-    """A row that fails where the value is above its budget; then it says what to do."""
+    """Row that fails if the value exceeds its budget. A failure's detail includes ``to_do``."""
     passed = value <= budget
     return CheckRow(name, passed, value, budget, detail if passed else f"{detail}; {to_do}")
 
@@ -209,12 +211,12 @@ def _near(name: str, found: Answer, expected: Answer, budget: float, to_do: str)
 
 
 def _route_row(full: _Full) -> CheckRow:
-    name, to_do = "full mode = vLLM's own route", "something between them changes requests"
+    name, to_do = "full mode = vLLM's own route", "something on the way changes requests"
     return _near(name, full.here, full.whole, full.budget, to_do)
 
 
 def _block_rows(full: _Full, seen: _Blocks, probe: Probe) -> Iterator[CheckRow]:
-    """What can be told of block mode without the model."""
+    """Rows for block mode that do not need the local model."""
     budget = seen.budget(full)
     yield _once_row(seen, probe)
     difference = seen.missed.distance(full.whole.likely)
@@ -222,24 +224,24 @@ def _block_rows(full: _Full, seen: _Blocks, probe: Probe) -> Iterator[CheckRow]:
     detail = f"log-probabilities differ by more than {full.budget:.0e}"
     if not differs:
         detail = (
-            f"expected a difference above {full.budget:.0e}: the server says that it answers in "
-            "block mode, and does not; make this package's connector its only one"
+            f"expected a difference above {full.budget:.0e}: the server reports block mode, but "
+            "does not use it; make this package's connector the only one"
         )
     yield CheckRow("block mode is not full mode", differs, difference, None, detail)
-    to_do = "keys and values are not loaded as they were computed; is the profile this model's?"
+    to_do = "loaded keys and values differ from computed ones; does the profile fit the model?"
     yield _near("one block = full mode", seen.one, full.whole, budget, to_do)
-    to_do = "requests share pages that differ; make this package's connector the only one"
+    to_do = "different prompts share KV pages; make this package's connector the only one"
     yield _near("full mode after block mode", seen.full, full.whole, full.budget, to_do)
     row = _near("block mode after full mode", seen.again, seen.missed, budget, to_do)
     yield replace(row, detail=f"{row.detail}; {seen.again.served.local_tokens} from own pages")
     first = (seen.missed, seen.one, seen.two, seen.hit)
-    detail = "tokens taken from the engine's own cache by cuts that are new to it"
+    detail = "tokens that new cuts reuse from the engine's own cache"
     shared = sum(answer.served.local_tokens for answer in first)
     yield _row("another cut shares no pages", float(shared), 0.0, detail, to_do)
 
 
 def _once_row(seen: _Blocks, probe: Probe) -> CheckRow:
-    """Whether each block was encoded when it was first asked for, and never again."""
+    """Row that checks that each block is encoded on first use, and never again."""
     alone = [one.blocks[0] for one in (seen.encoded, seen.found) if one is not None]
     new = len(probe.blocks) - (seen.encoded is not None)
     later = sum(one.served.encoded for one in (seen.one, seen.two, seen.again, seen.hit))
@@ -251,39 +253,39 @@ def _once_row(seen: _Blocks, probe: Probe) -> CheckRow:
 
 
 def _tenant_row(as_tenant: Server, info: ServerInfo, probe: Probe, tenant: str) -> CheckRow:
-    """Whether a tenant finds what the probe left for whoever names none."""
+    """Row that checks that a tenant cannot find the probe's stored block."""
     name = "tenants are kept apart"
     try:
         theirs = as_tenant.info_now().namespace
     except RefusedError as error:
         if error.status != 400:
             raise
-        return CheckRow(name, True, None, None, f"there are none: {TENANT_HEADER} is refused")
+        return CheckRow(name, True, None, None, f"no tenants: the server refuses {TENANT_HEADER}")
     if theirs != tenant:
-        detail = f"{TENANT_HEADER} is set or stripped on the way: from here, all are {theirs!r}"
+        detail = f"{TENANT_HEADER} is set or stripped on the way: requests arrive as {theirs!r}"
         return CheckRow(name, theirs == info.namespace, None, None, detail)
     (outcome,) = Asker(as_tenant).first(probe.blocks[0], only_look=True).blocks
     detail = f"a block of {info.namespace!r} is {outcome} for {tenant!r}"
-    to_do = "expected missing, unless read_namespaces in the connector's options has it"
+    to_do = "expected missing, unless the connector's option read_namespaces includes it"
     return _row(name, float(outcome != "missing"), 0.0, detail, to_do)
 
 
 def _local_rows(
     local: BlockModel, info: ServerInfo, probe: Probe, full: _Full, seen: _Blocks | None
 ) -> Iterator[CheckRow]:
-    """Answers beside those of the same model in this process."""
+    """Rows that compare the answers with those of the same model in this process."""
     name, found, expected = "fingerprint = local model's", info.fingerprint, local.fingerprint
     if found != expected:
         detail = (
-            f"found {found[:12]}, expected {expected[:12]}; give --dtype as it is there, and serve "
-            "what was measured: blockattn-rag check MODEL --profile FILE"
+            f"found {found[:12]}, expected {expected[:12]}; pass the server's dtype as --dtype, "
+            "and serve the profile of this model: blockattn-rag check MODEL --profile FILE"
         )
         yield CheckRow(name, False, None, None, detail)
         return
     yield CheckRow(name, True, None, None, found[:12])
     is_exact = local.dtype in (torch.float32, torch.float64)
     near = max(full.budget, _EXACT if is_exact else _COARSE)
-    to_do = "the server computes otherwise than transformers; does it serve these weights?"
+    to_do = "the server computes other values than transformers; does it serve these weights?"
     likely = _likely(local.next_logits(torch.tensor([probe.ids])))
     detail = f"log-probabilities of the {LIKELIEST} likeliest first tokens"
     yield _row("full mode = local model", full.whole.distance(likely), near, detail, to_do)
@@ -298,20 +300,20 @@ def _local_rows(
     cache = local.cache_for(context)
     tokens = tuple(local.generate(context.token_ids, probe.final, options, cache=cache))
     differ = tokens != seen.missed.tokens
-    # 16-bit rounding may turn a near tie; the rows above judge those types.
+    # 16-bit rounding may flip a near tie; the rows above cover these types.
     passed = not differ or near > _EXACT
-    detail = f"{NEW_TOKENS} tokens" + (f", found {seen.missed.tokens} for {tokens}" * differ)
+    detail = f"{NEW_TOKENS} tokens" + (f", found {seen.missed.tokens}, expected {tokens}" * differ)
     yield CheckRow("greedy tokens = local model", passed, float(differ), 0.0, detail)
 
 
 def _likely(logits: Tensor) -> dict[int, float]:
-    """Log-probabilities of the likeliest tokens, of logits ``[vocab]``."""
+    """Log-probabilities of the likeliest tokens, from logits ``[vocab]``."""
     values, tokens = logits.double().log_softmax(-1).topk(LIKELIEST)
     return dict(zip(tokens.tolist(), values.tolist(), strict=True))
 
 
 def _time_rows(probe: Probe, full: _Full, seen: _Blocks | None) -> Iterator[CheckRow]:
-    """Seconds to the first token."""
+    """Rows for the time to the first token."""
     if seen is None:
         yield _time_row("full mode", full.whole, f"{len(probe.ids)} tokens computed")
         return

@@ -1,4 +1,4 @@
-"""The seam to transformers: loading, the layout probe, encoding, generation, the fingerprint."""
+"""Interface to transformers: loading, the attention probe, encoding, generation, fingerprint."""
 
 from blockattn_rag.model.block_model import BlockModel
 from blockattn_rag.model.encoding import EncodeRequest

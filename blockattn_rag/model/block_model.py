@@ -32,30 +32,30 @@ from blockattn_rag.output.grammar import Grammar
 from blockattn_rag.prompts.checkpoints import Checkpoint, known_checkpoint
 from blockattn_rag.prompts.tokenization import BlockTokenizer
 
-# Longer final blocks take the copy path: rotating their queries for every block costs more than
-# rotating the keys once.
+# Longest final block for relay attention. For longer ones, rotating the queries for every block
+# costs more than rotating the keys once.
 RELAY_FINAL_TOKENS = 1024
 
 
 class BlockModel:
-    """A causal language model of transformers that encodes blocks and answers from them.
+    """A causal language model of transformers that encodes blocks and generates answers from them.
 
-    Its methods run one at a time, over all ``BlockModel``s of one ``hf_model``. A thread that holds
-    ``lock`` keeps other threads out over several calls.
+    All ``BlockModel`` objects of one ``hf_model`` share a lock, and run one method at a time. Hold
+    ``lock`` to run several calls without other threads in between.
 
-    Adapters may be switched, and weights loaded, between requests: the fingerprint then changes.
-    Writes to weights that leave no trace (``weight.data.add_(...)``) need a new ``BlockModel``.
-    Patched models (hooks, replaced ``forward`` methods) are not supported.
+    Adapters may be switched, and weights loaded, between requests; this changes the fingerprint.
+    Undetectable writes to weights (``weight.data.add_(...)``) require a new ``BlockModel``. Patched
+    models (hooks, replaced ``forward`` methods) are not supported.
 
     Args:
-        hf_model: the model, on its device, in its dtype.
-        tokenizer: its transformers tokenizer, or a ``BlockTokenizer`` of it.
-        name: what to call it in messages; default: where it was loaded from.
-        pack_weights: on the CPU, keep a second copy of the weights of linear layers that serves
-            questions faster, where it fits (``packing.pack_linears``).
+        hf_model: The model, already on its device and in its dtype.
+        tokenizer: The model's transformers tokenizer, or a ``BlockTokenizer`` for it.
+        name: Name of the model in messages. Default: the name that it was loaded by.
+        pack_weights: Whether to keep a second, packed copy of linear weights on the CPU, which
+            speeds up short inputs, if it fits in memory (``packing.pack_linears``).
 
     Raises:
-        UnsupportedModelError: blocks of this model cannot be moved exactly.
+        UnsupportedModelError: the model's blocks cannot be moved exactly.
         ValueError: autocast is on.
     """
 
@@ -89,12 +89,12 @@ class BlockModel:
         pack_weights: bool = True,
         **kwargs: Any,
     ) -> BlockModel:
-        """Load by path, hub id or ``"bundled"``, with the arguments of ``loading.load_model``.
+        """Load a model by path, hub id or name, with the arguments of ``loading.load_model``.
 
-        A ready model is taken unchanged, and needs its ``tokenizer``.
+        A loaded model is also accepted and used unchanged. It requires ``tokenizer``.
         """
         if tokenizer is None and not isinstance(model, (str, Path)):
-            raise ValueError("a ready model was given without its tokenizer; pass tokenizer=...")
+            raise ValueError("found a loaded model without its tokenizer; pass tokenizer=...")
         tokenizer = model if tokenizer is None else tokenizer
         if isinstance(tokenizer, (str, Path)):
             tokenizer = loading.load_tokenizer(tokenizer)
@@ -118,7 +118,7 @@ class BlockModel:
 
     @property
     def max_context_tokens(self) -> int:
-        """Longest prompt plus answer, in tokens."""
+        """Maximum length of prompt and answer together, in tokens."""
         return self.profile.max_context_tokens
 
     @property
@@ -130,8 +130,8 @@ class BlockModel:
 
     @property
     def tuned_with(self) -> dict[str, str]:
-        """The options ``positions`` and ``sink`` of block mode that the model was block-fine-tuned
-        with, as far as is known."""
+        """Block-mode options (``positions``, ``sink``) that the model was fine-tuned with. Unknown
+        options are omitted."""
         marker = getattr(self.config, "block_attention", None)
         known = self.checkpoint
         if isinstance(marker, dict):
@@ -140,7 +140,7 @@ class BlockModel:
 
     @property
     def checkpoint(self) -> Checkpoint | None:
-        """The published block-fine-tuned model that this is; None for fine-tunes of one."""
+        """Published block-fine-tuned checkpoint of this name; None if fine-tuned further."""
         marker = getattr(self.config, "block_attention", None)
         is_tuned = marker or hasattr(self.hf_model, "peft_config")
         return None if is_tuned else known_checkpoint(self.name)
@@ -149,8 +149,9 @@ class BlockModel:
     def fingerprint(self) -> str:
         """Identity of weights, config, dtype, tokenizer and active adapters: 64 hex digits.
 
-        Reads all weights the first time, and again after they, the config or the adapters have
-        changed. Each call compares them (about 0.3 ms for 30 layers), so ask once per request.
+        The first access reads all weights, and so does the first access after a change of weights,
+        config or adapters. Every access checks for changes (about 0.3 ms for 30 layers), so read
+        the property once per request.
 
         Raises:
             ValueError: the model has changed, and autocast is on or the model is in training mode.
@@ -167,9 +168,9 @@ class BlockModel:
             if known is not None:
                 if known.holds():
                     return known
-                # What the probe measured may no longer be true.
+                # The measurements of the probe may be outdated.
                 if not self.hf_model.training:
-                    self.hf_model.eval()  # adapters come as for training, with dropout
+                    self.hf_model.eval()  # new adapters are in training mode, with dropout
                 self.profile = profile_attention(self.hf_model)
                 vars(self).pop("supports_relay", None)
             self._identity = Identity(self.hf_model, self.tokenizer)
@@ -177,41 +178,46 @@ class BlockModel:
 
     @property
     def batch_tokens(self) -> int:
-        """Default tokens of one encoding batch, padding included: enough to keep matrix products
-        large (``bench ingest``; the number of accelerators is an estimate)."""
+        """Default size of an encoding batch in tokens, including padding.
+
+        Large enough for efficient matrix products: measured by ``bench ingest`` on the CPU,
+        estimated for accelerators.
+        """
         return 2048 if self.device.type == "cpu" else 16384
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of keys and values per token."""
+        """Size of the keys and values of one token, in bytes."""
         return sum(heads * size * kind.itemsize for heads, size, kind in self.profile.token_outline)
 
     def could_have_computed(self, kv: BlockKV) -> bool:
-        """Whether a block has this model's layers, heads, head sizes, number type and tokens."""
+        """Whether a block fits this model's layers, heads, head sizes, dtype and vocabulary."""
         known = int(kv.token_ids.max()) < vocabulary_size(self.hf_model)
         return known and kv.token_outline == self.profile.token_outline
 
     def encode(
         self, requests: Sequence[EncodeRequest], *, batch_tokens: int | None = None
     ) -> Iterator[list[BlockKV]]:
-        """Compute blocks' keys and values at positions 0..n-1, each block alone.
+        """Compute the keys and values of each block alone, at positions 0..n-1.
 
-        Blocks are batched by length and padded on the right, which a causal mask makes harmless.
+        Blocks are batched by length. They are padded on the right, so that causal attention ignores
+        the padding.
 
         Args:
-            requests: blocks of at least one token.
-            batch_tokens: tokens of one batch, padding included.
+            requests: Blocks of at least one token.
+            batch_tokens: Size of a batch in tokens, including padding. Default: the property
+                ``batch_tokens``.
 
         Yields:
-            One batch's blocks at a time, longest first: not in the order of ``requests``.
+            The blocks of one batch, longest first, not in the order of ``requests``.
 
         Raises:
-            ContextOverflowError: a block alone is longer than the model's context window.
+            ContextOverflowError: a single block exceeds the model's context window.
             ValueError: autocast is on, or the model is in training mode.
         """
         for batch in batches(requests, batch_tokens or self.batch_tokens, self.max_context_tokens):
             with self.lock:
-                fingerprint = self.fingerprint  # first, because it may measure the layouts anew
+                fingerprint = self.fingerprint  # first, because it may update the profile
                 layouts = self.profile.layouts
                 computed = encode_batch(self.hf_model, batch, fingerprint, layouts)
             yield computed
@@ -223,30 +229,30 @@ class BlockModel:
 
     @cached_property
     def rules(self) -> AnswerRules:
-        """Grammars and loop guards of this model's answers."""
+        """Grammar matchers and loop guards for this model's answers."""
         return AnswerRules(self.tokenizer.tokenizer, self.end_token_ids, self.name)
 
     def loop_guard(self, sampling: Sampling) -> LoopGuard | None:
-        """Guard of one answer with these options; None: they switch it off."""
+        """Loop guard for one answer; None if these options disable it."""
         is_on = decoding.takes_likeliest(self.hf_model, sampling)
         return self.rules.loop_guard(sampling.grammar) if is_on else None
 
     @cached_property
     def supports_relay(self) -> bool:
-        """Whether relay attention gives this model's own logits: measured, on a short probe."""
+        """Whether relay attention is exact for this model, as measured on a short probe."""
         with self.lock:
             return relay_is_exact(self.hf_model, self.profile)
 
     def choose_assembly(self, assembly: Assembly, final_tokens: int) -> Literal["relay", "copy"]:
-        """What ``assembly`` means for this model and a final block of that many tokens.
+        """Resolve ``assembly`` for this model and a final block of ``final_tokens`` tokens.
 
         Raises:
-            UnsupportedModelError: relay was asked for and this model cannot do it.
+            UnsupportedModelError: ``assembly`` is ``"relay"``, which the model does not support.
         """
         if assembly == "relay" and not self.supports_relay:
             raise UnsupportedModelError(
-                f"{self.name} cannot use assembly='relay': sliding windows, soft caps, attention "
-                "sinks and attention outside transformers' interface need assembly='copy' or 'auto'"
+                f"{self.name} cannot use assembly='relay': it has sliding windows, soft caps, "
+                "attention sinks or its own attention interface; use assembly='copy' or 'auto'"
             )
         if assembly == "auto":
             fits = final_tokens <= RELAY_FINAL_TOKENS
@@ -256,22 +262,22 @@ class BlockModel:
     def cache_for(
         self, *contexts: Context, assembly: Literal["relay", "copy"] = "copy"
     ) -> DynamicCache | None:
-        """A transformers cache that holds the contexts, one a row, ready for the final blocks.
+        """A transformers cache with one context per row, ready for the final blocks.
 
-        Shorter contexts are padded on the left (copy path only; relay has nothing to pad). None if
-        no context holds a token.
+        The copy path pads shorter contexts on the left; relay needs no padding. None if all
+        contexts are empty.
         """
         if not any(context.num_tokens for context in contexts):
             return None
         layouts = self.profile.layouts
         if assembly == "copy":
             return copied_cache(self.hf_model.config, contexts, layouts)
-        # Enabled again, because other users of the model may have set another attention.
+        # Enabled again, because other code may have changed the model's attention.
         enable_relay(self.hf_model)
         return RelayCache(RelayPlan(contexts, layouts, self.device))
 
     def attention_to_blocks(self, context: Context, final_ids: Sequence[int]) -> list[float]:
-        """How much the final block attends to each block of the context; see ``BlockMass``.
+        """Share of the final block's attention for each context block; see ``BlockMass``.
 
         Raises:
             UnsupportedModelError: relay attention is not exact for this model.
@@ -285,7 +291,7 @@ class BlockModel:
 
     @contextmanager
     def running(self, sampling: Sampling) -> Iterator[None]:
-        """Keep other threads out of the model, to generate with these options."""
+        """Exclude other threads from the model while it generates with these options."""
         alone = sampling.seed is not None
         draws = decoding.draws_tokens(sampling)
         with turn_to_draw(self.lock, alone=alone) if draws else self.lock:
@@ -301,14 +307,15 @@ class BlockModel:
         on_token: Callable[[int], None] | None = None,
         is_cancelled: Callable[[], bool] | None = None,
     ) -> list[int]:
-        """Generate one answer's tokens, the end-of-sequence token included; see ``generate_batch``.
+        """Generate one answer's tokens, including the end token; see ``generate_batch``.
 
         Args:
-            context_ids: tokens before the final block.
-            final_ids: tokens of the final block, at least one.
-            cache: KV of ``context_ids`` (block mode), or None to compute all (full mode).
-            on_token: called with each new token as it comes.
-            is_cancelled: asked after each token; True ends the generation.
+            context_ids: Tokens before the final block.
+            final_ids: Tokens of the final block, at least one.
+            sampling: Sampling options.
+            cache: KV of ``context_ids`` (block mode). None: compute all tokens (full mode).
+            on_token: Callback for each new token.
+            is_cancelled: Callback after each token. Returning True ends the generation.
         """
 
         def on_tokens(newest: list[int]) -> Sequence[bool]:
@@ -330,20 +337,21 @@ class BlockModel:
         grammars: Sequence[Grammar | None] | None = None,
         on_failure: Callable[[int, GrammarError], object] | None = None,
     ) -> list[list[int]]:
-        """Generate for several (context ids, final ids) with transformers' own ``generate``.
+        """Generate answers to several (context ids, final ids) with transformers' ``generate``.
 
-        Stop strings end beams alone: other callers look for ``decoding.stop_strings`` in the
-        tokens, and end the generation by ``is_cancelled``.
+        Stop strings are applied only with beams. Otherwise, the caller must search the tokens for
+        ``decoding.stop_strings``, and end rows with ``on_tokens`` or ``is_cancelled``.
 
         Args:
-            prompts: of unequal lengths, padded on the left of each part.
-            cache: KV of the contexts, one a row, or None to compute all.
-            on_tokens: called after each step with the newest token of every row (padding in rows
-                that have ended); returns which rows have ended. Not called with beams.
-            is_cancelled: asked after each step; True ends the batch.
-            grammars: of each prompt's answer; default: for all the one of ``sampling``.
-            on_failure: takes the number and the error of a row whose grammar fails, which
-                ``on_tokens`` must end. Default: the error ends the batch.
+            prompts: Prompts of any lengths. Each part is padded on the left.
+            sampling: Sampling options.
+            cache: KV of the contexts, one per row. None: compute all tokens.
+            on_tokens: Callback after each step. Receives the newest token of every row (padding in
+                rows that have ended), and returns whether each row has ended. Unused with beams.
+            is_cancelled: Callback after each step. Returning True ends the batch.
+            grammars: Grammar of each answer. Default: the grammar of ``sampling`` for all.
+            on_failure: Callback for a row whose grammar fails; receives the row's index and the
+                error. ``on_tokens`` must then end the row. Default: the error ends the batch.
         """
         grammars = [sampling.grammar] * len(prompts) if grammars is None else grammars
         ends_loops = decoding.takes_likeliest(self.hf_model, sampling)
@@ -357,15 +365,16 @@ class BlockModel:
             )
 
     def batches_exactly(self, sampling: Sampling) -> bool:
-        """Whether prompts of unequal length that share a batch get the answers they get alone.
+        """Whether prompts of different lengths get the same answers in a batch as alone.
 
-        Padding between context and final block widens the distance that a sliding window counts.
+        False for sliding windows, because padding between context and final block would count as
+        part of the window.
         """
         has_windows = any(window is not None for window in self.profile.windows)
         return not has_windows and decoding.batches_exactly(self.hf_model, sampling)
 
     def room_for(self, prompt_tokens: int, sampling: Sampling) -> int:
-        """How many tokens may be generated after a prompt: as asked, or what the window leaves.
+        """Maximum number of new tokens: ``max_new_tokens``, or what the context window leaves.
 
         Raises:
             ContextOverflowError: the prompt leaves no room for a single token.
@@ -374,7 +383,7 @@ class BlockModel:
         if room < 1:
             raise ContextOverflowError(
                 f"the prompt has {prompt_tokens} tokens, but the model holds at most "
-                f"{self.max_context_tokens}, the answer included; retrieve fewer or shorter "
+                f"{self.max_context_tokens}, including the answer; retrieve fewer or shorter "
                 "passages"
             )
         return min(room, sampling.max_new_tokens)
@@ -386,15 +395,16 @@ class BlockModel:
         answer_ids: Sequence[int],
         cache: DynamicCache | None = None,
     ) -> Tensor:
-        """What the model predicts at each token of a given answer: ``[answer tokens, vocab]``.
+        """Logits that predict each token of a given answer, ``[answer tokens, vocab]``.
 
-        ``cache`` holds the KV of ``context_ids`` (block mode); None computes all (full mode).
+        ``cache`` contains the KV of ``context_ids`` (block mode). None: compute all tokens (full
+        mode).
         """
         given = [*([] if cache is not None else context_ids), *final_ids, *answer_ids[:-1]]
         with self.lock:
             return last_logits(self.hf_model, torch.tensor([given]), cache, len(answer_ids))
 
     def next_logits(self, ids: Tensor, cache: DynamicCache | None = None) -> Tensor:
-        """Logits ``[vocab]`` of the token after ``ids`` ``[1, n]``, after what ``cache`` holds."""
+        """Logits ``[vocab]`` after ``ids`` ``[1, n]``, which follow the tokens in ``cache``."""
         with self.lock:
             return last_logits(self.hf_model, ids, cache, 1)[0]

@@ -1,9 +1,9 @@
-"""Transformers caches over placed blocks: their states copied, or left where they lie.
+"""Transformers caches over placed blocks, with their keys and values copied or read in place.
 
-Hooks before and after each forward of a model note the ``ContextCache`` that it was given, if any,
-for the attention inside (``running_cache``). So a forward within a forward, such as that of a
-logits processor with a cache of its own, computes as ever. What is noted stands in a context
-variable, so several engines and threads may run at once.
+Hooks before and after each forward record the forward's ``ContextCache``, if any, so that the
+attention can look it up (``running_cache``). Nested forwards, such as those of a logits processor
+with its own cache, therefore compute as usual. The record is a context variable, so several engines
+and threads may run concurrently.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from blockattn_rag.kv.rope import RotaryLayout
 
 
 class Attention(Protocol):
-    """What attends in the place of the model's own attention; see ``RelayPlan.attend``."""
+    """Replacement for the model's own attention; see ``RelayPlan.attend``."""
 
     def attend(
         self,
@@ -41,7 +41,7 @@ class Attention(Protocol):
 class ContextCache(DynamicCache):
     """A cache whose first tokens are the blocks of a context.
 
-    ``attention``: what attends in forwards over this cache; None: the model's own attention.
+    ``attention``: Attention for forwards over this cache. None: the model's own attention.
     """
 
     attention: Attention | None = None
@@ -52,9 +52,9 @@ def copied_cache(
     contexts: Sequence[Context],
     layouts: Sequence[RotaryLayout],
 ) -> ContextCache:
-    """The contexts' keys and values, re-encoded and joined, in a new cache (the copy path).
+    """New cache with the contexts' keys and values, re-encoded and joined (the copy path).
 
-    One row a context, padded with zeros on the left.
+    Each context is one row, padded with zeros on the left.
     """
     cache = ContextCache(config=config)
     width = max(context.num_tokens for context in contexts)
@@ -65,22 +65,22 @@ def copied_cache(
             keys, values = (_padded_rows([s and s[part] for s in states], width) for part in (0, 1))
             layer = cache.layers[index]
             if type(layer) is DynamicLayer:
-                # What `update` does, less a copy of everything.
+                # Like `update`, but without copying the states.
                 layer.lazy_initialization(keys, values)
                 layer.keys, layer.values = keys, values
             else:
-                cache.update(keys, values, index)  # a sliding window keeps the end of its states
+                cache.update(keys, values, index)  # sliding windows drop states
     return cache
 
 
 def _is_trained(contexts: Sequence[Context]) -> bool:
-    """Whether gradients are to reach the blocks' keys and values."""
+    """Whether gradients must flow to the blocks' keys and values."""
     blocks = (block.kv for context in contexts for block in context.blocks)
     return torch.is_grad_enabled() and any(kv.keys[0].requires_grad for kv in blocks)
 
 
 def _padded_rows(rows: Sequence[Tensor | None], width: int) -> Tensor:
-    """``[heads, tokens, size]`` tensors as one ``[rows, heads, width, size]``; None: padding."""
+    """Pad ``[heads, tokens, size]`` tensors to ``[rows, heads, width, size]``. None: all zeros."""
     some = next(row for row in rows if row is not None)
     if len(rows) == 1 and some.shape[1] == width:
         return some[None]
@@ -92,7 +92,7 @@ def _padded_rows(rows: Sequence[Tensor | None], width: int) -> Tensor:
 
 
 class _TailLayer(DynamicLayer):
-    """Holds the final block and the generated tokens; counts the context's tokens as present."""
+    """Layer with the final block and the generated tokens. Its length includes the context."""
 
     def __init__(self, prefix_tokens: int) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class _TailLayer(DynamicLayer):
         return self.prefix_tokens + super().get_seq_length()
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        # Masks are made for the tail alone; the context is visible to all of it.
+        # Masks cover the tail alone, because the context is visible to every token of it.
         return super().get_seq_length() + query_length, self.prefix_tokens
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -119,22 +119,22 @@ States = Sequence[tuple[Tensor, Tensor]]
 
 
 def empty_cache(config: Any) -> ContextCache | None:
-    """A cache for a prompt without a context; None for a model with windows, which forget."""
+    """Cache for a prompt without context. None for sliding windows, which drop tokens."""
     cache = ContextCache(config=config)
     return cache if all(type(layer) is DynamicLayer for layer in cache.layers) else None
 
 
 def add_states(cache: DynamicCache, states: States, tokens: int) -> None:
-    """Let a cache of one row hold the first ``tokens`` of these states after what it holds."""
+    """Append the first ``tokens`` tokens of ``states`` to a cache with one row."""
     with torch.inference_mode():
         for index, (keys, values) in enumerate(states):
             cache.update(keys[:, :, :tokens], values[:, :, :tokens], index)
 
 
 def tail_states(cache: DynamicCache, tokens: int) -> States | None:
-    """What a cache of one row holds of its last ``tokens``, in memory that holds nothing else.
+    """Keys and values of the last ``tokens`` tokens in a cache, in memory of their own.
 
-    None where it may not hold all of it (sliding windows), or has several rows (beams).
+    None if the cache may have dropped tokens (sliding windows), or has several rows (beams).
     """
     layers: Any = cache.layers
     if any(type(one) not in (DynamicLayer, _TailLayer) for one in layers):
@@ -146,12 +146,12 @@ def tail_states(cache: DynamicCache, tokens: int) -> States | None:
 
 
 def _last(states: Tensor, tokens: int) -> Tensor:
-    """The last tokens of ``[1, heads, n, size]``: a copy, unless these are all."""
+    """Copy of the last tokens of ``[1, heads, n, size]``; ``states`` itself if these are all."""
     return states if states.shape[2] == tokens else states[:, :, -tokens:].clone()
 
 
 class RelayCache(ContextCache):
-    """A cache for ``generate`` whose first tokens are the plan's blocks, left where they lie."""
+    """Cache for ``generate`` whose first tokens are the blocks of a plan, read in place."""
 
     attention: RelayPlan | BlockMass
 
@@ -161,16 +161,16 @@ class RelayCache(ContextCache):
         self.attention = plan
 
 
-# The caches of forwards that run inside one another in this thread, the innermost last: a model's
-# forward runs its decoder's forward, with the same cache.
+# Caches of the nested forwards in this thread, innermost last. Forwards nest because a model's
+# forward calls its decoder's forward, with the same cache.
 _caches: ContextVar[tuple[ContextCache | None, ...]]
 _caches = ContextVar("blockattn_running_caches", default=())
 
 
 def note_caches(hf_model: PreTrainedModel) -> None:
-    """Let a model's forwards note their caches; nothing else changes."""
+    """Register the hooks that record the cache of each forward."""
     for module in hf_model.modules():
-        # Every model inside: of a model that PEFT wraps, `generate` runs the inner one.
+        # Includes inner models, because `generate` of a PEFT model runs the wrapped one.
         if isinstance(module, PreTrainedModel):
             if _enter not in module._forward_pre_hooks.values():
                 module.register_forward_pre_hook(_enter, with_kwargs=True)
@@ -179,26 +179,26 @@ def note_caches(hf_model: PreTrainedModel) -> None:
 
 
 def _enter(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """A forward begins."""
+    """Record the cache of a forward that begins."""
     given = (*args, *kwargs.values())
     caches = (value for value in given if isinstance(value, ContextCache))
     _caches.set((*_caches.get(), next(caches, None)))
 
 
 def _leave(*_: Any) -> None:
-    """A forward ends, be it by an error."""
+    """Remove the record of a forward that ends, normally or with an error."""
     _caches.set(_caches.get()[:-1])
 
 
 def running_cache() -> ContextCache | None:
-    """The cache of the innermost forward that runs in this thread."""
+    """The cache of the innermost running forward in this thread."""
     caches = _caches.get()
     return caches[-1] if caches else None
 
 
 @contextmanager
 def running_with(cache: ContextCache | None = None) -> Iterator[None]:
-    """Begin with this cache, and leave none behind: a keyboard interrupt skips PyTorch's hooks."""
+    """Record ``cache``, and clean up afterwards: a keyboard interrupt skips PyTorch's hooks."""
     token = _caches.set((cache,))
     try:
         yield

@@ -1,4 +1,4 @@
-"""Grammars in decoding: tokens that do not fit an answer's grammar are not chosen."""
+"""Constrained decoding: masks tokens that an answer's grammar forbids."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from blockattn_rag.output.grammar import Grammar
 
 
 class AnswerRules:
-    """Grammars of one model's answers, and the end of answers that repeat themselves.
+    """Grammar matchers and loop guards for one model's answers.
 
     Args:
-        tokenizer: Transformers tokenizer.
+        tokenizer: Transformers tokenizer of the model.
         ends: Tokens that end an answer.
         name: Name of the model in messages.
     """
@@ -39,19 +39,19 @@ class AnswerRules:
         self._compiler = GrammarCompiler(tokenizer, ends, name)
 
     def start(self, grammar: Grammar | None) -> Future[Any] | None:
-        """Start compiling a grammar in the background; ``matcher`` waits for it.
+        """Start compiling a grammar in the background. ``matcher`` waits for the result.
 
         Returns:
-            Future that is done when the grammar is compiled or refused; None: there is no grammar.
+            Future that completes when the grammar is compiled or refused; None without a grammar.
         """
         return None if grammar is None else self._compiler.start(grammar)
 
     def matcher(self, grammar: Grammar | None, *, ends_loops: bool = False) -> Matching | None:
-        """Matcher of one answer; None: there is no grammar.
+        """Matcher for one answer; None without a grammar.
 
         Args:
             grammar: Grammar of the answer.
-            ends_loops: Whether JSON strings, and text around JSON, that repeat themselves end.
+            ends_loops: Whether to end JSON strings, and text around JSON, that repeat themselves.
 
         Raises:
             GrammarError: The grammar cannot be compiled.
@@ -67,7 +67,7 @@ class AnswerRules:
         return LoopEndingMatcher(matcher, self._decode, self._quotes, among_text=among_text)
 
     def loop_guard(self, grammar: Grammar | None) -> LoopGuard:
-        """Guard of one answer."""
+        """Loop guard for one answer."""
         return LoopGuard(self._decode, grammar)
 
     @cached_property
@@ -86,18 +86,19 @@ class AnswerRules:
 class GrammarConstraint(LogitsProcessor):
     """Constrains each row of a batch to its grammar. Must be the last logits processor.
 
-    Rows are compared with those of the previous step, since beams trade places and drafts are
-    taken back.
+    Matchers follow complete rows instead of new tokens, because beams change places and drafts are
+    rolled back between steps.
 
     Args:
-        matchers: fresh matcher of each row; None leaves a row unconstrained.
-        prompt_width: tokens of the prompt in each row, padding included.
-        ends: tokens that end an answer.
-        pad: token that fills up rows that have ended.
-        has_strays: whether forbidden tokens may get into rows that are never returned, as with
-            beams and drafts.
-        on_failure: Takes the number and the error of a row whose grammar fails. The row goes on
-            without a grammar, and the caller ends it. None: the error ends all rows.
+        matchers: Fresh matcher per row. None leaves a row unconstrained.
+        prompt_width: Number of prompt tokens in each row, including padding.
+        ends: Tokens that end an answer.
+        pad: Token that pads rows that have ended.
+        has_strays: Whether rows that are never returned, as with beams and drafts, may contain
+            forbidden tokens.
+        on_failure: Callback for a row whose grammar fails; receives the row's index and the error.
+            The row continues without a grammar until the caller ends it. None: the error ends all
+            rows.
     """
 
     def __init__(
@@ -118,8 +119,8 @@ class GrammarConstraint(LogitsProcessor):
         self._on_failure = on_failure
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Scores ``[rows, vocabulary]``, minus infinity where the grammar forbids the token."""
-        if len(self._matchers) < len(input_ids):  # each row in so many beams
+        """Scores ``[rows, vocabulary]``, set to -inf for tokens that the grammar forbids."""
+        if len(self._matchers) < len(input_ids):  # each row becomes several beams
             beams = len(input_ids) // len(self._matchers)
             self._matchers = [one and one.fresh() for one in self._matchers for _ in range(beams)]
         rows = input_ids[:, self._prompt_width :].tolist()
@@ -147,11 +148,11 @@ class GrammarConstraint(LogitsProcessor):
         )
 
     def check_answer(self, row: Sequence[int], place: int = 0) -> None:
-        """Check a finished answer once more, whatever chose its tokens.
+        """Check a finished answer again, because a custom decoding loop may bypass the constraint.
 
         Args:
-            row: tokens of the answer.
-            place: row of the batch, before beams.
+            row: Token ids of the answer.
+            place: Row of the batch, before it is repeated for beams.
 
         Raises:
             GrammarError: the answer does not fit its grammar.
@@ -172,22 +173,22 @@ def restricted(
     pad: int | None = None,
     has_strays: bool = False,
 ) -> Tensor:
-    """Scores of the next token with what the grammars forbid at minus infinity.
+    """Set the scores of tokens that the grammars forbid to -inf.
 
     Rows that have ended keep their scores.
 
     Args:
-        scores: ``[rows, vocabulary]``.
-        rows: token ids of each answer so far.
-        matchers: matcher of each row; None leaves it unconstrained.
-        ends: tokens that end an answer.
-        pad: token that fills up rows that have ended without one of ``ends``, at a stop string.
-        has_strays: whether rows with a forbidden token keep their scores, too. Beam search gives
-            such rows up, and drafts are taken back.
+        scores: Scores of the next token, ``[rows, vocabulary]``.
+        rows: Token ids of each answer so far.
+        matchers: Matcher per row. None leaves a row unconstrained.
+        ends: Tokens that end an answer.
+        pad: Token that pads rows that have ended at a stop string, without one of ``ends``.
+        has_strays: Whether rows with a forbidden token also keep their scores. Beam search drops
+            such rows, and drafts are rolled back.
 
     Raises:
         GrammarError: a row has a forbidden token, a grammar cannot be followed, or other settings
-            forbid every token that it allows.
+            forbid every token that the grammar allows.
     """
     vocabulary = scores.shape[-1]
     allowed = np.ones((len(rows), vocabulary), bool)
@@ -210,12 +211,12 @@ def restricted(
 
 
 def _until_end(row: Sequence[int], ends: Collection[int]) -> Sequence[int]:
-    """A row before the first token that ends it."""
+    """The tokens of a row before its first end token."""
     return row[: next((at for at, token in enumerate(row) if token in ends), len(row))]
 
 
 def _is_padded(row: Sequence[int], matcher: Matching, pad: int | None) -> bool:
-    """Whether a row is an answer that fits, and padding."""
+    """Whether a row is an answer that fits the grammar, followed by padding."""
     length = len(row)
     while length and row[length - 1] == pad:
         length -= 1
@@ -225,16 +226,16 @@ def _is_padded(row: Sequence[int], matcher: Matching, pad: int | None) -> bool:
 def _stray(row: Sequence[int]) -> GrammarError:
     return GrammarError(
         f"an answer of {len(row)} tokens has one that its grammar forbids, and is not returned: "
-        "something else than the grammar chose it, such as custom_generate; leave that out"
+        "another option, such as custom_generate, bypassed the grammar; remove that option"
     )
 
 
 def _forced_end(allowed: np.ndarray, ends: Collection[int], scores: Tensor) -> Tensor:
-    """An end where the grammar allows nothing else, whatever other settings say."""
+    """Allow the end tokens if the grammar allows only them, even if other settings do not."""
     possible = set(np.flatnonzero(allowed).tolist())
     if not possible or possible - set(ends):
         raise GrammarError(
-            "no token is left for the answer: the grammar forbids some, and other settings, such "
-            "as eos_token_id, bad_words_ids or suppress_tokens, all others"
+            "no token is left for the answer: other settings, such as eos_token_id, bad_words_ids "
+            "or suppress_tokens, forbid every token that the grammar allows"
         )
     return scores.index_fill(0, torch.tensor(sorted(ends), device=scores.device), 0.0)

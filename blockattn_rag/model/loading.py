@@ -1,4 +1,4 @@
-"""Loading a model and its tokenizer: by path, hub id or name of ours, from GGUF, a LoRA adapter."""
+"""Loading of models and tokenizers: by path, hub id or short name, from GGUF files and adapters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from blockattn_rag.prompts.checkpoints import known_checkpoint
 BUNDLED = "bundled"
 _BUNDLED_FOLDER = Path(__file__).parent / "bundled"
 SIDECAR = "block_attention.json"
-"""Beside an adapter: the modes it was trained in, and its base if that is the bundled model."""
+"""File next to an adapter: its training modes, and its base if that is the bundled model."""
 
 _NAMES = (BUNDLED, SMOLLM2)
 _MODEL_FILES = ("config.json", "adapter_config.json")
@@ -25,13 +25,13 @@ _TOKENIZER_FILE = "tokenizer_config.json"
 
 
 def resolve_name(model: str | Path) -> str:
-    """The path behind ``"bundled"``, ``"smollm2"`` or a GGUF file, or the name as it stands.
+    """Resolve ``"bundled"``, ``"smollm2"`` or a GGUF file to a path. Other names stay unchanged.
 
-    A GGUF file that is asked for the first time is dequantised (``gguf.dequantised``).
+    A GGUF file is dequantised on first use (``gguf.dequantised``).
 
     Raises:
-        FileNotFoundError: a folder without a model, no such GGUF file, or one of the two names,
-            misspelt: the hub would be asked for it, for minutes where there is no network.
+        FileNotFoundError: a folder contains no model, a GGUF file does not exist, or one of the two
+            names is misspelt. Requesting a misspelt name from the hub could take minutes offline.
     """
     if str(model) == BUNDLED:
         return str(_BUNDLED_FOLDER)
@@ -42,32 +42,32 @@ def resolve_name(model: str | Path) -> str:
         return str(dequantised(folder.expanduser()))
     if folder.is_dir() and not any((folder / name).is_file() for name in _MODEL_FILES):
         raise FileNotFoundError(
-            f"{folder} holds no model: expected {' or '.join(_MODEL_FILES)} there, as "
-            "save_pretrained writes them"
+            f"{folder} contains no model: expected {' or '.join(_MODEL_FILES)}, as written by "
+            "save_pretrained"
         )
     if not folder.exists() and (meant := get_close_matches(str(model), _NAMES, 1, 0.8)):
         raise FileNotFoundError(
-            f"there is no model {str(model)!r}; did you mean {meant[0]!r}? Of your own models give "
-            "the folder, of the hub's the whole id, such as 'organisation/name'"
+            f"found no model {str(model)!r}; did you mean {meant[0]!r}? Pass the folder of a local "
+            "model, or the full hub id, such as 'organisation/name'"
         )
     return str(model)
 
 
 def load_tokenizer(model: str | Path) -> Any:
-    """The tokenizer that belongs to a model name or path; without BOS for models that saw none.
+    """Load the tokenizer of a model name or path. Adds no BOS for models trained without it.
 
-    A folder may hold the tokenizer alone.
+    A folder may contain only the tokenizer.
     """
     holds_one = (Path(model) / _TOKENIZER_FILE).is_file()
     tokenizer: Any = AutoTokenizer.from_pretrained(str(model) if holds_one else resolve_name(model))
     known = known_checkpoint(str(model))
     if known is not None and not known.bos:
-        tokenizer.backend_tokenizer.post_processor = None  # which puts BOS before a text
+        tokenizer.backend_tokenizer.post_processor = None  # it adds BOS to a text
     return tokenizer
 
 
 def load_config(model: str | Path) -> Any:
-    """The config of a model name or path, without its weights; of a LoRA adapter, its base's."""
+    """Load the config of a model name or path, or of a LoRA adapter's base, without weights."""
     name = resolve_name(model)
     adapter = _adapter(name)
     return load_config(adapter["base"]) if adapter else AutoConfig.from_pretrained(name)
@@ -79,14 +79,14 @@ def load_model(
     """Load a causal language model for inference.
 
     Args:
-        model: a path, a hub id, ``"bundled"``, ``"smollm2"``, a GGUF file, or the path of a LoRA
-            adapter (which is merged into its base).
-        device: ``"auto"`` takes CUDA, then Apple's MPS, then the CPU; else a torch device.
-        dtype: ``"auto"`` is the checkpoint's own on an accelerator; on the CPU, 16-bit types become
-            float32, which is faster there and exact.
-        kwargs: passed to ``from_pretrained`` (``device_map``, ``quantization_config``, ...).
+        model: Path, hub id, ``"bundled"``, ``"smollm2"``, GGUF file, or path of a LoRA adapter,
+            which is merged into its base.
+        device: torch device. ``"auto"``: CUDA if available, else Apple's MPS, else the CPU.
+        dtype: torch dtype. ``"auto"``: the checkpoint's dtype on an accelerator. On the CPU, 16-bit
+            types become float32, which is faster there and exact.
+        kwargs: Arguments of ``from_pretrained`` (``device_map``, ``quantization_config``, ...).
 
-    Raises as ``resolve_name``.
+    Raises the same errors as ``resolve_name``.
     """
     name = resolve_name(model)
     loaded: Any
@@ -102,7 +102,7 @@ def load_model(
 
 
 def default_device() -> str:
-    """The device that ``"auto"`` means: ``$BLOCKATTN_RAG_DEVICE``, an accelerator, or the CPU."""
+    """Device for ``"auto"``: ``$BLOCKATTN_RAG_DEVICE`` if set, else an accelerator or the CPU."""
     if device := os.environ.get("BLOCKATTN_RAG_DEVICE"):
         return device
     if torch.cuda.is_available():
@@ -111,10 +111,10 @@ def default_device() -> str:
 
 
 def _adapter(name: str) -> dict[str, Any]:
-    """Of a LoRA adapter: its ``base`` (a path, hub id or ``"bundled"``) and the ``tuning`` of it,
-    by its own config and by what our training notes beside it, where foreign keys are safe.
+    """The ``base`` of a LoRA adapter (a path, hub id or ``"bundled"``), and its ``tuning`` marker.
 
-    Empty for other models.
+    Read from the adapter's config, and from the file ``SIDECAR``, which our training writes because
+    other programs may reject unknown keys in the config. Empty for other models.
     """
     path = Path(name) / "adapter_config.json"
     if not path.is_file():
@@ -129,7 +129,7 @@ def _adapter(name: str) -> dict[str, Any]:
 def _load_adapter(
     name: str, adapter: dict[str, Any], dtype: str | torch.dtype, kwargs: dict[str, Any]
 ) -> PreTrainedModel:
-    """Base model and adapter, merged: keys and values then depend on plain weights alone."""
+    """Load the base model and merge the adapter into its weights."""
     try:
         from peft import PeftModel
     except ImportError as error:
@@ -142,7 +142,7 @@ def _load_adapter(
     merged = PeftModel.from_pretrained(base, name).merge_and_unload()
     tuning = adapter["tuning"]
     if isinstance(tuning, dict) and "block" not in tuning.get("modes", ["block"]):
-        merged.config.block_attention = None  # full mode alone may have undone the base's tuning
+        merged.config.block_attention = None  # full-mode training may have undone the base's tuning
     elif tuning:
         merged.config.block_attention = tuning
     return merged

@@ -1,8 +1,8 @@
-"""Packed weights: a question's few tokens through a model's linear layers, on the CPU.
+"""Packed weights: faster linear layers on the CPU for inputs of few tokens.
 
-A plain matrix product of 4 to some 200 rows spends much of its time on rearranging the weights for
-the processor, again in every call. oneDNN can do that once: for a question, and for each step of a
-batch. For a single row, and for whole prompts, the plain product stays.
+A matrix product of 4 to about 200 rows spends much of its time rearranging the weights for the
+processor, on every call. oneDNN can rearrange (pack) them once. Packed weights speed up questions
+and the decoding steps of a batch. Single rows and long prompts keep the plain product.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from blockattn_rag.kv.rope import relative_error
 
 logger = logging.getLogger("blockattn_rag")
 
-#: Packed weights are a second copy; it may take this share of the memory that is free.
+# Maximum share of the free memory for packed weights, which are a second copy.
 _SHARE_OF_MEMORY = 0.25
-# Rows of input for which packed weights are faster than plain ones (benchmarks/packing.py).
+# Numbers of input rows for which packed weights are faster (benchmarks/packing.py).
 _PACKED_ROWS = range(4, 256)
 
 
 class _PackedForward:
-    """What a linear layer does instead of its own ``forward``."""
+    """Replacement for the ``forward`` of a linear layer."""
 
     def __init__(self, linear: nn.Linear) -> None:
-        # Weak: the layer holds this object, and a cycle would keep its weights in memory.
+        # A weak reference, because a reference cycle would keep the layer's weights in memory.
         self._linear = weakref.ref(linear)
         self._packed: Tensor | None = None
         self._made_of: tuple[int, int] | None = None
@@ -44,14 +44,14 @@ class _PackedForward:
         linear: Any = self._linear()
         weight, rows = linear.weight, input.numel() // input.shape[-1]
         if torch.is_grad_enabled() or not _is_plain(weight):
-            # About to be trained, or moved since. An optimizer's writes may leave no trace.
+            # The layer may be trained, or was moved. Optimizer writes may be undetectable.
             self._packed = None
         elif rows in _PACKED_ROWS and _takes(input) and _is_available():
             return self.product(input)
         return nn.functional.linear(input, weight, linear.bias)
 
     def product(self, input: Tensor) -> Tensor:
-        """The layer's output by way of the packed weights, for any number of rows."""
+        """Output of the layer, computed with packed weights, for any number of rows."""
         linear: Any = self._linear()
         made_of = (linear.weight.data_ptr(), linear.weight._version)
         if self._packed is None or made_of != self._made_of:
@@ -60,11 +60,14 @@ class _PackedForward:
 
 
 def pack_linears(hf_model: nn.Module) -> int:
-    """Pack the weights of a model's linear layers, if that pays and fits; the layers packed.
+    """Pack the weights of a model's linear layers, if this is faster and fits in memory.
 
-    Only float32 on an x86 processor pays. The model's parameters are not touched: it can be saved
-    and trained as before. Weights that are changed while an engine answers by them need a new
-    engine, as they do for the sake of stored KV.
+    Only float32 on an x86 CPU benefits. The model's parameters stay unchanged, so it can still be
+    saved and trained. If weights change while an engine uses the model, a new engine is needed,
+    because its stored KV is outdated, too.
+
+    Returns:
+        Number of packed layers.
     """
     linears = [module for module in hf_model.modules() if _can_pack(module)]
     size = sum(linear.weight.nbytes for linear in linears)
@@ -76,16 +79,16 @@ def pack_linears(hf_model: nn.Module) -> int:
 
 
 def _can_pack(module: nn.Module) -> TypeGuard[nn.Linear]:
-    """Whether this is an ordinary linear layer, whose ``forward`` is its own or ours."""
+    """Whether a module is a plain linear layer with its original ``forward`` or ours."""
     if type(module) is not nn.Linear:
         return False
     forward = vars(module).get("forward")
-    # A layer that was packed before is packed anew, because its weights may have changed unseen.
+    # A packed layer is packed again, because its weights may have changed undetected.
     return _is_plain(module.weight) and (forward is None or type(forward) is _PackedForward)
 
 
 def _is_plain(weight: Tensor) -> bool:
-    """Float32 on the CPU, and not some quantised tensor that only says so."""
+    """Whether a weight is a plain float32 tensor on the CPU. Quantised subclasses are not plain."""
     is_float = weight.is_cpu and weight.dtype == torch.float32 and not weight.is_inference()
     return is_float and type(weight) in (Tensor, nn.Parameter)
 
@@ -104,7 +107,7 @@ def _packed_linear(input: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor
 
 @cache
 def _is_available() -> bool:
-    """Whether this build of PyTorch packs weights, and rightly: these are not public functions."""
+    """Whether this build of PyTorch packs weights correctly. The functions used are not public."""
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return False
     generator = torch.Generator().manual_seed(0)
@@ -113,13 +116,13 @@ def _is_available() -> bool:
     try:
         found = _packed_linear(input, _pack(weight), bias)
     except (AttributeError, RuntimeError, TypeError) as error:
-        logger.info("this PyTorch (%s) cannot pack weights: %s", torch.__version__, error)
+        logger.info("PyTorch %s cannot pack weights: %s", torch.__version__, error)
         return False
     return relative_error(found, nn.functional.linear(input, weight, bias)) < 1e-5
 
 
 def free_memory(root: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes that this process may still take: what the machine has, or its container is allowed."""
+    """Free memory in bytes: that of the machine, or of the container if it is limited."""
     free = psutil.virtual_memory().available
     for limit, used in (
         ("memory.max", "memory.current"),

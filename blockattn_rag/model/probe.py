@@ -1,7 +1,7 @@
-"""What a model's attention is like, found by looking and measuring, and refused where unknown.
+"""Attention probe: measures a model's attention, and refuses models without exact block mode.
 
-A model can run in block mode exactly if a block's values do not depend on where the block stands
-and its keys depend on it by a rotation that is known. Both are measured once, at load.
+Block mode is exact for a model if moving a block leaves its values unchanged and rotates its keys
+in a known way. Both are measured once, when the model is loaded.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from blockattn_rag.errors import UnsupportedModelError
 from blockattn_rag.kv.block_kv import outline
 from blockattn_rag.kv.rope import LayoutFit, RotaryLayout, fit_layout, relative_error
 
-# How far two ways that are equal in exact arithmetic may differ: relative errors by dtype. Errors
-# of rounding lie far below these, errors of principle near 1. 16-bit types also round cosine and
-# sine, and their errors add up over layers, so their tolerances are wide.
+# Maximum relative error, by dtype, between two computations that are equal in exact arithmetic.
+# Rounding errors are far smaller, and wrong computations have errors near 1. Tolerances of 16-bit
+# types are wide, because cosine and sine are also rounded, and errors add up over layers.
 LOGITS = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 3e-2, torch.bfloat16: 0.15}
-"""Tolerances of logits: block mode and the oracle, relay and copy."""
-# Of keys and values at two positions, at which a model rounds its own angles differently.
+"""Tolerances of logits: block mode vs. the oracle, and relay vs. copy."""
+# Tolerances of keys and values. Wider, because rotation angles round differently by position.
 _STATES = LOGITS | {torch.float64: 1e-3, torch.float32: 1e-3}
 _STATES_OF_OTHER_DTYPES = max(_STATES.values())
 
@@ -34,7 +34,7 @@ _UNLIMITED = 1 << 30
 
 
 class StateOutline(NamedTuple):
-    """Heads, head size and number type of one layer's keys or values."""
+    """Heads, head size and dtype of one layer's keys or values."""
 
     heads: int
     size: int
@@ -43,14 +43,14 @@ class StateOutline(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AttentionProfile:
-    """What block mode needs to know of a model.
+    """Properties of a model's attention that block mode depends on.
 
     Args:
-        layouts: rotary layout per layer; layers that rotate alike share one object.
-        windows: sliding window per layer in tokens, None for full attention.
-        max_context_tokens: longest prompt plus answer for which positions are exact.
-        token_outline: what ``BlockKV.token_outline`` is for this model's blocks.
-        key_error, value_error: largest relative errors seen by the probe.
+        layouts: Rotary layout per layer. Layers with equal layouts share one object.
+        windows: Sliding window per layer, in tokens. None: full attention.
+        max_context_tokens: Maximum length of prompt and answer for which positions are exact.
+        token_outline: ``BlockKV.token_outline`` of this model's blocks.
+        key_error, value_error: Largest relative errors that the probe measured.
     """
 
     layouts: tuple[RotaryLayout, ...]
@@ -62,14 +62,14 @@ class AttentionProfile:
 
     @property
     def layer_outlines(self) -> list[tuple[StateOutline, StateOutline]]:
-        """Of each layer's keys and values."""
+        """Outlines of each layer's keys and values."""
         found = [StateOutline(*one) for one in self.token_outline]
         layers = len(found) // 2  # the keys of all layers come first
         return list(zip(found[:layers], found[layers:], strict=True))
 
 
 def profile_attention(hf_model: PreTrainedModel) -> AttentionProfile:
-    """Measure a model, or refuse it.
+    """Measure a model's attention.
 
     Raises:
         UnsupportedModelError: block mode would change this model's answers; the message says why.
@@ -80,8 +80,8 @@ def profile_attention(hf_model: PreTrainedModel) -> AttentionProfile:
     if not any(fit.layout.rotates for fit in fits):
         raise _refusal(
             hf_model,
-            "no layer rotates its keys, so positions come in another way (ALiBi). Such keys could "
-            "be moved, but this package does not re-make the biases of ALiBi for blocks",
+            "no layer rotates its keys, so the model uses other position embeddings (such as "
+            "ALiBi), which this package does not support",
         )
     layouts = [fit.layout for fit in fits]
     return AttentionProfile(
@@ -95,11 +95,11 @@ def profile_attention(hf_model: PreTrainedModel) -> AttentionProfile:
 
 
 def _layer_windows(hf_model: PreTrainedModel) -> tuple[int | None, ...]:
-    """Sliding window per layer, from the cache that transformers itself would use."""
+    """Sliding window per layer, read from the cache that transformers creates for the config."""
     config = hf_model.config
     if config.is_encoder_decoder:
         raise _refusal(
-            hf_model, "it is an encoder-decoder model; only decoders can be cut in blocks"
+            hf_model, "it is an encoder-decoder model, but only decoders can be split into blocks"
         )
     windows: list[int | None] = []
     layers = DynamicCache(config=config).layers
@@ -108,8 +108,8 @@ def _layer_windows(hf_model: PreTrainedModel) -> tuple[int | None, ...]:
         if "chunked" in kind:
             raise _refusal(
                 hf_model,
-                f"the attention of layer {index} is chunked: what a token sees depends on where "
-                "its chunk begins, so a block that is moved would see other tokens",
+                f"the attention of layer {index} is chunked: a token attends only to its own "
+                "chunk, so its keys and values change when its block moves",
             )
         if type(layer) is DynamicLayer:
             windows.append(None)
@@ -118,9 +118,9 @@ def _layer_windows(hf_model: PreTrainedModel) -> tuple[int | None, ...]:
         else:
             raise _refusal(
                 hf_model,
-                f"layer {index} keeps its past in a {type(layer).__name__}; only full and "
-                "sliding-window attention have keys and values that can be moved. Recurrent, "
-                "linear and KV-sharing layers cannot",
+                f"layer {index} caches its state in a {type(layer).__name__}, but only full and "
+                "sliding-window attention are supported; recurrent, linear and KV-sharing layers "
+                "are not",
             )
     if not windows:
         raise _refusal(hf_model, "it has no attention layer with a KV cache")
@@ -128,7 +128,7 @@ def _layer_windows(hf_model: PreTrainedModel) -> tuple[int | None, ...]:
 
 
 def position_limit(config: Any) -> int:
-    """Longest context, in tokens, for which RoPE frequencies are constant, from the config."""
+    """Maximum context length, in tokens, with constant RoPE frequencies. Read from the config."""
     config = config.get_text_config(decoder=True)
     limit = int(getattr(config, "max_position_embeddings", 0) or _UNLIMITED)
     for rope in _rope_parameters(getattr(config, "rope_parameters", None)):
@@ -136,21 +136,21 @@ def position_limit(config: Any) -> int:
         if kind == "dynamic":
             raise _refusal(
                 config,
-                "its RoPE is of type 'dynamic': the frequencies change with the length of the "
-                "prompt, so stored keys would be wrong in another prompt. Load the model with "
+                "its RoPE type is 'dynamic': the frequencies change with the length of the prompt, "
+                "so stored keys would be wrong in other prompts. Load the model with "
                 "rope_parameters of a fixed type (default, linear, llama3, yarn)",
             )
         if kind == "longrope":
             original = rope.get("original_max_position_embeddings") or getattr(
                 config, "original_max_position_embeddings", None
             )
-            # Past this length the frequencies switch; below it they are constant.
+            # The frequencies are constant up to this length, and change beyond it.
             limit = min(limit, int(original or limit))
     return limit
 
 
 def _rope_parameters(parameters: Any) -> Iterator[Mapping[str, Any]]:
-    """RoPE settings; some models have one per layer type."""
+    """All RoPE settings of a config. Some models have one per layer type."""
     if not isinstance(parameters, Mapping):
         return
     if "rope_type" in parameters or "rope_theta" in parameters:
@@ -163,10 +163,12 @@ def _rope_parameters(parameters: Any) -> Iterator[Mapping[str, Any]]:
 def _measure(
     hf_model: PreTrainedModel, num_layers: int, limit: int
 ) -> tuple[list[tuple[Tensor, Tensor]], list[LayoutFit], float]:
-    """Fit every layer's keys, and check that values do not move, on a short random probe.
+    """Fit each layer's rotary layout on a short random probe, and check its values.
+
+    Values must not depend on the position.
 
     Returns:
-        The probe's states, each layer's fit, the largest error of values.
+        Keys and values of the probe, the fit of each layer, and the largest error of values.
     """
     offsets = [o for o in _PROBE_OFFSETS if o + _PROBE_TOKENS <= limit]
     offsets = offsets or [max(1, limit - _PROBE_TOKENS)]
@@ -186,9 +188,9 @@ def _measure(
             raise _refusal(
                 hf_model,
                 f"in layer {index}, keys at another position differ by {fit.error:.2g} from every "
-                f"known rotation and values by {max(moved):.2g}, where at most {tolerance:g} is "
-                f"rounding. Its positions are not plain rotary ones ({len(candidates)} frequency "
-                "tables found)",
+                f"known rotation, and values differ by {max(moved):.2g}; expected at most "
+                f"{tolerance:g} from rounding. The position embedding is not plain rotary "
+                f"({len(candidates)} frequency tables found)",
             )
         fits.append(fit)
     return home, fits, value_error
@@ -197,7 +199,7 @@ def _measure(
 def _refuse_foresight(
     hf_model: PreTrainedModel, home: list[tuple[Tensor, Tensor]], tolerance: float
 ) -> None:
-    """Refuse a model whose tokens see later ones: padding would then change a block."""
+    """Refuse a model without causal attention, because padding would change its blocks."""
     half = _PROBE_TOKENS // 2
     for whole, part in zip(home, probe_states(hf_model, 0, half), strict=True):
         error = max(
@@ -206,19 +208,19 @@ def _refuse_foresight(
         if not error <= tolerance:
             raise _refusal(
                 hf_model,
-                f"its tokens see later ones: keys or values change by {error:.2g} when the text "
-                "goes on. Only causal attention can be cut in blocks",
+                f"its attention is not causal: keys or values change by {error:.2g} when text is "
+                "appended. Block mode requires causal attention",
             )
 
 
 def probe_states(
     hf_model: PreTrainedModel, offset: int = 0, tokens: int = _PROBE_TOKENS
 ) -> list[tuple[Tensor, Tensor]]:
-    """Keys and values per layer, ``[heads, tokens, size]``, of the same few tokens at ``offset``.
+    """Keys and values per layer, ``[heads, tokens, size]``, of fixed probe tokens at ``offset``.
 
     Raises:
-        UnsupportedModelError: the model cannot run them.
-        ValueError: in training mode or under autocast.
+        UnsupportedModelError: the model cannot run the probe.
+        ValueError: the model is in training mode, or autocast is on.
     """
     check_ready(hf_model)
     generator = torch.Generator().manual_seed(0)
@@ -229,35 +231,35 @@ def probe_states(
     try:
         hf_model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
     except (IndexError, RuntimeError, TypeError, ValueError) as error:
-        raise _refusal(hf_model, f"it cannot run {tokens} tokens at {offset}: {error}") from error
+        raise _refusal(hf_model, f"it fails on {tokens} tokens at {offset}: {error}") from error
     states = layer_states(cache)
     if any(keys is None or values is None for keys, values in states):
-        # As some releases of transformers have it; in others its cache has no such layer.
-        raise _refusal(hf_model, "some layers keep a state of another kind than keys and values")
+        # Only some releases of transformers use a regular cache layer for such states.
+        raise _refusal(hf_model, "some layers cache a state other than keys and values")
     return [(keys[0], values[0]) for keys, values in states]
 
 
 def check_ready(hf_model: PreTrainedModel) -> None:
-    """Refuse to compute keys and values in a way that their fingerprint does not tell.
+    """Refuse settings that change keys and values without changing the fingerprint.
 
-    Autocast holds for one thread, but KV is shared by all threads and by other processes.
+    Autocast applies to one thread, but KV is shared with other threads and processes.
 
     Raises:
-        ValueError: the model is being trained (dropout, checkpoints instead of caches), or autocast
-            is on in this thread for its device.
+        ValueError: the model is in training mode, or autocast is on in this thread for the model's
+            device.
     """
     if hf_model.training:
         raise ValueError(
             f"{type(hf_model).__name__} is in training mode, in which keys and values are random "
-            "(dropout) or missing (gradient checkpointing). Call eval() on it first"
+            "(dropout) or missing (gradient checkpointing). Call its eval() method first"
         )
     kind = hf_model.device.type
     if torch.is_autocast_enabled(kind):
         precision = torch.get_autocast_dtype(kind)
         raise ValueError(
-            f"autocast to {precision} is on, but keys and values are computed and stored in the "
-            f"model's own precision, {hf_model.dtype}. Call this outside of torch.autocast, or "
-            f"load the model with dtype={precision}"
+            f"autocast to {precision} is on, but keys and values must be computed in the model's "
+            f"dtype, {hf_model.dtype}. Leave the torch.autocast context, or load the model with "
+            f"dtype={precision}"
         )
 
 
@@ -272,11 +274,11 @@ def vocabulary_size(hf_model: PreTrainedModel) -> int:
 
 
 def _frequencies(hf_model: PreTrainedModel) -> list[Tensor]:
-    """The distinct RoPE frequency tables that the model holds."""
+    """The distinct RoPE frequency tables among the model's buffers."""
     tables: list[Tensor] = []
     for name, buffer in hf_model.named_buffers():
         if name.endswith("inv_freq") and buffer.dim() == 1:
-            # A copy: the model's own may be written later, when blocks lie as they were measured.
+            # Copied, because the model may overwrite its table after blocks have been stored.
             table = buffer.detach().float().cpu().clone()
             if not any(torch.equal(known, table) for known in tables):
                 tables.append(table)

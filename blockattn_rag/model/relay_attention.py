@@ -1,7 +1,7 @@
-"""Relay attention inside transformers: an attention function that models call by name.
+"""Relay attention in transformers: an attention function that models call by name.
 
-No model code is touched. The attention function is registered by name and set on the model; it does
-what the model did before unless the cache of the running forward has an attention of its own
+Model code stays unchanged. The function is registered with transformers and selected in the model.
+It calls the model's original attention, unless the cache of the running forward has its own
 (``ContextCache.attention``).
 """
 
@@ -40,7 +40,7 @@ _PREFIX = "blockattn_relay_"
 
 
 def enable_relay(hf_model: PreTrainedModel) -> None:
-    """Let a model take the attention of the running cache; else nothing changes."""
+    """Make a model use the attention of the running cache, if the cache has one."""
     note_caches(hf_model)
     original = hf_model.config._attn_implementation
     if original.startswith(_PREFIX):
@@ -68,7 +68,7 @@ def _attention_function(original: str) -> Any:
     ) -> tuple[Tensor, Tensor | None]:
         own = _running_attention()
         if own is None:
-            # The plain attention of a model's own source file is what ``eager`` means to it.
+            # For ``eager``, transformers calls the function in the model's own source file.
             home = sys.modules[type(module).__module__]
             eager: Any = getattr(home, "eager_attention_forward", None)
             forward = ALL_ATTENTION_FUNCTIONS.get_interface(original, eager)
@@ -92,7 +92,7 @@ def _mask_function(original: str) -> Any:
 
 
 def tail_mask(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
-    """The mask over the tail, True where seen. None means causal to transformers."""
+    """Mask over the tail, True where a token is visible. transformers' None stands for causal."""
     if mask is not None:
         return mask if mask.dtype == torch.bool else mask >= 0
     rows, columns = query.shape[2], key.shape[2]
@@ -105,8 +105,10 @@ def tail_mask(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
 def last_logits(
     hf_model: PreTrainedModel, ids: Tensor, cache: DynamicCache | None, count: int
 ) -> Tensor:
-    """Logits ``[count, vocab]`` of the tokens that follow each of the last ``count`` of ``ids``
-    ``[1, n]``, which come after what ``cache`` holds."""
+    """Logits ``[count, vocab]`` after each of the last ``count`` tokens of ``ids`` ``[1, n]``.
+
+    ``ids`` follow the tokens in ``cache``.
+    """
     with torch.inference_mode(), running_with():
         out = hf_model(
             input_ids=ids.to(hf_model.device),
@@ -118,10 +120,10 @@ def last_logits(
 
 
 def relay_is_exact(hf_model: PreTrainedModel, profile: AttentionProfile) -> bool:
-    """Make a model ready for relay attention, and see whether it gives the copy path's logits.
+    """Enable relay attention, and test whether its logits equal those of the copy path.
 
-    Windows, soft caps and attention sinks are ruled out beforehand, because a short probe might not
-    show them. Raises as ``check_ready``.
+    Models with sliding windows, soft caps or attention sinks are rejected without a test, because a
+    short probe might not reveal them. Raises the same errors as ``check_ready``.
     """
     config = hf_model.config.get_text_config(decoder=True)
     capped = getattr(config, "attn_logit_softcapping", None) is not None
@@ -133,9 +135,9 @@ def relay_is_exact(hf_model: PreTrainedModel, profile: AttentionProfile) -> bool
     rows = torch.randint(vocabulary_size(hf_model), (3, 7), generator=generator)
     requests = [EncodeRequest(row.tolist(), str(index), "") for index, row in enumerate(rows[:2])]
     context = place(encode_batch(hf_model, requests, "", profile.layouts))
-    # Small as they are, the blocks must be read one by one here.
+    # Joining is disabled, so that these small blocks are read one by one.
     joins = JoinLimits(prefill_tokens=0, decode_tokens=0)
-    for tokens in (7, 1):  # as in a prompt, and as in an answer
+    for tokens in (7, 1):  # prefill and decoding
         final = rows[2:, :tokens]
         copied = copied_cache(hf_model.config, [context], profile.layouts)
         expected = last_logits(hf_model, final, copied, 1)

@@ -1,30 +1,29 @@
-"""Loops: when an answer counts as repeating itself, and how it ends then.
+"""Loop detection: ends answers that repeat themselves.
 
-A small model that always takes the likeliest token may write the same words until its limit. The
-rule, which holds in block and full mode, in batches and in streams:
+With greedy decoding, a small model may repeat the same words until the token limit. The following
+rule applies in block and full mode, in batches and in streams.
 
-An answer repeats itself when its last tokens are one unit of at most ``LONGEST_UNIT`` tokens, again
-and again: ``TEXT_COPIES`` times or more over ``TEXT_TOKENS`` of free text, or ``STRING_COPIES``
-times or more over ``STRING_TOKENS`` of one JSON string. A unit without a letter never counts:
-numbers, rules, blanks, empty cells. A unit with a letter always does: equal table rows and equal
-lines of code, too.
+An answer repeats itself when it ends with consecutive copies of one unit of at most
+``LONGEST_UNIT`` tokens: at least ``TEXT_COPIES`` copies that fill ``TEXT_TOKENS`` tokens of free
+text, or at least ``STRING_COPIES`` copies that fill ``STRING_TOKENS`` tokens of one JSON string.
+The unit must contain a letter. Repeated numbers, horizontal rules, blanks and empty cells are
+therefore ignored, while equal table rows and equal lines of code count.
 
-- Free text ends there.
-- In an answer with a grammar, a JSON string that repeats itself must end: from there on, the
-  grammar allows tokens that close the string alone, as soon as its schema allows one. A later
-  string of the answer must end sooner: once its last ``LATER_TOKENS`` tokens continue the loop.
-- Text around JSON, as a structural tag or a grammar with ``%json`` may allow, is free text: the
-  grammar allows the answer's end alone, as soon as it allows it at all. JSON begins there at ``{``
-  or ``[`` and ends with the bracket that closes it, or at a character that JSON cannot have there.
-  A string that no bracket surrounds is text.
+- Free text ends at the repetition.
+- With a grammar, a JSON string that repeats itself must end: only tokens that close the string are
+  allowed, as soon as its schema allows one. Later strings of the answer end sooner, once their last
+  ``LATER_TOKENS`` tokens continue the same loop.
+- Text around JSON, allowed by structural tags and by grammars with ``%json``, counts as free text:
+  only the end of the answer is allowed, as soon as the grammar allows it. In such text, JSON begins
+  at ``{`` or ``[``. It ends at the matching bracket, or at a character that is invalid in JSON. A
+  string outside brackets is text.
 - Everything else is left to the grammar.
 
-``finish_reason`` is ``"repetition"`` in both cases, unless the answer is cut later. Text that was
-written stays.
+``finish_reason`` is ``"repetition"`` in all cases, unless the answer is cut off later. The repeated
+text stays in the answer.
 
-The guard is on where the likeliest tokens are chosen: without a temperature, without beams, and
-without arguments of transformers' ``generate``. ``do_sample=False``, given explicitly, is such an
-argument, and switches the guard off.
+The guard is active only for greedy decoding without beams and without further arguments of
+transformers' ``generate``. An explicit ``do_sample=False`` is such an argument, and disables it.
 """
 
 from __future__ import annotations
@@ -38,50 +37,52 @@ from numpy.typing import NDArray
 from blockattn_rag.output.grammar import Grammar
 
 TEXT_TOKENS = 128
-"""Tokens of free text that one unit must fill."""
+"""Tokens of free text that the copies of one unit must fill."""
 
 STRING_TOKENS = 64
-"""Tokens of a JSON string that one unit must fill. Fewer than in free text, because the rest of the
-object must fit in the answer, too."""
+"""Tokens of a JSON string that the copies of one unit must fill. Fewer than in free text, so that
+the rest of the object still fits in the answer."""
 
 TEXT_COPIES = 3
-"""Times that a unit must come in a row in free text, where a refrain may come twice."""
+"""Consecutive copies that count as a loop in free text, in which a refrain may occur twice."""
 
 STRING_COPIES = 2
-"""Times that a unit must come in a row in a JSON string."""
+"""Consecutive copies that count as a loop in a JSON string."""
 
 LATER_TOKENS = 16
-"""Tokens of a loop at which a later JSON string ends. Enough that a common phrase is no loop."""
+"""Tokens of a known loop that end a later JSON string. More than a common phrase has."""
 
 LONGEST_UNIT = 128
-"""Tokens of the longest unit that is recognised."""
+"""Maximum length of a unit in tokens."""
 
 _OUTSIDE_STRINGS = frozenset('{}[]:,"+-.0123456789Eetruefalsn \t\r\n')
-"""Characters of JSON that is not in a string: marks, numbers, ``true``, ``false`` and ``null``."""
+"""Characters of JSON outside strings: punctuation, numbers, ``true``, ``false`` and ``null``."""
 
 _PERIODS = np.arange(1, LONGEST_UNIT + 1)
 
 Decode = Callable[[Sequence[int]], str]
-"""Text of some tokens."""
+"""Function that decodes token ids to text."""
 
 
 class Repetition:
-    """Finds a unit that fills the end of a text; looks at ``LONGEST_UNIT`` tokens for each new one.
+    """Detects a unit that is repeated at the end of a text.
+
+    Compares each new token with the last ``LONGEST_UNIT`` tokens.
 
     Args:
-        decode: Text of some tokens.
-        least_tokens: Tokens that the unit must fill.
-        copies: Times that the unit must come in a row.
+        decode: Function that decodes token ids to text.
+        least_tokens: Minimum number of tokens that the copies must fill.
+        copies: Minimum number of consecutive copies.
     """
 
     def __init__(self, decode: Decode, least_tokens: int, copies: int) -> None:
         self._decode = decode
         self._needed = np.maximum(_PERIODS * copies, least_tokens)
-        self._recent = np.full(LONGEST_UNIT, -1)  # the latest token first
-        self._equal = np.zeros(LONGEST_UNIT, int)  # tokens that equal the one a period before
+        self._recent = np.full(LONGEST_UNIT, -1)  # newest token first
+        self._equal = np.zeros(LONGEST_UNIT, int)  # per period: length of the match
 
     def push(self, token: int) -> tuple[int, ...]:
-        """Take the next token; return the unit that fills the text's end, or nothing."""
+        """Add a token. Return the unit that is repeated at the end of the text, or ``()``."""
         self._equal = (self._equal + 1) * (self._recent == token)
         self._recent = np.roll(self._recent, 1)
         self._recent[0] = token
@@ -93,14 +94,14 @@ class Repetition:
 
 
 class JsonStrings:
-    """Follows the strings of an answer that is, or holds, JSON, and the text around it.
+    """Tracks the JSON strings of an answer, and the text around the JSON.
 
     Args:
-        decode: Text of some tokens.
+        decode: Function that decodes token ids to text.
         among_text: Whether text may surround the JSON.
 
     Attributes:
-        has_loop: Whether a string of the answer, or text around JSON, has repeated itself.
+        has_loop: Whether a string, or the text around the JSON, has repeated itself.
     """
 
     def __init__(self, decode: Decode, *, among_text: bool = False) -> None:
@@ -111,9 +112,9 @@ class JsonStrings:
     def _begin(self) -> None:
         self.has_loop = False
         self._ids: list[int] = []
-        self._depth = 0  # brackets that are open
+        self._depth = 0  # number of open brackets
         self._is_open = self._is_escaped = False
-        self._loops: set[tuple[int, ...]] = set()  # every run of LATER_TOKENS tokens of a loop
+        self._loops: set[tuple[int, ...]] = set()  # all runs of LATER_TOKENS tokens in known loops
         self._begin_string()
         self._begin_text()
 
@@ -128,23 +129,23 @@ class JsonStrings:
 
     @property
     def must_end(self) -> bool:
-        """Whether a string that repeats itself is open, and a quote would close it."""
+        """Whether the open string repeats itself, and a quote would close it."""
         return self._repeats and not self._is_escaped
 
     @property
     def text_must_end(self) -> bool:
-        """Whether the answer is in text around JSON, and the text repeats itself."""
+        """Whether the answer ends in text around JSON that repeats itself."""
         return self._text_repeats and self._depth == 0
 
     def follow(self, ids: Sequence[int]) -> None:
-        """Take the answer so far, which need not begin with that of the previous call."""
+        """Process the answer so far. It need not continue the answer of the previous call."""
         if self._ids != ids[: len(self._ids)]:
             self._begin()
         for token in ids[len(self._ids) :]:
             self.push(token)
 
     def push(self, token: int) -> None:
-        """Take the next token."""
+        """Process the next token."""
         self._ids.append(token)
         borders = [self._reads_border(character) for character in self._decode([token])]
         if any(borders):
@@ -155,12 +156,12 @@ class JsonStrings:
             self._take_text(token)
 
     def _reads_border(self, character: str) -> bool:
-        """Take a character; return whether a string begins or ends with it."""
+        """Process a character, and return whether it opens or closes a string."""
         was_open = self._is_open
         if self._among_text and not was_open:
             self._note_depth(character)
         is_json = self._depth > 0 or not self._among_text
-        if was_open and self._among_text and character == "\n":  # JSON has none in a string
+        if was_open and self._among_text and character == "\n":  # invalid in a JSON string
             self._depth, self._is_open = 0, False
         elif is_json and character == '"' and not self._is_escaped:
             self._is_open = not was_open
@@ -168,19 +169,19 @@ class JsonStrings:
         return self._is_open != was_open
 
     def _note_depth(self, character: str) -> None:
-        """Take a character that is in no string."""
+        """Process a character outside strings."""
         was_json = self._depth > 0
         self._depth += (character in "{[") - (was_json and character in "}]")
         if was_json and self._depth == 0 and self._has_data:
             self._begin_text()
         elif character not in _OUTSIDE_STRINGS:
             self._depth = 0
-        # "[1]" is a citation, and the text goes on behind it.
+        # A bare "[1]" is a citation, after which the text continues.
         inside = was_json and (character == '"' or character.isalpha())
         self._has_data = self._depth > 0 and (self._has_data or inside)
 
     def _take(self, token: int) -> None:
-        """Take a token within a string."""
+        """Process a token inside a string."""
         self._string.append(token)
         if unit := self._repetition.push(token):
             loop = unit * (2 + LATER_TOKENS // len(unit))
@@ -190,14 +191,14 @@ class JsonStrings:
         self.has_loop |= self._repeats
 
     def _take_text(self, token: int) -> None:
-        """Take a token of text, or of JSON, whose brackets and numbers may belong to the text."""
+        """Process any token, because brackets and numbers may belong to the text."""
         found = bool(self._text.push(token))
         self._text_repeats |= found and self._depth == 0
         self.has_loop |= self._text_repeats
 
 
 class Matching(Protocol):
-    """What holds one answer to a grammar; see ``blockattn_rag.output.compiler.Matcher``."""
+    """Matches one answer against a grammar; see ``blockattn_rag.output.compiler.Matcher``."""
 
     def fresh(self) -> Matching: ...
 
@@ -207,11 +208,11 @@ class Matching(Protocol):
 
 
 class LoopEndingMatcher:
-    """A matcher that allows nothing but the end of a JSON string, or text, that repeats itself.
+    """Matcher that ends a JSON string, or text, as soon as it repeats itself.
 
     Args:
         matcher: Matcher of the grammar.
-        decode: Text of some tokens.
+        decode: Function that decodes token ids to text.
         quotes: Tokens that begin with a quotation mark.
         among_text: Whether text may surround the JSON.
     """
@@ -253,11 +254,11 @@ class LoopEndingMatcher:
 
 
 class LoopGuard:
-    """Guards one answer as its tokens come.
+    """Detects loops in one answer, token by token.
 
     Args:
-        decode: Text of some tokens.
-        grammar: Grammar of the answer.
+        decode: Function that decodes token ids to text.
+        grammar: Grammar of the answer. None: the answer is free text.
 
     Attributes:
         has_loop: Whether the answer has repeated itself.
@@ -272,11 +273,11 @@ class LoopGuard:
 
     @property
     def must_end(self) -> bool:
-        """Whether the answer ends here, because its text repeats itself."""
+        """Whether the answer must end now, because its text repeats itself."""
         return self.has_loop and self._text is not None
 
     def push(self, token: int) -> None:
-        """Take the next token."""
+        """Process the next token."""
         if self._text is not None:
             self.has_loop |= bool(self._text.push(token))
         if self._strings is not None:
@@ -285,7 +286,7 @@ class LoopGuard:
 
 
 def holds_json(grammar: Grammar | None) -> bool:
-    """Whether answers of a grammar are, or hold, JSON."""
+    """Whether the answers of a grammar are or contain JSON."""
     if grammar is None:
         return False
     if grammar.kind == "grammar":
@@ -294,5 +295,5 @@ def holds_json(grammar: Grammar | None) -> bool:
 
 
 def has_text(grammar: Grammar | None) -> bool:
-    """Whether answers of a grammar may have text around JSON."""
+    """Whether the answers of a grammar may contain text outside JSON."""
     return grammar is None or grammar.kind not in ("json", "json_object")

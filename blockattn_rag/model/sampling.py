@@ -1,4 +1,4 @@
-"""How tokens are chosen: the arguments of transformers' ``generate`` that the engine hands on."""
+"""Sampling options: the arguments that the engine passes to transformers' ``generate``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from blockattn_rag.output.grammar import Grammar
 from blockattn_rag.output.tool_use import CallReading
 
-# Arguments of transformers' `generate` that would undo what the engine does.
+# Arguments of transformers' `generate` that the engine sets itself.
 _OWNED = frozenset(
     {
         *("inputs", "input_ids", "inputs_embeds", "attention_mask", "position_ids"),
@@ -21,13 +21,14 @@ _OWNED = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens are chosen. Greedy unless ``temperature`` is above 0.
+    """Sampling options of an answer. Decoding is greedy unless ``temperature`` is above 0.
 
-    ``keep_tokens`` are control tokens that stay in the answer's text, such as those around calls of
-    tools; ``calls`` is how these are read, so that they can end the answer. ``extra`` goes to
-    transformers' ``generate`` as it stands and wins over everything but the grammar. Grammar,
-    ``keep_tokens`` and ``calls`` are each answer's own: a batch, whose rows have everything else in
-    common, may hold several, so they play no part when options are compared.
+    ``keep_tokens`` are control tokens that stay in the answer's text, such as those around tool
+    calls. ``calls`` parses tool calls, so that they can end the answer. ``extra`` is passed to
+    transformers' ``generate`` unchanged and overrides everything except the grammar.
+
+    ``grammar``, ``keep_tokens`` and ``calls`` are ignored when options are compared, because they
+    may differ between the answers of a batch. All other options must be equal.
     """
 
     max_new_tokens: int = 256
@@ -43,23 +44,23 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not _is_whole(self.max_new_tokens, 1):
-            raise _refusal("max_new_tokens", "a whole number from 1 on", self.max_new_tokens)
+            raise _refusal("max_new_tokens", "an integer of at least 1", self.max_new_tokens)
         if self.temperature is not None and not _is_number(self.temperature, math.inf):
-            raise _refusal("temperature", "a number from 0 on, or None", self.temperature)
+            raise _refusal("temperature", "a number of at least 0, or None", self.temperature)
         if self.top_p is not None and not _is_number(self.top_p, 1):
             raise _refusal("top_p", "a number from 0 to 1, or None", self.top_p)
         if self.top_k is not None and not _is_whole(self.top_k, 0):
-            raise _refusal("top_k", "a whole number from 0 on, or None", self.top_k)
+            raise _refusal("top_k", "an integer of at least 0, or None", self.top_k)
         if self.seed is not None and not (_is_whole(self.seed, -(1 << 63)) and self.seed < 1 << 64):
-            raise _refusal("seed", "a whole number of 64 bits, or None", self.seed)
+            raise _refusal("seed", "a 64-bit integer, or None", self.seed)
         if not all(isinstance(text, str) and text for text in self.stop):
             raise _refusal("stop", "a list of non-empty strings", self.stop)
         if not all(isinstance(text, str) and text for text in self.keep_tokens):
             raise _refusal("keep_tokens", "a list of non-empty strings", self.keep_tokens)
         if owned := _OWNED & self.extra.keys():
             raise ValueError(
-                f"{', '.join(sorted(owned))} cannot be given: the engine sets the model's inputs "
-                "and cache, and gives one answer to each prompt"
+                f"{', '.join(sorted(owned))} cannot be set: the engine sets the model's inputs and "
+                "cache, and generates one answer per prompt"
             )
 
 

@@ -97,5 +97,5 @@ def test_an_answer_without_log_probabilities_is_named(
     server: FakeServer, asker: Asker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("blockattn_rag.check.asking._ASKED", {})
-    with pytest.raises(ProtocolError, match="expected a piece of a completion with token_ids"):
+    with pytest.raises(ProtocolError, match="expected a completion chunk with token_ids"):
         asker.full(probe().ids)

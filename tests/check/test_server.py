@@ -238,7 +238,7 @@ def test_blocks_in_int8_are_judged_by_their_own_rounding(model: BlockModel, chec
     ("tenants", "told"),
     [
         (True, "a block of '' is missing for 'check-"),
-        (False, "there are none: x-tenant-id is refused"),
+        (False, "no tenants: the server refuses x-tenant-id"),
         (None, "x-tenant-id is set or stripped on the way"),
     ],
 )

@@ -69,7 +69,7 @@ SUPPORTED: dict[str, tuple[str, dict[str, Any]]] = {
 _GPT = {"n_layer": 2, "n_head": 4, "n_embd": 32}
 _ROTARY = "not plain rotary"
 _ALIBI = "ALiBi"
-_STATE = "keeps its past in a LinearAttentionLayer"
+_STATE = "caches its state in a LinearAttentionLayer"
 
 # Family: config, and what the refusal must say.
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -101,7 +101,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "jamba": ("jamba", {}, _STATE),
     "qwen3_next": ("qwen3_next", {}, _STATE),
     # In transformers 5.19 its cache has a layer for it as for others.
-    "recurrent_gemma": ("recurrent_gemma", {}, f"{_STATE}|keep a state of another kind"),
+    "recurrent_gemma": ("recurrent_gemma", {}, f"{_STATE}|cache a state other than keys"),
     "llama4": (
         "llama4_text",
         {
@@ -115,6 +115,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "gemma3, bidirectional": (
         "gemma3_text",
         {**_WINDOW, "num_hidden_layers": 7, "use_bidirectional_attention": True},
-        "see later ones",
+        "is not causal",
     ),
 }

@@ -190,7 +190,7 @@ def without(held: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def test_files_of_other_kinds_are_refused(model: BlockModel, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="is no file of a correction"):
+    with pytest.raises(ValueError, match="is not a correction file"):
         read_correction(tmp_path / "none.safetensors")
     path = tmp_path / "kv.safetensors"
     save_correction(correction_of(model), path)
@@ -215,7 +215,7 @@ def test_files_of_other_kinds_are_refused(model: BlockModel, tmp_path: Path) -> 
         ({**tensors, "bias.0": tensors["bias.0"] / 0}, metadata, "NaN or infinity in bias.0"),
         ({**tensors, "bias.0": torch.tensor(1.0)}, metadata, "found shapes"),
         ({**tensors, "bias.0": tensors["bias.0"].int()}, metadata, "found torch.int32 in bias.0"),
-        (tensors, without(metadata, "sink"), "metadata lack sink"),
+        (tensors, without(metadata, "sink"), "metadata lacks sink"),
     ]
     for number, (held, told, message) in enumerate(broken):
         file = tmp_path / f"{number}.safetensors"
@@ -223,5 +223,5 @@ def test_files_of_other_kinds_are_refused(model: BlockModel, tmp_path: Path) -> 
         with pytest.raises(ValueError, match=message):
             read_correction(file)
     (tmp_path / "text.safetensors").write_text("no tensors")
-    with pytest.raises(ValueError, match="is no file of a correction"):
+    with pytest.raises(ValueError, match="is not a correction file"):
         read_correction(tmp_path / "text.safetensors")

@@ -97,7 +97,7 @@ def test_a_folder_may_hold_a_tokenizer_alone(tmp_path: Path) -> None:
     tiny_tokenizer().save_pretrained(tmp_path)
     loaded = load_tokenizer(tmp_path)
     assert BlockTokenizer(loaded).fingerprint == BlockTokenizer(tiny_tokenizer()).fingerprint
-    with pytest.raises(FileNotFoundError, match="holds no model"):
+    with pytest.raises(FileNotFoundError, match="contains no model"):
         load_config(tmp_path)
 
 

@@ -13,16 +13,16 @@ from blockattn_rag.model.sampling import Sampling
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"max_new_tokens": 0}, "max_new_tokens must be a whole number from 1 on; found 0"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be an integer of at least 1; found 0"),
         *(({"max_new_tokens": n}, "must be a whole number") for n in ("5", 2.5, True, None)),
         *(({"temperature": t}, "temperature must be a number") for t in (-1.0, "x", math.inf)),
         ({"temperature": math.nan}, "temperature must be a number from 0 on"),
         *(({"top_p": p}, "top_p must be a number from 0 to 1") for p in (1.1, -0.1, "x")),
-        *(({"top_k": k}, "top_k must be a whole number from 0 on") for k in (-1, 1.5, "x")),
+        *(({"top_k": k}, "top_k must be an integer of at least 0") for k in (-1, 1.5, "x")),
         *(({"seed": s}, "seed must be a whole number of 64 bits") for s in ("a", 1.0, 1 << 64)),
         *(({"stop": s}, "stop must be a list of non-empty strings") for s in ((1,), ("a", None))),
         ({"stop": ("",)}, "stop must be a list of non-empty strings"),
-        ({"extra": {"past_key_values": None}}, "past_key_values cannot be given"),
+        ({"extra": {"past_key_values": None}}, "past_key_values cannot be set"),
         ({"extra": {"use_cache": False, "num_return_sequences": 2}}, "num_return_sequences, use"),
     ],
 )

@@ -40,7 +40,7 @@ def test_rows_are_kept_as_they_come_and_bad_options_refused_before_the_first(
 
     monkeypatch.setattr(module, "measure", one_row_and_a_crash)
     output = tmp_path / "new" / "rows.json"
-    with pytest.raises(FileNotFoundError, match="holds no model"):
+    with pytest.raises(FileNotFoundError, match="contains no model"):
         main(["bundled", str(tmp_path)], output=output)
     assert not asked
     with pytest.raises(MemoryError):
