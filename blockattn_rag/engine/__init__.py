@@ -1,4 +1,4 @@
-"""One model, one store, and the answers. Names are imported when they are first used."""
+"""Engines, which answer prompts with a model and a KV store. Names are imported on first use."""
 
 from __future__ import annotations
 

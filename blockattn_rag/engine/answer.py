@@ -1,4 +1,4 @@
-"""One answer in progress: turns tokens into text and passes it to the caller."""
+"""Answers in progress: detokenize generated tokens and pass the text to the caller."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class Prepared(NamedTuple):
     Args:
         context_ids: Token ids of the context.
         final_ids: Token ids of the final block.
-        context: The placed blocks: in full mode none.
-        limit: Number of tokens that may be generated.
-        stats: Figures so far.
+        context: Context blocks at their positions. Empty in full mode.
+        limit: Maximum number of tokens to generate.
+        stats: Statistics so far.
         fingerprint: Fingerprint of the model that the blocks belong to. Empty in full mode.
     """
 
@@ -46,7 +46,7 @@ class Prepared(NamedTuple):
     fingerprint: str = ""
 
     def after(self, known: int) -> Prepared:
-        """The same prompt with ``known`` tokens of the final block reused."""
+        """The prompt with ``known`` tokens of the final block counted as reused."""
         stats = replace(
             self.stats,
             reused_tokens=self.stats.reused_tokens + known,
@@ -56,13 +56,13 @@ class Prepared(NamedTuple):
 
 
 class Answer:
-    """One answer in progress.
+    """An answer that is being generated.
 
     Args:
-        request: The request that it answers.
+        request: The request to answer.
         prompt: The request's prompt.
         prepared: The prompt, ready for the model.
-        model: The model that answers.
+        model: The model that generates the answer.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Answer:
         self.restart()
 
     def restart(self) -> None:
-        """Discard all tokens."""
+        """Discard all tokens and start over."""
         hf_model, sampling = self._model.hf_model, self.options.sampling
         tokenizer = self._model.tokenizer.tokenizer
         self.clock = Clock(self.request.started)
@@ -90,25 +90,25 @@ class Answer:
 
     @property
     def stopped(self) -> bool:
-        """Whether the answer ended before the model ended it: at a stop string, because it repeats
-        itself, or because no further tool call is allowed."""
+        """Whether to stop generating: the answer reached a stop string, repeats itself, or made its
+        last allowed tool call."""
         repeats = self._guard is not None and self._guard.must_end
         is_over = self._calls is not None and self._calls.is_over
         return self._detokenizer.stopped or repeats or is_over
 
     @property
     def has_ended(self) -> bool:
-        """Whether the request has its result."""
+        """Whether the request's result is set."""
         return self.request.answer.done()
 
     @property
     def can_restart(self) -> bool:
-        """Whether the caller has received nothing yet."""
+        """Whether the answer can start over: it has not ended, and no text was streamed."""
         has_given = self._given > 0 and self.request.on_chunk is not None
         return not (self.has_ended or has_given)
 
     def push(self, token: int) -> None:
-        """Take the next token, and pass on the text that has become certain."""
+        """Add the next token, and pass the text that it completes to the caller."""
         self.clock.note_token()
         self._ids.append(token)
         self._detokenizer.push(token)
@@ -117,7 +117,7 @@ class Answer:
         self._give()
 
     def push_batched(self, token: int) -> bool:
-        """``push`` for a row of a batch, which is padded once its answer has ended.
+        """``push`` for a row of a batch. Tokens after the end of the answer are padding: ignored.
 
         Returns:
             Whether the answer has ended.
@@ -130,7 +130,7 @@ class Answer:
         return self.has_ended
 
     def complete(self, ids: Sequence[int]) -> None:
-        """Set the request's result to the answer with these tokens, some of which may be new."""
+        """Set the request's result to the answer with these tokens. New ones are pushed first."""
         if self.has_ended:
             return
         for token in ids[len(self._ids) :]:
@@ -150,7 +150,7 @@ class Answer:
             self._given = len(text)
 
     def _generation(self, ids: list[int]) -> Generation:
-        ids = ids[: self._detokenizer.num_tokens]  # beams and drafts go past stop strings
+        ids = ids[: self._detokenizer.num_tokens]  # beams and drafts can run past stop strings
         ended = bool(ids) and ids[-1] in self._end_ids
         reason: FinishReason = "length"
         if self.stopped or ended or len(ids) < self.prepared.limit:
@@ -162,10 +162,10 @@ class Answer:
 
 
 class CallWatch:
-    """Reads the tool calls of an answer as its text comes, without the model's thoughts.
+    """Parses the tool calls in an answer while it is generated. Thoughts are skipped.
 
     Args:
-        sampling: The request's sampling, with ``calls``.
+        sampling: The request's sampling options. ``calls`` must be set.
         tokenizer: A transformers tokenizer.
         prompt: The request's prompt.
     """
@@ -183,11 +183,11 @@ class CallWatch:
 
     @property
     def has_loop(self) -> bool:
-        """Whether the same call came twice in a row."""
+        """Whether the model made the same call twice in a row."""
         return self._reader.has_loop
 
     def push(self, text: str, marks: Marks) -> None:
-        """Take the next piece of the answer, with its marks."""
+        """Parse the next piece of the answer, with its marks."""
         answer = self._thoughts.push(text).answer
         piece = GenerationChunk(text, marks=marks)
         self._reader.read(answer, marks_at_end(piece, answer), last=False)

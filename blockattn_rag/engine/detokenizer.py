@@ -1,4 +1,4 @@
-"""Tokens to text, as they come."""
+"""Incremental detokenization of generated tokens."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from typing import Any
 
 
 class Detokenizer:
-    """Turns tokens into text as they come: whole characters only, and nothing past a stop string.
+    """Turns tokens into text one by one: complete characters only, up to the first stop string.
 
-    Text is decoded from a short window of the last tokens, since a token alone may be part of a
-    character. The same method as ``tokenizers.decoders.DecodeStream``, which has no end (text that
-    waits for the rest of a character would be lost) and does not take tokenizers in Python.
+    A token may be only part of a character, so text is decoded from a short window of the last
+    tokens, as in ``tokenizers.decoders.DecodeStream``. Unlike ``DecodeStream``, this class emits an
+    incomplete character at the end of the answer and supports tokenizers written in Python.
 
     Args:
-        tokenizer: a transformers tokenizer, for ``decode``.
-        stop: strings that end the answer and are not part of it.
-        keep: control tokens that are part of the text; others are left out.
+        tokenizer: Transformers tokenizer.
+        stop: Strings that end the answer. They are removed from the text.
+        keep: Control tokens to keep in the text. Others are removed.
 
     Attributes:
-        text: what has become certain so far.
+        text: Text emitted so far.
+        stopped: Whether a stop string ended the text.
     """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = (), keep: Sequence[str] = ()) -> None:
@@ -30,8 +31,7 @@ class Detokenizer:
         self._hidden = _hidden_ids(tokenizer, self._kept) if keep else None
         self._ids: list[int] = []
         self._marks: list[tuple[int, int]] = []
-        # Text is decoded from a window of tokens that begins at index `_start`. The text of the
-        # tokens before index `_read` has been given out.
+        # The decoding window starts at token `_start`. Tokens before `_read` are decoded already.
         self._start = 0
         self._read = 0
         self._held = ""  # text that may be the beginning of a stop string
@@ -39,14 +39,14 @@ class Detokenizer:
         self.stopped = False
 
     def push(self, token: int) -> str:
-        """Take one token; give the text that has become certain, maybe none."""
+        """Add one token. Returns the text that it completes, which may be empty."""
         if self.stopped:
             return ""
         self._ids.append(token)
         new = self._unread()
-        if new.endswith("\ufffd"):  # a character that is not whole yet
+        if new.endswith("\ufffd"):  # an incomplete character
             return ""
-        if new:  # else a control token, which cannot be the start of a window
+        if new:  # a control token has no text and cannot start a window
             self._start, self._read = self._read, len(self._ids)
         if (mark := self._kept.get(token)) and new.endswith(mark):
             end = len(self.text) + len(self._held) + len(new)
@@ -54,11 +54,10 @@ class Detokenizer:
         return self._emit(new, final=False)
 
     def marks(self, since: int = 0) -> tuple[tuple[int, int], ...]:
-        """Where kept control tokens are in the text. The same characters in ordinary tokens are no
-        mark.
+        """Spans of kept control tokens. The same characters in ordinary tokens do not count.
 
         Args:
-            since: index in the text from which indices are counted.
+            since: Index in the text that spans are relative to. Earlier spans are left out.
         """
         latest = takewhile(lambda mark: mark[0] >= since, reversed(self._marks))
         found = [(start - since, end - since) for start, end in latest if end <= len(self.text)]
@@ -66,22 +65,22 @@ class Detokenizer:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens taken, up to the one that completed a stop string."""
+        """Number of tokens pushed, up to the one that completed a stop string."""
         return len(self._ids)
 
     def finish(self) -> str:
-        """The rest of the text, when no more tokens come."""
+        """Return the rest of the text, after the last token."""
         return self._emit(self._unread(), final=True)
 
     def _unread(self) -> str:
-        """The text of the tokens that came since text was given out."""
+        """Text of the tokens that are not decoded yet."""
         seen = self._decode(self._ids[self._start : self._read])
         return self._decode(self._ids[self._start :])[len(seen) :]
 
     def _decode(self, ids: list[int]) -> str:
         if self._hidden is not None:
             ids = [one for one in ids if one not in self._hidden]
-        # Cleaning up spaces would change what was already given out.
+        # Cleaning up spaces would change text that was already emitted.
         text = self._tokenizer.decode(
             ids,
             skip_special_tokens=self._hidden is None,
@@ -98,7 +97,7 @@ class Detokenizer:
             self.stopped, text, self._held = True, text[:cut], ""
         else:
             keep = 0 if final else self._possible_stop(text)
-            if keep:  # a mark is given out whole
+            if keep:  # a mark must not be split
                 at = len(self.text) + len(text) - keep
                 latest = takewhile(lambda mark: mark[1] > at, reversed(self._marks))
                 keep += max((at - start for start, _ in latest), default=0)
@@ -107,20 +106,20 @@ class Detokenizer:
         return text
 
     def _possible_stop(self, text: str) -> int:
-        """Length of the longest end of ``text`` that a stop string may begin with."""
+        """Length of the longest suffix of ``text`` that may start a stop string."""
         most = len(text) + 1
         sizes = (n for s in self._stop for n in range(1, min(len(s), most)) if text.endswith(s[:n]))
         return max(sizes, default=0)
 
 
 def _kept_ids(tokenizer: Any, keep: Sequence[str]) -> dict[int, str]:
-    """Tokens to keep, by their ids."""
+    """Control tokens to keep, by id."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
     return {number: str(token) for number, token in added.items() if str(token) in keep}
 
 
 def _hidden_ids(tokenizer: Any, kept: Collection[int]) -> set[int]:
-    """Ids of the control tokens, less those to keep."""
+    """Ids of the control tokens to remove from the text."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
     special = {number for number, token in added.items() if token.special}
     return (special | set(tokenizer.all_special_ids)) - set(kept)

@@ -1,4 +1,4 @@
-"""BlockAttentionEngine: a model and a KV store, for adapters and the command line."""
+"""BlockAttentionEngine: answers prompts with a model and a KV store."""
 
 from __future__ import annotations
 
@@ -34,33 +34,34 @@ if TYPE_CHECKING:
 class BlockAttentionEngine:
     """Answers prompts made of blocks, reusing every block's keys and values.
 
-    Thread-safe. A model runs one request or batch at a time, for all engines over it.
+    Thread-safe. Engines may share a model, which runs one request or batch at a time.
 
     Args:
         model: The model.
-        store: Where KV is stored: a store, the path of a ``DirectoryStore``, or None for memory.
+        store: Store for KV, or the path of a ``DirectoryStore``. Default: a store in memory.
         recipe: How the model runs in block mode: ``"auto"``, ``"none"``, the folder of a recipe,
-            a ``Recipe``, or a sink alone such as ``"head:4"``. ``"auto"`` takes the best recipe
-            known; see ``find_recipe.resolve_recipe``.
-        resident_bytes: Bytes of stored blocks to keep on the model's device. 0 reads and checks
-            blocks for every answer. In addition, up to a quarter as many bytes hold what recent
-            answers computed after their contexts, for their conversations' next turns
+            a ``Recipe``, or a sink such as ``"head:4"``. ``"auto"`` uses the best known recipe; see
+            ``find_recipe.resolve_recipe``.
+        resident_bytes: Bytes of stored blocks to cache on the model's device. With 0, each answer
+            reads its blocks from the store. Up to a quarter as many bytes are used in addition to
+            cache final blocks and answers for the next turns of their conversations
             (``engine.tails``).
-        kv_dtype: Type to keep computed keys and values in: ``"model"``, or ``"int8"`` for half or a
-            quarter of the bytes (``kv.quantization``). Stored blocks are read in either type.
+        kv_dtype: Type of computed keys and values: ``"model"``, or ``"int8"`` for half or a quarter
+            of the size (``kv.quantization``). Stored blocks are read in either type.
         namespace: Isolates tenants: blocks stored under one namespace are invisible to others.
             Empty: the default namespace.
-        read_namespaces: Further namespaces to read, in this order, such as ``("public",)`` for
-            collections that tenants share. They are never written.
-        read_only: Store nothing. Missing blocks are computed and kept in memory within
-            ``resident_bytes``. The store may still record that an entry was used.
-        folder: Folder of the database that the store belongs to. ``recipe="auto"`` looks there
+        read_namespaces: Other namespaces to read, in order, such as ``("public",)`` for passages
+            that tenants share. They are never written.
+        read_only: Whether to write no blocks to the store. Missing blocks are computed and kept in
+            memory within ``resident_bytes``. The store may still record that an entry was used.
+        folder: Folder of the database that the store belongs to. ``recipe="auto"`` searches it
             first.
         positions: Overrides the recipe's positions, for experts.
         on_miss: ``"compute"`` encodes and stores a block that is not in the store. ``"error"``
             raises ``MissError``, for benchmarks.
-        assembly: ``"relay"`` attends to blocks where they are stored, ``"copy"`` joins them in new
-            tensors. ``"auto"`` uses relay where the model allows it.
+        assembly: ``"relay"`` attends to blocks in place; ``"copy"`` concatenates them in new
+            tensors. ``"auto"`` uses relay if the model supports it and the final block is
+            short.
 
     Raises:
         ValueError: the recipe does not belong to the model, or an argument is out of range.
@@ -139,12 +140,12 @@ class BlockAttentionEngine:
 
     @property
     def model(self) -> BlockModel:
-        """The model. Another model needs another engine."""
+        """The model. It cannot be replaced: create an engine for each model."""
         return self._model
 
     @property
     def kv_dtype(self) -> KVDtype:
-        """The type that computed blocks are kept in."""
+        """Type of computed keys and values."""
         return self._fetcher.kv_dtype
 
     @property
@@ -169,13 +170,13 @@ class BlockAttentionEngine:
         """Compute and store the KV of texts that are not stored yet.
 
         Args:
-            texts: Passages, or a ``BlockPrompt`` whose context is encoded. Its first block has the
-                BOS token, so it is stored separately from the same text as a passage.
+            texts: Passages, or a ``BlockPrompt`` whose context is encoded. A prompt's first block
+                has the BOS token, so it is stored separately from a passage with the same text.
             show_progress: Whether to show a progress bar.
             recipe: Overrides the engine's recipe.
 
         Returns:
-            The handles, in order.
+            The handles of the texts, in order.
         """
         blocks, as_prompt = blocks_to_encode(texts)
         self.precompute(blocks, as_prompt=as_prompt, show_progress=show_progress, recipe=recipe)
@@ -191,7 +192,7 @@ class BlockAttentionEngine:
         batch_tokens: int | None = None,
         recipe: RecipeLike | None = None,
     ) -> EncodeStats:
-        """``encode`` that returns figures; see ``ingest.precompute`` for the arguments."""
+        """``encode``, with statistics. See ``ingest.precompute`` for the arguments."""
         return precompute(
             self._fetcher,
             blocks,
@@ -206,10 +207,10 @@ class BlockAttentionEngine:
     def prefetch(
         self, passages: Sequence[str | Block], *, recipe: RecipeLike | None = None
     ) -> None:
-        """Start reading passages from the store before their prompt exists.
+        """Read passages from the store in the background, before their prompt exists.
 
-        Returns at once and raises nothing; ``prefetches`` has the counts. Passages stay in memory
-        until ``resident_bytes`` are full, so pass the likeliest first. Nothing is computed.
+        Returns immediately and never raises; ``prefetches`` has the statistics. Reading stops when
+        ``resident_bytes`` are full, so pass the likeliest passages first. Nothing is computed.
 
         Args:
             passages: The passages.
@@ -220,11 +221,11 @@ class BlockAttentionEngine:
 
     @property
     def prefetches(self) -> PrefetchStats:
-        """Figures of ``prefetch`` so far."""
+        """Statistics of all ``prefetch`` calls so far."""
         return self._prefetcher.stats
 
     def contains(self, block: Block, *, first: bool = False) -> bool:
-        """Whether a block's KV is stored. ``first``: as the first block of a prompt."""
+        """Whether a block's KV is stored. ``first``: whether it is the first block of a prompt."""
         return self._fetcher.contains(block, first=first, recipe=self._recipe)
 
     # -- answering ---------------------------------------------------------------------------
@@ -248,14 +249,14 @@ class BlockAttentionEngine:
         Args:
             prompt: A ``BlockPrompt``, or a list whose last item is the final block.
             mode: ``"block"`` reuses blocks; ``"full"`` is ordinary attention over the same tokens.
-            recipe: Overrides the engine's recipe, for comparisons. Pass a ``Recipe``: a folder is
-                read in every call.
-            max_new_tokens: Maximum number of tokens. The context window may end the answer earlier.
-            temperature: 0 or None is greedy. ``top_p`` and ``top_k`` apply above 0.
-            top_p: Nucleus sampling.
-            top_k: Number of likeliest tokens to sample from.
-            stop: Strings that end the answer. They are not part of it.
-            seed: Makes sampling repeatable.
+            recipe: Overrides the engine's recipe, for comparisons. Prefer a ``Recipe`` to its
+                folder, which is read on every call.
+            max_new_tokens: Maximum number of tokens to generate, within the context window.
+            temperature: Sampling temperature. 0 or None is greedy, without ``top_p`` and ``top_k``.
+            top_p: Probability mass to sample from (nucleus sampling).
+            top_k: Number of most likely tokens to sample from.
+            stop: Strings that end the answer. They are removed from its text.
+            seed: Random seed of sampling.
             generate_kwargs: ``response_format``, ``structured_outputs``, and arguments of
                 transformers' ``generate``.
 
@@ -282,8 +283,8 @@ class BlockAttentionEngine:
         """Request an answer without waiting for it.
 
         Args:
-            prompt: A prompt, or a function that makes it on the model's thread.
-            group: Calls whose requests are answered in one batch.
+            prompt: A prompt, or a function that creates it on the model's thread.
+            group: Concurrent calls whose requests share a batch.
             options: As for ``generate``.
 
         Returns:
@@ -296,25 +297,25 @@ class BlockAttentionEngine:
     async def agenerate(
         self, prompt: LatePrompt, *, group: Group | None = None, **options: Any
     ) -> Generation:
-        """``generate`` for event loops. Calls of the same turn of the loop share a batch.
+        """Async ``generate``. Calls in the same iteration of the event loop share a batch.
 
-        Cancelling the task ends the generation. See ``submit`` for ``prompt`` and ``group``.
+        Cancelling the task stops the generation. See ``submit`` for ``prompt`` and ``group``.
         """
         pending = self._pending(prompt, options, group=group)
         self._scheduler.submit_in_turn(pending)
         return await pending.wait()
 
     def stream(self, prompt: Prompt, **options: Any) -> Generator[GenerationChunk, None, None]:
-        """Answer a prompt piece by piece. ``options`` are those of ``generate``.
+        """Stream the answer to a prompt. ``options`` are those of ``generate``.
 
-        The last chunk has the complete ``Generation``. Closing the iterator ends the generation and
-        frees the model.
+        The last chunk has the complete ``Generation``. Closing the iterator stops the generation
+        and frees the model.
         """
         pending = self._pending(prompt, options)
         return pending.chunks(partial(self._scheduler.submit, pending))
 
     def astream(self, prompt: LatePrompt, **options: Any) -> AsyncGenerator[GenerationChunk, None]:
-        """``stream`` for event loops."""
+        """Async ``stream``."""
         pending = self._pending(prompt, options)
         return pending.achunks(partial(self._scheduler.submit_in_turn, pending))
 
@@ -323,13 +324,13 @@ class BlockAttentionEngine:
     ) -> list[Generation]:
         """Answer several prompts, in order. ``options`` are those of ``generate``.
 
-        Up to ``batch_size`` prompts share each forward where that gives ``generate``'s answers.
-        Models with sliding windows, seeded sampling, and options that look back at the prompt
-        (beams, penalties) are answered one by one. Batches are smaller for prompts with more tokens
-        to compute than ``BlockModel.batch_tokens``.
+        Up to ``batch_size`` prompts share each forward pass if batching does not change answers.
+        Prompts are answered one by one for models with sliding windows, for seeded sampling, and
+        for options that depend on the prompt's tokens (beam search, penalties). Batches are smaller
+        if they would compute more than ``BlockModel.batch_tokens`` tokens at once.
         """
         if not isinstance(batch_size, int) or batch_size < 1:
-            raise ValueError(f"batch_size must be a whole number from 1 on, found {batch_size!r}")
+            raise ValueError(f"Invalid batch_size {batch_size!r}: expected an integer, 1 or more.")
         options["recipe"] = self._recipe_of_call(options.get("recipe"))  # once for all prompts
         waiting = [self._pending(prompt, options, max_batch=batch_size) for prompt in prompts]
         return self._scheduler.submit_and_wait(*waiting)
@@ -354,10 +355,10 @@ class BlockAttentionEngine:
             Logits ``[answer tokens, vocab]`` in the model's dtype, on its device. The first row
             predicts the answer's first token.
 
-        Raises as ``generate``.
+        Raises the same errors as ``generate``.
         """
         if not answer_ids:
-            raise ValueError("the answer has no token to predict")
+            raise ValueError("answer_ids is empty: expected at least one token id.")
         parsed = self._options({**options, "mode": mode, "max_new_tokens": len(answer_ids)})
         answer_logits = self._runner.answer_logits
         return self._scheduler.run(partial(answer_logits, made(prompt), answer_ids, parsed))
@@ -378,7 +379,7 @@ class BlockAttentionEngine:
         self, prompt: LatePrompt, options: Mapping[str, Any], **scheduling: Any
     ) -> PendingRequest:
         parsed = self._options(options)
-        if not callable(prompt):  # an invalid prompt is refused now, not when its turn comes
+        if not callable(prompt):  # refuse an invalid prompt now, in the caller
             prompt = made(prompt)
         return PendingRequest(
             partial(made, prompt),

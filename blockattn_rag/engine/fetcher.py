@@ -1,4 +1,4 @@
-"""Fetching blocks: keys and values from the store on a hit, from the model on a miss."""
+"""Fetches keys and values of blocks: from the store on a hit, from the model on a miss."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NOTHING_COMPUTED: Mapping[Name, int] = MappingProxyType({})
 
 _MOST_TO_STORE = 4096
 
-# Blocks that prefetching reads at once; as many as stores read in parallel.
+# Number of blocks that prefetching reads at once: as many as stores read in parallel.
 _PREFETCHED_AT_ONCE = 16
 
 
@@ -39,11 +39,11 @@ class Fetched(NamedTuple):
     """Keys and values of a prompt's context blocks, in order.
 
     Args:
-        blocks: The blocks that have tokens.
-        places: Index of each of them in the context.
-        computed: Number of tokens of each block that was computed for the prompt, by name.
-        hits: Number of blocks found. Where the prompt repeats a computed block, that is a hit.
-        reused_tokens: Tokens of the blocks found.
+        blocks: Keys and values of the blocks that have tokens.
+        places: Index of each of these blocks in the context.
+        computed: Number of tokens of each block that was computed for the prompt, by block name.
+        hits: Number of blocks found. Repetitions of a computed block count as hits.
+        reused_tokens: Number of tokens in the hits.
     """
 
     blocks: list[BlockKV]
@@ -54,15 +54,17 @@ class Fetched(NamedTuple):
 
 
 class BlockFetcher:
-    """A model and a store. Every block that it returns is this model's KV of the requested tokens.
+    """Gets the KV of blocks from a store, and computes and stores the KV of missing blocks.
+
+    Stored blocks are checked: each must be this model's KV of the requested tokens.
 
     Args:
         model: The model that computes missing blocks.
-        store: Where blocks are stored.
-        resident_bytes: Bytes of blocks to keep in memory, unless the store is in memory itself.
+        store: The store.
+        resident_bytes: Bytes of blocks to cache in memory, unless the store itself is in memory.
         access: Namespaces to read and write.
-        kv_dtype: Type that computed blocks are kept in. Stored blocks are read in any type.
-        on_miss: Whether missing passages may be computed.
+        kv_dtype: Type of computed keys and values. Stored blocks are read in any type.
+        on_miss: Whether to compute missing passages or to raise ``MissError``.
 
     Raises:
         ValueError: ``kv_dtype`` or ``on_miss`` is unknown, or the model does not support
@@ -84,8 +86,8 @@ class BlockFetcher:
         kinds = {kind for _, _, kind in model.profile.token_outline}
         if kv_dtype == "int8" and len(kinds) > 1:
             raise ValueError(
-                f"{model.name} has keys and values of several number types "
-                f"({', '.join(sorted(map(str, kinds)))}), which cannot be kept in int8: use "
+                f"{model.name} has keys and values of several dtypes "
+                f"({', '.join(sorted(map(str, kinds)))}), which int8 does not support: use "
                 "kv_dtype='model'."
             )
         self._model = model
@@ -93,25 +95,25 @@ class BlockFetcher:
         self.wanted = BlockLookup(model, access).wanted
         self._resident_bytes = math.inf if store.is_resident else resident_bytes
         self._cache = (
-            DeviceCache(store, resident_bytes or 1)  # a store in memory is not written either
+            DeviceCache(store, resident_bytes or 1)  # a store in memory stays unchanged too
             if access.read_only
             else with_device_cache(store, resident_bytes)
         )
         self._checked: WeakSet[BlockKV] = WeakSet()  # blocks never change, so one check is enough
-        # Keys of blocks to store the next time they are computed or used, whatever their origin:
-        # system messages that were used once, and damaged entries.
+        # Keys of blocks to store when they are next computed or used: system messages that were
+        # used once, and damaged entries of any origin.
         self._to_store: set[str] = set()
 
     def contains(self, block: Block, *, first: bool = False, recipe: Recipe = PLAIN) -> bool:
-        """Whether the store has an entry for a block. The entry is checked when it is read."""
+        """Whether the store has an entry for a block. Its contents are not checked."""
         (one,) = self.wanted([block], as_prompt=first, recipe=recipe)
         return any(key in self.store for key in one.keys)
 
     def claim(self, one: Wanted) -> bool:
-        """Mark an entry as used now, by all its texts.
+        """Mark an entry as used now and as shared by the texts with its handles.
 
         Returns:
-            Whether there is an entry that looks sound.
+            Whether there is an entry that looks intact.
         """
         own, *others = one.keys
         if self.access.read_only:
@@ -123,10 +125,10 @@ class BlockFetcher:
     def fetch(
         self, context: Sequence[Wanted], computed: Mapping[Name, int] = NOTHING_COMPUTED
     ) -> Fetched:
-        """Get the KV of a prompt's context. Missing blocks are computed together.
+        """Get the KV of a prompt's context blocks. Missing blocks are computed in batches.
 
-        Computed passages are stored; system messages are stored when they come a second time. All
-        other text is private to its prompt and stays in the memory of this process.
+        Computed passages are stored. System messages are stored on their second use. All other text
+        is private to its prompt and kept in this process's memory only.
 
         Args:
             context: The blocks.
@@ -180,13 +182,13 @@ class BlockFetcher:
     def encode(
         self, wanted: Sequence[Wanted], batch_tokens: int | None = None
     ) -> Iterator[list[tuple[Wanted, BlockKV]]]:
-        """Compute blocks, batch by batch as in ``BlockModel.encode``.
+        """Compute blocks in batches, as ``BlockModel.encode`` does.
 
-        Where the store has a block without the adapter, only the adapter is applied. Blocks without
-        tokens are left out.
+        If the store has a block's KV without the adapter, only the adapter is applied. Blocks
+        without tokens are skipped.
         """
         requests: dict[str, EncodeRequest] = {}
-        waiting: dict[str, list[Wanted]] = {}  # blocks of the same tokens in several namespaces
+        waiting: dict[str, list[Wanted]] = {}  # blocks with the same tokens in several namespaces
         for one in wanted:
             encoded = self._stored_without_adapter(one) if one.ids else None
             if encoded is not None:
@@ -205,14 +207,14 @@ class BlockFetcher:
         try:
             if (stored := self.store.get(key)) is not None:
                 self._check(stored, key, one.ids)
-        except StoreError:  # reported when that entry itself is looked up
+        except StoreError:  # logged when this entry itself is requested
             return None
-        if stored is None or stored.scales is not None:  # int8 would be rounded twice
+        if stored is None or stored.scales is not None:  # int8 values would be rounded twice
             return None
         return stored.to(self._model.device)
 
     def _finished(self, encoded: BlockKV, one: Wanted) -> BlockKV:
-        """A computed block with its adapter, in the type that blocks are kept in."""
+        """Apply the adapter to a computed block and convert it to ``kv_dtype``."""
         if one.adapter is not None:
             encoded = one.adapter.corrected(encoded, self._model.profile.layouts)
         if self.kv_dtype == "int8":
@@ -221,7 +223,7 @@ class BlockFetcher:
         return replace(encoded, digest=one.digest, handle=handle, namespace=namespace)
 
     def _look_up(self, wanted: Collection[Wanted]) -> dict[Name, BlockKV]:
-        """The blocks that are stored, by name, on the model's device."""
+        """Read the blocks that are stored. Returns them by name, on the model's device."""
         found: dict[Name, BlockKV] = {}
         device = self._model.device
         for place in range(1 + len(self.access.read_namespaces)):
@@ -238,7 +240,7 @@ class BlockFetcher:
         return found
 
     def _sound(self, answer: Found, key: str, one: Wanted) -> BlockKV | None:
-        """The block that the store returned, if it is the requested one. A bad entry is a miss."""
+        """The block that the store returned, if it is the requested one. Bad entries are misses."""
         try:
             if isinstance(answer, StoreError):
                 raise answer
@@ -246,10 +248,10 @@ class BlockFetcher:
                 self._check(answer, key, one.ids)
         except StoreError as error:
             is_bad = isinstance(answer, BlockKV) or is_damage(answer)
-            done = "kept in memory" if self.access.read_only else "the entry overwritten"
-            done = done if is_bad else "the store asked again next time"
+            done = "kept in memory" if self.access.read_only else "the entry is overwritten"
+            done = done if is_bad else "the store is tried again next time"
             logger.warning("%s. The block is computed again and %s.", error, done)
-            if is_bad:  # a store that does not answer may not have an entry
+            if is_bad:  # an unavailable store may have no entry to overwrite
                 self._to_store.add(one.key)
             return None
         if answer is not None and key in self._to_store:
@@ -257,25 +259,25 @@ class BlockFetcher:
         return answer
 
     def _check(self, kv: BlockKV, key: str, ids: list[int]) -> None:
-        """Raise StoreError if a block is not the requested one."""
+        """Raise ``StoreError`` if a block is not the requested one."""
         if kv.key != key:
             raise StoreError(
-                f"The store holds under {key} another block or another model's KV (digest "
+                f"The store entry {key} is of another block or another model (found digest "
                 f"{kv.digest[:12]}, fingerprint {kv.fingerprint[:12]})"
             )
         if kv in self._checked:
             return
         if kv.token_ids.tolist() != ids:
-            raise StoreError(f"The store holds under {key} the KV of other tokens")
+            raise StoreError(f"The store entry {key} has the KV of other tokens")
         if not self._model.could_have_computed(kv):
             raise StoreError(
-                f"The store holds under {key} keys and values of another shape than this model's"
+                f"The store entry {key} has keys and values whose shape does not fit this model"
             )
         self._checked.add(kv)
 
     def _keep(self, kv: BlockKV, allowed: Keep) -> None:
-        """Keep a computed block: in the store where that is allowed, else in memory."""
-        # The key of the model that computed it: the model may have been changed since the look-up.
+        """Keep a computed block in the store if that is allowed, else in memory."""
+        # The model may have changed since the lookup, so use the key of the computed KV.
         key = kv.key
         if allowed == "store" or key in self._to_store:
             self._store(kv)
@@ -301,10 +303,10 @@ class BlockFetcher:
 
 
 def check_on_miss(on_miss: OnMiss) -> OnMiss:
-    """The value, unchanged.
+    """Return ``on_miss`` if it is valid.
 
     Raises:
-        ValueError: it is unknown.
+        ValueError: ``on_miss`` is unknown.
     """
     if on_miss not in ("compute", "error"):
         raise ValueError(f"Unknown on_miss {on_miss!r}: expected 'compute' or 'error'.")

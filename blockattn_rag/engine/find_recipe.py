@@ -1,4 +1,4 @@
-"""Resolves recipes: the one given, or the best one known for a model."""
+"""Resolves the recipe of an engine: the given one, or the best known one for the model."""
 
 from __future__ import annotations
 
@@ -27,33 +27,33 @@ RecipeLike = Recipe | str | Path
 AUTO = "auto"
 
 _SHIPPED = Path(__file__).parent / "recipes"
-_STOCK_SINKS = ("head:4", "bos", NO_SINK)  # four tokens of the head do as well as more
+_STOCK_SINKS = ("head:4", "bos", NO_SINK)  # longer heads work no better than four tokens
 
-# Models that a warning was logged for. Each gets one, however many engines it has.
+# Models that a warning was logged for: one each, regardless of the number of engines.
 _warned_of: WeakSet[PreTrainedModel] = WeakSet()
 
 
 def resolve_recipe(
     given: RecipeLike | None, model: BlockModel, store: KVStore, folder: Path | None = None
 ) -> Recipe:
-    """The recipe of an engine.
+    """Resolve the recipe of an engine.
 
     Args:
-        given: A recipe, a recipe's folder, a sink alone such as ``"head:4"``, ``"none"``, or
+        given: A recipe, a recipe's folder, a sink such as ``"head:4"`` or ``"none"``, or
             ``"auto"``. None means ``"auto"``.
         model: The engine's model.
         store: The engine's store.
         folder: Folder of the database that the store belongs to.
 
-    ``"auto"`` takes the first of these:
+    ``"auto"`` uses the first of these that exists:
 
     1. The settings that a block-fine-tuned model was trained with.
     2. The folder ``recipe`` in ``folder``, in the store's folder, or next to the store's folder.
     3. The folder ``recipe`` in the model's folder.
     4. A recipe shipped with the package for the model's fingerprint.
-    5. A sink alone, with one warning that suggests ``blockattn-rag repair``.
+    5. A sink without an adapter. A warning suggests ``blockattn-rag repair``.
 
-    Recipes of other models in 2 and 3 are skipped with a warning.
+    Recipes for other models in places 2 and 3 are skipped with a warning.
 
     Raises:
         ValueError: the recipe is missing or damaged, or does not belong to the model.
@@ -74,33 +74,33 @@ def resolve_recipe(
 
 
 def check_fits(recipe: Recipe, model: BlockModel) -> None:
-    """Refuse a recipe that does not belong to a model.
+    """Check that a recipe belongs to a model.
 
-    Raises as ``resolve_recipe``.
+    Raises the same errors as ``resolve_recipe``.
     """
     if why := foreign(recipe, model):
         raise ValueError(
-            f"{why} Use recipe='auto', or make one for this model, in this dtype: {_repair(model)}."
+            f"{why} Use recipe='auto', or make a recipe for this model and dtype: {_repair(model)}."
         )
     sink_ids(recipe.sink, model.tokenizer)
     if recipe.adapter:
         recipe.adapter.check_shapes(model.profile.layer_outlines)
     if recipe.promote and not model.supports_relay:
         raise UnsupportedModelError(
-            f"{model.name} cannot promote passages (found promote={recipe.promote}): that needs "
-            "relay attention, which is not exact for this model. Use a recipe with promote=0."
+            f"{model.name} cannot promote passages (found promote={recipe.promote}): promotion "
+            "needs relay attention, which is not exact for this model. Use a recipe with promote=0."
         )
 
 
 def foreign(recipe: Recipe, model: BlockModel) -> str:
-    """A sentence that says why a recipe belongs to another model. Empty if it fits."""
+    """Explain in a sentence why a recipe does not belong to a model. Empty if it does."""
     if not recipe.fingerprints or model.fingerprint in recipe.fingerprints:
         return ""
     known = ", ".join(f"{one[:12]}..." for one in recipe.fingerprints)
     return (
         f"The recipe {recipe.source or recipe} belongs to {recipe.model or 'a model'} with the "
-        f"fingerprint {known}, found {model.name} with {model.fingerprint[:12]}...: another model, "
-        "dtype or tokenizer."
+        f"fingerprint {known}, found {model.name} with {model.fingerprint[:12]}...: the weights, "
+        "dtype or tokenizer differ."
     )
 
 
@@ -116,18 +116,18 @@ def _automatic(model: BlockModel, store: KVStore, folder: Path | None) -> Recipe
     sink = stock_sink(model)
     _warn_once(
         model,
-        f"{model.name} is not block-fine-tuned and has no recipe: block mode uses the sink "
-        f"{sink!r} alone, and its answers are less accurate than in full mode. Make a recipe with "
+        f"{model.name} is not block-fine-tuned and has no recipe: block mode uses only the "
+        f"sink {sink!r}, so its answers are less accurate than in full mode. Make a recipe with "
         f"{_repair(model, folder)}, or use mode='full'.",
     )
     return Recipe(sink, source="stock model")
 
 
 def recipe_in_use(model: BlockModel, store: KVStore, folder: Path | None = None) -> Recipe | None:
-    """The recipe with an adapter that ``"auto"`` takes for a stock model.
+    """The recipe that ``"auto"`` uses for a stock model, if it has an adapter.
 
     Returns:
-        None without a recipe, or if it is damaged, which is logged.
+        None if there is no such recipe, or if it is damaged (logged as a warning).
     """
     try:
         found = _found(model, store, folder)
@@ -138,7 +138,7 @@ def recipe_in_use(model: BlockModel, store: KVStore, folder: Path | None = None)
 
 
 def _found(model: BlockModel, store: KVStore, folder: Path | None) -> Recipe | None:
-    """The model's recipe next to a database, a store or a model, or else the shipped one."""
+    """The model's recipe next to the database, the store or the model, else the shipped one."""
     path = store.path if isinstance(store, DirectoryStore) else None
     names = (model.name, str(getattr(model.config, "_name_or_path", "")))
     for place in _places(path, names, folder):
@@ -153,7 +153,7 @@ def _found(model: BlockModel, store: KVStore, folder: Path | None) -> Recipe | N
 
 
 def _places(store: Path | None, models: Iterable[str], folder: Path | None) -> Iterator[Path]:
-    """The folders that have a recipe, in the order in which ``"auto"`` looks."""
+    """Folders that contain a recipe, in the order in which ``"auto"`` searches them."""
     folders = [folder, store, store and store.parent]
     for name in dict.fromkeys(models):
         path = Path(name).expanduser()
@@ -165,8 +165,9 @@ def _places(store: Path | None, models: Iterable[str], folder: Path | None) -> I
 
 
 def known_digests(given: RecipeLike, store: str | Path | None, model: str) -> list[str]:
-    """Digests that identify the recipe of an engine whose model is not loaded yet: one digest, or
-    those of all recipes that ``"auto"`` may take.
+    """Digests of the recipes that an engine may use, found without loading its model.
+
+    ``"auto"`` returns those of all recipes next to the store and the model, others a single digest.
 
     Raises:
         ValueError: ``given`` is not a recipe.
@@ -200,13 +201,13 @@ def stock_sink(model: BlockModel) -> str:
 def _has_sink(model: BlockModel, sink: str) -> bool:
     try:
         sink_ids(sink, model.tokenizer)
-    except ValueError:  # no such token, or too few
+    except ValueError:  # no BOS token, or too few tokens in the head
         return False
     return True
 
 
 def _unlike_training(recipe: Recipe, model: BlockModel) -> str:
-    """How a recipe differs from the settings that a model was trained with. Empty if equal."""
+    """Explain how a recipe differs from a model's training. Empty if it does not."""
     found = {"positions": recipe.positions, "sink": recipe.sink}
     if model.checkpoint:
         return model.checkpoint.unmet(**found)

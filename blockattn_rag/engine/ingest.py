@@ -20,13 +20,13 @@ _Batch = list[tuple[Wanted, BlockKV]]
 Run = Callable[[Callable[[], _Batch | None]], _Batch | None]
 """Runs a function on the model's thread and returns its result."""
 
-# Blocks that are sorted by length together: bounds memory and keeps padding low.
+# Blocks are sorted by length in windows of this size: bounds memory and keeps padding low.
 _WINDOW = 256
 
 
 @dataclass(frozen=True, slots=True)
 class EncodeStats:
-    """Figures of ``precompute``, in distinct blocks. Texts without tokens are not counted.
+    """Statistics of ``precompute``. Counts distinct blocks; texts without tokens do not count.
 
     Args:
         computed: Blocks computed and stored.
@@ -59,16 +59,16 @@ def precompute(
     Args:
         fetcher: Computes and stores blocks.
         blocks: The blocks.
-        run: Called with one encoding batch at a time, so that answers run in between. Blocks are
-            stored in the caller's thread.
-        as_prompt: Whether the first block opens a prompt, and so has the BOS token.
+        run: Runs the encoding of one batch on the model's thread, so that answers can run between
+            batches. Blocks are stored in the caller's thread.
+        as_prompt: Whether the first block starts a prompt and therefore has the BOS token.
         show_progress: Whether to show a progress bar.
         on_progress: Called with the number of blocks done and the number of distinct blocks.
-        batch_tokens: Tokens of one encoding batch, padding included.
+        batch_tokens: Maximum number of tokens in an encoding batch, including padding.
         recipe: How passages are encoded.
 
     Raises:
-        ContextOverflowError: a block alone is longer than the model's context window.
+        ContextOverflowError: a single block is longer than the model's context window.
         ValueError: a block is missing, and the engine is read-only.
         StoreError: a block cannot be stored.
     """
@@ -78,12 +78,12 @@ def precompute(
     absent = [one for one in wanted if not fetcher.claim(one)]
     if absent and fetcher.access.read_only:
         raise ValueError(
-            f"{len(absent)} of {len(wanted)} blocks are not in the store, and this engine was made "
-            "with read_only=True: encode them with an engine that may write."
+            f"{len(absent)} of {len(wanted)} blocks are not in the store, and this engine has "
+            "read_only=True: encode them with an engine that has read_only=False."
         )
     stats = EncodeStats(reused=len(wanted) - len(absent))
     progress = {"total": len(wanted), "initial": stats.reused, "desc": "Encoding blocks"}
-    # No bar at all unless requested: even a disabled one starts a thread that outlives it.
+    # Create the bar only on request: even a disabled bar starts a thread that outlives it.
     with tqdm(**progress) if show_progress else nullcontext() as bar:
         for at in range(0, len(absent), _WINDOW):
             batches = fetcher.encode(absent[at : at + _WINDOW], batch_tokens)

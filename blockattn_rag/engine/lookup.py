@@ -1,4 +1,4 @@
-"""What to look up in a store for the blocks of a prompt: token ids, digests and keys."""
+"""Token ids, digests and store keys of the blocks of a prompt."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from blockattn_rag.prompts.sinks import NO_SINK, sink_ids
 from blockattn_rag.store.namespaces import Access
 
 MOST_REMEMBERED = 4096
-"""Number of blocks to remember. A passage of 256 tokens takes about 10 KiB."""
+"""Number of lookups to cache. That of a passage with 256 tokens takes about 10 KiB."""
 
 PLAIN = Recipe()
 
@@ -27,15 +27,15 @@ class Wanted(NamedTuple):
     """A block to look up.
 
     Args:
-        keys: Its store key in each of ``namespaces``.
-        namespaces: Where to look for it. The first is where it is stored.
-        ids: Its token ids. A block without tokens has no keys and values.
-        digest: Digest of its tokens and of how it is encoded.
-        encoded_digest: The same before an adapter is applied.
+        keys: Store key of the block in each of ``namespaces``.
+        namespaces: Namespaces to search. The block is stored in the first one.
+        ids: Token ids. A block without tokens has no keys and values.
+        digest: Digest of the tokens and of how they are encoded.
+        encoded_digest: Digest of the block before its adapter is applied.
         block: The block.
-        sink_ids: Tokens that it is encoded with.
-        adapter: Applied after encoding.
-        keep: Whether it may be stored.
+        sink_ids: Prefix tokens that the block is encoded with.
+        adapter: Adapter to apply after encoding.
+        keep: Where the block's KV may be kept.
         handles: Handles of all requested texts with these tokens.
     """
 
@@ -52,7 +52,7 @@ class Wanted(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Where it is stored."""
+        """Key that the block is stored under."""
         return self.keys[0]
 
     @property
@@ -61,8 +61,7 @@ class Wanted(NamedTuple):
 
 
 def distinct(wanted: Iterable[Wanted]) -> dict[Name, Wanted]:
-    """Each block once, with the handles of all texts that have its tokens. Blocks without tokens
-    are left out."""
+    """Merge blocks with the same name, joining their handles. Blocks without tokens are dropped."""
     found: dict[Name, Wanted] = {}
     for one in wanted:
         if one.ids:
@@ -72,8 +71,9 @@ def distinct(wanted: Iterable[Wanted]) -> dict[Name, Wanted]:
 
 
 class BlockLookup:
-    """Finds out what to look up for blocks. Results are remembered, because tokenising 500 tokens
-    takes about half a millisecond. Thread-safe.
+    """Computes the token ids and store keys of blocks. Thread-safe.
+
+    Results are cached, because tokenizing 500 tokens takes about half a millisecond.
 
     Args:
         model: The model that encodes the blocks.
@@ -94,15 +94,15 @@ class BlockLookup:
         recipe: Recipe = PLAIN,
         fingerprint: str | None = None,
     ) -> list[Wanted]:
-        """What to look up for blocks.
+        """Return what to look up for each block.
 
         Args:
             blocks: The blocks.
-            as_prompt: Whether the first block opens a prompt: it has the BOS token and is encoded
-                without sink and adapter.
+            as_prompt: Whether the first block starts a prompt. If so, it has the BOS token and is
+                encoded without sink and adapter.
             recipe: How the other blocks are encoded.
-            fingerprint: The model's fingerprint, read for this request. None reads it: that checks
-                whether the model was changed.
+            fingerprint: The model's current fingerprint. Default: read from the model, which
+                detects changes to it.
 
         Raises:
             ValueError: the model was changed, so the recipe's adapter no longer fits it.
@@ -110,9 +110,9 @@ class BlockLookup:
         fingerprint = fingerprint or self._model.fingerprint
         if recipe.adapter and fingerprint not in recipe.fingerprints:
             raise ValueError(
-                f"The recipe {recipe.source or recipe} no longer belongs to {self._model.name}, "
-                "which was changed since the recipe was resolved (by switching an adapter, for "
-                "example): make a new engine with another recipe."
+                f"The recipe {recipe.source or recipe} no longer belongs to {self._model.name}: "
+                "the model has changed since the recipe was resolved, for example by switching an "
+                "adapter. Create a new engine with another recipe."
             )
         wanted = []
         for index, block in enumerate(blocks):

@@ -1,4 +1,4 @@
-"""Options of one request: parsed and checked once, before anything is computed."""
+"""Options of one request, which are validated before anything is computed."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ class GenerateOptions:
     def parse(cls, given: Mapping[str, Any], recipe: Recipe) -> GenerateOptions:
         """Parse the keyword arguments of ``generate``.
 
-        Unknown arguments go to transformers' ``generate``. Its ``stop_strings`` become ``stop``,
-        because transformers searches the prompt too.
+        Unknown arguments are passed to transformers' ``generate``. ``stop_strings`` is handled as
+        ``stop``, because transformers would search the prompt too.
 
         Args:
             given: The keyword arguments.
-            recipe: The recipe of the call, in place of the one in ``given``.
+            recipe: The resolved recipe of the call. The one in ``given`` is ignored.
 
         Raises:
             TypeError: an argument is misspelled, or is a setting of the engine.
@@ -67,7 +67,7 @@ class GenerateOptions:
         for name in rest:
             _check_name(name)
         stop = (*_texts(named.pop("stop", None)), *_texts(rest.pop("stop_strings", None)))
-        if "stop_strings" in given:  # transformers takes a tokenizer for these alone
+        if "stop_strings" in given:  # transformers needs the tokenizer only for stop_strings
             rest.pop("tokenizer", None)
         keep = tuple(named.pop("keep_tokens", ()) or ())
         return cls(
@@ -82,14 +82,14 @@ class GenerateOptions:
         mine = (self.mode, self.recipe, self.sampling)
         try:
             return self is other or mine == (other.mode, other.recipe, other.sampling)
-        except Exception:  # noqa: BLE001 -- arrays, for example, have no single truth value
+        except Exception:  # noqa: BLE001 -- options may be arrays, which have no truth value
             return False
 
-    __hash__ = None  # type: ignore[assignment]  # because of `Sampling.extra`, a dict
+    __hash__ = None  # type: ignore[assignment]  # `Sampling.extra` is a dict
 
 
 def _check_name(name: str) -> None:
-    """Refuse settings of the engine, and misspelled options that transformers does not have."""
+    """Refuse settings of the engine, and misspelled options."""
     if name in _OF_THE_ENGINE:
         raise TypeError(
             f"{name!r} is a setting of the engine, not of a call: pass it to the constructor, "

@@ -1,4 +1,4 @@
-"""Work that waits for the model: functions to run, and prompts to answer."""
+"""Items of a model's queue: functions to run, and prompts to answer."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from blockattn_rag.prompts.blocks import BlockPrompt
 T = TypeVar("T")
 
 MAX_BATCH = 16
-"""Default limit on the requests of one batch."""
+"""Default maximum number of requests in a batch."""
 
 
 class Group:
     """Concurrent calls whose requests should share a batch.
 
-    The requests of a group wait until every running call has submitted its own, or has ended
-    without one (because its answer was cached, for example).
+    Requests of a group wait until every running call has submitted a request or has ended without
+    one, for example because its answer was cached.
 
     Args:
-        options: Requests with other options are not part of the group.
-        calls: Number of calls in all.
+        options: Options of the requests. Requests with other options do not join the group.
+        calls: Total number of calls.
         at_once: Number of calls that run concurrently.
     """
 
@@ -47,7 +47,7 @@ class Group:
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """Context of one of the calls, in its own thread or task."""
+        """Context manager for one of the calls, to be used in its own thread or task."""
         token = self._current.set(self)
         try:
             yield
@@ -58,7 +58,7 @@ class Group:
             self._current.reset(token)
 
     def dissolve(self) -> None:
-        """Stop waiting for further calls, because some will never begin."""
+        """Stop waiting for further calls, because some will never start."""
         with self._lock:
             self._remaining = 0
         self._notify()
@@ -69,21 +69,21 @@ class Group:
 
     @classmethod
     def of_this_call(cls, options: object) -> Group | None:
-        """The group of the call that runs here, if it has these options."""
+        """The group of the current call, if it has these options."""
         group = cls._current.get()
         return group if group is not None and group._options == options else None
 
     def is_complete(self, waiting: int) -> bool:
-        """Whether all running calls wait, if this many of them do."""
+        """Whether every running call has a request among the ``waiting`` ones."""
         return waiting >= min(self._at_once, self._remaining)
 
 
 class Pending(Generic[T]):
-    """Work that waits for the model, and the future of its result."""
+    """An item of the queue, with the future of its result."""
 
     group: Group | None = None
-    needs: Future[Any] | None = None  # must be done before the work begins
-    loop: asyncio.AbstractEventLoop | None = None  # of a caller that is a task
+    needs: Future[Any] | None = None  # must be done before the work starts
+    loop: asyncio.AbstractEventLoop | None = None  # the event loop of an async caller
     max_batch = 1
 
     def __init__(self) -> None:
@@ -95,12 +95,11 @@ class Pending(Generic[T]):
 
     @property
     def left(self) -> bool:
-        """Whether the caller no longer waits for the result."""
+        """Whether the caller has stopped waiting for the result."""
         return self._left.is_set() or (self.loop is not None and self.loop.is_closed())
 
     def leave(self) -> None:
-        """Stop waiting: work that has not begun is dropped, and an answer ends at its next
-        token."""
+        """Cancel the work. Waiting work is dropped; a running answer stops at its next token."""
         self._left.set()
         self.answer.cancel()
 
@@ -108,10 +107,10 @@ class Pending(Generic[T]):
         """The result, or the error that the work raised.
 
         Args:
-            timeout: Seconds to wait. Afterwards the work is left.
+            timeout: Seconds to wait. Afterwards the work is cancelled.
 
         Raises:
-            TimeoutError: the result did not come in time.
+            TimeoutError: the result was not ready in time.
         """
         try:
             return self.answer.result(timeout)
@@ -119,7 +118,7 @@ class Pending(Generic[T]):
             self.leave()
 
     async def wait(self) -> T:
-        """``result`` for a task of an event loop. Cancelling the task leaves the work."""
+        """Async ``result``. Cancelling the task cancels the work."""
         self.loop = asyncio.get_running_loop()
         try:
             return await asyncio.wrap_future(self.answer)
@@ -128,20 +127,20 @@ class Pending(Generic[T]):
 
     @property
     def is_ready(self) -> bool:
-        """Whether the work waits for nothing but the model."""
+        """Whether the work can start when the model is free."""
         return self.group is None and (self.needs is None or self.needs.done())
 
     def begin(self) -> bool:
-        """Mark the work as running, unless the caller left. Its future can no longer be cancelled.
+        """Mark the work as running, unless the caller has left. It can then not be cancelled.
 
         Returns:
-            Whether to do the work.
+            Whether to run the work.
         """
         return not self.left and self.answer.set_running_or_notify_cancel()
 
     def fail(self, error: BaseException) -> None:
-        """Raise the error in the caller, unless there is a result already."""
-        if isinstance(error, StopIteration):  # a future of an event loop refuses it
+        """Raise an error in the caller, unless the result is set already."""
+        if isinstance(error, StopIteration):  # asyncio futures refuse StopIteration
             named = RuntimeError(f"making the prompt or its answer raised {error!r}")
             named.__cause__ = error
             error = named
@@ -150,7 +149,7 @@ class Pending(Generic[T]):
 
     def as_the_caller(self, work: Callable[[], T]) -> T:
         """Run a function with the caller's context variables and number of PyTorch threads."""
-        # PyTorch keeps that number per thread.
+        # PyTorch keeps its number of threads per calling thread.
         if torch.get_num_threads() != self._num_threads:
             torch.set_num_threads(self._num_threads)
         return self._context.copy().run(work)
@@ -160,12 +159,12 @@ class Pending(Generic[T]):
         return False
 
     def serve(self, batch: Sequence[Pending[Any]]) -> None:
-        """Do the work of a batch that begins with this: set each result or error."""
+        """Run a batch whose first item is this one. Sets each item's result or error."""
         raise NotImplementedError
 
 
 class Job(Pending[T]):
-    """A function that runs between answers, such as the encoding of a few blocks."""
+    """A function to run between answers, such as encoding a few blocks."""
 
     def __init__(self, work: Callable[[], T]) -> None:
         super().__init__()
@@ -176,11 +175,11 @@ class Job(Pending[T]):
 
 
 class PendingAnswer(Pending[Generation]):
-    """A prompt that waits for its answer.
+    """A prompt that is waiting for its answer.
 
     Args:
-        make_prompt: Makes the prompt, outside the caller's thread: that may take a while, and the
-            caller may be an event loop.
+        make_prompt: Creates the prompt. Called outside the caller's thread, because it may be slow
+            and the caller may be an event loop.
     """
 
     def __init__(self, make_prompt: Callable[[], BlockPrompt]) -> None:
@@ -189,17 +188,16 @@ class PendingAnswer(Pending[Generation]):
         self._make_prompt = make_prompt
 
     def prompt(self) -> BlockPrompt:
-        """The prompt, made with the caller's context variables."""
+        """Create the prompt, with the caller's context variables."""
         return self._context.copy().run(self._make_prompt)
 
     def emit(self, text: str, marks: Marks = ()) -> None:
-        """Pass a piece of the answer to the reader of a stream."""
+        """Pass a piece of the answer to the reader of the stream, if there is one."""
         if text and self.on_chunk is not None:
             self.on_chunk(GenerationChunk(text, marks=marks))
 
     def chunks(self, submit: Callable[[], object]) -> Generator[GenerationChunk, None, None]:
-        """Submit the request and yield its answer as it comes. The last chunk has the complete
-        answer."""
+        """Submit the request and stream its answer. The last chunk has the complete answer."""
         chunks: queue.SimpleQueue[GenerationChunk | None] = queue.SimpleQueue()
         self.on_chunk = chunks.put
         self.answer.add_done_callback(lambda _: chunks.put(None))
@@ -212,14 +210,14 @@ class PendingAnswer(Pending[Generation]):
             self.leave()
 
     async def achunks(self, submit: Callable[[], object]) -> AsyncGenerator[GenerationChunk, None]:
-        """``chunks`` for a task of an event loop."""
+        """Async ``chunks``."""
         loop = self.loop = asyncio.get_running_loop()
         chunks: asyncio.Queue[GenerationChunk | None] = asyncio.Queue()
 
         def put(chunk: GenerationChunk | None) -> None:
             try:
                 loop.call_soon_threadsafe(chunks.put_nowait, chunk)
-            except RuntimeError:  # the loop is closed: nobody reads any more
+            except RuntimeError:  # the loop is closed, so nobody reads the stream
                 self.leave()
 
         self.on_chunk = put
@@ -234,17 +232,17 @@ class PendingAnswer(Pending[Generation]):
 
 
 class PendingRequest(PendingAnswer):
-    """A prompt that waits for a model in this process.
+    """A prompt that is waiting for a model in this process.
 
     Args:
         make_prompt: See ``PendingAnswer``. Called on the model's thread.
         options: How to answer.
-        answer_batch: Answers requests with equal options; the engine's method.
-        can_share: Whether a batch gives the answers that each request gets alone. Called when
-            another request with these options waits.
-        max_batch: Size of the largest batch that the request may be part of.
+        answer_batch: Method of the engine that answers requests with equal options.
+        can_share: Returns whether batching leaves the answers unchanged. Called when another
+            request with equal options is waiting.
+        max_batch: Maximum size of the request's batch.
         group: Requests to answer together with this one.
-        needs: Future of the compiled grammar. Other requests overtake this one until it is done.
+        needs: Future of the compiled grammar. Other requests may run first until it is done.
     """
 
     def __init__(
@@ -276,4 +274,4 @@ class PendingRequest(PendingAnswer):
         )
 
     def serve(self, batch: Sequence[Pending[Any]]) -> None:
-        self._answer_batch(cast("Sequence[PendingRequest]", batch))  # nothing else joins it
+        self._answer_batch(cast("Sequence[PendingRequest]", batch))  # only requests join its batch

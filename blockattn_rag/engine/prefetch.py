@@ -1,4 +1,4 @@
-"""Prefetching: passages are read from the store while a retriever's later stages still run."""
+"""Prefetching: reads passages from the store while later stages of a retriever run."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from blockattn_rag.engine.threads import start_thread
 logger = logging.getLogger("blockattn_rag")
 
 MOST_WAITING = 64
-"""Number of calls that may wait. Further calls are dropped: their answers would come first."""
+"""Maximum number of waiting calls. More are dropped: their answers would not profit."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefetchStats:
-    """Number of passages prefetched, by one call or so far. Empty passages are not counted.
+    """Passage counts of one ``prefetch`` call, or of all so far. Empty passages do not count.
 
     Args:
         ready: Passages in memory.
-        absent: Passages that are not in the store. Their answer computes them.
+        absent: Passages that are not in the store. The answer computes them.
         dropped: Passages that were not looked up, because too many calls were waiting or the memory
             for blocks was full.
-        failed: Passages of calls that raised. The first error is logged.
+        failed: Passages of calls that raised an error. Only the first error is logged.
     """
 
     ready: int = 0
@@ -45,9 +45,9 @@ class _Call(NamedTuple):
 
 
 class Prefetcher:
-    """Reads passages in a thread that lasts while there is work.
+    """Reads passages in a background thread, which ends when there is no more work.
 
-    Calls return at once and raise nothing: an answer reads whatever was not prefetched.
+    Calls return immediately and never raise. Answers read whatever was not prefetched.
     """
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class Prefetcher:
         self._is_working = False
 
     def submit(self, passages: int, read: Callable[[], PrefetchStats]) -> None:
-        """Call ``read``, which reads this many passages, in turn."""
+        """Queue a call to ``read``, which reads this number of passages."""
         with self._lock:
             if len(self._waiting) >= MOST_WAITING:
                 self.stats += PrefetchStats(dropped=passages)
@@ -68,7 +68,7 @@ class Prefetcher:
             self._is_working = True
         try:
             start_thread(self._work, "blockattn-prefetch", self._drop_waiting)
-        except RuntimeError as error:  # the system has no thread to give
+        except RuntimeError as error:  # the system cannot start a thread
             self._is_working = False
             self._fail(self._drop_waiting(), error)
 
@@ -76,7 +76,7 @@ class Prefetcher:
         while (call := self._next()) is not None:
             try:
                 counts = call.read()
-            except Exception as error:  # noqa: BLE001 -- the answer meets it again and raises it
+            except Exception as error:  # noqa: BLE001 -- raised again by the answer
                 self._fail(call.passages, error)
             else:
                 with self._lock:
@@ -88,7 +88,7 @@ class Prefetcher:
             return self._waiting.popleft() if self._waiting else None
 
     def _drop_waiting(self) -> int:
-        """Drop all waiting calls, and return their number of passages."""
+        """Drop all waiting calls. Returns their number of passages."""
         with self._lock:
             passages = sum(call.passages for call in self._waiting)
             self._waiting.clear()

@@ -1,4 +1,4 @@
-"""What adapters and pipelines require of an engine, in this process or behind a server."""
+"""Interface of engines, local and remote, that adapters and pipelines use."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from blockattn_rag.prompts.tokenization import BlockTokenizer
 
 Prompt = BlockPrompt | Sequence["str | Block"]
 LatePrompt = Prompt | Callable[[], Prompt]
-"""A prompt, or a function that makes it when its turn comes."""
+"""A prompt, or a function that creates it when the request is processed."""
 
 
 def made(prompt: LatePrompt) -> BlockPrompt:
@@ -29,14 +29,14 @@ def made(prompt: LatePrompt) -> BlockPrompt:
 
 
 def blocks_to_encode(texts: Sequence[str | Block] | BlockPrompt) -> tuple[list[Block], bool]:
-    """The argument of ``encode`` as blocks, and whether the first block opens a prompt.
+    """The argument of ``encode`` as blocks, and whether the first block starts a prompt.
 
     Raises:
         TypeError: the argument is not a list of texts.
     """
     if isinstance(texts, str) or not isinstance(texts, (Iterable, BlockPrompt)):
         raise TypeError(
-            f"encode takes a list of texts, found one {type(texts).__name__}: pass [text]."
+            f"encode expects a list of texts, found {type(texts).__name__}: pass [text]."
         )
     as_prompt = isinstance(texts, BlockPrompt)
     given = texts.context if isinstance(texts, BlockPrompt) else texts
@@ -60,9 +60,9 @@ class EngineModel(Protocol):
 
 
 class Engine(Protocol):
-    """The methods that ``BlockAttentionEngine`` and ``RemoteEngine`` share.
+    """Methods that ``BlockAttentionEngine`` and ``RemoteEngine`` share.
 
-    ``BlockAttentionEngine`` documents them.
+    See ``BlockAttentionEngine`` for their documentation.
     """
 
     @property

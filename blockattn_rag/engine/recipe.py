@@ -1,13 +1,13 @@
-"""Recipe: how a model runs in block mode.
+"""Recipes: how a model runs in block mode.
 
-A model that was not block-fine-tuned gives worse answers in block mode. A recipe repairs it, mostly
-while passages are encoded, which costs nothing per answer. ``blockattn-rag repair`` makes one. A
-recipe is saved as a folder::
+Models that are not block-fine-tuned give worse answers in block mode. A recipe improves them,
+mainly by changing how passages are encoded, which costs nothing per answer. ``blockattn-rag
+repair`` makes a recipe and saves it as a folder::
 
     recipe.json           the fields of ``Recipe``, its digest, and the sha256 of the adapter's file
     adapter.safetensors   the adapter, if there is one
-    report.json           what ``repair`` measured
-    report.png            the same as a plot, if there is one
+    report.json           measurements of ``repair``
+    report.png            plot of the report, if there is one
 """
 
 from __future__ import annotations
@@ -33,22 +33,23 @@ _ADAPTER_FILE, _REPORT_FILE, _PLOT_FILE = "adapter.safetensors", "report.json", 
 _MADE_BY = "`blockattn-rag repair`"
 
 
-@dataclass(frozen=True)  # without slots, which would leave no room for the digest
+@dataclass(frozen=True)  # no slots: cached_property needs a __dict__
 class Recipe:
     """How a model runs in block mode. Equal recipes give equal answers.
 
     Args:
         sink: Prefix tokens that passages are encoded with: ``"none"``, ``"bos"`` or ``"head:N"``;
             see ``prompts.sinks``.
-        adapter: Changes a passage's keys and values after encoding. It is fitted to ``sink``.
-        promote: Number of passages to recompute with the question: those that it attends to most.
-        positions: ``"reordered"`` re-encodes positions; ``"composite"`` is the papers' ablation.
+        adapter: Correction of passages' keys and values after encoding, fitted to ``sink``.
+        promote: Number of passages, those that the question attends to most, to recompute with it.
+        positions: ``"reordered"`` re-encodes keys for their place in the prompt; ``"composite"``
+            does not (the papers' ablation).
         fingerprints: Fingerprints of the models that the recipe belongs to. Empty: any model.
             Required with an adapter.
         model: Name of the model, for messages.
         prompt_format: Prompt format that the adapter was fitted with.
-        report: What ``repair`` measured, as plain JSON.
-        source: Where the recipe comes from, for messages.
+        report: Measurements of ``repair``, as plain JSON.
+        source: Origin of the recipe, for messages.
 
     Raises:
         ValueError, TypeError: a field has a wrong value.
@@ -100,12 +101,12 @@ class Recipe:
 
     @cached_property
     def digest(self) -> str:
-        """sha256 of all fields but report and source: 64 hex digits."""
+        """sha256 of all fields except report and source: 64 hex digits."""
         return hashlib.sha256(json.dumps(self._fields(), sort_keys=True).encode()).hexdigest()
 
     @property
     def encoding(self) -> tuple[str, str]:
-        """The sink and the adapter's digest. Recipes of one encoding share stored blocks."""
+        """The sink and the adapter's digest. Recipes with equal encodings share stored blocks."""
         return self.sink, self.adapter.digest if self.adapter else ""
 
     def __str__(self) -> str:
@@ -129,17 +130,17 @@ class Recipe:
     # -- files -------------------------------------------------------------------------------
 
     def save(self, folder: str | Path, *, plot: bytes | None = None) -> None:
-        """Write the recipe as a folder, completely or not at all. An existing recipe is replaced.
+        """Save the recipe to a folder, completely or not at all. Replaces an existing recipe.
 
         Args:
-            folder: Where to write it.
+            folder: Folder to write.
             plot: PNG image of the report.
 
         Raises:
             ValueError: the report is not plain JSON, or ``folder`` has other files.
             OSError: the folder cannot be written.
         """
-        folder = Path(folder).expanduser().resolve()  # a link stays, its target is replaced
+        folder = Path(folder).expanduser().resolve()  # replace the target of a link, not the link
         is_foreign = folder.is_dir() and any(folder.iterdir()) and not _holds_recipe(folder)
         if is_foreign or folder.is_file():
             raise ValueError(
@@ -173,7 +174,7 @@ class Recipe:
             save_correction(self.adapter, folder / _ADAPTER_FILE)
             saved["adapter_sha256"] = _sha256(folder / _ADAPTER_FILE)
         report = dict(self.report)
-        json.dumps(report, allow_nan=False)  # refused before it is written
+        json.dumps(report, allow_nan=False)  # raises before anything is written
         write_json(folder / _REPORT_FILE, report)
         if plot is not None:
             (folder / _PLOT_FILE).write_bytes(plot)
@@ -218,7 +219,7 @@ class Recipe:
 
 
 def read_fields(folder: Path) -> dict[str, Any]:
-    """The fields in a recipe's ``recipe.json``, after a check of their names and version.
+    """Read the fields of a recipe's ``recipe.json``, and check their names and version.
 
     Raises:
         ValueError: the file is missing or damaged.
@@ -245,7 +246,7 @@ def read_fields(folder: Path) -> dict[str, Any]:
 
 
 def _holds_recipe(folder: Path) -> bool:
-    with suppress(OSError, ValueError):  # a name that no file can have
+    with suppress(OSError, ValueError):  # an invalid file name
         return (folder / RECIPE_FILE).is_file()
     return False
 

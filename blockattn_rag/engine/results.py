@@ -1,4 +1,4 @@
-"""Results of a generation: answers, chunks of a stream, and figures. Imports no torch."""
+"""Results of a generation: answers, stream chunks and statistics. Does not import torch."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any, Literal
 from blockattn_rag.output.answers import complete_json
 
 Mode = Literal["block", "full"]
-"""``block``: context blocks attend to themselves only and are reused. ``full``: ordinary causal
+"""``block``: each context block attends only to itself and is reused. ``full``: ordinary causal
 attention over the same token ids; nothing is reused."""
 
 FinishReason = Literal["stop", "length", "repetition"]
-"""``stop``: the answer ended at an end token, a stop string, or after the only tool call allowed.
-``length``: the answer was cut. ``repetition``: the answer was ended because it repeated itself
-(``model.repetition``), or made the same tool call twice in a row."""
+"""``stop``: the answer ended at an end token or stop string, or after the only allowed tool call.
+``length``: the answer was cut off at its limit. ``repetition``: the answer was stopped because it
+repeated itself (``model.repetition``) or made the same tool call twice in a row."""
 
 Marks = tuple[tuple[int, int], ...]
 """Spans of control tokens in a text: start and end of each. The same characters written with
@@ -25,7 +25,7 @@ ordinary tokens are not marks."""
 
 @dataclass(frozen=True, slots=True)
 class ReuseStats:
-    """Figures of one request: what was reused and computed, and where the time went.
+    """Statistics of one request: tokens reused and computed, and time per step.
 
     Args:
         mode: The request's mode.
@@ -33,17 +33,16 @@ class ReuseStats:
         misses: Context blocks computed.
         reused_tokens: Prompt tokens whose KV came from the store, or from an earlier answer of the
             same conversation (``engine.tails``).
-        computed_tokens: Prompt tokens computed: those of missed blocks, and the new part of the
-            final block.
-        promoted_tokens: Tokens among them that promotion cost: promoted passages, and a second
-            forward of the question to choose them.
+        computed_tokens: Prompt tokens computed: missing blocks and the new part of the final block.
+        promoted_tokens: Part of ``computed_tokens`` due to promotion: the promoted passages, and an
+            extra forward pass of the question to choose them.
         generated_tokens: Tokens of the answer.
-        fetch_s: Seconds to look up blocks and encode the missed ones.
-        assemble_s: Seconds to give the blocks their positions.
-        prefill_s: Seconds from there to the first token.
+        fetch_s: Seconds to look up blocks and encode missing ones.
+        assemble_s: Seconds to assemble the blocks into a KV cache.
+        prefill_s: Seconds from the end of the assembly to the first token.
         ttft_s: Seconds from the call to the first token, including the wait for the model.
         total_s: Seconds from the call to the last token.
-        int8_blocks: Context blocks kept in int8 (see ``kv_dtype`` of the engine).
+        int8_blocks: Context blocks whose KV is int8 (see ``kv_dtype`` of the engine).
         recipe: The recipe as short text. Empty in full mode.
     """
 
@@ -64,7 +63,7 @@ class ReuseStats:
 
     @classmethod
     def from_dict(cls, figures: Mapping[str, Any]) -> ReuseStats:
-        """The figures from their ``asdict``. Unknown keys are ignored."""
+        """Statistics from the output of ``dataclasses.asdict``. Unknown keys are ignored."""
         return cls(**{one.name: figures[one.name] for one in fields(cls)})
 
     @property
@@ -95,7 +94,7 @@ class Clock:
             self.first_token = time.perf_counter()
 
     def complete(self, stats: ReuseStats, generated_tokens: int) -> ReuseStats:
-        """The figures so far with those of the answer, which ends now."""
+        """Add the times and the length of the answer, which ends now."""
         now = time.perf_counter()
         first = self.first_token or now
         return replace(
@@ -113,11 +112,11 @@ class Generation:
     """One answer.
 
     Args:
-        text: The answer without control tokens, up to a stop string.
-        token_ids: Its token ids.
-        finish_reason: Why it ended.
-        stats: Figures of the request.
-        marks: Spans of the control tokens that the call keeps in the text (``keep_tokens``).
+        text: Text of the answer without control tokens, up to a stop string.
+        token_ids: Token ids of the answer.
+        finish_reason: Why the answer ended.
+        stats: Statistics of the request.
+        marks: Spans of control tokens that were kept in the text (``keep_tokens``).
     """
 
     text: str
@@ -127,10 +126,10 @@ class Generation:
     marks: Marks = ()
 
     def json(self) -> Any:
-        """The answer as a JSON value, if a grammar made it one.
+        """Parse the answer as JSON.
 
         Raises:
-            IncompleteAnswerError: the answer was cut, or is not JSON.
+            IncompleteAnswerError: the answer was cut off, or is not JSON.
         """
         return complete_json(self.text, self.finish_reason)
 
@@ -140,8 +139,8 @@ class GenerationChunk:
     """A piece of a streamed answer.
 
     Args:
-        text: New text. The last chunk's may be empty.
-        generation: The complete answer, in the last chunk.
+        text: New text. May be empty in the last chunk.
+        generation: The complete answer. Set in the last chunk only.
         marks: Spans of kept control tokens in ``text``. Chunks never split a control token.
     """
 
@@ -151,7 +150,7 @@ class GenerationChunk:
 
 
 def marks_at_end(piece: Generation | GenerationChunk, end: str) -> Marks:
-    """The marks in the last characters of an answer or stream, as spans of these characters.
+    """The marks in the last characters of an answer or stream, relative to these characters.
 
     Args:
         piece: An answer, or the latest chunk of a stream.

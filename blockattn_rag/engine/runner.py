@@ -1,4 +1,4 @@
-"""Runs the model for waiting requests: prepares their prompts, and answers them in batches."""
+"""Runs a model for waiting requests: prepares their prompts and answers them in batches."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class Runner:
 
     Args:
         model: The model.
-        fetcher: Gets the blocks of prompts.
-        assembly: How blocks are put together.
-        tail_bytes: Bytes of tails to keep; see ``engine.tails``.
+        fetcher: Gets the KV of context blocks.
+        assembly: How blocks are assembled; see ``BlockAttentionEngine``.
+        tail_bytes: Bytes of tails to cache; see ``engine.tails``.
 
     Raises:
         ValueError: ``assembly`` is unknown.
@@ -51,7 +51,7 @@ class Runner:
             known = ", ".join(map(repr, get_args(Assembly)))
             raise ValueError(f"Unknown assembly {assembly!r}: expected one of {known}.")
         if assembly == "relay":
-            model.choose_assembly(assembly, final_tokens=1)  # refused now, not in a request
+            model.choose_assembly(assembly, final_tokens=1)  # raises now rather than in a request
         self._model = model
         self._fetcher = fetcher
         self._assembly: Assembly = assembly
@@ -60,7 +60,7 @@ class Runner:
     def answer_batch(self, requests: Sequence[PendingRequest]) -> None:
         """Answer requests with equal options. Each gets its answer or its own error.
 
-        Requests share the model's forwards where that gives the answers that each gets alone.
+        Requests share forward passes, which does not change their answers.
         """
         answers = [answer for one in requests if (answer := self._prepared(one)) is not None]
         for batch in self._batches(answers):
@@ -70,10 +70,10 @@ class Runner:
 
     def _prepared(self, request: PendingRequest) -> Answer | None:
         try:
-            if request.left:  # while others were prepared
+            if request.left:  # while other requests were prepared
                 raise CancelledError
             prompt = request.prompt()
-            # Refuses a grammar before anything is computed.
+            # Raises for an invalid grammar before anything is computed.
             self._model.rules.matcher(request.options.sampling.grammar)
             return Answer(request, prompt, self.prepare(prompt, request.options), self._model)
         except KeyboardInterrupt:  # ends the whole batch
@@ -83,7 +83,7 @@ class Runner:
             return None
 
     def prepare(self, prompt: BlockPrompt, options: GenerateOptions) -> Prepared:
-        """Tokenise a prompt, and in block mode fetch and place its blocks."""
+        """Tokenize a prompt. In block mode, also fetch its blocks and set their positions."""
         if options.mode == "block":
             return self._prepare_blocks(prompt, options)
         ids = self._model.tokenizer.prompt_ids(prompt)
@@ -124,12 +124,12 @@ class Runner:
         """Move the passages that the question attends to most into the final block.
 
         Returns:
-            The blocks that stay, the token ids of the new final block (promoted passages, then the
+            The remaining blocks, the token ids of the new final block (promoted passages, then the
             question), and ``Fetched.computed`` of all blocks.
         """
         fetched, _ = self._fetch(blocks, len(question), options, fingerprint)
         context = place(fetched.blocks, options.recipe.positions)
-        # By place, not by handle: texts of equal tokens share one stored block.
+        # Indexed by place instead of handle, because texts with equal tokens share a stored block.
         attention = [0.0] * len(blocks)
         if context.blocks:
             masses = self._model.attention_to_blocks(context, question)
@@ -150,8 +150,10 @@ class Runner:
         fingerprint: str,
         computed: Mapping[Name, int] = NOTHING_COMPUTED,
     ) -> tuple[Fetched, int]:
-        """A prompt's blocks, and how many tokens may be generated. A prompt that does not fit is
-        refused before anything is computed."""
+        """Fetch a prompt's blocks, and return them with the number of tokens that may be generated.
+
+        Raises before anything is computed if the prompt does not fit.
+        """
         wanted = self._fetcher.wanted(
             blocks, as_prompt=True, recipe=options.recipe, fingerprint=fingerprint
         )
@@ -175,8 +177,8 @@ class Runner:
     # -- answering ---------------------------------------------------------------------------
 
     def _batches(self, answers: Sequence[Answer]) -> list[list[Answer]]:
-        """Cut a batch into those with as many tokens to generate, so that no forward has more
-        tokens than the model encodes at once."""
+        """Split requests into batches with equal token limits. No forward pass of a batch has more
+        tokens than ``BlockModel.batch_tokens``, unless a single request does."""
         batches: list[list[Answer]] = []
         widest = 0
         for answer in sorted(answers, key=lambda answer: answer.prepared.limit):
@@ -204,7 +206,7 @@ class Runner:
             raise
         except BaseException as error:  # noqa: BLE001 -- raised again by the callers
             failure = error
-            traceback.clear_frames(error.__traceback__)  # they refer to the cache
+            traceback.clear_frames(error.__traceback__)  # they keep the cache alive
         for answer in answers:
             if len(answers) > 1 and answer.can_restart:
                 answer.restart()
@@ -216,7 +218,7 @@ class Runner:
         (answer,) = answers
         request, prepared, sampling = answer.request, answer.prepared, answer.options.sampling
         with self._model.running(sampling):
-            if request.left:  # while others had the model
+            if request.left:  # while other requests used the model
                 raise CancelledError
             start = self._tails.begin(prepared, answer.options)
             answer.prepared = prepared.after(start.tokens)
@@ -248,7 +250,7 @@ class Runner:
             return [answer.push_batched(token) for answer, token in rows]
 
         with self._model.running(sampling):
-            if nobody_waits():  # since others had the model
+            if nobody_waits():  # while other requests used the model
                 raise CancelledError
             prompts = [one.prepared for one in answers]
             with _assembling(answers):
@@ -265,8 +267,11 @@ class Runner:
             )
 
     def _cache(self, contexts: Sequence[Context], final_tokens: int) -> Any:
-        """A cache of prompts' contexts, for final blocks of up to so many tokens. None: there is
-        nothing to keep, and the model makes its own."""
+        """Assemble the KV cache of prompts' contexts, for final blocks of up to ``final_tokens``.
+
+        Returns:
+            None if there are no blocks. The model then creates its own cache.
+        """
         if not any(context.blocks for context in contexts):
             return None
         assembly = self._model.choose_assembly(self._assembly, final_tokens)
@@ -275,7 +280,7 @@ class Runner:
 
 @contextmanager
 def _assembling(answers: Sequence[Answer]) -> Iterator[None]:
-    """Time the assembly of a cache."""
+    """Record the time that the assembly of a cache takes."""
     started = time.perf_counter()
     yield
     for answer in answers:

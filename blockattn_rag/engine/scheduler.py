@@ -1,9 +1,9 @@
-"""The queue of a model, and the one thread that works through it.
+"""The queue of a model, and the thread that processes it.
 
-Single answers, streams, batches, calls of event loops and the encoding of passages all come here,
-from every engine over the model. Waiting requests with equal options are answered in one batch; a
-request waits for others only if it is part of a group. On an idle model, the main thread does the
-work itself (``Scheduler.submit_and_wait``).
+All engines that share a model use one queue, for answers, streams, batches, async calls and the
+encoding of passages. Waiting requests with equal options are answered in one batch. A request waits
+for others only if it is part of a group. If the model is idle, the main thread does the work itself
+(``Scheduler.submit_and_wait``).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _IDLE_S = 10.0
 
 
 class Scheduler:
-    """Runs one model, in a thread that starts with the first work and ends when it is idle."""
+    """Runs a model in a thread that starts on demand and ends when it is idle."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -41,10 +41,10 @@ class Scheduler:
     # -- for callers -------------------------------------------------------------------------
 
     def submit(self, *work: Pending[Any]) -> None:
-        """Put work into the queue, all pieces at once. Their futures have the results.
+        """Add work to the queue, all items at once. Their futures get the results.
 
-        A thread that runs a model already does the work itself: a logits processor that asks an
-        engine would otherwise wait for its own thread.
+        A thread that is already running a model does the work itself. Otherwise a logits processor
+        that calls an engine would wait for its own thread.
         """
         if holds_a_model():
             for one in work:
@@ -56,7 +56,7 @@ class Scheduler:
                     one.group.on_change = self._wake
             try:
                 self._start()
-            except RuntimeError as error:  # the system has no thread to give
+            except RuntimeError as error:  # the system cannot start a thread
                 for one in work:
                     one.fail(error)
                 return
@@ -67,7 +67,7 @@ class Scheduler:
                 one.needs.add_done_callback(lambda _: self._wake())
 
     def submit_in_turn(self, work: Pending[Any]) -> None:
-        """``submit``, together with all other work of this turn of the running event loop."""
+        """``submit``, together with all work from this iteration of the running event loop."""
         loop = asyncio.get_running_loop()
         with self._changed:
             turn = self._turns.setdefault(loop, [])
@@ -81,11 +81,11 @@ class Scheduler:
         self.submit(*turn)
 
     def submit_and_wait(self, *work: Pending[T]) -> list[T]:
-        """Submit work and wait for its results, in order. After an error the rest is dropped.
+        """Submit work and return its results, in order. After an error the rest is dropped.
 
-        The main thread does the work itself if the model is idle, so a script loads its model and
-        runs it in one thread. OpenMP keeps workers for each thread that has computed, and every
-        forward is slower once these outnumber the cores (benchmarks/main_thread.py).
+        If the model is idle, the main thread does the work itself, so a script loads and runs its
+        model in one thread. OpenMP keeps workers for each thread that has computed, and forward
+        passes are slower once workers outnumber cores (benchmarks/main_thread.py).
         """
         try:
             is_main = threading.current_thread() is threading.main_thread()
@@ -94,11 +94,11 @@ class Scheduler:
             self.submit(*work)
             return [one.result() for one in work]
         finally:
-            for one in work:  # those after one that failed, or an interrupt
+            for one in work:  # drop the rest after an error or interrupt
                 one.leave()
 
     def run(self, work: Callable[[], T]) -> T:
-        """Run a function between answers, and wait for its result."""
+        """Run a function between answers and return its result."""
         return self.submit_and_wait(Job(work))[0]
 
     def _is_idle(self) -> bool:
@@ -118,7 +118,7 @@ class Scheduler:
 
     def _start(self) -> None:
         if self._has_ended:
-            raise RuntimeError("the interpreter is ending: no answer can be computed any more")
+            raise RuntimeError("the interpreter is shutting down: no more answers can be computed")
         if self._thread is None:
             self._thread = start_thread(self._work, "blockattn-model", self._end)
 
@@ -130,7 +130,7 @@ class Scheduler:
                 del batch
 
     def _take(self) -> list[Pending[Any]]:
-        """The next batch, when there is one. Empty if the thread is to end."""
+        """Wait for the next batch. Empty if the thread must end."""
         with self._changed:
             self._running = ()
             while not self._has_ended:
@@ -144,12 +144,12 @@ class Scheduler:
             return []
 
     def _next_batch(self) -> list[Pending[Any]]:
-        """The first work that is ready, and all that can share a batch with it."""
+        """The first ready item, and all ready items that can share a batch with it."""
         self._waiting = [one for one in self._waiting if not one.left]
         waiting = Counter(one.group for one in self._waiting)
         for one in self._waiting:
             if one.group is not None and one.group.is_complete(waiting[one.group]):
-                # It no longer waits for others, whether it is part of this batch or not.
+                # It stops waiting for others, even if this batch has no room for it.
                 one.group = None
         ready = [one for one in self._waiting if one.is_ready]
         try:
@@ -174,7 +174,7 @@ class Scheduler:
             self._changed.notify()
 
     def _end(self) -> None:
-        """Drop all work, because the interpreter ends."""
+        """Drop all work, because the interpreter is shutting down."""
         with self._changed:
             self._has_ended = True
             for one in (*self._running, *self._waiting):
@@ -183,7 +183,7 @@ class Scheduler:
 
 
 def _first_batch(ready: Sequence[Pending[T]]) -> list[Pending[T]]:
-    """The first work, and all that can share a batch with it."""
+    """The first item, and all items that can share a batch with it."""
     sharing = [one for place, one in enumerate(ready) if not place or one.joins(ready[0])]
     return sharing[: ready[0].max_batch] if ready else []
 
@@ -193,7 +193,7 @@ _guard = threading.Lock()
 
 
 def scheduler_of(lock: ModelLock) -> Scheduler:
-    """The scheduler that all engines over one model share. ``lock`` is the model's."""
+    """The scheduler of the model with this lock. All engines of the model share it."""
     with _guard:
         if lock not in _schedulers:
             _schedulers[lock] = Scheduler()
@@ -201,7 +201,7 @@ def scheduler_of(lock: ModelLock) -> Scheduler:
 
 
 def _reset_in_child() -> None:
-    """Start with empty queues in a forked process, which has none of its parent's threads."""
+    """Empty the queues in a forked process, which does not inherit its parent's threads."""
     for scheduler in list(_schedulers.values()):
         scheduler.__init__()  # type: ignore[misc]
 

@@ -1,9 +1,9 @@
-"""Tails: keys and values of final blocks and answers, kept for a conversation's next turn.
+"""Tails: cached keys and values of final blocks and answers, for a conversation's next turn.
 
-A conversation grows at its end. Text after the last passage attends to everything before it, so its
-keys and values are valid after this very context only. When a later prompt has the same context,
-and its final block begins like an earlier one with its answer, that part is reused. The answer does
-not change: the same attention reads the same states.
+Text after the last passage attends to everything before it, so its keys and values are valid only
+after the same context. If a later prompt has the same context, and its final block starts with the
+text of an earlier final block and answer, their common prefix is reused. Reuse does not change the
+answer, because attention reads the same keys and values.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _MOST = 64
 
 
 class Start(NamedTuple):
-    """The known part of a final block.
+    """The cached prefix of a final block.
 
     Args:
-        base: What its states depend on besides its tokens. None: no tail is used or kept.
-        tokens: Number of its first tokens that are known.
-        states: Their states, maybe with more after them.
+        base: Fingerprint and context that the states depend on. None: no tail is used or kept.
+        tokens: Length of the prefix in tokens.
+        states: Keys and values of the prefix, possibly followed by those of other tokens.
     """
 
     base: tuple[str, Hashable] | None = None
@@ -55,24 +55,24 @@ class _Tail(NamedTuple):
 
 
 class Tails:
-    """The tails of one engine's last answers. Callers hold the model's lock.
+    """Cache of the tails of one engine's recent answers. Callers must hold the model's lock.
 
     Args:
         model: The model.
-        max_bytes: Bytes of keys and values to keep. The least recently used tails are evicted. 0
-            keeps none.
+        max_bytes: Maximum size of the cached keys and values. The least recently used tails are
+            evicted. 0 disables the cache.
     """
 
     def __init__(self, model: BlockModel, max_bytes: int) -> None:
         self._model = model
         self._max_bytes = max_bytes
-        self._kept: list[_Tail] = []  # the latest stands last
+        self._kept: list[_Tail] = []  # least recently used first
 
     def begin(self, prepared: Prepared, options: GenerateOptions) -> Start:
-        """The known part of a prompt's final block. At least one token stays unknown.
+        """Look up the cached prefix of a prompt's final block, without the block's last token.
 
         No tail is used or kept in full mode, with promoted passages, with options of transformers'
-        own ``generate``, and where the model's states differ, as under autocast.
+        ``generate``, or if the model's states may differ, for example under autocast.
         """
         is_plain = options.mode == "block" and not options.recipe.promote
         if not (self._max_bytes and is_plain):
@@ -94,8 +94,8 @@ class Tails:
         return Start(base, tokens, best.states)
 
     def keep(self, start: Start, prepared: Prepared, answer_ids: Sequence[int], cache: Any) -> None:
-        """Keep the tail of an answer that began with ``start``, up to its last but one token: the
-        last has no states."""
+        """Keep the tail of an answer that began with ``start``, without the answer's last token,
+        whose keys and values were not computed."""
         ids = [*prepared.final_ids, *answer_ids[:-1]]
         before = len(prepared.context_ids)
         is_complete = cache is not None and cache.get_seq_length() == before + len(ids)
@@ -116,8 +116,8 @@ class Tails:
                 self._shrink()
 
     def _is_unchanged(self, fingerprint: str) -> bool:
-        """Whether the model still is the one that the blocks belong to."""
-        with suppress(ValueError):  # it was changed, and is in training mode now
+        """Whether the model still has this fingerprint."""
+        with suppress(ValueError):  # the model has changed and is in training mode
             return self._model.fingerprint == fingerprint
         return False
 

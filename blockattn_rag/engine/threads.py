@@ -1,6 +1,6 @@
-"""Threads that work beside a caller, and end before the interpreter does.
+"""Background threads that end before the interpreter shuts down.
 
-A daemon thread that is inside PyTorch when the interpreter goes away aborts the process.
+A daemon thread that is inside PyTorch during the shutdown aborts the process.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _stops: WeakKeyDictionary[threading.Thread, Callable[[], object]] = WeakKeyDicti
 def start_thread(
     work: Callable[[], object], name: str, stop: Callable[[], object]
 ) -> threading.Thread:
-    """Run ``work`` in a thread; ``stop`` asks it to end soon, when the process ends.
+    """Run ``work`` in a background thread. At exit, ``stop`` is called to end it soon.
 
     Raises:
-        RuntimeError: the system has no thread to give.
+        RuntimeError: the system cannot start a thread.
     """
     thread = threading.Thread(target=work, name=name, daemon=True)
     _stops[thread] = stop

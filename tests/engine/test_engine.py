@@ -319,7 +319,7 @@ def test_every_row_of_a_batch_has_its_own_figures(engine: BlockAttentionEngine) 
 def test_a_batch_size_that_is_no_number_of_requests_is_refused(
     engine: BlockAttentionEngine, size: Any
 ) -> None:
-    with pytest.raises(ValueError, match=f"a whole number from 1 on, found {size!r}"):
+    with pytest.raises(ValueError, match=f"Invalid batch_size {size!r}: expected an integer"):
         engine.generate_batch([[A, Q]], batch_size=size)
 
 

@@ -116,7 +116,7 @@ def test_a_bad_entry_is_a_miss_with_a_warning_and_is_overwritten(
         found = fetch(fetcher, [A])
     assert (found.hits, len(found.computed)) == (0, 1)
     assert found.blocks[0].token_ids.tolist() == good.token_ids.tolist()
-    assert "computed again and the entry overwritten" in caplog.text
+    assert "computed again and the entry is overwritten" in caplog.text
     assert store.puts == 2
 
 
@@ -307,7 +307,7 @@ def test_a_store_that_does_not_answer_is_not_given_what_is_private_to_a_prompt(
     monkeypatch.setattr(DirectoryStore, "get", fail)
     with caplog.at_level(logging.WARNING, "blockattn_rag"):
         assert len(fetch(on_disk, [of(origin), A]).computed) == 2
-    assert "computed again and the store asked again next time" in caplog.text
+    assert "computed again and the store is tried again next time" in caplog.text
     assert on_disk.contains(A)
     assert not on_disk.contains(of(origin), first=True)
 

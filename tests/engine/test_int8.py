@@ -148,5 +148,5 @@ def test_what_cannot_be_kept_is_refused(model: BlockModel, monkeypatch: pytest.M
         BlockAttentionEngine(model, kv_dtype="int4")  # type: ignore[arg-type]
     mixed = [(2, 8, torch.float32), (2, 8, torch.bfloat16)]
     monkeypatch.setattr(model, "profile", SimpleNamespace(token_outline=mixed))
-    with pytest.raises(ValueError, match=r"several number types .*bfloat16.*float32.*kv_dtype="):
+    with pytest.raises(ValueError, match=r"several dtypes .*bfloat16.*float32.*kv_dtype="):
         BlockFetcher(model, MemoryStore(1), kv_dtype="int8")

@@ -186,5 +186,5 @@ def test_an_answer_that_does_not_fit_is_refused(engine: BlockAttentionEngine) ->
     room = engine.model.max_context_tokens
     with pytest.raises(ContextOverflowError, match="there is room for 2 of 3 answer tokens"):
         engine.answer_logits(["a", "b" * (room - 4)], [1, 2, 3])
-    with pytest.raises(ValueError, match="no token to predict"):
+    with pytest.raises(ValueError, match="answer_ids is empty"):
         engine.answer_logits(["a", "b"], [])

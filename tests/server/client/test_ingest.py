@@ -37,7 +37,7 @@ def test_what_is_encoded_and_counted_is_what_an_engine_of_this_process_would(
     assert sorted(server.store.keys()) == sorted(local.store.keys())
     assert engine.encode(["One text.", BLOCKS[0]]) == local.encode(["One text.", BLOCKS[0]])
     for wrong, kind in (("One text.", "str"), (3, "int")):
-        with pytest.raises(TypeError, match=f"encode takes a list of texts, found one {kind}"):
+        with pytest.raises(TypeError, match=f"encode expects a list of texts, found {kind}"):
             engine.encode(wrong)  # type: ignore[arg-type]
 
 
