@@ -1,7 +1,7 @@
 """Constrained output: grammars of answers, and tool calls in the format of each model family.
 
-With a grammar, only tokens that can still lead to a valid answer are allowed. Every call of an
-engine, local or remote, takes one of two options::
+A grammar allows only tokens that can still lead to a valid answer. All engines, local and remote,
+accept it as one of two options::
 
     engine.generate(prompt, response_format={"type": "json_schema", "json_schema": {
         "name": "Tower", "schema": {"type": "object", "properties": ...}}})
@@ -22,8 +22,8 @@ tokens of the model, so it can force a tool call::
     start: <tool_call> "\\n" call "\\n" </tool_call>
     call: %json {"type": "object", "properties": {"name": {"const": "find"}, "arguments": ...}}
 
-A structural tag leaves the text free until one of its triggers. ``Generation.json()`` returns the
-value of a complete answer and raises for a truncated one.
+A structural tag constrains the answer only after one of its triggers. ``Generation.json()`` parses
+a complete answer and raises for a truncated one.
 """
 
 from blockattn_rag.output.tool_calls import InvalidToolCall, ToolCall

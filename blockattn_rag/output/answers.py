@@ -8,22 +8,22 @@ from typing import Any
 from blockattn_rag.errors import IncompleteAnswerError
 
 _REASONS = {
-    "length": "was cut by its limit; raise max_new_tokens, or retrieve fewer passages if the "
-    "context window is full, and bound what the schema leaves open (maxLength, maxItems, maximum)",
-    "repetition": "was ended because it repeated itself; give it a schema, change the prompt, or "
+    "length": "was cut off at its token limit; raise max_new_tokens (or retrieve fewer passages, "
+    "if the context window is full), or limit the schema with maxLength, maxItems and maximum",
+    "repetition": "was stopped because it repeated itself; pass a schema, change the prompt, or "
     "set a temperature",
 }
 
 
 def complete_json(text: str, finish_reason: str | None) -> Any:
-    """The value of an answer that is complete JSON.
+    """Parse an answer that must be complete JSON.
 
     Args:
         text: The answer.
-        finish_reason: Why it ended. ``"length"``: it was cut.
+        finish_reason: Why the answer ended. ``"length"``: it was cut off.
 
     Raises:
-        IncompleteAnswerError: The answer was cut, is not JSON, or is nested too deeply.
+        IncompleteAnswerError: The answer was cut off, is not JSON, or is nested too deeply.
     """
     try:
         value = json.loads(text)
@@ -41,14 +41,14 @@ def complete_json(text: str, finish_reason: str | None) -> Any:
 
 
 def incomplete(text: str, finish_reason: str | None, found: str = "") -> IncompleteAnswerError:
-    """The error for a JSON answer that is incomplete.
+    """Create the error for an incomplete JSON answer.
 
     Args:
         text: The answer.
-        finish_reason: Why it ended.
-        found: What is wrong with it.
+        finish_reason: Why the answer ended.
+        found: Error of the JSON parser.
     """
-    ended = f"ended before it was complete; leave out stop strings that it may contain ({found})"
+    ended = f"ended before it was complete; remove stop strings that it may contain ({found})"
     why = _REASONS.get(finish_reason or "", ended)
     return IncompleteAnswerError(f"a JSON answer {why}. Found {_shown(text)}", text)
 

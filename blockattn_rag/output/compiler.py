@@ -1,7 +1,7 @@
-"""Compiler of grammars for one tokenizer, by llguidance.
+"""Compiles grammars for a tokenizer, with llguidance.
 
-llguidance has no dependencies, compiles JSON schemas, regular expressions and grammars, and refuses
-constraints that it cannot enforce.
+llguidance has no dependencies, compiles JSON schemas, regular expressions and Lark grammars, and
+refuses constraints that it cannot enforce.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ if TYPE_CHECKING:
 logger = logging.getLogger("blockattn_rag")
 
 MOST_COMPILED = 64
-"""Number of compiled grammars in the cache. Most take about 100 KiB each."""
+"""Maximum number of compiled grammars in the cache. Most take about 100 KiB each."""
 
 MOST_ALTERNATIVES = 10_000
-"""Most parser items per position: one for each ``anyOf`` case or tool, four for each optional
+"""Maximum number of parser items per position: one per ``anyOf`` case or tool, four per optional
 property. At this limit, a token takes up to 150 ms. llguidance's default is 2,000."""
 
 _STACK_BYTES = 256 << 20
-"""Stack of the threads that compile; the system allocates its pages on use. llguidance follows
-references recursively, and about 1,000 in a row overflow the usual 8 MiB, which ends the process.
-This stack is enough for ``MOST_SCHEMAS`` references."""
+"""Stack size of compiler threads. llguidance follows references recursively: about 1,000 in a row
+overflow the usual 8 MiB and crash the process. This size is enough for ``MOST_SCHEMAS`` references.
+The system allocates stack pages on use."""
 
-# Small models may repeat optional blanks until the answer is cut, and indentation costs tokens.
+# At most one space: small models may repeat optional white space until the answer is cut off.
 _WHITESPACE = " ?"
 
 
 class Matcher:
-    """Follows one answer and computes which tokens may come next.
+    """Tracks one answer and computes which tokens may come next.
 
     Args:
-        compiled: Compiled grammar. Each answer gets a copy.
-        own_ends: Ids of the tokens that end an answer for llguidance.
+        compiled: Compiled grammar. The matcher works on a copy.
+        own_ends: Ids of the tokens that llguidance uses to end an answer.
         name: Name of the grammar in messages.
     """
 
@@ -63,17 +63,17 @@ class Matcher:
         self._ids: list[int] = []
 
     def fresh(self) -> Matcher:
-        """A matcher of another answer, at its beginning."""
+        """Create a matcher for a new answer."""
         return Matcher(self._compiled, self._own_ends, self._name)
 
     def follow(self, ids: Sequence[int]) -> bool:
         """Consume the answer so far. Returns whether all of it fits the grammar.
 
         Args:
-            ids: All tokens of the answer. They need not extend those of the previous call.
+            ids: All tokens of the answer. They may differ from those of the previous call.
 
         Raises:
-            GrammarError: the grammar is too complex here, so whether the tokens fit is unknown.
+            GrammarError: the grammar is too complex to check the tokens at this position.
         """
         same = next(
             (at for at, (a, b) in enumerate(zip(self._ids, ids, strict=False)) if a != b),
@@ -89,7 +89,7 @@ class Matcher:
         return same + taken == len(ids)
 
     def is_complete(self) -> bool:
-        """Whether the answer so far fits the grammar. More tokens may still fit."""
+        """Whether the answer so far is complete. More tokens may still be allowed."""
         return bool(self._matcher.is_accepting())
 
     def allowed(self, vocabulary: int, ends: Collection[int]) -> NDArray[np.bool_]:
@@ -100,7 +100,7 @@ class Matcher:
             ends: Ids of the tokens that end the answer. They are allowed when it is complete.
 
         Raises:
-            GrammarError: the grammar is too complex here.
+            GrammarError: the grammar is too complex at this position.
         """
         known = self._next()[:vocabulary]
         allowed = np.zeros(vocabulary, bool)
@@ -110,7 +110,7 @@ class Matcher:
         return allowed
 
     def check_begins(self) -> None:
-        """Take the first step of an answer, where most grammars that are too large fail.
+        """Try the first token of an answer, where most grammars that are too large fail.
 
         Raises:
             GrammarError: the grammar is too large, or no answer fits it.
@@ -119,7 +119,7 @@ class Matcher:
         self._check()
 
     def _next(self) -> NDArray[np.uint8]:
-        """1 for each token that may come next, as llguidance has it."""
+        """llguidance's mask of the next token: 1 if the token is allowed."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         self._check()
         return np.unpackbits(bits, bitorder="little")
@@ -130,7 +130,7 @@ class Matcher:
             found = self._matcher.get_error().partition("\n")[0]
             raise GrammarError(
                 f"{self._name} cannot be followed: {found}. It is too large or too complex, or no "
-                "answer fits it (a schema that only refers to itself, for example). Use fewer "
+                "answer fits it (for example, a schema that only refers to itself). Use fewer "
                 "anyOf cases, tools or optional properties"
             )
 
@@ -138,8 +138,8 @@ class Matcher:
 class GrammarCompiler:
     """Compiles grammars for one tokenizer and caches them. Thread-safe.
 
-    Each grammar is compiled once, in a thread of its own, so a slow one delays neither the model
-    nor other grammars.
+    Each grammar is compiled once, in its own thread, so a slow grammar delays neither the model nor
+    other grammars.
 
     Args:
         tokenizer: Transformers tokenizer.
@@ -156,7 +156,7 @@ class GrammarCompiler:
         _compilers.add(self)
 
     def renew(self) -> None:
-        """Drop the cache and everything that threads compile, which a forked process lacks."""
+        """Drop the cache and running compilations. Forked processes do not have their threads."""
         self._lock = threading.Lock()
         self._known_lock = threading.Lock()
         self._compiled: OrderedDict[Grammar, Future[Matcher | str]] = OrderedDict()
@@ -178,7 +178,7 @@ class GrammarCompiler:
             work = threading.Thread(
                 target=self._fill, args=(grammar, compiled), name="blockattn-grammar", daemon=True
             )
-            with _stack_lock:  # the size applies to every thread that starts meanwhile
+            with _stack_lock:  # the size applies to all threads that start now
                 before = threading.stack_size(_STACK_BYTES)
                 try:
                     work.start()
@@ -189,11 +189,11 @@ class GrammarCompiler:
         return compiled
 
     def matcher(self, grammar: Grammar) -> Matcher:
-        """A fresh matcher. Waits until the grammar is compiled.
+        """Create a matcher for a new answer. Waits until the grammar is compiled.
 
         Raises:
             GrammarError: The grammar cannot be compiled.
-            UnsupportedModelError: Grammars cannot be compiled for this kind of tokenizer.
+            UnsupportedModelError: The kind of tokenizer is not supported.
             ImportError: llguidance is missing.
         """
         compiled = self.start(grammar).result()
@@ -264,7 +264,7 @@ def _limits() -> LLParserLimits:
 def _refused(grammar: Grammar, why: str) -> GrammarError:
     shown = why if len(why) <= 1000 else f"{why[:1000]}..."
     return GrammarError(
-        f"{grammar.name} cannot be compiled: {shown}. Remove or replace the part named "
+        f"{grammar.name} cannot be compiled: {shown}. Remove or replace this part "
         "(docs/guides/structured_output.md)"
     )
 
@@ -289,7 +289,7 @@ def _ll_tokenizer(tokenizer: Any, ends: Sequence[int], name: str) -> LLTokenizer
 
 
 def _ll_grammar(grammar: Grammar) -> str:
-    """A grammar in llguidance's own dialect."""
+    """The grammar in llguidance's own format."""
     from llguidance import LLMatcher, StructTag, grammar_from
 
     if grammar.kind == "json" or grammar.kind == "json_object":
@@ -323,4 +323,4 @@ def _trigger(begin: str, triggers: Sequence[str]) -> str:
     for trigger in triggers:
         if begin.startswith(trigger):
             return trigger
-    raise ValueError(f"{begin!r} begins with none of the triggers {', '.join(triggers)}")
+    raise ValueError(f"{begin!r} starts with none of the triggers {', '.join(triggers)}")

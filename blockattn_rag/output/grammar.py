@@ -12,7 +12,7 @@ from blockattn_rag.errors import GrammarError
 Kind = Literal["json", "json_object", "regex", "choice", "grammar", "structural_tag"]
 
 MOST_CHARACTERS = 2_000_000
-"""Longest grammar: about 75,000 short choices, which compile in half a second."""
+"""Maximum length of a grammar: about 75,000 short choices, which compile in half a second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Grammar:
         text: JSON schema, regular expression, JSON list of texts, grammar, or structural tags in
             JSON.
         name: Name in messages.
-        asked: Option of a call that asks for it, here and on a server.
+        asked: Option of a call that requests this grammar, here and on a server.
 
     Raises:
         GrammarError: The text is longer than ``MOST_CHARACTERS``.
@@ -39,7 +39,7 @@ class Grammar:
         if len(self.text) > MOST_CHARACTERS:
             raise GrammarError(
                 f"{self.name} has {len(self.text):,} characters, expected at most "
-                f"{MOST_CHARACTERS:,}. Offer less at once: retrieve the candidates first, or ask "
+                f"{MOST_CHARACTERS:,}. Reduce the choices: retrieve the candidates first, or ask "
                 "in several steps"
             )
 
@@ -48,17 +48,17 @@ class Grammar:
 
 
 def choice_grammar(choices: Sequence[str]) -> str:
-    """Grammar, in llguidance's dialect of Lark, of an answer that is one of the choices.
+    """Grammar of an answer that is one of the choices, in llguidance's dialect of Lark.
 
-    The choices are one terminal, which the lexer follows as one automaton. As rules, each would
-    take one of the parser's items, whose number is limited.
+    The choices form one terminal, which the lexer matches as one automaton. As separate rules, each
+    choice would take one of a limited number of parser items.
     """
     texts = " | ".join(json.dumps(one, ensure_ascii=False) for one in choices)
     return f"%llguidance {{}}\nstart: CHOICE\nCHOICE: {texts}"
 
 
 def parse_grammar(response_format: Any, structured_outputs: Any) -> Grammar | None:
-    """The grammar that options of a call ask for. None: no option, or free text.
+    """Parse the grammar options of a call. None: no option is set, or it allows any text.
 
     Args:
         response_format: Format as in OpenAI's API, or a pydantic class.
@@ -71,7 +71,7 @@ def parse_grammar(response_format: Any, structured_outputs: Any) -> Grammar | No
     if structured_outputs is None:
         return None if response_format is None else _of_format(response_format)
     if response_format is not None:
-        raise ValueError("give either response_format or structured_outputs, not both")
+        raise ValueError("pass either response_format or structured_outputs, not both")
     return _of_outputs(structured_outputs)
 
 
@@ -97,7 +97,7 @@ def _of_format(given: Any) -> Grammar | None:
             named = given.get("json_schema")
             if not isinstance(named, Mapping) or not isinstance(named.get("schema"), Mapping):
                 raise ValueError(
-                    "response_format of the type json_schema must have the schema in "
+                    "response_format of type json_schema must have its schema in "
                     f"['json_schema']['schema']; found {_shown(given)}"
                 )
             return _of_schema(named["schema"], asked, named.get("name"))
@@ -114,7 +114,7 @@ def _of_outputs(given: Any) -> Grammar:
     present = [name for name, value in given.items() if value is not None and value is not False]
     if len(present) != 1 or present[0] not in kinds:
         raise ValueError(
-            f"structured_outputs must hold one of {', '.join(kinds)}; found {_shown(given)}"
+            f"structured_outputs must have exactly one of {', '.join(kinds)}; found {_shown(given)}"
         )
     (kind,) = present
     value, asked = given[kind], {"structured_outputs": given}
@@ -128,14 +128,14 @@ def _of_outputs(given: Any) -> Grammar:
             return _any_object(asked)
         case "choice":
             if not _is_choice(value):
-                raise TypeError(f"choice must be a list of texts; found {_shown(value)}")
+                raise TypeError(f"choice must be a list of strings; found {_shown(value)}")
             return Grammar(kind, _json(list(value)), f"the choice {_shown(value)}", asked)
         case "structural_tag":
             text = value if isinstance(value, str) else _json(value)
             asked = {"structured_outputs": {kind: text}}  # servers accept text only
             return Grammar(kind, text, "the structural tag", asked)
     if not isinstance(value, str) or not value:
-        raise TypeError(f"{kind} must be a text; found {_shown(value)}")
+        raise TypeError(f"{kind} must be a non-empty string; found {_shown(value)}")
     name = f"the regular expression {value!r}" if kind == "regex" else "the grammar"
     return Grammar(kind, value, name, asked)
 
@@ -184,5 +184,5 @@ def _shown(value: Any) -> str:
     try:
         text = repr(value)
     except RecursionError:
-        return f"a {type(value).__name__} of too many levels"
+        return f"a {type(value).__name__} with too many levels"
     return text if len(text) <= 200 else f"{text[:200]}..."

@@ -1,8 +1,8 @@
-"""JSON schemas as they are compiled: objects are closed where this is safe.
+"""Prepares JSON schemas for compilation by closing objects where this is safe.
 
-In JSON Schema, an object may have properties that its schema does not name. Small models keep
-adding some, so objects are closed, as in vLLM. Every answer that fits the closed schema fits the
-original.
+JSON Schema allows objects to have properties that the schema does not name. Small models keep
+adding such properties, so objects are closed, as in vLLM. Every answer that fits the closed schema
+fits the original.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any
 from blockattn_rag.errors import GrammarError
 
 MOST_SCHEMAS = 16_000
-"""Most schemas within a schema, including itself. llguidance fails at about 20,000."""
+"""Maximum number of schemas in a schema, including itself. llguidance fails at about 20,000."""
 
 MOST_OPTIONAL = 2_000
-"""Most optional properties of one object. Compile time is quadratic in their number."""
+"""Maximum number of optional properties of one object. Compile time is quadratic in it."""
 
 # Formats that llguidance supports.
 _FORMATS = frozenset(
@@ -36,14 +36,14 @@ _OPEN = ("additionalProperties", "patternProperties", "unevaluatedProperties")
 
 
 def prepared(schema: dict[str, Any]) -> dict[str, Any]:
-    """A copy of the schema to compile: with closed objects and without unsupported formats.
+    """Copy a schema with closed objects and without unsupported formats.
 
-    Objects stay open if schemas are combined, because a property that one part does not name may
-    belong to another part; and if they require a property that they do not name.
+    Objects stay open if they require a property that they do not name. If the schema combines
+    schemas, all objects stay open, because a property may belong to another part.
 
     Raises:
-        GrammarError: The schema is nested too deeply, it has more than ``MOST_SCHEMAS`` schemas,
-            or an object has more than ``MOST_OPTIONAL`` optional properties.
+        GrammarError: The schema is nested too deeply or has more than ``MOST_SCHEMAS`` schemas, or
+            an object has more than ``MOST_OPTIONAL`` optional properties.
     """
     try:
         nodes = list(_nodes(schema))
@@ -56,7 +56,7 @@ def prepared(schema: dict[str, Any]) -> dict[str, Any]:
         ) from None
     if len(nodes) > MOST_SCHEMAS:
         raise GrammarError(
-            f"a JSON schema has {len(nodes):,} schemas within it, expected at most "
+            f"a JSON schema contains {len(nodes):,} schemas, expected at most "
             f"{MOST_SCHEMAS:,}: use enum instead of anyOf of constants, or offer fewer options"
         )
     for node in nodes:
@@ -77,7 +77,7 @@ def _check_optional(node: dict[str, Any]) -> None:
 
 
 def _combines(node: dict[str, Any]) -> bool:
-    """Whether two schemas apply to the same object here."""
+    """Whether several schemas apply to one object."""
     parts = [name for name in _COMBINING if name in node]
     several = len(parts) > 1 or len(node.get("allOf", ())) > 1
     return several or bool(parts and "properties" in node)
@@ -101,7 +101,7 @@ def _closed(node: dict[str, Any]) -> dict[str, Any]:
 
 
 def _nodes(node: Any) -> Iterator[dict[str, Any]]:
-    """All schemas within a schema, itself first."""
+    """All schemas in a schema, starting with itself."""
     if isinstance(node, list):
         for one in node:
             yield from _nodes(one)
@@ -114,7 +114,7 @@ def _nodes(node: Any) -> Iterator[dict[str, Any]]:
 
 
 def _mapped(node: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
-    """A schema with ``change`` applied to each schema within it, itself first."""
+    """Apply ``change`` to a schema and then to all schemas in it."""
     if isinstance(node, list):
         return [_mapped(one, change) for one in node]
     if not isinstance(node, dict):  # true and false are schemas too

@@ -1,7 +1,6 @@
 """Thoughts of reasoning models: the part of an answer between ``<think>`` and ``</think>``.
 
-Some chat templates write the opening mark themselves, so it ends the prompt and is missing in the
-answer.
+Some chat templates write the opening mark at the end of the prompt, so the answer lacks it.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ OPENING, CLOSING = "<think>", "</think>"
 
 
 class Said(NamedTuple):
-    """Output of a model, or a piece of it, as thoughts and answer."""
+    """A model's output, or a piece of it, split into thoughts and answer."""
 
     thoughts: str = ""
     answer: str = ""
 
 
 def marks_thoughts(tokenizer: Any) -> bool:
-    """Whether the chat template of a tokenizer supports thoughts before an answer."""
+    """Whether a tokenizer's chat template supports thoughts before an answer."""
     return CLOSING in str(getattr(tokenizer, "chat_template", None))
 
 
@@ -31,7 +30,7 @@ def has_no_thoughts(options: Mapping[str, Any]) -> bool:
     """Whether the grammar of a call excludes thoughts before the answer.
 
     Args:
-        options: Options of the call, as an engine takes them.
+        options: Options of the call, as passed to the engine.
 
     Raises:
         TypeError, ValueError: the grammar options are invalid.
@@ -43,14 +42,14 @@ def has_no_thoughts(options: Mapping[str, Any]) -> bool:
 
 
 class ThoughtReader:
-    """Splits one answer, whole or in pieces, into thoughts and answer.
+    """Splits a model's output, complete or in pieces, into thoughts and answer.
 
-    White space around thoughts is dropped. If the answer was cut while the model was thinking, all
-    of it is thoughts. Marks after the answer has begun are text.
+    White space around thoughts is dropped. Output that was cut off during the thoughts has no
+    answer. Marks after the start of the answer are ordinary text.
 
     Args:
-        tokenizer: Tokenizer of the model. If its chat template marks no thoughts, all text is
-            answer.
+        tokenizer: Tokenizer of the model. If its chat template has no marks of thoughts, all text
+            is the answer.
         prompt: The prompt.
         answers_at_once: Whether a grammar excludes thoughts, even if the prompt opens them.
     """
@@ -66,7 +65,7 @@ class ThoughtReader:
         self._has_thoughts = False
 
     def push(self, text: str) -> Said:
-        """Take the next piece. Returns what is certain so far and not returned yet."""
+        """Add the next piece. Returns the text that can be classified now."""
         self._held += text
         thoughts = ""
         if self._at == "start":
@@ -82,14 +81,14 @@ class ThoughtReader:
         return Said(thoughts, self._taken() if self._at == "answer" else "")
 
     def finish(self, text: str = "") -> Said:
-        """Take the last piece. Returns everything that is left."""
+        """Add the last piece. Returns the rest of the text."""
         said = self.push(text)
         if self._at == "thoughts":
             return Said(said.thoughts + self._taken().rstrip(), said.answer)
         return Said(said.thoughts, said.answer + ("" if self._at == "gap" else self._taken()))
 
     def _thoughts(self) -> str:
-        """Thoughts up to the closing mark, or up to white space or text that may belong to it."""
+        """Thoughts up to the closing mark, or to trailing text that may be part of the mark."""
         if not self._has_thoughts:
             self._held = self._held.lstrip()
         text, mark, rest = self._held.partition(CLOSING)

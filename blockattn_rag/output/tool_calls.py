@@ -1,4 +1,4 @@
-"""Tool calls, valid and invalid, and strict JSON."""
+"""Valid and invalid tool calls, and strict parsing of JSON."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 ID_LENGTH = 9
-"""Characters of a call's id. Mistral's chat templates require this length; others accept it."""
+"""Length of a call's id. Mistral's chat templates require it; others accept it."""
 
 _HALF = re.compile("[\ud800-\udfff]")
 
 
 def new_call_id() -> str:
-    """A random id for a call, of letters and digits."""
+    """Create a random alphanumeric id for a call."""
     return secrets.token_hex(ID_LENGTH)[:ID_LENGTH]
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call of a tool: its name, and its arguments by name."""
+    """A tool call: name of the tool, and arguments by name."""
 
     name: str
     arguments: dict[str, Any]
@@ -32,7 +32,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class InvalidToolCall:
-    """An invalid call that a model wrote.
+    """An invalid tool call in a model's answer.
 
     Args:
         text: Text of the call without control tokens.
@@ -49,11 +49,11 @@ class InvalidToolCall:
 def read_call(
     value: Any, text: str, argument_keys: Sequence[str] = ("arguments",)
 ) -> ToolCall | InvalidToolCall:
-    """A JSON value as a call. Nothing is guessed: any other field makes the call invalid.
+    """Parse a JSON value as a call. Unknown fields make the call invalid.
 
     Args:
         value: Object with ``name``, one of ``argument_keys``, and optionally ``id`` and ``type``.
-        text: Text that the model wrote.
+        text: Text of the call, as the model wrote it.
         argument_keys: Accepted keys of the arguments.
     """
     if not isinstance(value, dict):
@@ -66,7 +66,7 @@ def read_call(
         expected = " or ".join(map(repr, argument_keys))
         return InvalidToolCall(text, f"expected {expected} once, found {sorted(value)}", name)
     if others := sorted(value.keys() - {"name", "id", "type", *keys}):
-        return InvalidToolCall(text, f"found {', '.join(map(repr, others))} beside a call", name)
+        return InvalidToolCall(text, f"found unknown fields {', '.join(map(repr, others))}", name)
     if not isinstance(arguments := value[keys[0]], dict):
         error = f"expected {keys[0]!r} to be a JSON object, found {_kind(arguments)}"
         return InvalidToolCall(text, error, name)
@@ -75,11 +75,11 @@ def read_call(
 
 
 def strict_json(text: str) -> Any:
-    """The JSON value of a complete text.
+    """Parse a complete text as JSON.
 
     Raises:
-        ValueError: The text is not JSON, or contains NaN, an infinity, half of a surrogate pair or
-            a key twice: JSON parsers disagree on these.
+        ValueError: The text is not JSON, or contains something that JSON parsers disagree on: NaN,
+            an infinity, half of a surrogate pair, or a duplicate key.
     """
     value = json.loads(
         text, object_pairs_hook=_object, parse_constant=_refuse_constant, parse_float=_finite
@@ -105,7 +105,7 @@ def _finite(digits: str) -> float:
 
 
 def _refuse_constant(word: str) -> NoReturn:
-    raise ValueError(f"found {word}, which is no JSON")
+    raise ValueError(f"found {word}, which is not valid JSON")
 
 
 def _kind(value: Any) -> str:

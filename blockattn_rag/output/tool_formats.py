@@ -1,4 +1,4 @@
-"""Formats in which models write tool calls, as their vendors document them, and their grammars."""
+"""Formats of tool calls, as documented by the vendors of the models, and their grammars."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class ToolFormat:
     Args:
         name: Name of the format.
         opening: Mark before a call, or before a list of calls.
-        closing: Mark after a call. Empty: the call ends with its JSON.
-        is_list: Whether calls are written as one JSON list.
+        closing: Mark after a call. Empty: the call ends where its JSON ends.
+        is_list: Whether all calls are written as one JSON list.
         arguments_mark: Mark between a tool's name and its arguments, for formats that do not write
             both as one JSON object.
         id_mark: Optional mark between the tool's name and the call's id.
         argument_keys: Accepted keys of a call's arguments, the documented one first.
-        is_bare: Whether an answer that begins with a JSON object is a call without ``opening``.
-        one_a_message: Whether a message of the history holds at most one call.
+        is_bare: Whether a JSON object at the start of an answer is a call without ``opening``.
+        one_a_message: Whether each message of the history has at most one call.
     """
 
     name: str
@@ -43,12 +43,12 @@ class ToolFormat:
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """The marks that must stay in an answer's text, control tokens or not."""
+        """Marks that must be kept in an answer's text, even if they are control tokens."""
         marks = (self.opening, self.closing, self.arguments_mark, self.id_mark)
         return tuple(mark for mark in marks if mark)
 
     def written(self, calls: Sequence[ToolCall]) -> tuple[Span, ...]:
-        """Calls as the model would write them, for chat templates that do not."""
+        """Calls as the model would write them, for chat templates that do not render calls."""
         before, between, after = "\n", f"\n{self.closing}\n{self.opening}\n", f"\n{self.closing}"
         if self.is_list:
             before, between, after = "[", ", ", "]"
@@ -83,11 +83,11 @@ FORMATS: dict[str, ToolFormat] = {
         ),
     )
 }
-"""The known formats by name. Later ones accept more than they write."""
+"""The known formats by name. Later ones also accept calls in other forms."""
 
 
 def mark_ids(form: ToolFormat, tokenizer: Any) -> dict[str, int]:
-    """Token ids of the marks that a transformers tokenizer has as one added token each."""
+    """Token ids of the marks that are single added tokens of a transformers tokenizer."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
     numbers = {str(token): number for number, token in added.items()}
     return {mark: numbers[mark] for mark in form.marks if mark in numbers}
@@ -111,11 +111,11 @@ def calls_grammar(
     Args:
         form: How the model writes calls.
         tools: Definitions of the tools that may be called.
-        tokenizer: Transformers tokenizer of the model. A mark that is an added token must come as
-            this token; other marks are text.
+        tokenizer: Transformers tokenizer of the model. A mark that is an added token must be
+            generated as this token; other marks are text.
         several: Whether the answer may have more than one call.
-        answer: JSON schema of an answer that may come in place of calls.
-        or_text: Whether text may come in place of calls. It must not start like a call.
+        answer: JSON schema of an alternative to calls.
+        or_text: Whether text is allowed instead of calls. It must not start like a call.
     """
     numbers = mark_ids(form, tokenizer)
 
@@ -145,7 +145,7 @@ def calls_grammar(
     elif form.arguments_mark:
         start = f"{opening} call" + (f" ({opening} call)*" if several else "")
     else:
-        start = "call"  # Llama's chat templates take one call in a message
+        start = "call"  # Llama's chat templates allow one call per message
     if answer is not None or or_text:
         rules.append(f"calls: {start}")
         start = "calls | answer"
@@ -153,7 +153,7 @@ def calls_grammar(
         rules.append(f"answer: {_object(answer)}")
     elif or_text:
         begins = [form.opening, THOUGHTS, *(["{"] if form.is_bare else [])]
-        # The intersection excludes bytes that are not text, which the complement alone allows.
+        # Intersect with "any text", because the complement alone would allow invalid UTF-8.
         blanks, other = r"[\s\x1c-\x1f]*", "|".join(map(_escaped, begins))
         rules += ["answer: TEXT", f"TEXT: /(?s:.*)/ & ~/(?s:{blanks}({other}).*)/"]
     return "\n".join(["%llguidance {}", f"start: {start}", *rules])
@@ -168,5 +168,5 @@ def _text(text: str) -> str:
 
 
 def _escaped(text: str) -> str:
-    """A text within a regular expression of llguidance, which stands between slashes."""
+    """Escape a text for llguidance's regular expressions, which are enclosed in slashes."""
     return re.sub(r"[^\w\s]", lambda found: f"\\x{ord(found[0]):02x}", text)

@@ -1,4 +1,4 @@
-"""Parser of answers: text and tool calls, read in pieces as they are generated."""
+"""Streaming parser that splits a model's answer into text and tool calls."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ Piece = str | ToolCall | InvalidToolCall
 """A piece of an answer: text, a call, or an invalid call."""
 
 Marks = Sequence[tuple[int, int]]
-"""Places of control tokens in a text, each ``(start, end)``."""
+"""Spans of control tokens in a text, each ``(start, end)``."""
 
-# Marks are parsed as private characters: halves of surrogate pairs, which no tokenizer decodes to.
+# Marks are replaced by halves of surrogate pairs, which no tokenizer produces.
 _OPENING, _CLOSING, _ARGUMENTS, _ID = _PRIVATE = "\udc00\udc01\udc02\udc03"
 _ANY_PRIVATE = re.compile(f"[{_PRIVATE}]")
 
@@ -34,7 +34,7 @@ _NAME = re.compile(r'\s*\[?\s*\{\s*"name"\s*:\s*"([^"\\]+)"')
 
 
 class ReadAnswer(NamedTuple):
-    """An answer as text and calls."""
+    """An answer split into text and calls."""
 
     text: str
     calls: list[ToolCall]
@@ -42,7 +42,7 @@ class ReadAnswer(NamedTuple):
 
     @classmethod
     def of(cls, pieces: Sequence[Piece]) -> ReadAnswer:
-        """The answer with these pieces."""
+        """Collect the pieces of an answer."""
         return cls(
             "".join(piece for piece in pieces if isinstance(piece, str)),
             [piece for piece in pieces if isinstance(piece, ToolCall)],
@@ -64,20 +64,19 @@ def parse_answer(
 
 
 class ToolCallParser:
-    """Parses an answer in pieces. Text is returned as it comes, a call when it is complete.
+    """Parses an answer in pieces. Returns text immediately, and each call when it is complete.
 
-    White space next to a call belongs to neither text nor call. An invalid call is reported, never
-    fixed, and what comes before and after it is parsed as usual. Time is linear in the length of
-    the answer.
+    White space next to a call is dropped. An invalid call is returned as such and never repaired;
+    the rest of the answer is parsed as usual. Time is linear in the length of the answer.
 
     Args:
         form: How the model writes calls.
-        names: Names of the tools. A JSON object at the beginning of an answer that is neither a
-            call nor opened as one is an invalid call if it has one of these names, else text.
-        tokens: Marks of the format that are one token each (``mark_ids``). They count where
-            ``push`` reports the token; the same characters elsewhere are text.
-        only_first: Whether an answer that does not begin with a call is all text, because a grammar
-            decided between calls and text.
+        names: Names of the tools. If an answer starts with a JSON object that has no opening mark
+            and is not a valid call, it is an invalid call if it has one of these names, else text.
+        tokens: Marks of the format that are one token each (``mark_ids``). They count only where
+            the ``marks`` of ``push`` report the token; the same characters elsewhere are text.
+        only_first: Whether an answer that does not start with a call is entirely text. True if a
+            grammar decides between calls and text.
     """
 
     def __init__(
@@ -93,11 +92,11 @@ class ToolCallParser:
         self._only_first = only_first
         self._marks = _MarkReader(form, tokens)
         self._text = ""  # the answer, with private characters as marks
-        self._at = 0  # where the unread text begins
-        self._blank_to = 0  # end of the white space that is known there
+        self._at = 0  # start of the text that is not parsed yet
+        self._blank_to = 0  # end of the known white space at `_at`
         self._call: _OpenCall | None = None
-        self._is_text = False  # no call can come any more
-        self._begins = True  # the answer has no visible character so far
+        self._is_text = False  # the rest of the answer has no calls
+        self._begins = True  # nothing but white space so far
         self._follows_call = False  # only white space has come since a call
         self._blank = ""  # white space between text and the call after it
         self._ids: set[str] = set()
@@ -108,22 +107,22 @@ class ToolCallParser:
         return self._call is not None and self._call.repeated is not None
 
     def push(self, text: str, marks: Marks = ()) -> list[Piece]:
-        """Take the next piece of the answer. Returns what is certain so far and not returned yet.
+        """Add the next piece of the answer. Returns newly parsed text and calls.
 
         Args:
             text: The piece.
-            marks: Places of control tokens in it, as in ``GenerationChunk``.
+            marks: Spans of control tokens in it, as in ``GenerationChunk``.
         """
         self._append(self._marks.read(text, marks))
         return [*self._pieces(final=False)]
 
     def finish(self) -> list[Piece]:
-        """Parse the rest of a complete answer."""
+        """Parse the rest of the answer, which is complete."""
         self._append(self._marks.finish())
         return [*self._pieces(final=True)]
 
     def _append(self, text: str) -> None:
-        # CPython appends in place to a local string that nothing else refers to.
+        # CPython appends in place to a string if a local variable has its only reference.
         whole, self._text = self._text, ""
         whole += text
         self._text = whole
@@ -147,7 +146,7 @@ class ToolCallParser:
             return
         if self._form.is_bare and (self._begins or self._follows_call):
             bare = begin
-            if self._follows_call and text.startswith(";", begin):  # a call may follow unopened
+            if self._follows_call and text.startswith(";", begin):  # a call without mark
                 bare = _visible_from(text, begin + 1)
             if text.startswith("{", bare):
                 self._call = _OpenCall(self._form, bare, blank=text[at:bare])
@@ -169,7 +168,7 @@ class ToolCallParser:
             yield from self._beside_calls(part, before_call=False)
 
     def _beside_calls(self, text: str, *, before_call: bool) -> Iterator[Piece]:
-        """Text without white space next to calls, unless it stands between two texts."""
+        """Text without white space next to calls. White space between two texts is kept."""
         shown = text.rstrip() if before_call else text
         if self._follows_call and (shown := shown.lstrip()):
             shown = self._blank + shown
@@ -193,7 +192,7 @@ class ToolCallParser:
         calls, end = read
         self._call, self._at, self._begins = None, end, False
         is_ours = any(isinstance(one, ToolCall) or one.name in self._names for one in calls)
-        if call.blank is not None and not is_ours:  # a JSON object that is no call
+        if call.blank is not None and not is_ours:  # a JSON object that is not a call
             self._is_text, self._follows_call = self._only_first, False
             yield from self._shown(call.blank + text[call.start : end])
             return
@@ -205,11 +204,11 @@ class ToolCallParser:
 
 
 class _MarkReader:
-    """Replaces the marks of a format by private characters.
+    """Replaces the marks of a format with private characters.
 
     Args:
         form: How the model writes calls.
-        tokens: Marks that are tokens; the other ones are recognized in text.
+        tokens: Marks that are tokens. The others are recognized in text.
     """
 
     def __init__(self, form: ToolFormat, tokens: Collection[str]) -> None:
@@ -218,10 +217,10 @@ class _MarkReader:
         self._plain = {ord(one): mark for mark, one in private.items()}
         self._tokens = {mark: one for mark, one in private.items() if mark in tokens}
         self._spelled = {mark: one for mark, one in private.items() if mark not in tokens}
-        self._held = ""  # the beginning of a mark, maybe
+        self._held = ""  # text that may be the start of a mark
 
     def read(self, text: str, marks: Marks) -> str:
-        """The next piece, with private characters as marks, up to what may begin a mark."""
+        """The next piece with private characters as marks, up to a possible start of a mark."""
         parts, at = [], 0
         for start, end in marks:
             if one := self._tokens.get(text[start:end]):
@@ -230,12 +229,12 @@ class _MarkReader:
         return "".join([*parts, self._replaced(text[at:])]) if parts else self._replaced(text)
 
     def finish(self) -> str:
-        """The text that was held back."""
+        """Return the text that was held back."""
         text, self._held = self._held, ""
         return text
 
     def plain(self, text: str) -> str:
-        """A text with marks in place of private characters."""
+        """Replace private characters with their marks."""
         return text.translate(self._plain) if _ANY_PRIVATE.search(text) else text
 
     def _replaced(self, text: str) -> str:
@@ -251,15 +250,15 @@ class _MarkReader:
 
 
 class _OpenCall:
-    """A call, or a list of calls, that may still go on.
+    """A call, or list of calls, that may be incomplete.
 
     Args:
         form: How the model writes calls.
-        start: Index after the opening.
-        blank: Text before a JSON object that was not opened as a call. None: it was.
+        start: Index after the opening mark.
+        blank: Text before a JSON object without opening mark. None: there was an opening mark.
 
     Attributes:
-        repeated: End of the first of two equal objects in a row in a list. None: there are none.
+        repeated: End of the first of two consecutive equal objects in a list. None: no such pair.
     """
 
     def __init__(self, form: ToolFormat, start: int, blank: str | None = None) -> None:
@@ -267,10 +266,10 @@ class _OpenCall:
         self.start = start
         self.blank = blank
         self.repeated: int | None = None
-        self._at = start  # everything before it was looked at
+        self._at = start  # everything before this index was scanned
         # The head: everything before the JSON.
         self._begin = start if form.closing else None
-        self._word = start  # where a name or an id begins
+        self._word = start  # start of a name or an id
         self._name: str | None = None
         self._call_id: str | None = None
         self._has_arguments = False
@@ -278,7 +277,7 @@ class _OpenCall:
         # The JSON.
         self._depth = 0
         self._in_string = False
-        self._is_broken = False  # an unclosed string: quotes do not count any more
+        self._is_broken = False  # after an unclosed string, quotes are ignored
         self._escaped = -1  # index of an escaped character
         self._is_list = False
         self._item = ""  # the latest object of the list
@@ -287,7 +286,7 @@ class _OpenCall:
     def read(
         self, text: str, plain: Callable[[str], str], *, final: bool
     ) -> tuple[list[ToolCall | InvalidToolCall], int] | None:
-        """The calls, and the index after them. None: they may go on.
+        """The calls, and the index after them. None: they may be incomplete.
 
         Args:
             text: The answer so far.
@@ -316,7 +315,7 @@ class _OpenCall:
         return self._calls(plain(body), shown, is_cut=is_cut), after
 
     def _find_json(self, text: str) -> None:
-        """Find where the JSON begins, after a name and an id in formats that have these."""
+        """Find the start of the JSON, which some formats write after a name and an id."""
         while self._begin is None and not self._is_invalid:
             found = (_VISIBLE if self._has_arguments else _HEAD_END).search(text, self._at)
             self._at = found.start() if found else len(text)
@@ -335,12 +334,12 @@ class _OpenCall:
                 self._is_invalid = True
 
     def _json_end(self, text: str) -> int | None:
-        """Index of the closing mark outside of strings, or after the JSON if there is none."""
+        """End of the JSON: index of the closing mark outside strings, or after the last bracket."""
         assert self._begin is not None
         for found in _STRUCTURE.finditer(text, max(self._at, self._begin)):
             at, one = found.start(), found[0]
             if self._in_string:
-                if one == "\n":  # JSON strings have no line break, so this one was never closed
+                if one == "\n":  # JSON strings have no line breaks: unclosed
                     self._in_string, self._is_broken = False, True
                 elif one == "\\" and at != self._escaped:
                     self._escaped = at + 1

@@ -1,4 +1,4 @@
-"""Support of chat templates for tools, found by rendering one tool, one call and its result."""
+"""Detects how a chat template supports tools, by rendering a tool, a call and its result."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class ToolTemplate:
 
     Args:
         form: How the model writes calls.
-        variable: Variable of the template that takes the definitions of tools. None: the template
-            supports no tools, so the definitions follow the last message of the user, in words.
-        is_wrapped: Whether the template expects ``{"type": "function", "function": ...}`` for each
-            tool, or the function alone.
-        shows_calls: Whether it renders the calls of earlier messages. If not, they are written into
-            the messages' contents.
+        variable: Template variable for the definitions of tools. None: the template does not
+            support tools, so the definitions are appended to the last user message as text.
+        is_wrapped: Whether each definition is ``{"type": "function", "function": ...}`` rather than
+            the function alone.
+        shows_calls: Whether the template renders calls of earlier messages. If not, they are added
+            to the contents of the messages.
     """
 
     form: ToolFormat
@@ -58,7 +58,7 @@ class ToolTemplate:
         tools: Sequence[Mapping[str, Any]],
         **template_kwargs: Any,
     ) -> Spans:
-        """The prompt for messages and tools; see ``chat_spans``.
+        """Render messages and tools as a prompt; see ``chat_spans``.
 
         Args:
             messages: Messages with ``role``, ``content``, and optionally ``tool_calls``,
@@ -77,14 +77,14 @@ class ToolTemplate:
         )
 
     def ready(self, messages: Sequence[Message]) -> list[Message]:
-        """The messages with calls and results in the form that the template takes."""
+        """Convert calls and results in messages to the form that the template expects."""
         turns = [self._with_ids(message) for message in messages]
         if self.form.one_a_message:
             turns = _one_call_each(turns)
         return turns if self.shows_calls else [self._with_written_calls(turn) for turn in turns]
 
     def _with_ids(self, message: Message) -> Message:
-        """The message with ids of the form that Mistral's templates require."""
+        """Convert the ids in a message to the form that Mistral's templates require."""
         if not self.form.name.startswith("mistral"):
             return message
         turn = dict(message)
@@ -95,7 +95,7 @@ class ToolTemplate:
         return turn
 
     def _with_written_calls(self, message: Message) -> Message:
-        """The message with its calls as part of its content."""
+        """Move the calls of a message into its content."""
         turn = dict(message)
         if not (calls := turn.pop("tool_calls", None)):
             return turn
@@ -108,8 +108,8 @@ class ToolTemplate:
     def _with_tools(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
     ) -> list[dict[str, Any]]:
-        """The messages with definitions after the last message of the user, so that passages
-        before it stay blocks."""
+        """Append the definitions to the last user message, so that passages before them stay
+        blocks."""
         functions = [json.dumps(tool["function"], ensure_ascii=False) for tool in tools]
         words = _IN_WORDS.format(
             opening=self.form.opening,
@@ -127,10 +127,10 @@ class ToolTemplate:
 
 
 def without_tools(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """The messages for a chat template without tools: no calls, and results as user messages.
+    """Convert messages for a chat template without tools: drop calls, show results as the user's.
 
-    A result goes before the question that it answers, because passages belong there: the question
-    must be in the final block.
+    A result is moved before the question that it answers, because the question must be in the final
+    block, after all passages.
     """
     made: list[dict[str, Any]] = []
     for turn in messages:
@@ -151,7 +151,7 @@ def _short_id(given: str) -> str:
 
 
 def _one_call_each(turns: Sequence[Message]) -> list[Message]:
-    """The messages with one call each, every call before its own result."""
+    """Split messages with several calls into one message per call, each before its result."""
     made: list[Message] = []
     moved: set[int] = set()  # indices of results that already follow their calls
     for place, turn in enumerate(turns):
@@ -171,7 +171,7 @@ def _one_call_each(turns: Sequence[Message]) -> list[Message]:
 def _result_of(
     call: Message, turns: Sequence[Message], start: int, moved: Collection[int]
 ) -> int | None:
-    """Index of a call's result. Stops at the next calls, which may reuse the same ids."""
+    """Index of a call's result. Stops at the next message with calls, which may reuse ids."""
     for place in range(start, len(turns)):
         turn = turns[place]
         if turn.get("tool_calls"):
@@ -194,7 +194,7 @@ def tool_template(tokenizer: Any) -> ToolTemplate | None:
     """How the chat template of a tokenizer supports tools.
 
     Returns:
-        None: The template supports no tools, or the model writes calls in an unknown format.
+        None if the template does not support tools, or the format of the calls is unknown.
     """
     return _probed(tokenizer).tools
 
@@ -224,7 +224,7 @@ def _probe(tokenizer: Any, source: str) -> _Probed:
     def render(messages: list[dict[str, Any]], **variables: Any) -> str:
         try:
             rendered = tokenizer.apply_chat_template(messages, tokenize=False, **variables)
-        except Exception:  # noqa: BLE001 -- templates raise whatever they like
+        except Exception:  # noqa: BLE001 -- templates may raise any error
             return ""
         return str(rendered)
 
@@ -237,15 +237,15 @@ def _probe(tokenizer: Any, source: str) -> _Probed:
     else:
         return _Probed(None, shows)
     text = render(history, **tools)
-    asked = _THOUGHTS.sub("", asked)  # a mark of thoughts may begin like a mark of calls
+    asked = _THOUGHTS.sub("", asked)  # a mark of thoughts may start like a mark of calls
     begin = len(os.path.commonprefix([asked, text]))  # noqa: RUF071 (characters are meant)
     answer = text[begin:].partition(_RESULT)[0]
     found = ToolTemplate(FORMATS["hermes"], variable, is_wrapped)
     if "kvvalue" in answer:
-        # The first format that reads the call back is the template's.
+        # The template uses the first format that can parse the call.
         forms = (one for one in FORMATS.values() if _reads_back(answer, one))
     else:
-        # The template renders no calls, but may describe to the model how to write them.
+        # The template renders no calls, but its instructions may show how to write them.
         described = (FORMATS["granite"], FORMATS["hermes"])
         forms = (one for one in described if one.opening in source)
         found = replace(found, shows_calls=False)

@@ -1,4 +1,4 @@
-"""Tools of one call to a model, and the reader of its answer."""
+"""Tools of a request, and the reader of its answer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from blockattn_rag.prompts.chat_template import Message, Spans, chat_spans, has_
 AUTO, REQUIRED, NONE = "auto", "required", "none"
 
 TOOL_OPTIONS = ("tools", "tool_choice", "parallel_tool_calls", "tool_calls")
-"""Options of a call that are about tools."""
+"""Names of the options for tools."""
 
 _CHOICES: dict[object, str] = {
     **dict.fromkeys((None, AUTO), AUTO),
@@ -33,16 +33,16 @@ _CHOICES: dict[object, str] = {
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """The tools of one call.
+    """The tools of a request.
 
     Args:
-        template: What the model's chat template does with tools.
+        template: How the model's chat template supports tools.
         tools: Definitions of the tools; see ``ToolTemplate.spans``.
         choice: ``"auto"``: the model may call tools; ``"required"``: it must call one; or the name
-            of the tool that it must call. A grammar enforces required calls.
+            of the tool that it must call. Required calls are enforced by a grammar.
         parallel: Whether the model may make several calls at once.
         constrained: Whether a grammar decides between text and calls from the first token on.
-        tokens: Marks of calls that are one token each. Only these tokens count as the marks.
+        tokens: Marks of calls that are one token each. The same characters as text do not count.
     """
 
     template: ToolTemplate
@@ -56,14 +56,14 @@ class ToolUse:
     def of_call(
         cls, call: Mapping[str, Any], load_tokenizer: Callable[[], Any], model_name: str | None
     ) -> ToolUse | None:
-        """The tools of a call. None: no tool may be called.
+        """The tools of a request. None: no tool may be called.
 
         Args:
-            call: Options of the call. ``tools``: definitions. ``tool_choice``: None, ``"auto"``,
+            call: Options of the request. ``tools``: definitions. ``tool_choice``: None, ``"auto"``,
                 ``"none"``, ``"any"``, ``"required"``, a bool, a tool's name or ``{"type":
                 "function", "function": {"name": ...}}``. ``parallel_tool_calls``: bool.
                 ``tool_calls``: None, ``"free"`` or ``"constrained"``.
-            load_tokenizer: Returns the tokenizer; not called if the call has no tools.
+            load_tokenizer: Returns the tokenizer; not called if there are no tools.
             model_name: Name of the model in messages.
 
         Raises:
@@ -101,10 +101,10 @@ class ToolUse:
         )
 
     def engine_options(self, tokenizer: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The engine's options for a call with these tools.
+        """The engine's options for a request with these tools.
 
-        If a JSON answer is requested and the model may call tools, a grammar allows either. If it
-        must call one, the grammar allows calls alone. Other grammars of the caller stay unchanged.
+        If the caller requests JSON and the model may call tools, a grammar allows either. If the
+        model must call a tool, the grammar allows only calls. Other grammars are passed unchanged.
 
         Args:
             tokenizer: Tokenizer of the model.
@@ -120,7 +120,7 @@ class ToolUse:
         if grammar is not None and not _is_json(grammar):
             raise ValueError(
                 f"found {grammar} with tools whose calls are required or constrained: an answer "
-                "cannot be both; remove structured_outputs, or tool_choice and tool_calls"
+                "cannot satisfy both; remove structured_outputs, or tool_choice and tool_calls"
             )
         may = self.tools
         if self.choice not in (AUTO, REQUIRED):
@@ -136,7 +136,7 @@ class ToolUse:
         return {**options, "response_format": None, "structured_outputs": {"grammar": calls}}
 
     def reader(self, given: Mapping[str, Any]) -> AnswerReader:
-        """Reader of the answer to a call with these options."""
+        """Create the reader of the answer to a request with these options."""
         return self._reading(given).reader()
 
     def _reading(self, given: Mapping[str, Any]) -> CallReading:
@@ -154,7 +154,7 @@ class ToolUse:
 
 @dataclass(frozen=True, slots=True)
 class CallReading:
-    """How the calls of an answer are read; see ``ToolCallParser`` and ``AnswerReader``."""
+    """How to parse the calls in an answer; see ``ToolCallParser`` and ``AnswerReader``."""
 
     form: ToolFormat
     names: tuple[str, ...]
@@ -163,18 +163,18 @@ class CallReading:
     parallel: bool
 
     def reader(self) -> AnswerReader:
-        """Reader of one answer."""
+        """Create the reader of one answer."""
         return AnswerReader(self)
 
 
 class AnswerReader:
-    """Reads one answer of a model with tools, whole or in pieces; see ``ToolCallParser``.
+    """Parses one answer of a model with tools, complete or in pieces; see ``ToolCallParser``.
 
-    A call that repeats the previous one ends the answer, and so does the first call if only one is
+    The answer ends at a call that repeats the previous one, or at the first call if only one is
     allowed. Everything after it is dropped.
 
     Args:
-        reading: How calls are read.
+        reading: How to parse calls.
 
     Attributes:
         has_loop: Whether a call, valid or not, repeated the previous one.
@@ -191,15 +191,15 @@ class AnswerReader:
 
     @property
     def is_over(self) -> bool:
-        """Whether the answer ends here."""
+        """Whether the answer must end here."""
         return self._is_done or self.has_loop
 
     def read(self, text: str, marks: Marks = (), *, last: bool) -> list[Piece]:
-        """Take the next piece of the answer. Returns what is certain so far.
+        """Add the next piece of the answer. Returns newly parsed text and calls.
 
         Args:
             text: The piece.
-            marks: Places of control tokens in it.
+            marks: Spans of control tokens in it.
             last: Whether this is the last piece.
         """
         pieces = self._parser.push(text, marks)
@@ -229,7 +229,7 @@ class AnswerReader:
 def prompt_spans(
     tokenizer: Any, messages: Sequence[Message], tools: ToolUse | None, **variables: Any
 ) -> Spans:
-    """The prompt for messages that may contain calls and results; see ``ToolTemplate.spans``.
+    """Render messages that may contain calls and results; see ``ToolTemplate.spans``.
 
     Args:
         tokenizer: Tokenizer of the model.
@@ -245,7 +245,7 @@ def prompt_spans(
 
 
 def choice_of(choice: Any, tools: Sequence[Mapping[str, Any]]) -> str:
-    """A tool choice as ``ToolUse`` has it, or ``"none"``.
+    """Normalize a tool choice to the values of ``ToolUse.choice``, or ``"none"``.
 
     Raises:
         ValueError: the choice is invalid, or names an unknown tool.
@@ -272,22 +272,22 @@ def choice_of(choice: Any, tools: Sequence[Mapping[str, Any]]) -> str:
 
 
 def with_default_calls(defaults: Mapping[str, Any], call: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of a call, with the model's default for ``tool_calls``.
+    """Add the model's default of ``tool_calls`` to the options of a request.
 
     Raises:
-        ValueError: the defaults have other options of tools.
+        ValueError: the defaults contain other options for tools.
     """
     given = {name: value for name, value in defaults.items() if name in TOOL_OPTIONS}
     if others := [name for name in given if name != "tool_calls"]:
         raise ValueError(
-            f"found {others[0]} in generate_kwargs: the only option of tools there is tool_calls; "
-            "pass the others with each call, or bind them"
+            f"found {others[0]} in generate_kwargs: the only option for tools that it accepts is "
+            "tool_calls; pass the others with each call, or bind them"
         )
     return {**given, **call}
 
 
 def without_tool_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of a call without those about tools."""
+    """The options of a request without those for tools."""
     return {name: value for name, value in given.items() if name not in TOOL_OPTIONS}
 
 

@@ -165,7 +165,7 @@ def test_settings_of_sampling_leave_strings_to_their_limit(engine: BlockAttentio
     pytest.importorskip("llguidance")
     answer = ask(engine, "alone", structured_outputs={"json": SCHEMA}, do_sample=False)
     assert answer.finish_reason == "length"
-    with pytest.raises(IncompleteAnswerError, match="was cut by its limit"):
+    with pytest.raises(IncompleteAnswerError, match="was cut off at its token limit"):
         answer.json()
 
 

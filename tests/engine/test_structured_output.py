@@ -133,7 +133,7 @@ def test_a_stop_string_and_a_limit_leave_an_answer_that_is_no_object(
     stopped = engine.generate(A, response_format=by_schema(), stop=["kind"], max_new_tokens=NEW)
     cut = engine.generate(A, response_format=by_schema(), max_new_tokens=9)
     assert (stopped.finish_reason, cut.finish_reason) == ("stop", "length")
-    with pytest.raises(IncompleteAnswerError, match="leave out stop strings"):
+    with pytest.raises(IncompleteAnswerError, match="remove stop strings"):
         stopped.json()
     with pytest.raises(IncompleteAnswerError, match="raise max_new_tokens") as caught:
         cut.json()

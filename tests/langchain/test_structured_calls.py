@@ -70,9 +70,9 @@ def test_function_calling_forces_a_call_whose_arguments_are_the_object(schema: A
 def test_a_call_that_is_cut_raises() -> None:
     chat = scripted(AS_CALL, max_tokens=45)
     structured = chat.with_structured_output(Tower, method="function_calling")
-    with pytest.raises(IncompleteAnswerError, match="cut by its limit"):
+    with pytest.raises(IncompleteAnswerError, match="cut off at its token limit"):
         structured.invoke("How tall?")
-    with pytest.raises(IncompleteAnswerError, match="cut by its limit"):
+    with pytest.raises(IncompleteAnswerError, match="cut off at its token limit"):
         [*structured.stream("How tall?")]
 
 

@@ -118,9 +118,9 @@ def test_an_answer_that_is_cut_raises_and_returns_no_object(chat: ChatBlockAtten
     for method in ("json_schema", "json_mode"):
         for schema in (Tower, SCHEMA):
             structured = short.with_structured_output(schema, method=method)
-            with pytest.raises(IncompleteAnswerError, match="cut by its limit"):
+            with pytest.raises(IncompleteAnswerError, match="cut off at its token limit"):
                 structured.invoke(ASKED)
-            with pytest.raises(IncompleteAnswerError, match="cut by its limit"):
+            with pytest.raises(IncompleteAnswerError, match="cut off at its token limit"):
                 list(structured.stream(ASKED))
     beside = short.with_structured_output(Tower, include_raw=True).invoke(ASKED)
     assert beside["parsed"] is None

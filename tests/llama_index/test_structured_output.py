@@ -69,9 +69,9 @@ def test_a_stream_returns_partial_objects(llm: BlockAttentionLLM) -> None:
 
 def test_an_answer_that_is_cut_raises(llm: BlockAttentionLLM) -> None:
     short = {"max_new_tokens": 8}
-    with pytest.raises(IncompleteAnswerError, match="cut by its limit"):
+    with pytest.raises(IncompleteAnswerError, match="cut off at its token limit"):
         llm.structured_predict(Tower, PROMPT, llm_kwargs=short, thing="a tower")
-    with pytest.raises(IncompleteAnswerError, match="cut by its limit"):
+    with pytest.raises(IncompleteAnswerError, match="cut off at its token limit"):
         list(llm.stream_structured_predict(Tower, PROMPT, llm_kwargs=short, thing="a tower"))
 
 

@@ -21,7 +21,7 @@ def test_a_whole_answer_is_its_value(text: str, value: Any) -> None:
 @pytest.mark.parametrize("text", ['{"a": 1', "", "12", "-1.5"])
 def test_an_answer_that_was_cut_is_none(text: str) -> None:
     with pytest.raises(
-        IncompleteAnswerError, match="was cut by its limit; raise max_new"
+        IncompleteAnswerError, match="was cut off at its token limit; raise max_new"
     ) as caught:
         complete_json(text, "length")
     assert caught.value.text == text
@@ -33,7 +33,7 @@ def test_an_answer_that_was_whole_when_it_was_cut_is_taken(text: str) -> None:
 
 
 def test_an_answer_that_ended_too_soon_says_where() -> None:
-    with pytest.raises(IncompleteAnswerError, match=r"leave out stop strings.*line 1 column 5"):
+    with pytest.raises(IncompleteAnswerError, match=r"remove stop strings.*line 1 column 5"):
         complete_json('{"a"', "stop")
 
 

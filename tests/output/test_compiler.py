@@ -232,7 +232,7 @@ def _deep(levels: int) -> dict[str, Any]:
         ({"structural_tag": NUMBER}, "the structural tag cannot be compiled"),
         (
             {"structural_tag": {**TAGS, "triggers": ["<call"]}},
-            "'<find>' begins with none of the triggers <call",
+            "'<find>' starts with none of the triggers <call",
         ),
         ({"grammar": "start: nothing"}, "the grammar cannot be compiled.*nothing"),
     ],

@@ -95,7 +95,7 @@ for _ in range(100_000):
 
 def test_a_grammar_that_is_too_large_is_refused_with_the_limit() -> None:
     choices = [f"Street {i} of Halden" for i in range(200_000)]
-    with pytest.raises(GrammarError, match=r"characters, expected at most 2,000,000. Offer less"):
+    with pytest.raises(GrammarError, match=r"characters, expected at most 2,000,000. Reduce"):
         parse_grammar(None, {"choice": choices})
     with pytest.raises(GrammarError, match=r"2,000,006 characters, expected at most 2,000,000"):
         parse_grammar(None, {"regex": "a" * 2_000_006})
@@ -111,9 +111,9 @@ def test_a_grammar_that_is_too_large_is_refused_with_the_limit() -> None:
         ({"type": "yaml"}, None, "must be json_schema, json_object or text; found 'yaml'"),
         ({"type": "json_schema"}, None, "must have the schema in"),
         ({"type": "json_schema", "json_schema": {"name": "T"}}, None, "must have the schema in"),
-        (None, {}, "must hold one of json, json_object"),
-        (None, {"regex": "a", "choice": ["b"]}, "must hold one of"),
-        (None, {"yaml": "a"}, "must hold one of"),
+        (None, {}, "must have exactly one of json, json_object"),
+        (None, {"regex": "a", "choice": ["b"]}, "must have exactly one of"),
+        (None, {"yaml": "a"}, "must have exactly one of"),
         (None, "a", "structured_outputs must be a mapping"),
         (None, {"json": [1]}, "must be an object; found"),
         (None, {"json": "{"}, "is not JSON"),
@@ -123,13 +123,13 @@ def test_a_grammar_that_is_too_large_is_refused_with_the_limit() -> None:
         ({"type": "json_schema", "json_schema": {"schema": DEEP}}, None, "nested too deeply"),
         ({"type": "json_schema", "json_schema": DEEP}, None, "must have the schema in"),
         (DEEP, None, "a mapping with a type"),
-        (None, DEEP, "must hold one of"),
+        (None, DEEP, "must have exactly one of"),
         (None, {"choice": [DEEP]}, "choice must be a list of texts"),
-        (None, {"choice": "abc"}, "choice must be a list of texts; found 'abc'"),
+        (None, {"choice": "abc"}, "choice must be a list of strings; found 'abc'"),
         (None, {"choice": []}, "choice must be a list of texts"),
         (None, {"choice": ["a", ""]}, "choice must be a list of texts"),
-        (None, {"regex": 3}, "regex must be a text; found 3"),
-        (None, {"grammar": ""}, "grammar must be a text; found ''"),
+        (None, {"regex": 3}, "regex must be a non-empty string; found 3"),
+        (None, {"grammar": ""}, "grammar must be a non-empty string; found ''"),
     ],
 )
 def test_other_forms_are_refused(response_format: Any, outputs: Any, message: str) -> None:

@@ -159,7 +159,7 @@ MALFORMED = [
         "hermes",
         '<tool_call>{"name": "look_up", "arguments": {}, "q": "a"}</tool_call>',
         "look_up",
-        "found 'q' beside a call",
+        "found unknown fields 'q'",
     ),
     (
         "hermes",

@@ -87,7 +87,7 @@ def test_an_answer_that_is_cut_is_an_error_and_not_half_an_object(
     for asked in (command, (*command, "--json")):
         output = cli(*asked)
         assert (output.status, output.stdout) == (1, "")
-        assert "a JSON answer was cut by its limit; raise" in output.stderr
+        assert "a JSON answer was cut off at its token limit; raise" in output.stderr
 
 
 @pytest.mark.parametrize(

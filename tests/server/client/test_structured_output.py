@@ -63,7 +63,7 @@ def test_langchain_s_objects_are_those_of_a_model_here(
     assert found == expected
     assert asked_of(server) == [{"response_format": BY_SCHEMA}]
     short = ChatBlockAttention(engine=engine, max_tokens=3).with_structured_output(Tower)
-    with pytest.raises(IncompleteAnswerError, match="cut by its limit"):
+    with pytest.raises(IncompleteAnswerError, match="cut off at its token limit"):
         [*short.stream(ASKED)]
 
 
