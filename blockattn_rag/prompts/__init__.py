@@ -1,6 +1,6 @@
-"""From text to blocks to token ids. No torch here.
+"""Prompts: from text to blocks to token ids. Does not import torch.
 
-The names below are public: what a prompt is made of, prompt formats, and ways to cut into blocks.
+The public names below are the parts of a prompt, prompt formats, and functions that split text.
 """
 
 from blockattn_rag.prompts.blocks import Block, BlockPrompt, BlockTemplate, Span, handle_of

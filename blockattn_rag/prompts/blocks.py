@@ -1,11 +1,11 @@
 """Blocks, and prompts made of blocks.
 
-A prompt is ``context blocks + final block``. Each context block attends to itself only; the
-final block attends to everything (Block-Attention, section 2.1). Everything here is text: no
-tokenizer, no tensors.
+A prompt consists of context blocks and a final block. Each context block attends only to itself;
+the final block attends to everything (Block-Attention, section 2.1). This module handles text only:
+no tokens and no tensors.
 
-Every piece of text has an *origin*, which decides whether the model's control tokens
-(``<|im_start|>``) are parsed in it and whether its KV may be stored (docs/security.md).
+Every piece of text has an *origin*, which determines whether control tokens such as
+``<|im_start|>`` are parsed in it, and whether its KV may be stored (docs/security.md).
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 HANDLE_LENGTH = 32
-"""Hex digits of a handle: 128 bits of the sha256 of the block's text."""
+"""Number of hex digits in a handle: 128 bits of the sha256 of the block's text."""
 
 Origin = Literal["template", "prompt", "system", "conversation", "passage", "altered"]
 """Who wrote a text.
 
 ``template``: the chat template. ``prompt``: the trusted caller of the engine. ``system``: a system
-message. ``conversation``: a question, an earlier turn, a tool's result. ``passage``: a passage as
-it was marked. ``altered``: a passage whose text changed after it was marked.
+message. ``conversation``: a question, an earlier turn, a tool's result. ``passage``: a passage with
+its original text. ``altered``: a passage whose text was changed after it was marked.
 
-Control tokens are parsed in ``template`` and ``prompt`` only.
+Control tokens are parsed only in ``template`` and ``prompt``.
 """
 
 PASSAGES: frozenset[Origin] = frozenset({"passage", "altered"})
@@ -33,21 +33,21 @@ PASSAGES: frozenset[Origin] = frozenset({"passage", "altered"})
 Keep = Literal["store", "memory", "private", "private-store"]
 """Where the KV of a block may be kept.
 
-``store``: in the store. ``memory``: in memory, unless it is stored already. ``private``: in memory,
-and only private blocks can hit it, so that users cannot learn from response times which passages
-are stored. ``private-store``: in the store, and only private blocks can hit it.
+``store``: in the store. ``memory``: in memory, unless it is stored already. ``private``: in memory.
+``private-store``: in the store. Only private blocks can hit the KV of private blocks, so response
+times do not reveal to users which passages are stored.
 """
 
 
 def keep_of(origin: Origin, *, on_purpose: bool = False) -> Keep:
     """Where the KV of a block with this origin may be kept.
 
-    System messages start in memory and are stored on their second use: many contain a date or a
-    name and never recur.
+    System messages are kept in memory first and stored on their second use, because many contain a
+    date or a name and are never used again.
 
     Args:
         origin: Origin of the block.
-        on_purpose: Whether the caller encodes the block explicitly. Default: a prompt needs it.
+        on_purpose: Whether the caller encodes the block explicitly, rather than in a prompt.
     """
     if origin in ("passage", "system"):
         return "store" if origin == "passage" or on_purpose else "memory"
@@ -66,24 +66,24 @@ def may_store(keep: Keep) -> bool:
 
 def handle_of(text: str) -> str:
     """Content address of a block's canonical text: 32 hex digits."""
-    # Strings from outside may contain lone surrogates.
+    # Untrusted strings may contain lone surrogates.
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:HANDLE_LENGTH]
 
 
 class Span(NamedTuple):
-    """A run of text of one origin."""
+    """A piece of text with a single origin."""
 
     text: str
     origin: Origin
 
     @property
     def parses_control(self) -> bool:
-        """Whether control tokens of the model are parsed in this text."""
+        """Whether control tokens are parsed in this text."""
         return self.origin in ("template", "prompt")
 
 
 def merged(spans: Iterable[Span]) -> tuple[Span, ...]:
-    """Drop empty spans, and join adjacent spans of one origin, except passages."""
+    """Drop empty spans, and join adjacent spans of the same origin, except passages."""
     joined: list[Span] = []
     for span in spans:
         if joined and joined[-1].origin == span.origin and span.origin not in PASSAGES:
@@ -101,8 +101,8 @@ def text_of(spans: Iterable[Span]) -> str:
 class BlockTemplate:
     """Text of a prompt format before and after a passage, including the separator.
 
-    It belongs to the passage's block. Control tokens of the model (``<|doc_start|>``) are parsed in
-    it, never in the passage.
+    This text is part of the passage's block. Control tokens such as ``<|doc_start|>`` are parsed in
+    it, but never in the passage.
     """
 
     before: str = ""
@@ -117,7 +117,7 @@ class Block:
     """A span of text whose tokens attend only to one another.
 
     Args:
-        text: Canonical text. Its digest is the handle.
+        text: Canonical text. The handle is its digest.
         template: Text before and after ``text`` when the block is encoded.
         spans: ``text`` by origin. Default: one passage.
     """
@@ -131,7 +131,7 @@ class Block:
         if not isinstance(self.text, str):
             raise TypeError(f"a block's text must be a str, found {type(self.text).__name__}")
         if not self.rendered:
-            raise ValueError("a block's text is empty; leave empty passages out of the prompt")
+            raise ValueError("a block's text is empty; remove empty passages from the prompt")
         spans = merged(self.spans or [Span(self.text, "passage")])
         if text_of(spans) != self.text:
             raise ValueError("a block's spans must concatenate to its text")
@@ -140,13 +140,13 @@ class Block:
 
     @classmethod
     def of(cls, spans: Iterable[Span], template: BlockTemplate = PLAIN) -> Block:
-        """The block of these spans."""
+        """Create a block from spans."""
         spans = merged(spans)
         return cls(text_of(spans), template, spans)
 
     @property
     def origin(self) -> Origin:
-        """The most private origin of the spans, which decides where the KV may be kept.
+        """The most private origin of the spans, which determines where the KV may be kept.
 
         Text of the chat template counts as a system message.
         """
@@ -173,14 +173,14 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class BlockPrompt:
-    """Prompt of a request: context blocks, then the final block.
+    """Prompt of a request: context blocks and the final block.
 
     Args:
         context: Blocks before the final one.
         final: Text after the last context block: instructions, history, the question, and the
             start of the answer.
-        final_spans: ``final`` by origin. Default: the caller's own prompt, in which control tokens
-            are parsed. Pass text from others as spans.
+        final_spans: ``final`` by origin. Default: one ``prompt`` span, in which control tokens are
+            parsed. Pass untrusted text as spans.
     """
 
     context: tuple[Block, ...]
@@ -203,9 +203,9 @@ class BlockPrompt:
 
     @classmethod
     def from_texts(cls, texts: Sequence[str | Block]) -> BlockPrompt:
-        """A prompt from a list whose last item is the final block.
+        """Create a prompt from a list whose last item is the final block.
 
-        The strings before the last are passages, in which control tokens stay text. Empty ones are
+        All other strings are passages, in which control tokens are not parsed. Empty strings are
         dropped.
         """
         is_list = isinstance(texts, Iterable) and not isinstance(texts, (str, bytes, Mapping))
@@ -222,11 +222,11 @@ class BlockPrompt:
 
     @classmethod
     def from_spans(cls, spans: Iterable[Span], template: BlockTemplate = PLAIN) -> BlockPrompt:
-        """A prompt from its text by origin: every passage is a block, with ``template``.
+        """Create a prompt from spans. Each passage becomes a block with ``template``.
 
-        Text before the first passage is the first block; text between two passages is a block of
-        its own unless it is white space, which the template's own separator replaces; text after
-        the last passage is the final block.
+        Text before the first passage is the first block, and text after the last passage is the
+        final block. Text between passages is a block of its own; white space there is dropped,
+        because the template has its own separator.
         """
         context: list[Block] = []
         between: list[Span] = []
@@ -252,17 +252,17 @@ def promoted(
 ) -> tuple[list[Block], list[Block]]:
     """Split context blocks into those that stay and passages that move into the final block.
 
-    A promoted passage is computed with the question, after the reused blocks and attending to all
-    of them, as in full attention. Promotion costs the passage's tokens, and choosing passages
-    costs one forward pass of the question over the blocks.
+    A promoted passage is computed with the question and attends to all reused blocks before it, as
+    in full attention. The cost is the passage's tokens, plus one forward pass of the question over
+    the blocks to choose passages.
 
     Args:
         context: Context blocks of a prompt.
-        attention: Attention of the question to each of them.
-        count: Number of passages to promote; all if there are fewer.
+        attention: Attention of the question to each block.
+        count: Maximum number of passages to promote.
 
     Returns:
-        The blocks that stay, in order, and the promoted passages, the best last.
+        The remaining blocks in order, and the promoted passages, the most attended last.
     """
     places = [place for place, block in enumerate(context) if block.is_passage]
     places.sort(key=lambda place: -attention[place])

@@ -1,11 +1,10 @@
-"""Rendering of chat messages by a model's chat template, with the origin of each piece of text.
+"""Renders chat messages with a model's chat template, with the origin of each piece of text.
 
-A chat template is a program: it trims contents, escapes them, or drops them. Its output alone does
-not show whether the template or a message wrote ``<|im_end|>``, but a question that quotes a
-control token must not end its turn. So every template is rendered twice: once with the contents,
-which gives the text, and once with a slot in place of each content, which gives the template's own
-pieces. The text between the pieces around a slot must then be its content: unchanged, trimmed or
-escaped.
+A chat template is a program: it may trim, escape or drop contents. Its output does not show whether
+the template or a message wrote ``<|im_end|>``, but a question that quotes a control token must not
+end its turn. Therefore every template is rendered twice: once with the contents, which gives the
+text, and once with a slot in place of each content, which gives the template's own text. Between
+the pieces of the template's own text, each content must appear unchanged, trimmed or escaped.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ Message: TypeAlias = Mapping[str, Any]
 Render: TypeAlias = Callable[..., str]
 Spans: TypeAlias = tuple[Span, ...]
 
-# Templates compare the values of these fields or check their lengths, so values of harmless
-# characters are passed unchanged. Other characters of ids are replaced one by one.
+# Templates compare the values of these fields or check their lengths, so values that consist of
+# harmless characters are passed unchanged. In ids, other characters are replaced one by one.
 _COMPARED_FIELDS = ("role", "type", "name", "id", "tool_call_id")
 _ID_FIELDS = ("id", "tool_call_id")
 _HARMLESS = re.compile(r"[\w.:/ -]{0,128}")
 _HARMFUL_CHARACTER = re.compile(r"[^\w.:/ -]")
 
-# Template variables that this package or transformers sets.
+# Template variables set by this package or transformers.
 _RESERVED = frozenset(
     {
         *("messages", "tools", "documents", "add_generation_prompt", "continue_final_message"),
@@ -57,7 +56,7 @@ def has_chat_template(tokenizer: Any) -> bool:
 def render_chat(
     tokenizer: Any, messages: Sequence[Message], *, add_generation_prompt: bool = True
 ) -> str:
-    """The prompt for messages as one string; see ``chat_spans``."""
+    """Render messages as one string; see ``chat_spans``."""
     return text_of(chat_spans(tokenizer, messages, add_generation_prompt=add_generation_prompt))
 
 
@@ -72,19 +71,19 @@ def chat_spans(
 ) -> Spans:
     """Render messages with the chat template of ``tokenizer``, as spans by origin.
 
-    Consecutive messages of one role are merged, because many templates require alternating roles. A
-    system message goes into the first user message if the template has no system role.
+    Consecutive messages of one role are merged, because many templates require alternating roles.
+    If the template has no system role, the system message is moved into the first user message.
 
     Args:
-        messages: Messages with ``role``, ``content`` and any other fields of the template. The
-            content is spans, or a string with markers around passages.
-        tools: Definitions of tools. Control tokens in a definition stay text.
+        messages: Messages with ``role``, ``content`` and any other fields that the template reads.
+            The content is a tuple of spans, or a string with markers around passages.
+        tools: Definitions of tools. Control tokens in definitions are not parsed.
         tools_variable: Variable of the template that takes ``tools``.
-        add_generation_prompt: Whether the prompt ends where the answer starts.
+        add_generation_prompt: Whether to add the text that starts an answer.
         template_kwargs: Other variables of the template, such as ``enable_thinking``.
 
     Raises:
-        ValueError: There is no message, or a role is not a plain word.
+        ValueError: There are no messages, or a role is not a plain word.
         SegmentationError: The template drops passages, or changes contents beyond recognition.
         jinja2.TemplateError: The template refuses the messages.
     """
@@ -104,7 +103,7 @@ def chat_spans(
     try:
         spans, shown = _trace(render, turns, defined, control)
     except (TemplateError, SegmentationError):
-        # The template refuses the messages or drops passages; only a system role can move.
+        # The template refuses the messages or drops passages. Retry without a system role.
         if not has_system:
             raise
     else:
@@ -135,7 +134,7 @@ def _trace(
 
     Args:
         variables: Variables of the template. Strings in them that contain one of
-            ``control_tokens`` count as contents.
+            ``control_tokens`` are treated as contents.
     """
     slots, given = _Slots(), variables or {}
     slotted = [slots.put_in(turn) for turn in turns]
@@ -147,14 +146,14 @@ def _trace(
     _check_passages_are_shown(turns, slots, shown)
     contents = _find(asked, text, template)
     if contents is None:
-        # The template changes a content in an unknown way. Put the contents into their slots
-        # unchanged, so that no part of them is attributed to the template.
+        # The template changes a content in an unknown way. Fill the slots with the original
+        # contents, so that no part of them is attributed to the template.
         if not set(slots.of_turn.values()) <= shown:
             raise SegmentationError(
                 "the chat template changes contents so that they cannot be found in its output, or "
                 "drops some; use a template that renders every message's content unchanged"
             )
-        logger.debug("the chat template changes contents; using them unchanged")
+        logger.debug("the chat template changes contents; using the original contents")
         contents = [
             _escaped(spans) if before.endswith('"') else spans
             for before, spans in zip(template, asked, strict=False)
@@ -177,15 +176,15 @@ def _check_passages_are_shown(turns: Sequence[Message], slots: _Slots, shown: se
 
 
 def _with_spans(message: Message) -> dict[str, Any]:
-    """A message with its content as spans."""
+    """Convert the content of a message to spans."""
     role = message["role"]
     if not isinstance(role, str) or not _HARMLESS.fullmatch(role):
-        raise ValueError(f"found the role {role!r:.60}; a role is a plain word, such as 'user'")
+        raise ValueError(f"found the role {role!r:.60}; a role is a plain word such as 'user'")
     return {**_plain_ids(message), "content": spans_of(message)}
 
 
 def spans_of(message: Message) -> Spans:
-    """The content of a message as spans; markers in a string become passages."""
+    """The content of a message as spans. Text between markers in a string becomes a passage."""
     content = message.get("content")
     if not isinstance(content, tuple):
         content = content_spans(str(content or ""), origin_of(message["role"]))
@@ -193,9 +192,9 @@ def spans_of(message: Message) -> Spans:
 
 
 def _plain_ids(message: Any) -> Any:
-    """Replace tool-call ids by plain words of the same length, at most 128 characters.
+    """Replace tool-call ids with plain words of the same length, up to 128 characters.
 
-    Templates check only the length of ids.
+    The length is kept because some templates check it.
     """
     if isinstance(message, (list, tuple)) and not isinstance(message, Span):
         return type(message)(_plain_ids(item) for item in message)
@@ -205,13 +204,13 @@ def _plain_ids(message: Any) -> Any:
     for key, value in message.items():
         if key in _ID_FIELDS and isinstance(value, str):
             plain[key] = _HARMFUL_CHARACTER.sub("_", value)[:128]
-        elif key != "arguments":  # arguments have any keys
+        elif key != "arguments":  # keys of arguments are arbitrary
             plain[key] = _plain_ids(value)
     return plain
 
 
 def _with_reasoning(turn: dict[str, Any]) -> dict[str, Any]:
-    """Move an answer's thoughts into ``reasoning_content``, for templates that render it."""
+    """Move an answer's thoughts to ``reasoning_content``, for templates that render this field."""
     text = text_of(turn["content"])
     if turn["role"] != "assistant" or "</think>" not in text or "reasoning_content" in turn:
         return turn
@@ -242,7 +241,7 @@ def _merge_same_role(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 class _Slots:
-    """Slots that stand for contents. Their names cannot be guessed."""
+    """Placeholders for contents. Their names cannot be guessed."""
 
     def __init__(self) -> None:
         self._name = f"Kv{secrets.token_hex(8)}"
@@ -251,7 +250,7 @@ class _Slots:
         self.of_turn: dict[int, int] = {}  # slot of the content, by id(message)
 
     def put_in(self, turn: Message) -> dict[str, Any]:
-        """A message with slots in place of its content and of every other untrusted string."""
+        """Replace a message's content and all other untrusted strings with slots."""
         if text_of(turn["content"]).strip():
             self.of_turn[id(turn)] = len(self.spans)
         content = self._slot(turn["content"])
@@ -259,7 +258,7 @@ class _Slots:
         return rest | {"content": content}
 
     def instead_of(self, value: Any, tokens: Sequence[str]) -> Any:
-        """A value with slots in place of the strings that contain one of the tokens."""
+        """Replace the strings in a value that contain one of the tokens with slots."""
         if isinstance(value, Mapping):
             pairs = value.items()
             return {self.instead_of(k, tokens): self.instead_of(v, tokens) for k, v in pairs}
@@ -277,19 +276,19 @@ class _Slots:
             return [self._replaced(item, name) for item in value]
         if not isinstance(value, str) or (name in _COMPARED_FIELDS and _HARMLESS.fullmatch(value)):
             return value
-        # A call has no passages, so their markers are removed.
+        # Calls have no passages, so markers are removed.
         text = text_of(tuple(content_spans(value, "conversation")))
         return self._slot((Span(text, "conversation"),))
 
     def _slot(self, spans: Spans) -> str:
         if not (text := text_of(spans)).strip():
-            return text  # templates check whether a content is empty
+            return text  # some templates check for empty contents
         self.spans.append(spans)
         return f"{self._name}x{len(self.spans) - 1}x"
 
 
 def _find(contents: Sequence[Spans], text: str, template: Sequence[str]) -> list[Spans] | None:
-    """The contents as they appear in ``text`` between the pieces of the template, or None."""
+    """Find the contents in ``text``, between the pieces of the template. None: not found."""
     if not text.startswith(template[0]):
         return None
     found, at = [], len(template[0])
@@ -305,7 +304,7 @@ def _find(contents: Sequence[Spans], text: str, template: Sequence[str]) -> list
 
 
 def _as_templates_show(spans: Spans) -> Iterator[Spans]:
-    """The known ways to render a content: unchanged, trimmed, without its thoughts, or escaped."""
+    """Renderings of a content by known templates: unchanged, trimmed, without thoughts, escaped."""
     text, end = text_of(spans), "</think>"
     starts = [0, text.rfind(end) + len(end)] if end in text else [0]
     parts = [part for start in starts for part in _trimmed(text, start)]
@@ -315,7 +314,7 @@ def _as_templates_show(spans: Spans) -> Iterator[Spans]:
 
 
 def _trimmed(text: str, start: int) -> Iterator[tuple[int, int]]:
-    """Bounds of ``text[start:]``: unchanged, then stripped at both ends or at one."""
+    """Bounds of ``text[start:]``: unchanged, then stripped at both ends or one end."""
     end, right = len(text), len(text.rstrip())
     left, line = (end - len(text[start:].lstrip(blanks)) for blanks in (None, "\n"))
     yield from ((start, end), (left, right), (left, end), (start, right), (line, end))
@@ -332,7 +331,7 @@ def _cut(spans: Spans, start: int, stop: int) -> Spans:
 
 
 def _escaped(spans: Spans, *, ensure_ascii: bool = False) -> Spans:
-    """The spans escaped as in a JSON string."""
+    """Escape the text of spans as in a JSON string."""
     dump = partial(json.dumps, ensure_ascii=ensure_ascii)
     return merged(_changed(span, dump(span.text)[1:-1]) for span in spans)
 
@@ -347,12 +346,12 @@ def check_template_kwargs(tokenizer: Any, given: Mapping[str, Any] | None) -> di
 
     Args:
         tokenizer: Tokenizer with the chat template.
-        given: Variables by name. Control tokens in their values are parsed, so the values must come
-            from the application, never from its users.
+        given: Variables by name. Control tokens in values are parsed, so values must come from the
+            application, never from its users.
 
     Raises:
-        TypeError: ``given`` is not a mapping with names.
-        ValueError: The template does not read a variable, or this package sets it.
+        TypeError: ``given`` is not a mapping with string keys.
+        ValueError: A variable is not read by the template, or is set by this package.
     """
     if not given:
         return {}
@@ -377,7 +376,7 @@ def check_template_kwargs(tokenizer: Any, given: Mapping[str, Any] | None) -> di
 
 
 def template_variables(tokenizer: Any) -> frozenset[str]:
-    """Variables that the chat template of a tokenizer reads and an application may set."""
+    """Variables that a tokenizer's chat template reads and that an application may set."""
     template = getattr(tokenizer, "chat_template", None) or ""
     sources = template.values() if isinstance(template, Mapping) else [template]
     return frozenset[str]().union(*map(_variables, sources)) - _RESERVED

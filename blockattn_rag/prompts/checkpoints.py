@@ -1,6 +1,6 @@
-"""Published block-fine-tuned models as data: prompt format and settings of each.
+"""Known block-fine-tuned checkpoints, with the prompt format and settings of each.
 
-Nothing is loaded: a model is known by its hub id, or by a folder that is a copy of it.
+Nothing is loaded: a model is recognized by its hub id, or by the path of its local copy.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from blockattn_rag.prompts.formats import CHAT, KVLINK_LINKS, PromptFormat, prom
 from blockattn_rag.prompts.sinks import NO_SINK
 
 AUTO = "auto"
-"""Name of the format that a known checkpoint was trained on, and of ``chat`` for other models."""
+"""Selects the format that a known checkpoint was trained on, or ``chat`` for other models."""
 
 # The command line shows messages of this logger as notes.
 logger = logging.getLogger("blockattn_rag.app.rag")
 
 SWITCHES = {"positions": "reordered", "sink": NO_SINK}
-"""Options of block mode that every known checkpoint was trained with."""
+"""Options of block mode that all known block-fine-tuned checkpoints were trained with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +29,11 @@ class Checkpoint:
 
     Args:
         hub_id: Name on the Hugging Face hub.
-        format: Name of the prompt format that it was trained on. None: no source gives its text.
-        confirmed: Whether the text of the format comes from the authors' own code.
-        block_tuned: False for a control that was trained in full mode.
+        format: Name of the prompt format of its training. None: the format is not published.
+        confirmed: Whether the format comes from the authors' own code.
+        block_tuned: Whether it was trained in block mode. False for a control.
         link_tokens: Tokens after each passage that attend to everything before them.
-        bos: Whether its prompts start with the tokenizer's BOS token.
+        bos: Whether prompts start with the tokenizer's BOS token.
     """
 
     hub_id: str
@@ -45,26 +45,26 @@ class Checkpoint:
 
     @property
     def switches(self) -> dict[str, str]:
-        """Options of block mode that it was trained with. Empty for a control."""
+        """Options of block mode that the model was trained with. Empty for a control."""
         return SWITCHES if self.block_tuned else {}
 
     def unmet(self, positions: str, sink: str) -> str:
-        """One sentence on what block mode with these options lacks. Empty: nothing."""
+        """Explain in a sentence why block mode is worse than published. Empty if it is not."""
         if self.link_tokens:
             return (
                 f"{self.hub_id} was trained with {self.link_tokens} link tokens after each "
-                "passage, which attend to everything before them; block mode does not compute them "
-                "yet, so its answers will be worse than published; use mode='full'"
+                "passage, which attend to everything before them; block mode does not "
+                "support them yet, so answers will be worse than published; use mode='full'"
             )
         return other_switches(self.hub_id, self.switches, {"positions": positions, "sink": sink})
 
 
 def other_switches(model: str, trained: Mapping[str, str], found: Mapping[str, str]) -> str:
-    """One sentence on how options of block mode differ from training. Empty if they do not.
+    """Explain in a sentence how options of block mode differ from training. Empty if they match.
 
     Args:
         model: Name of the model.
-        trained: Options of its training. Options that are not in it may have any value.
+        trained: Options of the training. Other options may have any value.
         found: Options in use.
     """
     if all(found[name] == value for name, value in trained.items()):
@@ -82,14 +82,14 @@ CHECKPOINTS: dict[str, Checkpoint] = {
         # Trained on ten passages, best first. Its block-mode samples began with
         # "[Block-Attention]", which the authors' inference leaves out.
         Checkpoint("ldsjmdy/Tulu3-Block-FT", "tulu3-block", bos=False),
-        # The control of Tulu3-Block-FT: the same data in full mode.
+        # Control of Tulu3-Block-FT, trained on the same data in full mode.
         Checkpoint("ldsjmdy/Tulu3-RAG", "tulu3-block", block_tuned=False, bos=False),
         Checkpoint("hxia7/Llama-3.2-1B-Block-FT", "llama3-block"),
         Checkpoint("hxia7/Llama-3.1-8B-Block-FT", "llama3-block", confirmed=False),
         Checkpoint("hxia7/Llama-3-8B-block", "llama3-block"),
         Checkpoint("hxia7/Qwen3-8B-Block-FT", None, confirmed=False),
-        # Their training data have the question in a turn of its own and other system messages than
-        # their evaluation, which the format follows.
+        # The format is that of their evaluation. Their training data have other system messages and
+        # the question in a separate turn.
         Checkpoint("Shiyu-Lab/Llama1B-KVLink5", "kvlink", link_tokens=KVLINK_LINKS),
         Checkpoint("Shiyu-Lab/Llama3B-KVLink5", "kvlink", link_tokens=KVLINK_LINKS),
     )
@@ -100,10 +100,10 @@ _BY_LOWER_ID = {hub_id.lower(): one for hub_id, one in CHECKPOINTS.items()}
 
 
 def known_checkpoint(model: str) -> Checkpoint | None:
-    """The checkpoint behind a hub id or a path, or None. Ignores case, as the hub does.
+    """The known checkpoint with a hub id or path, or None. Ignores case, as the hub does.
 
-    Known paths are snapshots in the hub's cache (``models--OWNER--NAME/snapshots/REVISION``) and
-    folders ``OWNER/NAME``. Other folders with the model's name may contain a fine-tune of it.
+    Recognized paths are snapshots in the hub's cache (``models--OWNER--NAME/snapshots/REVISION``)
+    and folders ``OWNER/NAME``. Other folders with the model's name may contain a fine-tune of it.
     """
     *_, owner, name, last = ("", "", "", *Path(model).parts)
     hub_id = f"{name}/{last}"
@@ -113,7 +113,7 @@ def known_checkpoint(model: str) -> Checkpoint | None:
 
 
 def format_for(wanted: str | PromptFormat, model: str) -> PromptFormat:
-    """The prompt format for a model. Logs the choice of ``"auto"`` for a known checkpoint.
+    """The prompt format for a model. For known checkpoints, the choice of ``"auto"`` is logged.
 
     Args:
         wanted: A format, its name, or ``"auto"``: a known checkpoint's own format, else ``chat``.

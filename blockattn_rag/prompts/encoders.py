@@ -1,9 +1,9 @@
 """Private copies of a transformers tokenizer.
 
-Any caller can change a shared tokenizer: padding, truncation and "parse special tokens" are state
-of the object. Token ids that decide what is stored therefore come from private copies. One
-recognizes the model's added tokens (control tokens and others) in text of a template; the others
-recognize runs of blanks only.
+Padding, truncation and the parsing of special tokens are state of a tokenizer object, so any caller
+can change a shared tokenizer. Blocks are therefore tokenized with private copies. One copy
+recognizes the model's added tokens (control tokens and others) in text of a template. The other
+copies recognize only runs of blanks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from blockattn_rag.errors import UnsupportedModelError
 
 
 class FoundToken(NamedTuple):
-    """An added token in a text, ``text[start:end]``. It may strip the white space next to it."""
+    """An added token at ``text[start:end]``. It may swallow the white space next to it."""
 
     start: int
     end: int
@@ -33,7 +33,7 @@ class FoundToken(NamedTuple):
 
 
 def private_encoder(tokenizer: Any) -> RustEncoder | PythonEncoder:
-    """A thread-safe encoder that gives the same ids as ``tokenizer`` does now.
+    """Create a thread-safe encoder with the current behaviour of ``tokenizer``.
 
     Raises:
         UnsupportedModelError: The tokenizer cannot be copied.
@@ -44,7 +44,7 @@ def private_encoder(tokenizer: Any) -> RustEncoder | PythonEncoder:
     except Exception as error:  # a foreign tokenizer's serialization may raise anything
         raise UnsupportedModelError(
             f"{type(tokenizer).__name__} cannot be copied ({error}), but blocks are tokenized with "
-            "a private copy. Use a tokenizer that can be saved (tokenizer.json)"
+            "a private copy. Use a tokenizer that can be saved as tokenizer.json"
         ) from error
 
 
@@ -57,9 +57,9 @@ def _prefix_of(full: list[int], plain: list[int]) -> list[int]:
 
 
 def _is_control(token: str) -> bool:
-    """Whether an added token must not come out of plain text.
+    """Whether plain text must never be tokenized to an added token.
 
-    Runs of blanks may: they are harmless, and ordinary pieces in some vocabularies.
+    Runs of blanks are allowed: they are harmless, and ordinary tokens in some vocabularies.
     """
     return len(token) > 1 and not token.replace("\u2581", " ").isspace()
 
@@ -67,23 +67,23 @@ def _is_control(token: str) -> bool:
 class RustEncoder:
     """Copies of a ``tokenizers.Tokenizer``, the usual backend of transformers.
 
-    They share one vocabulary, which is large and takes seconds to copy.
+    The copies share one vocabulary, which takes seconds to copy.
 
     Attributes:
-        prefix_ids: Ids that the tokenizer itself puts before a text: usually none, or BOS.
-        control_tokens: Added tokens that must not come out of plain text.
-        digest: sha256 of everything that decides ids.
+        prefix_ids: Ids that the tokenizer adds before a text: usually none, or BOS.
+        control_tokens: Added tokens that plain text must never be tokenized to.
+        digest: sha256 of everything that determines token ids.
     """
 
     def __init__(self, serialised: str) -> None:
         self._parsing = Tokenizer.from_str(serialised)
-        # Callers set these for batching. They have no effect on the ids of one text.
+        # Callers set these for batches. They must not change the digest or the ids.
         self._parsing.no_truncation()
         self._parsing.no_padding()
         self.digest = hashlib.sha256(self._parsing.to_str().encode()).hexdigest()
         alone = self._parsing.encode("a", add_special_tokens=False).ids
         self.prefix_ids = _prefix_of(self._parsing.encode("a").ids, alone)
-        self._parsing.post_processor = None  # it may move the offsets of tokens
+        self._parsing.post_processor = None  # it may change the offsets of tokens
         self._added = self._parsing.get_added_tokens_decoder()
         self._control = {i: t.content for i, t in self._added.items() if _is_control(t.content)}
         self.control_tokens = frozenset(self._control.values())
@@ -105,7 +105,7 @@ class RustEncoder:
 
         Args:
             text: The text.
-            opens: Whether it starts the prompt. Some tokenizers put a blank there.
+            opens: Whether the text starts the prompt. Some tokenizers add a blank there.
         """
         ids: list[int] = []
         pieces = [(text, self._opening if opens else self._inside)]
@@ -121,11 +121,11 @@ class RustEncoder:
         return ids
 
     def _cuts(self, text: str, ids: list[int], offsets: list[tuple[int, int]]) -> list[int]:
-        """Where to cut a text so that no control token comes out of it.
+        """Where to cut a text so that it is not tokenized to a control token.
 
-        A control token may also be a piece of the vocabulary (``<s>`` in many models). A cut after
-        its first character prevents the piece. The token for unknown characters needs no cut,
-        because the text does not spell it.
+        A control token may also be in the vocabulary (``<s>`` in many models). A cut after its
+        first character prevents the token. The token for unknown characters needs no cut, because
+        the text does not contain its spelling.
         """
         return [
             start + 1
@@ -137,13 +137,13 @@ class RustEncoder:
 
 
 class _Plain:
-    """A tokenizer with the vocabulary of another, without its control tokens.
+    """A copy of a tokenizer that shares its vocabulary but has no control tokens.
 
     Args:
-        whole: The other tokenizer.
-        added: Its added tokens by id.
-        schemes: Schemes of the tokenizer for a blank before a text that are kept: ``"first"`` (at
-            the start of the prompt), ``"always"``. Others become ``"never"``.
+        whole: The original tokenizer.
+        added: Added tokens of the original, by id.
+        schemes: Prepend schemes (blanks before a text) to keep: ``"first"`` (at the start of the
+            prompt) or ``"always"``. Others are replaced with ``"never"``.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class _Plain:
                 state[part] = json.loads(component.__getstate__(), object_hook=keep)
         self._tokenizer = Tokenizer.from_str(json.dumps(state))
         self._tokenizer.model = whole.model
-        # Runs of blanks are harmless, and models that have tokens for them were trained on code.
+        # Keep tokens for runs of blanks: they are harmless, and models use them for code.
         self._blanks: dict[int, int] = {}
         for token_id, token in added.items():
             if not _is_control(token.content):
@@ -166,7 +166,7 @@ class _Plain:
                 self._blanks[own_id] = token_id
 
     def encode(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Ids of a text and their offsets in it."""
+        """Token ids of a text, and the offsets of the tokens in it."""
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
         return [self._blanks.get(i, i) for i in encoding.ids], encoding.offsets
 
@@ -176,7 +176,7 @@ class _Plain:
 
 
 def _with_blanks(state: dict[str, Any], schemes: Collection[str]) -> dict[str, Any]:
-    """The state of a normalizer or pre-tokenizer that adds blanks by the given schemes only."""
+    """Change the state of a normalizer or pre-tokenizer to add blanks only by ``schemes``."""
     if "prepend_scheme" in state:
         kept = state["prepend_scheme"] in schemes
         state["prepend_scheme"] = state["prepend_scheme"] if kept else "never"
@@ -221,7 +221,7 @@ class PythonEncoder:
             pieces = self._tokenizer.tokenize(text, split_special_tokens=True)
             ids = [self._tokenizer._convert_token_to_id(piece) for piece in pieces]
         if len(text) > 1 and not self.control_tokens.isdisjoint(pieces):
-            # Pieces have no offsets here, so halve the text until no control token comes out.
+            # Pieces have no offsets here, so halve the text until it has no control token.
             half = len(text) // 2
             parts = (text[:half], opens), (text[half:], False)
             return [i for part, first in parts for i in self.plain_ids(part, opens=first)]

@@ -1,7 +1,8 @@
 """Prompt formats: how a question and its passages become a prompt.
 
-A prompt format is data: the text before the passages, around each of them, and after them. The text
-before the first passage is block 0, each passage is a block, and the rest is the final block.
+A prompt format defines the text before the passages, around each passage, and after the passages.
+The text before the first passage is the first block, each passage is a block, and the rest is the
+final block.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class Passage:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """Control text of a format, in place of the tokenizer's chat template.
+    """Control text of a format that replaces the tokenizer's chat template.
 
     Args:
         start: Text before everything else.
@@ -52,9 +53,9 @@ class PromptFormat:
         titled: Canonical text of a passage with a title, with ``{title}`` and ``{text}``.
         template: Text before and after each canonical text.
         after: Text after the last passage, with ``{question}``.
-        frame: Control text in place of the tokenizer's chat template. Default: none.
-        numbered: Templates of the first, second, ... passage, in place of ``template``. A passage
-            at another place is then another block.
+        frame: Control text that replaces the tokenizer's chat template. Default: none.
+        numbered: Templates of the first, second, ... passage, which replace ``template``. The same
+            passage at two places then makes two different blocks.
     """
 
     name: str
@@ -67,19 +68,19 @@ class PromptFormat:
     numbered: tuple[BlockTemplate, ...] = ()
 
     def canonical_text(self, passage: Passage) -> str:
-        """Text of a passage as a block, without the template. Its digest is the handle."""
+        """Text of a passage without the template. The handle is the digest of this text."""
         if not passage.title:
             return passage.text.strip()
         return self.titled.format(title=passage.title, text=passage.text).strip()
 
     def prompt(self, question: str, passages: Sequence[Passage], tokenizer: Any) -> BlockPrompt:
-        """The prompt up to where the answer starts.
+        """Create the prompt, up to the start of the answer.
 
-        The control text comes from the format's frame, else from the chat template of the
-        tokenizer; without either, there is none.
+        The control text comes from the format's frame, or from the chat template of the tokenizer.
+        Without either, the prompt has no control text.
 
         Raises:
-            ValueError: There are more passages than the format has templates for.
+            ValueError: There are more passages than ``numbered`` templates.
         """
         if self.numbered and len(passages) > len(self.numbered):
             raise ValueError(
@@ -102,7 +103,7 @@ class PromptFormat:
         return replace(prompt, context=tuple(context))
 
     def _with_control(self, user: tuple[Span, ...], tokenizer: Any) -> tuple[Span, ...]:
-        """The text of a prompt with the control text around it."""
+        """Add control text around the text of a prompt."""
         if frame := self.frame:
             before, *passages, after = user
             opening = (Span(frame.start, "template"), before, Span(frame.passages, "template"))
@@ -118,7 +119,7 @@ class PromptFormat:
 
 
 def follow_up(question: str, tokenizer: Any) -> tuple[Span, ...]:
-    """Text between the end of one answer and the start of the next, with ``question`` in it."""
+    """Text between the end of an answer and the start of the next one, including ``question``."""
     if not has_chat_template(tokenizer):
         return (Span(f"\n\nQuestion: {question}\nAnswer: ", "conversation"),)
     answer = (Span(_SENTINEL, "prompt"),)
@@ -132,7 +133,7 @@ def follow_up(question: str, tokenizer: Any) -> tuple[Span, ...]:
 
 
 def answer_end(tokenizer: Any) -> str:
-    """Text that closes an answer, which training must include: the end-of-turn or EOS token."""
+    """End-of-turn or EOS token that closes an answer. Training data must include it."""
     eos = str(tokenizer.eos_token or "")
     if not has_chat_template(tokenizer):
         return eos
@@ -141,11 +142,11 @@ def answer_end(tokenizer: Any) -> str:
     return rest.rstrip() or eos
 
 
-# LlamaIndex joins passages with a blank line; the separator belongs to the passage's block.
+# LlamaIndex joins passages with a blank line, which becomes part of the passage's block.
 BLANK_LINE = BlockTemplate(after="\n\n")
 
 CHAT = PromptFormat(
-    # The words of LlamaIndex's CHAT_TEXT_QA_PROMPT, so that both share their blocks.
+    # The text of LlamaIndex's CHAT_TEXT_QA_PROMPT, so that LlamaIndex shares stored blocks.
     name="chat",
     system=(
         "You are an expert Q&A system that is trusted around the world.\n"
@@ -175,7 +176,7 @@ _INSTRUCTION = (
 )
 
 BLOCK_ATTENTION = PromptFormat(
-    # Block-Attention for Efficient Prefilling (2409.15355), RAG prompt of the released code.
+    # RAG prompt in the code of "Block-Attention for Efficient Prefilling" (arXiv 2409.15355).
     name="block-attention",
     system="",
     before=_PREAMBLE,
@@ -185,9 +186,9 @@ BLOCK_ATTENTION = PromptFormat(
 )
 
 TULU3_BLOCK = replace(
-    # The same in the frame of Tulu 3, as the training data of Tulu3-Block-FT were made
-    # (TemporaryLoRA/Block-Attention, data_process/rag/step2_to_tulu_format.py). The example in that
-    # repository's readme has no blank line before the instruction.
+    # BLOCK_ATTENTION in the frame of Tulu 3, like the training data of Tulu3-Block-FT
+    # (TemporaryLoRA/Block-Attention, data_process/rag/step2_to_tulu_format.py). The example in the
+    # README of that repository has no blank line before the instruction.
     BLOCK_ATTENTION,
     name="tulu3-block",
     frame=Frame(start="<|user|>\n", passages="", turn="", answer="\n<|assistant|>\n"),
@@ -198,8 +199,8 @@ _LLAMA3_USER = "<|eot_id|><|start_header_id|>user<|end_header_id|>\n\n"
 _LLAMA3_ASSISTANT = "<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
 
 LLAMA3_BLOCK = replace(
-    # The same as Llama 3 messages: passages in the system message, the instruction in the user's
-    # (illinoisdata/lazy-attention, benchmarks/demo_race.py; haochengxia/Block-Attention).
+    # BLOCK_ATTENTION as Llama 3 messages: passages in the system message, instruction in the user
+    # message (illinoisdata/lazy-attention, benchmarks/demo_race.py; haochengxia/Block-Attention).
     BLOCK_ATTENTION,
     name="llama3-block",
     after=_INSTRUCTION,
@@ -207,7 +208,7 @@ LLAMA3_BLOCK = replace(
 )
 
 TURBORAG = PromptFormat(
-    # TurboRAG (2410.07590), released code; its misspelt "Questuin:" is not kept.
+    # From the code of TurboRAG (arXiv 2410.07590), with its typo "Questuin:" corrected.
     name="turborag",
     system=(
         "You are an accurate and reliable AI assistant that can answer questions with the help of "
@@ -223,9 +224,9 @@ TURBORAG = PromptFormat(
 )
 
 KVLINK_LINKS = 5
-"""Link tokens after each passage of KVLink5."""
+"""Number of link tokens after each passage of KVLink5."""
 
-# Token 3 of Llama 3.2's spare ones has the id 128011. There are enough of them for 48 passages.
+# Reserved token 3 of Llama 3.2 has the id 128011. There are enough tokens for 48 passages.
 _LINKED = tuple(
     BlockTemplate(
         before=f"Document [{number + 1}]",
@@ -239,9 +240,9 @@ _LINKED = tuple(
 )
 
 KVLINK = PromptFormat(
-    # KVLink (2502.16002) as its evaluation scripts write it, "a intelligent" included. Its link
-    # tokens attend to all before them, so this text is exact in full mode alone. Spare tokens 246
-    # and 247 open and close the passages.
+    # From the evaluation scripts of KVLink (arXiv 2502.16002), including its typo "a intelligent".
+    # Link tokens attend to everything before them, so this format is exact only in full mode.
+    # Reserved tokens 246 and 247 open and close the passages.
     name="kvlink",
     system="",
     before=(

@@ -1,8 +1,8 @@
-"""Parsing of strings with markers into passages and the text around them.
+"""Parses strings with markers into passages and the text around them.
 
-A text splitter may cut a passage, so a marker loses its partner (an *orphan*), or it may cut a
-marker in two. A piece of a marker is recognized by the digits of the orphan that it belonged to, so
-no other text is changed.
+A text splitter may cut a passage, which leaves a marker without its partner (an *orphan*), or cut
+the partner itself. Pieces of a cut marker have the same digits as the orphan, so they can be
+removed without changing other text.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from blockattn_rag.prompts.blocks import PLAIN, BlockPrompt, BlockTemplate, Orig
 from blockattn_rag.prompts.markers import Gap, closing, opening, own_markers, parse
 
 MAX_MARKED = 4096
-"""Most marked passages in one message."""
+"""Maximum number of marked passages in one message."""
 
 _SHORTEST_PIECE = 6  # "[[/kvb": shorter pieces may be ordinary text
 
 
 def segment(string: str, template: BlockTemplate = PLAIN) -> BlockPrompt:
-    """The prompt of a string with markers; see ``BlockPrompt.from_spans``.
+    """Create a prompt from a string with markers; see ``BlockPrompt.from_spans``.
 
-    Control tokens are not parsed in it, because the parts that a template wrote are unknown.
+    Control tokens are not parsed, because it is unknown which text a template wrote.
     """
     return BlockPrompt.from_spans(content_spans(string, "conversation"), template)
 
 
 def content_spans(content: str, origin: Origin) -> list[Span]:
-    """The content of a message as passages and the text around them, without our markers.
+    """Split the content of a message into passages and the text around them, without markers.
 
     Args:
-        content: Content, in which markers may be cut.
+        content: Content of the message. Markers in it may be cut.
         origin: Origin of the text around the passages.
 
     Raises:
@@ -51,12 +51,12 @@ def content_spans(content: str, origin: Origin) -> list[Span]:
 
 
 def remove_orphans(text: str) -> str:
-    """Text between passages, without orphans and pieces of their partners."""
+    """Remove orphans and pieces of their partners from text between passages."""
     return without_orphans(text, Gap(0, len(text), own_markers(text)))
 
 
 def without_orphans(string: str, gap: Gap) -> str:
-    """The text of a gap without its orphans and without pieces of their partners."""
+    """The text of a gap, without orphans and pieces of their partners."""
     starts = [gap.start, *(orphan.end for orphan in gap.orphans)]
     ends = [*(orphan.start for orphan in gap.orphans), gap.end]
     kept = [string[start:end] for start, end in zip(starts, ends, strict=True)]
@@ -74,12 +74,12 @@ def holds_orphans(string: str) -> bool:
 
 
 def close_cut_passages(chunk: str) -> str:
-    """A chunk of a text splitter with the missing markers added at its ends.
+    """Add missing markers at the ends of a text splitter's chunk.
 
-    A cut passage is a passage again, altered unless all of its text is there.
+    This makes a cut passage a passage again. It counts as altered unless its text is complete.
 
     Args:
-        chunk: Output of the splitter. A passage that it cut starts or ends where the chunk does.
+        chunk: Output of the splitter. Cut passages must be at its start or end.
     """
     gaps = parse(chunk).gaps
     opens = closes = ""
@@ -93,7 +93,7 @@ def close_cut_passages(chunk: str) -> str:
 
 
 def _without_head_of(marker: str, text: str) -> str:
-    """``text`` without the start of a cut marker that ends one of its words."""
+    """Remove the start of a cut marker, at the end of a word, from ``text``."""
     for size in range(len(marker) - 1, _SHORTEST_PIECE - 1, -1):
         if found := re.search(re.escape(marker[:size]) + r"(?=\s|\Z)", text):
             return text[: found.start()] + text[found.end() :]
@@ -101,7 +101,7 @@ def _without_head_of(marker: str, text: str) -> str:
 
 
 def _without_tail_of(marker: str, text: str) -> str:
-    """``text`` without the end of a cut marker that starts one of its words."""
+    """Remove the end of a cut marker, at the start of a word, from ``text``."""
     for start in range(1, len(marker) - _SHORTEST_PIECE + 1):
         if found := re.search(r"(?:(?<=\s)|\A)" + re.escape(marker[start:]), text):
             return text[: found.start()] + text[found.end() :]

@@ -1,12 +1,12 @@
-"""Markers: how the boundaries of passages travel through a string.
+"""Markers, which preserve the boundaries of passages in a string.
 
-Frameworks flatten retrieved passages into one string. Markers let the boundaries survive that::
+Frameworks join retrieved passages into one string. Markers show where each one starts and ends::
 
     [[kvblock:H]]text[[/kvblock:H]]
 
-``H`` has 32 hex digits: the first 16 of the text's sha256, and the first 16 of their HMAC under a
-key of this installation. A marker therefore proves that this package made it, and shows whether the
-text has changed since. Any other marker, such as one typed into a question, is text.
+``H`` has 32 hex digits: the first 16 of the text's sha256, and the first 16 of their HMAC with a
+key of this installation. A marker therefore proves that this package created it, and shows whether
+the text has changed since. Any other marker, for example in a question, is ordinary text.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from blockattn_rag.prompts.blocks import handle_of
 logger = logging.getLogger("blockattn_rag")
 
 KEY_VARIABLE = "BLOCKATTN_RAG_MARKER_KEY"
-"""Environment variable with the key, for machines that share marked text."""
+"""Environment variable for the key. Machines that share marked text need the same key."""
 
 _KEY_BYTES = 32
 _SHORTEST_KEY = 16
@@ -41,7 +41,7 @@ _HALF = 16
 
 
 class Marker(NamedTuple):
-    """A marker of ours: ``string[start:end]``."""
+    """A marker of this installation, at ``string[start:end]``."""
 
     start: int
     end: int
@@ -50,7 +50,7 @@ class Marker(NamedTuple):
 
 
 class MarkedSpan(NamedTuple):
-    """A marked passage: ``string[start:end]`` with its markers, and the text between them.
+    """A marked passage: ``string[start:end]`` including markers, and the text between them.
 
     ``intact``: Whether the text is unchanged since it was marked.
     """
@@ -64,7 +64,7 @@ class MarkedSpan(NamedTuple):
 class Gap(NamedTuple):
     """Text before, between or after marked passages: ``string[start:end]``.
 
-    ``orphans``: Markers in it without partners, because a passage was cut.
+    ``orphans``: Markers without a partner in this text, because a passage was cut.
     """
 
     start: int
@@ -73,14 +73,14 @@ class Gap(NamedTuple):
 
 
 class Parsed(NamedTuple):
-    """The marked passages of a string, and the gaps around them: one more than passages."""
+    """The marked passages of a string, and the gaps around them (one more than passages)."""
 
     passages: list[MarkedSpan]
     gaps: list[Gap]
 
 
 def wrap(text: str) -> str:
-    """The stripped text between markers. Empty for blank text."""
+    """Strip a text and put markers around it. Empty for blank text."""
     if not (text := text.strip()):
         return ""
     seal = _seal(_digest(text))
@@ -88,28 +88,28 @@ def wrap(text: str) -> str:
 
 
 def strip_markers(string: str) -> str:
-    """The string without any markers, including foreign ones, for display."""
+    """Remove all markers from a string, including foreign ones, for display."""
     return _MARKER.sub("", string)
 
 
 def parse(string: str) -> Parsed:
-    """The marked passages of a string and the gaps around them, left to right."""
+    """Find the marked passages of a string and the gaps around them, left to right."""
     markers = own_markers(string)
     partners = _partners(markers)
     passages: list[MarkedSpan] = []
     gaps: list[Gap] = []
     orphans: list[Marker] = []
-    # Pairs may be nested, each with a text to hash. A limit keeps the time linear.
+    # Pairs may be nested, and the text of each is hashed. A limit keeps the time linear.
     position, to_hash = 0, 4 * len(string)
     for index, marker in enumerate(markers):
         if marker.start < position:
-            continue  # it is inside a passage
+            continue  # inside a passage
         if index in partners:
             partner = markers[partners[index]]
             text = string[marker.end : partner.start]
             to_hash -= len(text)
             intact = to_hash >= 0 and _digest(text) == marker.seal[:_HALF]
-            # A changed text is still one passage if it contains no other marker.
+            # A changed text is still a passage if it contains no other marker.
             if intact or partners[index] == index + 1:
                 gaps.append(Gap(position, marker.start, orphans))
                 passages.append(MarkedSpan(marker.start, partner.end, text, intact))
@@ -120,7 +120,7 @@ def parse(string: str) -> Parsed:
 
 
 def own_markers(string: str) -> list[Marker]:
-    """The markers that were made with the key of this installation."""
+    """Markers in a string that were created with the key of this installation."""
     found = [Marker(*one.span(), bool(one[1]), one[2]) for one in _MARKER.finditer(string)]
     own = [one for one in found if hmac.compare_digest(_seal(one.seal[:_HALF]), one.seal)]
     if len(own) < len(found):
@@ -137,9 +137,9 @@ def closing(seal: str) -> str:
 
 
 def _partners(markers: Sequence[Marker]) -> dict[int, int]:
-    """Index of the closing marker for each opening one: the next with the same digits.
+    """Index of the closing marker for each opening one: the next marker with the same digits.
 
-    A text cannot contain its own digest, so its own markers cannot be inside it.
+    A text cannot contain its own digest, so no marker inside a passage has the passage's digits.
     """
     partners: dict[int, int] = {}
     following: dict[str, int] = {}
@@ -162,23 +162,23 @@ def _digest(text: str) -> str:
 
 @cache
 def _warn_of_foreign_markers() -> None:
-    """Log once: markers of another installation cannot be distinguished from typed ones."""
+    """Warn once about foreign markers, which may be typed or from another installation."""
     logger.warning(
-        "found block markers that were not made here; they are treated as text. If they come from "
-        "another machine of yours, set the same %s on both (docs/security.md)",
+        "found block markers that this installation did not create; they are treated as text. If "
+        "they come from another of your machines, set the same %s on both (docs/security.md)",
         KEY_VARIABLE,
     )
 
 
 def marker_key() -> bytes:
-    """The key of this installation, from the environment or else from a file of the user.
+    """The key of this installation, from the environment or a file in the user's state folder.
 
-    If no file can be written, the key lives as long as the process.
+    If the file cannot be written, the key is valid for this process only.
 
     Raises:
         ValueError: The key in the environment is too short.
     """
-    with _key_guard:  # concurrent threads must not make one key each
+    with _key_guard:  # concurrent threads must not create different keys
         return _found_key()
 
 
@@ -187,8 +187,8 @@ def _found_key() -> bytes:
     if given := os.environ.get(KEY_VARIABLE):
         if len(given) < _SHORTEST_KEY:
             raise ValueError(
-                f"{KEY_VARIABLE} has {len(given)} characters, expected at least {_SHORTEST_KEY}, "
-                "drawn at random: python -c 'import secrets; print(secrets.token_hex())'"
+                f"{KEY_VARIABLE} has {len(given)} characters, expected at least {_SHORTEST_KEY} "
+                "random ones: python -c 'import secrets; print(secrets.token_hex())'"
             )
         return given.encode()
     try:
@@ -199,7 +199,7 @@ def _found_key() -> bytes:
 
 
 def _key_in(path: Path) -> bytes:
-    """The key in a file that only the user can read. The first process creates it."""
+    """Read the key from a file that only the user can read. The first process creates it."""
     with suppress(FileNotFoundError):
         if len(key := path.read_bytes()) == _KEY_BYTES:
             return key

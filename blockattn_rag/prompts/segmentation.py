@@ -1,6 +1,6 @@
-"""Prompts that are not lists of passages: conversations, few-shot examples and JSON state.
+"""Splits other text than passages into blocks: conversations, few-shot examples, JSON state.
 
-One function per use in "Block-Attention for Efficient Prefilling" (arXiv 2409.15355):
+There is one function per use case in "Block-Attention for Efficient Prefilling" (arXiv 2409.15355):
 ``conversation`` and ``few_shot`` (section 3.1), ``split_json`` (appendix A, the state of a game).
 """
 
@@ -23,21 +23,22 @@ from blockattn_rag.prompts.chat_template import has_chat_template, origin_of, re
 def conversation(
     messages: Sequence[Mapping[str, str]], tokenizer: Any, *, blocks_per_turn: int = 1
 ) -> BlockPrompt:
-    """Prompt with one block per turn of a conversation; the last turn is the final block.
+    """Create a prompt with one block per turn of a conversation. The last turn is the final block.
 
-    The text is what the chat template writes, up to where the next answer starts, or to the end if
-    the last message is the assistant's. White space around contents is removed. Control tokens are
-    parsed in what the template writes, never in contents.
+    The text is the output of the chat template, up to the start of the next answer, or to the end
+    if the last message is the assistant's. White space around contents is removed. Control tokens
+    are parsed only in the template's own text, never in contents.
 
     Args:
         messages: Messages with the fields ``role`` and ``content`` only.
         tokenizer: Transformers tokenizer with a chat template.
-        blocks_per_turn: Most blocks per turn. Longer turns are cut at paragraphs, rules or lines.
-            The last turn is cut only if no turn comes before it, as in single-turn training data.
+        blocks_per_turn: Maximum number of blocks per turn. Turns are split at paragraphs, rules or
+            lines. The last turn is split only if it is the only one, as in single-turn training
+            data.
 
     Raises:
-        SegmentationError: There is no chat template or no message, a message has other fields, or
-            the template drops, repeats or reorders contents.
+        SegmentationError: There is no chat template or message, a message has other fields, or the
+            template drops, repeats or reorders contents.
         ValueError: ``blocks_per_turn`` is less than 1.
     """
     if blocks_per_turn < 1:
@@ -51,7 +52,7 @@ def conversation(
 
 
 class _Turn(NamedTuple):
-    """A message as the chat template writes it: ``before + content + after``."""
+    """A message as the chat template renders it: ``before + content + after``."""
 
     before: str
     content: str
@@ -61,20 +62,20 @@ class _Turn(NamedTuple):
 
 def _turns(messages: Sequence[Mapping[str, str]], tokenizer: Any) -> list[_Turn]:
     if not messages:
-        raise SegmentationError("Found no message: a conversation needs at least one.")
+        raise SegmentationError("Found no messages: a conversation needs at least one.")
     if not has_chat_template(tokenizer):
         raise SegmentationError(
-            "The tokenizer has no chat template, so messages cannot become text: set "
+            "The tokenizer has no chat template to render messages with: set "
             "tokenizer.chat_template, or pass texts instead of messages."
         )
     for message in messages:
         if more := message.keys() - {"role", "content"}:
             raise SegmentationError(
                 f"Found a message with {', '.join(map(repr, sorted(more)))}, expected 'role' and "
-                "'content' only: text that a template makes of other fields cannot be attributed."
+                "'content' only: the origin of text from other fields cannot be determined."
             )
-    # Marks stand in for the contents while the template renders, so that a content that looks like
-    # a part of the template is never taken for one.
+    # The template is rendered with marks in place of contents, so that a content that looks like
+    # part of the template is never mistaken for it.
     marks = [f"\u241e{i}\u241e" for i in range(len(messages))]
     marked = [{**m, "content": mark} for m, mark in zip(messages, marks, strict=True)]
     open_end = messages[-1]["role"] != "assistant"
@@ -82,7 +83,7 @@ def _turns(messages: Sequence[Mapping[str, str]], tokenizer: Any) -> list[_Turn]
     pieces = re.split(f"({'|'.join(marks)})", text)  # gap, mark, gap, mark, ..., gap
     if pieces[1::2] != marks:
         raise SegmentationError(
-            "The chat template drops, repeats or reorders messages, so its output cannot be cut "
+            "The chat template drops, repeats or reorders messages, so its output cannot be split "
             "into turns: pass texts instead of messages."
         )
     before, turns = pieces[0], []
@@ -95,16 +96,16 @@ def _turns(messages: Sequence[Mapping[str, str]], tokenizer: Any) -> list[_Turn]
 
 
 def _closing(tokenizer: Any, marked: list[dict[str, str]]) -> str:
-    """Text of the template after the last of these messages. Empty if it refuses them."""
+    """The template's text after the last message. Empty if the template refuses the messages."""
     try:
         text = render_chat(tokenizer, marked, add_generation_prompt=False)
-    except TemplateError:  # many refuse a lone system message; the next turn then opens earlier
+    except TemplateError:  # many templates refuse a lone system message
         return ""
     return text.partition(marked[-1]["content"])[2]
 
 
 def _blocks(turn: _Turn, limit: int) -> list[Block]:
-    """Blocks of one turn. The template's text goes to the first and the last one."""
+    """Split a turn into blocks. The template's text becomes part of the first and last block."""
     pieces = _split(turn.content, limit)
     return [
         Block.of(
@@ -117,15 +118,15 @@ def _blocks(turn: _Turn, limit: int) -> list[Block]:
     ]
 
 
-# The first of these that a text contains cuts it: paragraphs, rules, indented lines, lines. Lines
-# may end with \r\n, and empty lines may contain spaces.
+# A text is split at the first of these that it contains: paragraphs, rules, indented lines, lines.
+# Lines may end with \r\n, and empty lines may contain spaces.
 _SEPARATORS = (r"\n[ \t]*\r?\n\s*", r"-{3,}\s*", r"={3,}\s*", r"\n\t\s*", r"\n\s*")
 
 
 def _split(text: str, limit: int) -> list[str]:
-    """Cut a stripped text after its coarsest separator into at most ``limit`` pieces.
+    """Split a stripped text after its coarsest separator into at most ``limit`` pieces.
 
-    The pieces joined are the text. Of too many cuts, those nearest to equal pieces are kept.
+    No character is lost. If there are too many cuts, those nearest to equal pieces are kept.
     """
     found = ([cut.end() for cut in re.finditer(one, text)] for one in _SEPARATORS)
     cuts = [end for end in next(filter(None, found), []) if end < len(text)]
@@ -136,7 +137,7 @@ def _split(text: str, limit: int) -> list[str]:
 
 
 def few_shot(examples: Sequence[str], query: str, *, separator: str = "\n\n") -> BlockPrompt:
-    """Prompt with one block per example; the query is the final block. Drops empty examples."""
+    """Create a prompt with one block per non-empty example. The query is the final block."""
     template = BlockTemplate(after=separator)
     return BlockPrompt(tuple(Block(e, template) for e in examples if e.strip()), query)
 
@@ -145,20 +146,20 @@ _JSON_DEPTH = 2
 
 
 def split_json(state: Any) -> list[str]:
-    """Cut a JSON value into lines, one per block, so that a changed field changes one line only.
+    """Split a JSON value into lines, one per block, so that a changed field changes only one line.
 
-    The plain fields of an object share a line; objects and lists in it have lines of their own,
-    down to two levels. A line starts with its path, so it reads the same at every place::
+    Plain fields of an object share a line. Nested objects and lists get their own lines, up to two
+    levels deep. A line starts with its path, so it does not depend on its place::
 
         state: {"tick": 7, "map": "desert"}
         state.units[id=3]: {"id": 3, "hp": 20, "at": [4, 9]}
         state.units[id=8]: {"id": 8, "hp": 35, "at": [1, 2]}
 
-    The path of an object in a list uses its ``id``, so items can come, go and move without changing
-    the lines of others. Items without an id, or with one that came before, use their index.
+    The path of an object in a list uses its ``id``, so items can be added, removed or moved without
+    changing other lines. Items without an id, or with a duplicate id, use their index.
 
     Args:
-        state: A value as ``json.loads`` returns it.
+        state: A value as returned by ``json.loads``.
 
     Raises:
         SegmentationError: The value is not JSON. NaN, infinities, tuples and keys that are not
@@ -176,7 +177,7 @@ def split_json(state: Any) -> list[str]:
 
 
 def _lines(value: Any, path: str, depth: int) -> Iterator[str]:
-    """Lines of a value, ``depth`` levels down."""
+    """Split a value into lines, up to ``depth`` levels deep."""
     if depth == 0 or _is_plain(value):
         yield _line(path, value)
     elif isinstance(value, dict):
@@ -203,7 +204,7 @@ def _item_names(items: Sequence[Any]) -> Iterator[str]:
     seen: set[Any] = set()
     for index, item in enumerate(items):
         identity = item.get("id") if isinstance(item, dict) else None
-        if type(identity) in (str, int) and identity not in seen:  # True is no id
+        if type(identity) in (str, int) and identity not in seen:  # excludes bool
             seen.add(identity)
             yield f"[id={json.dumps(identity)}]"
         else:

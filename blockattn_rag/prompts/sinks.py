@@ -1,9 +1,9 @@
 """Sinks: prefix tokens that passages are encoded with. Their KV is not kept.
 
-Models direct much attention to the first tokens of a prompt, regardless of their meaning. A passage
-that is encoded alone turns its own first tokens into such a sink, so a prompt of many passages has
-many. A passage encoded after the head of a prompt uses the head's, as in full attention (the shared
-prefix of APE, arXiv 2502.05431). This costs nothing per answer.
+Models direct much attention to the first tokens of a prompt, regardless of their meaning. If a
+passage is encoded alone, its own first tokens become such an attention sink, so a prompt with many
+passages has many sinks. If it is encoded after the head of a prompt, the head is the only sink, as
+in full attention (the shared prefix of APE, arXiv 2502.05431). This costs nothing per answer.
 
     none    no prefix, as in the Block-Attention paper; for block-fine-tuned models
     bos     the BOS token
@@ -23,10 +23,10 @@ _HEAD = re.compile(r"head:([1-9][0-9]{0,3})")
 
 
 def check_sink(sink: str) -> str:
-    """The sink, unchanged.
+    """Return the sink if it is valid.
 
     Raises:
-        ValueError: It has none of the forms above.
+        ValueError: The sink is invalid.
     """
     if isinstance(sink, str) and is_sink(sink):
         return sink
@@ -37,7 +37,7 @@ def check_sink(sink: str) -> str:
 
 
 def is_sink(name: str) -> bool:
-    """Whether a name has the form of a sink."""
+    """Whether a name is a valid sink."""
     return name in (NO_SINK, "bos") or _HEAD.fullmatch(name) is not None
 
 
@@ -45,7 +45,7 @@ def sink_ids(sink: str, tokenizer: BlockTokenizer) -> list[int]:
     """Token ids of a sink.
 
     Raises:
-        ValueError: The model has no BOS token, or its head has fewer tokens.
+        ValueError: The model has no BOS token, or the head has fewer than N tokens.
     """
     if check_sink(sink) == NO_SINK:
         return []
@@ -65,7 +65,7 @@ def sink_ids(sink: str, tokenizer: BlockTokenizer) -> list[int]:
 
 
 def _head_ids(tokenizer: BlockTokenizer) -> list[int]:
-    """Token ids of the beginning that the prompts of both frameworks share."""
+    """Token ids of the head: the start that prompts of both frameworks have in common."""
     if not has_chat_template(tokenizer.tokenizer):
         return tokenizer.final_ids(CHAT.system, first=True)
     turns: list[Message] = [

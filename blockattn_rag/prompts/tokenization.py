@@ -1,6 +1,6 @@
-"""Tokenization of blocks, at ingestion, query and training.
+"""Tokenization of blocks, for ingestion, answers and training.
 
-Every block is tokenized alone, so its ids do not depend on its neighbours.
+Every block is tokenized alone, so its token ids do not depend on other blocks.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class BlockTokenizer:
     """Tokenizes blocks with a private copy of a transformers tokenizer. Thread-safe.
 
     The only special token that is added is the model's prefix (BOS), once, at the start of the
-    prompt. Control tokens and all other added tokens are parsed only in text that a template or the
-    caller of the engine wrote. Text between two of them is tokenized in one piece, regardless of
-    its origin.
+    prompt. Control tokens and other added tokens are parsed only in text from a template or from
+    the engine's caller. Text between two added tokens is tokenized in one piece, regardless of its
+    origin.
 
     Args:
         tokenizer: Transformers tokenizer. Later changes to it have no effect.
@@ -50,11 +50,11 @@ class BlockTokenizer:
         """Token ids of the final block.
 
         Args:
-            text: Text by origin. A string is the caller's own, in which control tokens are parsed.
-            first: Whether there is no context before it, so that BOS is added.
+            text: Text by origin. Control tokens are parsed in a string, which must be trusted.
+            first: Whether the final block has no context before it and needs BOS.
         """
         ids = self._ids([Span(text, "prompt")] if isinstance(text, str) else text)
-        # Most chat templates write BOS themselves. It must not come twice.
+        # Most chat templates write BOS themselves. Do not add it twice.
         has_prefix = ids[: len(self.prefix_ids)] == self.prefix_ids
         return ids if has_prefix or not first else [*self.prefix_ids, *ids]
 
@@ -69,18 +69,18 @@ class BlockTokenizer:
     def with_final_ids(self, prompt: BlockPrompt) -> tuple[list[Block], list[int]]:
         """The context blocks of a prompt, and the token ids of its final block.
 
-        The final block needs a token, because the model predicts from it. If its text has none, the
-        last context block that has one becomes the final block.
+        The model needs at least one token in the final block to predict from. If there is none, the
+        last context block with tokens becomes the final block.
 
         Raises:
-            ValueError: The prompt has no token.
+            ValueError: The prompt has no tokens.
         """
         context = list(prompt.context)
         final = self.final_ids(prompt.final_spans, first=not context)
         while context and not final:
             final = self.block_ids(context.pop(), first=not context)
         if not final:
-            raise ValueError("the prompt has no token; add a question to it")
+            raise ValueError("the prompt has no tokens; add a question")
         return context, final
 
     def prompt_ids(self, prompt: BlockPrompt) -> PromptIds:
@@ -91,12 +91,12 @@ class BlockTokenizer:
 
     @property
     def fingerprint(self) -> str:
-        """sha256 of everything that decides token ids."""
+        """sha256 of everything that determines token ids."""
         return hashlib.sha256(f"{self._encoder.digest}:{self.prefix_ids}".encode()).hexdigest()
 
     def _ids(self, spans: Iterable[Span]) -> list[int]:
         ids: list[int] = []
-        run, swallows = "", False  # text since the last control token, which may strip blanks
+        run, swallows = "", False  # text since the last added token, which may swallow blanks
         for span in spans:
             # A lone surrogate cannot be tokenized; it becomes a question mark.
             text, at = span.text.encode("utf-8", "replace").decode("utf-8"), 0

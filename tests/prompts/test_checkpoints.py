@@ -211,7 +211,7 @@ def test_block_mode_says_in_one_sentence_that_link_tokens_are_missing(
         BlockAttentionEngine(model)
     assert caplog.messages == [
         f"{KVLINK} was trained with 5 link tokens after each passage, which attend to everything "
-        "before them; block mode does not compute them yet, so its answers will be worse than "
+        "before them; block mode does not support them yet, so answers will be worse than "
         "published; use mode='full'"
     ]
 
