@@ -5,8 +5,6 @@ Names are imported when they are first used.
 
 from __future__ import annotations
 
-import logging
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from blockattn_rag.lazy import lazy_names
@@ -35,11 +33,9 @@ if TYPE_CHECKING:
     )
     from blockattn_rag.store.memory import MemoryStore
     from blockattn_rag.store.objects import ObjectStore
+    from blockattn_rag.store.opening import DEFAULT_MEMORY_BYTES, open_store
     from blockattn_rag.store.redis import RedisStore
     from blockattn_rag.store.tiered import TieredStore
-
-DEFAULT_MEMORY_BYTES = 1 << 30
-"""Size of the in-memory store of an engine without another store: 1 GiB."""
 
 DEFAULT_RESIDENT_BYTES = 1 << 30
 """Size of an engine's cache of blocks on the model's device: 1 GiB."""
@@ -51,6 +47,7 @@ _HOMES = {
     "maintenance": "GcReport ShrinkReport Tally VerifyReport describe_all gc shrink verify",
     "memory": "MemoryStore",
     "objects": "ObjectStore",
+    "opening": "DEFAULT_MEMORY_BYTES open_store",
     "redis": "RedisStore",
     "tiered": "TieredStore",
 }
@@ -81,82 +78,5 @@ __all__ = [
     "shrink",
     "verify",
 ]
-
-_KNOWN = (
-    "a path, s3://bucket/prefix, gs://bucket/prefix, az://container/prefix, file:///path, "
-    "redis://host:port/database, memory: or memory:2GiB"
-)
-
-
-def open_store(spec: KVStore | str | Path | None) -> KVStore:
-    """Open a store.
-
-    Args:
-        spec: A store, which is returned; None, for a new ``MemoryStore`` of 1 GiB; or one of
-
-            - a path or ``file:///path``: a ``DirectoryStore`` without a size limit (pass
-              ``DirectoryStore(path, max_bytes=...)`` for one with a limit)
-            - ``s3://bucket/prefix``, ``gs://bucket/prefix``, ``az://container/prefix``: an
-              ``ObjectStore`` (extra ``s3``)
-            - ``redis://host:port/database``, or ``rediss://``: a ``RedisStore`` (extra ``redis``),
-              which is a cache: see ``TieredStore``
-            - ``memory:`` or ``memory:2GiB``: a new ``MemoryStore``
-
-    Raises:
-        ImportError: The store needs an extra that is not installed.
-        StoreError: The path cannot be used as a store.
-        TypeError: ``spec`` has another type.
-        ValueError: The address is of an unknown kind, or contains credentials.
-    """
-    from blockattn_rag.store.base import KVStore
-    from blockattn_rag.store.urls import is_cache
-
-    if isinstance(spec, KVStore):
-        return spec
-    if spec is not None and not isinstance(spec, (str, Path)):
-        raise TypeError(
-            f"store must be a KVStore, a path, an address or None, found {type(spec).__name__}"
-        )
-    opened = open_spec("memory:" if spec is None else spec)
-    if spec is not None and is_cache(spec):
-        logging.getLogger("blockattn_rag").warning(
-            "%r is a cache: blocks that it evicts are computed again. Put it before a home for its "
-            "entries: TieredStore(%r, 's3://bucket/kv'), or use a folder",
-            opened,
-            str(spec),
-        )
-    return opened
-
-
-def open_spec(spec: str | Path, *, on_host: bool = False) -> KVStore:
-    """Open a store by its path or address, as ``open_store``.
-
-    Args:
-        on_host: As ``MemoryStore``, for ``memory:``.
-    """
-    from blockattn_rag.store import urls
-
-    text = str(spec)
-    scheme = urls.scheme_of(text)
-    # Each store is imported when it is used: some start threads, and need extras.
-    if scheme == "memory":
-        from blockattn_rag.store.memory import MemoryStore
-
-        size = text.removeprefix("memory:").strip("/ ")
-        return MemoryStore(urls.bytes_of(size) if size else DEFAULT_MEMORY_BYTES, on_host=on_host)
-    if scheme in ("", "file"):
-        from blockattn_rag.store.directory import DirectoryStore
-
-        return DirectoryStore(urls.folder_of(text) if scheme else spec)
-    if scheme in urls.OBJECT_SCHEMES:
-        from blockattn_rag.store.objects import ObjectStore
-
-        return ObjectStore(text)
-    if scheme in urls.REDIS_SCHEMES:
-        from blockattn_rag.store.redis import RedisStore
-
-        return RedisStore(text)
-    raise ValueError(f"found {scheme}:// for a store, expected {_KNOWN}")
-
 
 __getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -13,7 +13,6 @@ from typing import Literal, get_args
 
 from blockattn_rag.errors import StoreError
 from blockattn_rag.kv.block_kv import BlockKV
-from blockattn_rag.store import open_spec
 from blockattn_rag.store.base import (
     Found,
     KVStore,
@@ -25,6 +24,7 @@ from blockattn_rag.store.base import (
 )
 from blockattn_rag.store.checks import check_finite
 from blockattn_rag.store.concurrency import SingleFlight, WriteQueue, check_seconds
+from blockattn_rag.store.opening import open_spec
 from blockattn_rag.store.tier import CircuitBreaker, Tier
 
 logger = logging.getLogger("blockattn_rag")
