@@ -1,6 +1,6 @@
 """Stores of block KV: in memory, on disk, in object stores, in Redis, and in tiers of these.
 
-Names are imported when they are first used.
+Names are imported on first use.
 """
 
 from __future__ import annotations

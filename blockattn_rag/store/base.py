@@ -1,4 +1,4 @@
-"""The interface of a KV store, and the values that stores exchange with their users."""
+"""Interface of all stores, and the types that stores accept and return."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ logger = logging.getLogger("blockattn_rag")
 _KEY = re.compile(r"[0-9a-f]{64}")
 
 Found: TypeAlias = BlockKV | StoreError | None
-"""Answer to one of many keys: the entry; None if there is none; the StoreError that ``get`` would
-raise, so that one bad entry does not hide the others."""
+"""Result of reading one of several entries: the entry, None if it does not exist, or the StoreError
+that ``get`` would raise. Errors are returned, so that one bad entry does not hide the others."""
 
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
-    """Counters of one tier since its ``TieredStore`` was made.
+    """Counters of one tier since its ``TieredStore`` was created.
 
     Args:
         name: ``repr`` of the tier's store.
@@ -64,9 +64,10 @@ class StoreStats:
 
     Args:
         entries: Number of blocks.
-        total_bytes: Bytes of keys and values in memory, or of complete entries elsewhere.
-        evictions: Entries evicted since the store object was made.
-        refused: Entries not stored because each alone exceeds the size limit.
+        total_bytes: Total size: of keys and values in a store in memory, of complete entries
+            elsewhere.
+        evictions: Entries evicted since the store object was created.
+        refused: Entries not stored because they are larger than the size limit.
         tiers: Stats of each tier of a ``TieredStore``, fastest first.
     """
 
@@ -78,24 +79,24 @@ class StoreStats:
 
 
 class KVStore(ABC):
-    """Map from store keys (``kv.store_key``) to ``BlockKV``. Safe to use from many threads.
+    """Base class of stores: a thread-safe map from store keys (``kv.store_key``) to ``BlockKV``.
 
-    Subclasses define the abstract methods and ``get``, or ``get_many`` if the store answers many
-    keys faster than one after the other. A store that evicts entries also defines ``touch``.
+    Subclasses implement the abstract methods, and either ``get`` or, if reading several entries at
+    once is faster, ``get_many``. A store that evicts entries also implements ``touch``.
     """
 
     is_resident: ClassVar[bool] = False
     """Whether blocks are in the memory of this process, ready for a model."""
 
     def get(self, key: str) -> BlockKV | None:
-        """The entry of a key, or None. Counts as a use of it.
+        """Return the entry of a key, or None. Counts as a use of the entry.
 
-        Its tensors do not change when the entry is replaced, deleted or damaged later.
+        The returned tensors do not change if the entry is later replaced, deleted or damaged.
 
         Raises:
             CorruptEntryError: The entry is damaged, truncated, or of another format version.
             FingerprintMismatchError: The entry belongs to another text, model or tenant.
-            StoreError: The entry cannot be read, or not before the deadline.
+            StoreError: The entry cannot be read, or the deadline passed.
         """
         (found,) = self.get_many([key])
         if isinstance(found, StoreError):
@@ -103,22 +104,22 @@ class KVStore(ABC):
         return found
 
     def get_many(self, keys: Sequence[str]) -> list[Found]:
-        """As ``get`` for each key, in order. Errors are returned."""
+        """Read several entries, in the order of the keys. Errors are returned, not raised."""
         return [self._found(key) for key in keys]
 
     @abstractmethod
     def put(self, key: str, kv: BlockKV) -> None:
-        """Store an entry completely or not at all, in place of an older one under this key.
+        """Store an entry atomically, replacing any older entry of this key.
 
         Raises:
             ValueError: ``key`` is not the ``store_key`` of ``kv``, or ``kv`` is malformed.
-            StoreError: It cannot be written, or would be stored outside of this process and
-                contains NaN or infinity.
+            StoreError: The entry cannot be written; or it contains NaN or infinity, and the store
+                is not in the memory of this process.
         """
 
     @abstractmethod
     def __contains__(self, key: object) -> bool:
-        """Whether there is an entry. ``get`` checks its content."""
+        """Whether the key has an entry. Its content is checked only by ``get``."""
 
     @abstractmethod
     def delete(self, key: str) -> bool:
@@ -126,39 +127,39 @@ class KVStore(ABC):
 
     @abstractmethod
     def keys(self) -> Iterator[str]:
-        """Keys of all entries. Entries that change meanwhile may be missing."""
+        """Iterate over all keys. Entries that change during the iteration may be missing."""
 
     @abstractmethod
     def stats(self) -> StoreStats:
         """Size and counters."""
 
     def touch(self, key: str) -> bool:
-        """Mark an entry as used now. Returns whether there is one that looks intact.
+        """Mark an entry as used now. Returns whether it exists and looks intact.
 
-        One that does not look intact counts as absent, so that it is computed again.
+        An entry that looks damaged counts as absent, so that its block is computed again.
         """
         return key in self
 
     def mark_used(self, key: str) -> None:
-        """Mark an entry as used now, without a report."""
+        """Mark an entry as used now, if it exists."""
         self.touch(key)
 
     def claim(self, key: str, handles: Collection[str]) -> bool:
-        """Mark an entry as used now and as shared by the texts with these handles.
+        """Mark an entry as used now, and add the handles of texts that share it.
 
-        Texts of equal tokens share an entry, and ``gc`` keeps it while one of its handles is
-        live. Two concurrent claims may lose one of the two, which costs a computation.
+        Texts with the same tokens share an entry, which ``gc`` keeps while one of its handles is
+        live. Of two concurrent claims, one may be lost; its block may then be computed again.
 
         Returns:
-            Whether there is an entry that looks intact.
+            Whether the entry exists and looks intact.
         """
         return self.touch(key)
 
     def keep(self, key: str, kv: BlockKV) -> None:  # noqa: B027 - not every store is in memory
-        """Hold an entry in memory only. Does nothing in stores that are not in memory."""
+        """Cache an entry in memory without storing it. Does nothing in stores outside memory."""
 
     def tier_stats(self) -> tuple[TierStats, ...]:
-        """Stats of each tier, fastest first, without a request. Empty for a store without tiers."""
+        """Stats of each tier, fastest first. Empty for a store without tiers. Sends no request."""
         return ()
 
     def _found(self, key: str) -> Found:
@@ -169,11 +170,11 @@ class KVStore(ABC):
 
 
 class StoredEntry(NamedTuple):
-    """Listing of an entry.
+    """Entry in a listing of a store.
 
     Args:
-        nbytes: Size of the stored entry.
-        used_ns: Time of the last use, nanoseconds since 1970, as far as the store records it.
+        nbytes: Size of the entry in the store.
+        used_ns: Time of the last use that the store recorded, in nanoseconds since 1970.
     """
 
     key: str
@@ -200,13 +201,13 @@ class EntryInfo(NamedTuple):
 
 
 class EntryPart(NamedTuple):
-    """Some bytes of an entry. Only its header has been checked.
+    """Byte ranges read from an entry. Only the header has been verified.
 
     Args:
         header: Header of the entry.
         places: Byte ranges of the entry.
-        data: Bytes of all places, one after the other, uint8, in memory of their own.
-        source: Name of the entry for messages.
+        data: Concatenated bytes of all ranges, uint8, in newly allocated memory.
+        source: Name of the entry in messages.
     """
 
     header: Header
@@ -216,23 +217,23 @@ class EntryPart(NamedTuple):
 
 
 class MaintainedStore(KVStore):
-    """``KVStore`` of encoded entries that can be listed, described, swept, and read in part."""
+    """Base class of stores whose entries can be listed, described, swept, and read in part."""
 
     @abstractmethod
     def entries(self) -> Iterator[StoredEntry]:
-        """All entries. Entries that change meanwhile may be missing."""
+        """Iterate over all entries. Entries that change during the iteration may be missing."""
 
     @abstractmethod
     def describe(self, key: str) -> EntryInfo | None:
-        """Header of an entry, checked by its own checksum, or None.
+        """Return the header and listing of an entry, or None. Verifies the header's checksum.
 
         Raises:
-            StoreError: As ``get``.
+            StoreError: See ``get``.
         """
 
     @abstractmethod
     def peek(self, key: str) -> BlockKV | None:
-        """As ``get``, but does not count as a use."""
+        """Read an entry like ``get``, without counting as a use."""
 
     @abstractmethod
     def discard(self, key: str, used_ns: int) -> bool:
@@ -249,26 +250,27 @@ class MaintainedStore(KVStore):
         wanted: Callable[[Header], Sequence[ByteRange]],
         head_bytes: int,
     ) -> list[EntryPart | StoreError | None]:
-        """Read byte ranges of entries. A remote store makes two requests for each, all at once.
+        """Read byte ranges of entries. A remote store sends two requests per entry, concurrently.
 
         Counts as a use.
 
         Args:
-            wanted: Selects the byte ranges by the header. A StoreError that it raises is returned.
-            head_bytes: Bytes read with the header. Ranges within are not read again. A remote
-                store refuses longer headers.
+            wanted: Function that selects the byte ranges, given the header. If it raises a
+                StoreError, that error is returned.
+            head_bytes: Number of bytes to read first. Ranges within them are not read again. A
+                remote store rejects entries with a longer header.
 
         Returns:
-            In the order of the keys: the bytes; None if there is no entry; the StoreError that
-            ``get`` would raise because of the header.
+            For each key: the bytes, None if there is no entry, or the StoreError that ``get`` would
+            raise because of the header.
         """
 
     def listed(self) -> Iterator[tuple[str, int | None]]:
-        """Keys and times of use of everything with the name of an entry. None: not a file."""
+        """Key and time of use of everything named like an entry. The time is None for non-files."""
         return ((entry.key, entry.used_ns) for entry in self.entries())
 
     def leftovers(self) -> Iterator[Path]:
-        """Temporary files of running writers and of killed ones."""
+        """Temporary files of running and of killed writers."""
         return iter(())
 
     def claim(self, key: str, handles: Collection[str]) -> bool:
@@ -286,22 +288,22 @@ class MaintainedStore(KVStore):
 
 
 def with_handles(kv: BlockKV, handles: Collection[str]) -> BlockKV:
-    """A block that is also shared by the texts with these handles."""
-    if not kv.handle:  # its texts are unknown
+    """Add handles to a block, as a copy. A block without handles is returned unchanged."""
+    if not kv.handle:
         return kv
     return replace(kv, handle=joined_handles([*split_handles(kv.handle), *handles]))
 
 
 def is_damage(answer: object) -> bool:
-    """Whether an answer of a store is due to one bad entry rather than to the store."""
+    """Whether a result is an error of one bad entry, not of the store."""
     return isinstance(answer, (CorruptEntryError, FingerprintMismatchError))
 
 
 def age_s(used_ns: int, now_ns: int | None = None) -> float:
     """Seconds between a time (nanoseconds since 1970) and now.
 
-    A time in the future comes from a wrong clock and counts by its distance: a few seconds between
-    machines mean that the file is new, a year must not keep it.
+    A time in the future comes from a wrong clock, so its absolute distance counts: a file that is a
+    few seconds ahead is new, but one that is a year ahead must not be kept forever.
     """
     return abs((time.time_ns() if now_ns is None else now_ns) - used_ns) / 1e9
 
@@ -315,7 +317,7 @@ def check_max_bytes(max_bytes: int) -> None:
 
 
 def warn_of_refused(store: KVStore, nbytes: int, limit: str = "max_bytes") -> None:
-    """Log that an entry alone exceeds its store's ``limit``."""
+    """Log that an entry is larger than its store's ``limit``."""
     logger.warning(
         "a block of %d bytes does not fit in %r and is not stored, so it is computed again each "
         "time; raise %s. Further ones are only counted (stats().refused)",
@@ -331,10 +333,10 @@ def is_key(key: object) -> TypeGuard[str]:
 
 
 def check_key(key: str) -> str:
-    """The key, unchanged.
+    """Return the key unchanged if it is well-formed.
 
     Raises:
-        ValueError: It does not have the form of a store key.
+        ValueError: The key is malformed.
     """
     if not is_key(key):
         raise ValueError(f"a store key is 64 hex digits (kv.store_key), found {key!r}")
@@ -355,16 +357,16 @@ def check_found_under(key: str, entry: BlockKV | Header, place: object) -> None:
     """Raise FingerprintMismatchError if the entry at ``place``, under ``key``, has another key."""
     if entry.key != key:
         raise FingerprintMismatchError(
-            f"{place} holds the entry of another text, model or tenant, whose key is {entry.key} "
-            f"(fingerprint {entry.fingerprint!r}); delete it, or put the block again"
+            f"{place} contains the entry of another text, model or tenant, whose key is "
+            f"{entry.key} (fingerprint {entry.fingerprint!r}); delete it, or put the block again"
         )
 
 
 def encoded(key: str, kv: BlockKV, place: object) -> list[memoryview]:
-    """Buffers of the entry to write at ``place``.
+    """Encode an entry for ``place``, as buffers to write in order.
 
     Raises:
-        ValueError: As ``KVStore.put``.
+        ValueError: See ``KVStore.put``.
         StoreError: The block contains NaN or infinity.
     """
     check_entry(key, kv)
@@ -373,11 +375,11 @@ def encoded(key: str, kv: BlockKV, place: object) -> list[memoryview]:
 
 
 def decoded(key: str, raw: Tensor, place: object) -> BlockKV:
-    """The entry of ``key`` in bytes read from ``place``, uint8 ``[size]``.
+    """Decode the entry of ``key`` from bytes read from ``place``, uint8 ``[size]``.
 
     Raises:
         CorruptEntryError: The bytes are damaged, or of another format version.
-        FingerprintMismatchError: They are the entry of another key.
+        FingerprintMismatchError: The bytes are the entry of another key.
     """
     with damage_reported(place):
         kv = decode(raw)

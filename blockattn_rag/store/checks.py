@@ -1,4 +1,4 @@
-"""Checks of a block's KV before it is stored, and of what the header of an entry describes."""
+"""Validation of blocks before they are stored, and of tensors that an entry's header describes."""
 
 from __future__ import annotations
 
@@ -34,8 +34,9 @@ MOST_LAYERS = 4096
 def check_storable(kv: BlockKV) -> None:
     """Raise ValueError if a block is malformed.
 
-    It is if it has no layers or no tokens, shapes that disagree, a dtype that is not floating-point
-    (in a quantised block: not int8, or scales that do not fit), or names that are not text.
+    A block is malformed if it has no layers or no tokens, inconsistent shapes, a dtype that is not
+    floating-point (in a quantised block: not int8, or scales that do not fit), or names that are
+    not text.
     """
     for text in (kv.fingerprint, kv.digest, kv.handle, kv.namespace):
         check_text(text)
@@ -45,7 +46,7 @@ def check_storable(kv: BlockKV) -> None:
 
 
 def is_finite(kv: BlockKV) -> bool:
-    """Whether all keys and values are finite. One block that is not spoils every answer."""
+    """Whether all keys and values are finite. One NaN or infinity spoils every answer."""
     if kv.scales is None:
         return all(all_finite(states) for states in (*kv.keys, *kv.values))
     # The largest magnitude that a scale can give, in the dtype of the dequantised states.
@@ -80,7 +81,7 @@ def check_states(
 ) -> None:
     if not keys or len(keys) != len(values) or len(keys) > MOST_LAYERS:
         raise ValueError(
-            f"a BlockKV needs as many key as value layers, at most {MOST_LAYERS}, at least one; "
+            f"a BlockKV needs the same number of key and value layers, 1 to {MOST_LAYERS}; "
             f"found {len(keys)} and {len(values)}"
         )
     if len(ids.shape) != 1 or ids.dtype != torch.int64 or not ids.shape[0]:
@@ -98,13 +99,13 @@ def check_states(
             raise ValueError(f"keys and values with scales must be int8; found {layer.dtype}")
         if not quantised and not (layer.dtype.is_floating_point and layer.dtype in DTYPE_NAMES):
             raise ValueError(
-                f"keys and values must be of a floating-point dtype that safetensors can hold; "
+                f"keys and values must be of a floating-point dtype that safetensors supports; "
                 f"found {layer.dtype}"
             )
     for index, (k, v) in enumerate(zip(keys, values, strict=True)):
         if k.shape[0] != v.shape[0]:
             raise ValueError(
-                f"keys and values of a layer must have as many heads; "
+                f"keys and values of a layer must have the same number of heads; "
                 f"found {k.shape[0]} and {v.shape[0]} in layer {index}"
             )
 
@@ -134,7 +135,7 @@ def check_text(value: object) -> str:
 
 
 def all_finite(states: Tensor) -> bool:
-    """Whether all numbers are finite. Takes one pass, and no memory."""
+    """Whether all numbers are finite. Takes one pass; only 8-bit numbers are copied."""
     wide = (
         states.float() if states.element_size() == 1 else states
     )  # aminmax does not support 8 bits

@@ -1,6 +1,6 @@
-"""Threads of stores: reads with deadlines, single flight, and a write queue.
+"""Concurrency of stores: reads with deadlines, merged reads, and a write queue.
 
-A forked process has none of its parent's threads, so all of these start afresh in it.
+A forked process has none of its parent's threads, so these objects reset themselves in it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _WRITERS = 4
 
 
 class _ForkAware(ABC):
-    """Object that starts afresh in every process that is forked from this one."""
+    """Object that resets itself in forked processes."""
 
     _known: ClassVar[WeakSet[_ForkAware]] = WeakSet()
 
@@ -38,7 +38,7 @@ class _ForkAware(ABC):
 
     @abstractmethod
     def _renew(self) -> None:
-        """Start with no running thread and no locked lock."""
+        """Reset the state: no running threads, no locked locks."""
 
     @classmethod
     def renew_all(cls) -> None:
@@ -87,11 +87,11 @@ def remaining(until: float) -> float:
 
 
 def outcome(future: Future[T], until: float, doing: str) -> T:
-    """Result of a read that ends before the deadline. A queued read is cancelled otherwise.
+    """Wait until the deadline for the result of a read. Cancels a read that is still queued then.
 
     Raises:
-        StoreError: The deadline passed; ``doing`` completes "cannot ...".
-        Exception: As the read.
+        StoreError: The deadline passed. ``doing`` completes the message "cannot ...".
+        Exception: Any exception of the read.
     """
     try:
         return future.result(remaining(until))
@@ -101,10 +101,10 @@ def outcome(future: Future[T], until: float, doing: str) -> T:
 
 
 def check_seconds(name: str, seconds: float) -> float:
-    """The seconds, unchanged.
+    """Return ``seconds`` unchanged if it is positive.
 
     Raises:
-        ValueError: They are not positive.
+        ValueError: ``seconds`` is not positive.
     """
     if not seconds > 0:
         raise ValueError(f"{name} must be a positive number of seconds, found {seconds!r}")
@@ -112,7 +112,7 @@ def check_seconds(name: str, seconds: float) -> float:
 
 
 class SingleFlight(_ForkAware):
-    """Reads through a function, never the same key twice at once."""
+    """Merges concurrent reads, so that no key is read twice at the same time."""
 
     def _renew(self) -> None:
         self._lock = threading.Lock()
@@ -124,10 +124,11 @@ class SingleFlight(_ForkAware):
         read_many: Callable[[Sequence[str]], Sequence[Found]],
         most_s: float,
     ) -> list[Found]:
-        """Answers of ``read_many``, from this call or from a running one.
+        """Read keys with ``read_many``. For keys that another thread is reading, wait for its
+        result.
 
         Args:
-            most_s: Seconds to wait for other threads' reads. Longer ones are answered by a
+            most_s: Seconds to wait for other threads' reads. After that, the result is a
                 StoreError.
         """
         until = deadline(most_s)
@@ -144,13 +145,13 @@ class SingleFlight(_ForkAware):
                 awaited[key].set_result(found)
         finally:
             for key in own:
-                if not awaited[key].done():  # read_many raised, which only this thread sees
+                if not awaited[key].done():  # read_many raised in this thread
                     awaited[key].set_result(StoreError(f"the read of {key} was interrupted"))
                 self._end(key, awaited[key])
         return [_answer(awaited[key], until, key) for key in keys]
 
     def forget(self, key: str) -> None:
-        """Keep later reads from joining a running one, because the entry changes."""
+        """Keep later reads of a changing entry from joining a running read."""
         with self._lock:
             self._reads.pop(key, None)
 
@@ -176,7 +177,7 @@ class _Write:
 
 
 class WriteQueue(_ForkAware):
-    """Writes blocks in background threads, and completes before the process exits normally.
+    """Queue of blocks that background threads write. It is emptied before a normal exit.
 
     Args:
         max_bytes: Size limit of the queued blocks; a single block may be larger.
@@ -189,7 +190,7 @@ class WriteQueue(_ForkAware):
         super().__init__()
 
     def _renew(self) -> None:
-        # Queued blocks are the parent's to write.
+        # The parent writes the queued blocks.
         self._changed = threading.Condition()
         self._waiting: dict[str, _Write] = {}
         self._running: set[str] = set()
@@ -206,12 +207,12 @@ class WriteQueue(_ForkAware):
         *,
         unless_waiting: bool = False,
     ) -> bool:
-        """Queue ``write(key, kv)``, in place of a queued write of this key.
+        """Queue ``write(key, kv)``, replacing any queued write of this key.
 
         Args:
-            write: Must not raise.
+            write: Function that writes the block. Must not raise.
             wait_s: Seconds to wait for room.
-            unless_waiting: Prefer a queued write of this key to this one.
+            unless_waiting: Keep an already queued write of this key instead of replacing it.
 
         Returns:
             False if the queue is full or closed: the block will not be written.
@@ -233,7 +234,7 @@ class WriteQueue(_ForkAware):
         return True
 
     def pending(self, key: str) -> BlockKV | None:
-        """The block of a queued or running write."""
+        """Return the block of a queued or running write, or None."""
         with self._changed:
             write = self._waiting.get(key)
             return None if write is None else write.kv

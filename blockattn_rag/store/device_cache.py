@@ -1,4 +1,4 @@
-"""A cache in front of a store: blocks that were read stay ready for the next answer."""
+"""Cache in front of a store, which keeps recently used blocks ready for later answers."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _MOST_TIMES = 1 << 16
 
 
 def with_device_cache(store: KVStore, resident_bytes: int) -> KVStore:
-    """The store behind a ``DeviceCache`` of ``resident_bytes``.
+    """Put a ``DeviceCache`` of ``resident_bytes`` in front of a store.
 
     Returns:
-        The store itself if it is in memory, or for 0 bytes.
+        The cache; or the store itself if it is in memory or ``resident_bytes`` is 0.
 
     Raises:
         ValueError: ``resident_bytes`` is negative.
@@ -40,9 +40,9 @@ def with_device_cache(store: KVStore, resident_bytes: int) -> KVStore:
 class DeviceCache(KVStore):
     """Cache in memory of the most recently used blocks of another store.
 
-    A block stays as it was read until ``keep`` replaces it by its copy on the model's device. A
-    cached block is not read again, so its file is checked once. Concurrent reads of one block,
-    such as of an answer and its prefetch, become one.
+    A block stays as it was read until ``keep`` replaces it with its copy on the model's device. A
+    cached block is not read again, so its file is verified once. Concurrent reads of one block,
+    such as by an answer and its prefetch, are merged.
 
     Args:
         store: The store to read from and to write to.
@@ -55,11 +55,11 @@ class DeviceCache(KVStore):
         self._store = store
         self._kept = MemoryStore(max_bytes)
         self._flights = SingleFlight()
-        self._used_s: dict[str, float] = {}  # last use of each block that the store knows of
+        self._used_s: dict[str, float] = {}  # last use of each block that the store recorded
         self._failed_s = -math.inf  # last failure to report a use
 
     def get_many(self, keys: Sequence[str]) -> list[Found]:
-        """As ``get`` for each key. The store is asked once, for keys that are neither cached nor
+        """Read several entries. One call to the store reads the ones that are neither cached nor
         being read by another thread."""
         found: dict[str, Found] = {key: self._resident(key) for key in keys}
         absent = [key for key, kv in found.items() if kv is None]
@@ -73,24 +73,24 @@ class DeviceCache(KVStore):
         return kv
 
     def _read(self, keys: Sequence[str]) -> list[Found]:
-        """Answers of the store. Blocks are cached."""
+        """Read entries from the store, and cache them."""
         answers = self._store.get_many(keys)
         for key, answer in zip(keys, answers, strict=True):
             if isinstance(answer, BlockKV):
-                with suppress(ValueError):  # another block, which the caller refuses
+                with suppress(ValueError):  # a wrong block, which the caller rejects
                     self.keep(key, answer)
                     self._note_use(key)
         return answers
 
     def put(self, key: str, kv: BlockKV) -> None:
-        """Cache a block and store it. A block that the store refuses is cached, too."""
+        """Cache a block and store it. If the store rejects the block, it stays cached."""
         self._flights.forget(key)
         self.keep(key, kv)
         self._note_use(key)
         self._store.put(key, kv)
 
     def keep(self, key: str, kv: BlockKV) -> None:
-        """Cache a block without storing it, in place of a cached copy."""
+        """Cache a block without storing it, replacing any cached copy."""
         if kv.nbytes <= self._kept.max_bytes:
             self._kept.put(key, kv)
 
@@ -112,7 +112,7 @@ class DeviceCache(KVStore):
         return self._store.keys()
 
     def stats(self) -> StoreStats:
-        """Stats of the store alone."""
+        """Stats of the store, without the cache."""
         return self._store.stats()
 
     def _note_use(self, key: str) -> None:
@@ -121,11 +121,11 @@ class DeviceCache(KVStore):
         self._used_s[key] = time.monotonic()
 
     def _report_use(self, key: str) -> None:
-        """Report a use to the store once in a while. Otherwise a store that evicts the least
-        recently used blocks would evict the ones that are never read because they are cached.
+        """Report a use to the store, at most once a minute per block. Without reports, a store that
+        evicts the least recently used blocks would evict cached ones, which it never has to read.
 
-        After a failure nothing is reported for a while: an answer whose blocks are in memory must
-        not wait for a store that hangs, once for each block.
+        After a failure, nothing is reported for a minute, so that an answer from cached blocks does
+        not wait for a store that hangs.
         """
         now_s = time.monotonic()
         last_s = max(self._used_s.get(key, -math.inf), self._failed_s)

@@ -1,4 +1,4 @@
-"""A store on disk: one checked safetensors file per block (``docs/format.md``)."""
+"""Store on disk: one safetensors file with checksums per block (``docs/format.md``)."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from blockattn_rag.store.layout import ByteRange
 T = TypeVar("T")
 
 RECIPE_FOLDER = "recipe"
-"""Folder of an engine's recipe, which the store ignores."""
+"""Folder with an engine's recipe. The store ignores this folder."""
 
 _MARK = "format.json"
 _MARKED = {"format": FORMAT, "version": VERSION}
@@ -48,8 +48,8 @@ _OBJECTS = "objects"
 _SUFFIX = ".safetensors"
 _SHARD = re.compile(r"[0-9a-f]{2}")
 
-# Minimum time between two recorded uses of an entry by reading and by ``touch``: a store that is
-# mostly read must not be written for every hit.
+# Minimum time between two recorded uses of an entry, by reading and by ``touch``. Recording every
+# hit would make a store that is mostly read slow.
 _MARK_READ_S = 60.0
 _MARK_TOUCHED_S = 1.0
 
@@ -59,21 +59,23 @@ _READS_AT_ONCE = 8
 class DirectoryStore(MaintainedStore):
     """Store in a directory, for concurrent threads and processes.
 
-    An entry is written to a temporary name, flushed to disk and renamed, so a name always stands
-    for a complete entry, whatever crashes. A read copies the complete file to memory and checks it
-    there. New files and folders are readable by their owner alone (0600, 0700).
+    An entry is written under a temporary name, flushed to disk and renamed, so every entry is
+    complete even after a crash. A read copies the complete file to memory and verifies it there.
+    New files and folders are private to their owner (0600, 0700).
 
     Args:
-        path: The directory, made if it does not exist.
-        create: Whether to make a new store.
+        path: The directory, created if it does not exist.
+        create: Whether to create the store if it does not exist.
         fsync: Whether to flush each entry to disk. If False, a power failure may lose or damage
-            entries, which is detected and costs a computation.
-        max_bytes: Size limit of all entries' files. The least recently used entries are evicted
-            before it is exceeded. Applies to writes of this object; several processes may exceed
-            it for a moment (``files.SizeBound``). A larger block is not stored. None: no limit.
+            entries. Reads detect damage, and the blocks are computed again.
+        max_bytes: Size limit of all entries together. The least recently used entries are evicted
+            to stay within it. Applies to writes by this object; several processes may briefly
+            exceed it (``files.SizeBound``). A block larger than the limit is not stored. None: no
+            limit.
 
     Raises:
-        StoreError: ``path`` is something else, of another format version, or cannot be made.
+        StoreError: ``path`` is not a store, is a store of another format version, or cannot be
+            created.
         ValueError: ``max_bytes`` is not positive.
     """
 
@@ -100,7 +102,7 @@ class DirectoryStore(MaintainedStore):
             raise StoreError(f"no folder can have the name {str(path)!r}: {error}") from error
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Threads cannot be pickled, and another process has its own."""
+        """Pickle without the threads; another process starts its own."""
         return partial(DirectoryStore, self.path, fsync=self.fsync, max_bytes=self.max_bytes), ()
 
     def __repr__(self) -> str:
@@ -111,7 +113,7 @@ class DirectoryStore(MaintainedStore):
         return self._load(key, use=True)
 
     def get_many(self, keys: Sequence[str]) -> list[Found]:
-        """As ``get`` for each key, several at once."""
+        """Read several entries concurrently."""
         return self._at_once(self._found, keys)
 
     def peek(self, key: str) -> BlockKV | None:
@@ -123,11 +125,11 @@ class DirectoryStore(MaintainedStore):
         wanted: Callable[[Header], Sequence[ByteRange]],
         head_bytes: int,
     ) -> list[EntryPart | StoreError | None]:
-        """As ``MaintainedStore.read_ranges``, for headers of any length."""
+        """Read byte ranges of entries with headers of any length (see ``MaintainedStore``)."""
         return self._at_once(partial(self._part, wanted), keys)
 
     def touch(self, key: str) -> bool:
-        """Mark an entry as used now. Returns whether there is one that looks intact.
+        """Mark an entry as used now. Returns whether it exists and looks intact.
 
         The header and the size of the file are checked; checking the rest would take as long as
         reading it. A damaged or unreadable entry counts as absent.
@@ -139,7 +141,7 @@ class DirectoryStore(MaintainedStore):
                     return False
                 _read_header(path, file)
                 files.mark_used(file.fileno(), _MARK_TOUCHED_S)
-                # An entry is renamed before its time of use is checked and it is deleted.
+                # A deletion renames the file first, so check that the path still names this file.
                 return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
         except StoreError:
             return False
@@ -174,7 +176,7 @@ class DirectoryStore(MaintainedStore):
         return bool(self.remove_unused(key, used_ns))
 
     def remove_unused(self, key: str, used_ns: int) -> bool | None:
-        """As ``discard``, but None if the entry was gone."""
+        """Like ``discard``, but returns None if the entry does not exist."""
         path = self.entry_path(key)
         with files.explained("delete", path):
             return files.remove_unused(path, used_ns)
@@ -183,8 +185,8 @@ class DirectoryStore(MaintainedStore):
         return (path.stem for path in self._names() if _is_entry(path))
 
     def entries(self) -> Iterator[StoredEntry]:
-        """All entries that are regular files. The time of use is the file's modification time:
-        when it was written, read (within a minute) or touched."""
+        """All entries that are regular files. The time of use is the file's modification time: of
+        its last write, touch, or read (recorded once a minute)."""
         for path in self._names():
             if _is_entry(path) and (status := _status(path)) is not None:
                 yield StoredEntry(path.stem, status.st_size, status.st_mtime_ns)
@@ -204,7 +206,7 @@ class DirectoryStore(MaintainedStore):
         return StoreStats(len(sizes), sum(sizes), evictions, refused)
 
     def entry_path(self, key: str) -> Path:
-        """Path of the entry of a key, whether it exists or not."""
+        """Path of the entry of a key. The file may not exist."""
         return self._objects / check_key(key)[:2] / f"{key}{_SUFFIX}"
 
     def describe(self, key: str) -> EntryInfo | None:
@@ -231,8 +233,8 @@ class DirectoryStore(MaintainedStore):
         return kv
 
     def _at_once(self, read: Callable[[str], T], keys: Sequence[str]) -> list[T]:
-        """Read concurrently: a network share answers slowly, and checksums of large entries are
-        computed in parallel."""
+        """Read concurrently, because a network share answers slowly and checksums of large entries
+        can be computed in parallel."""
         if len(keys) < 2:
             return [read(key) for key in keys]
         started = [self._readers.start(read, key) for key in keys]
@@ -285,10 +287,10 @@ class DirectoryStore(MaintainedStore):
             self._write(path, buffers)
 
     def _make(self, create: bool) -> None:
-        """Make this directory a store, unless another process has just done so.
+        """Turn this directory into a store, unless another process has just done so.
 
-        A directory with nothing but entries is a store whose mark was deleted, for example while
-        others wrote to it. Each entry has its format version in its header.
+        A directory that contains only entries is accepted: it is a store whose mark was deleted,
+        for example while others wrote to it. Each entry has its format version in its header.
         """
         if not create:
             raise StoreError(f"there is no store at {self.path}: it has no {_MARK}")
@@ -298,7 +300,7 @@ class DirectoryStore(MaintainedStore):
             return
         if foreign is not None:
             raise StoreError(
-                f"{self.path} is not a store: it has no {_MARK}, and holds {foreign!r}; "
+                f"{self.path} is not a store: it has no {_MARK}, and contains {foreign!r}; "
                 "choose an empty or new directory"
             )
         with replacing(self._mark, mode=files.FILE_MODE, fsync=self.fsync) as file:
@@ -313,7 +315,7 @@ class DirectoryStore(MaintainedStore):
         yield from (f"{_OBJECTS}/{name}" for name in shards if not _SHARD.fullmatch(name))
 
     def _names(self) -> Iterator[Path]:
-        """Everything in the folders of entries."""
+        """Paths of everything in the folders of entries."""
         for shard in files.names_in(self._objects):
             if _SHARD.fullmatch(shard):
                 folder = self._objects / shard
@@ -325,7 +327,8 @@ def _is_entry(path: Path) -> bool:
 
 
 def _status(path: Path) -> os.stat_result | None:
-    """Status of a regular file. None if it was deleted since it was listed, or is no file."""
+    """Status of a regular file. None if it was deleted since it was listed, or is not a regular
+    file."""
     with files.explained("look at", path):
         try:
             status = path.stat()
@@ -353,5 +356,5 @@ def _check_mark(mark: Path) -> None:
     if found != _MARKED:
         raise StoreError(
             f"{mark.parent} is a store of another format: found {found}, expected {_MARKED}; "
-            "use another directory, or ingest anew"
+            "use another directory, or ingest again"
         )

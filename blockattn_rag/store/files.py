@@ -1,4 +1,4 @@
-"""Files of a store: read by their owner alone, and deleted when they are not in use.
+"""Files of a store: private to their owner, and deleted only when they are not in use.
 
 The modification time of a file is the time of its last use. To delete a file by age, it is renamed
 to a temporary name and its time of use is checked again: a process that used the file in the
@@ -33,7 +33,8 @@ _SHARE = 64  # see SizeBound
 _LOOKS = 3  # attempts to make room while entries are in use
 
 Remove = Callable[[str, int], bool | None]
-"""Deletes the entry of a key unless it was used after a given time; see ``remove_unused``."""
+"""Function that deletes the entry of a key unless it was used after a given time; see
+``remove_unused``."""
 
 
 @contextlib.contextmanager
@@ -57,17 +58,17 @@ def names_in(folder: Path) -> list[str]:
 
 
 def make_folder(path: Path, *, parents: bool = False) -> None:
-    """Make a folder for its owner alone. An existing one keeps its mode."""
+    """Create a folder that is private to its owner. An existing folder keeps its mode."""
     path.mkdir(_FOLDER_MODE, parents=parents, exist_ok=True)
 
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[FileIO | None]:
-    """A regular file, open for reading, or None.
+    """Open a regular file for reading. Yields None if the file does not exist.
 
     Raises:
-        CorruptEntryError: The path is something else, such as a pipe, or the caller met a
-            FormatError in the content.
+        CorruptEntryError: The path is not a regular file, or the body of the ``with`` statement
+            raised a FormatError.
         StoreError: The file cannot be opened or read.
     """
     with explained("read", path):
@@ -92,18 +93,18 @@ def _open_at_once(path: str, flags: int) -> int:
 
 
 def read_whole(file: FileIO) -> Tensor:
-    """Bytes of a file, uint8 ``[size]``, in newly allocated memory.
+    """Read a file into newly allocated memory, uint8 ``[size]``.
 
     The file is not mapped: shortening a mapped file kills the process that reads it (SIGBUS), and
-    the number of mappings is limited (65,530 on Linux). A file that is shortened while it is read
-    gives a shorter tensor, which fails its checksum.
+    the number of mappings is limited (65,530 on Linux). If a file is shortened while it is read,
+    the tensor is shorter and fails its checksum.
     """
     raw = _memory(os.fstat(file.fileno()).st_size)
     return raw[: _fill(raw.numpy().data, file)]
 
 
 def read_places(file: FileIO, places: Sequence[tuple[int, int]]) -> Tensor:
-    """Byte ranges (start, stop) of a file, concatenated; see ``read_whole``.
+    """Read byte ranges (start, stop) of a file and concatenate them; see ``read_whole``.
 
     Raises:
         FormatError: The file ends before a range does.
@@ -137,11 +138,11 @@ def _fill(view: memoryview, file: FileIO) -> int:
 def mark_used(descriptor: int, at_most_every_s: float = 0.0) -> None:
     """Record a use of an open file, unless one was recorded less than ``at_most_every_s`` ago.
 
-    Nothing is recorded in a read-only store.
+    Does nothing in a read-only store.
     """
     if at_most_every_s and age_s(os.fstat(descriptor).st_mtime_ns) < at_most_every_s:
         return
-    now = time.time_ns()  # finer than the system's own time stamps
+    now = time.time_ns()  # more precise than the system's own timestamps
     try:
         os.utime(descriptor, ns=(now, now))
     except OSError as error:
@@ -171,10 +172,10 @@ def remove_unused(path: Path, used_ns: int) -> bool | None:
 def evict(
     entries: Iterable[StoredEntry], max_bytes: int, remove: Remove, *, more_bytes: int = 0
 ) -> tuple[int, tuple[StoredEntry, ...]]:
-    """Delete the least recently used entries until the others take at most ``max_bytes``.
+    """Delete the least recently used entries until the rest take at most ``max_bytes``.
 
     Args:
-        more_bytes: Bytes to free in addition, in whole entries, if anything must go.
+        more_bytes: Extra bytes to free, in complete entries, if any entry must be deleted.
 
     Returns:
         Bytes of the remaining entries, and the deleted entries.
@@ -199,12 +200,12 @@ def evict(
 
 
 class SizeBound:
-    """Makes room in a store before a write. For one thread at a time (``lock``).
+    """Makes room in a store before a write. Callers must hold ``lock``.
 
-    Listing all files for each write would cost more and more as a store grows. So a writer lists
-    them when it has written a 64th of the store's size or finds no room, and then frees up to a
-    64th at once. A store with one writer never exceeds its size. Each further writer may exceed it
-    by a 64th, or by one entry if that is larger, until one of them lists the files again.
+    Listing all files for each write would be slow in a large store. So a writer lists them only
+    after it has written a 64th of the size limit, or if there is no room, and then frees up to a
+    64th at once. With one writer, a store never exceeds its limit. Each further writer may exceed
+    it by a 64th, or by one entry if that is larger, until one of the writers lists the files again.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -221,7 +222,7 @@ class SizeBound:
         """Evict entries, if needed, before a write of ``nbytes`` (at most ``max_bytes``).
 
         Args:
-            entries: Lists all other entries. Called only if needed.
+            entries: Function that lists all other entries. Called only if needed.
         """
         if nbytes > self._room:
             share, most = self.max_bytes // _SHARE, self.max_bytes - nbytes

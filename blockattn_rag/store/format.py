@@ -1,7 +1,7 @@
 """Encoding of entries: safetensors files with a checksum of every byte.
 
 Pure functions that convert a ``BlockKV`` to bytes and back; they open no files. ``docs/format.md``
-is the specification. ``store.layout`` has the layout of the bytes, ``store.header`` the header.
+is the specification. ``store.layout`` defines the byte layout, ``store.header`` the header.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 
 
 def _by_layer(data: Tensor, layout: Layout, kind: Kind, name: str) -> tuple[Tensor, ...]:
-    """Tensor ``[heads, …]`` of each layer, from the heads' tensors of that name."""
+    """Tensor ``[heads, …]`` of each layer, joined from the tensors of the heads."""
     if layout.is_stacked(kind):
         specs = [layout.tensors[f"head.{h}.{name}"] for h in range(layout.num_heads)]
         return _joined(data, specs).unbind(1)
@@ -233,7 +233,7 @@ def _block(header: Header, token_ids: Tensor, by_name: Mapping[str, Sequence[Ten
 
 
 def _joined(data: Tensor, specs: Sequence[TensorSpec]) -> Tensor:
-    """Stack tensors of one shape to ``[tensors, …]``: a view if they are equally far apart."""
+    """Stack tensors of one shape to ``[tensors, …]``, as a view if they are evenly spaced."""
     first, width = specs[0], specs[0].dtype.itemsize
     step = specs[1].start - first.start if len(specs) > 1 else 0
     is_even = all(spec.start == first.start + n * step for n, spec in enumerate(specs))

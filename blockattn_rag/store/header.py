@@ -1,6 +1,6 @@
-"""Header of an entry.
+"""Header of an entry: encoding and parsing.
 
-The safetensors library does not write it, because that library orders metadata at random. The
+This module writes the header itself, because the safetensors library orders metadata at random. The
 header's checksum must be at a fixed offset, so that it can be verified before anything is parsed.
 """
 
@@ -47,7 +47,7 @@ class Header(NamedTuple):
     """Header of an entry.
 
     Args:
-        dtype: Dtype of keys and values; in an int8 entry, before quantization.
+        dtype: Dtype of keys and values. In an int8 entry: their dtype before quantization.
         checksums: Checksums of the token ids and of ``layout.pieces()``, 32 digits each.
     """
 
@@ -145,7 +145,7 @@ def header_bytes(header: Header) -> bytearray:
     if len(head) > length or length > _MOST_HEADER_BYTES:
         raise ValueError(
             f"a header of {len(head)} bytes does not fit in {min(length, _MOST_HEADER_BYTES)}: "
-            "fingerprint, digest, handle and namespace may take some 700 bytes together"
+            "fingerprint, digest, handle and namespace may take about 700 bytes together"
         )
     content = bytearray(length.to_bytes(LENGTH_BYTES, "little") + head.ljust(length))
     content[_CHECKSUM] = checksum([content]).encode()
@@ -193,7 +193,7 @@ def header_end(head: Buffer) -> int:
 
 
 def _described(fields: dict[str, Any]) -> Header:
-    """Header with these fields. The caller checks the redundant ones."""
+    """Build a header from its JSON fields. The caller checks the redundant fields."""
     about = fields["__metadata__"]
     num_tokens = _whole(fields["token_ids"]["shape"][0])
     keys, values = (_layer_specs(fields, kind, num_tokens) for kind in KINDS)
@@ -223,7 +223,7 @@ def _described(fields: dict[str, Any]) -> Header:
 
 
 def _layer_specs(fields: dict[str, Any], kind: Kind, num_tokens: int) -> list[TensorSpec]:
-    """Layers of keys or values, ``[heads, tokens, size]``."""
+    """Specs of the layers of keys or values, each ``[heads, tokens, size]``."""
 
     def heads(suffix: str) -> int:
         count = 0

@@ -26,8 +26,8 @@ CHECKSUM_DIGITS = 32
 ALIGNMENT = 64
 """Alignment of the first head: a cache line, and the widest vector load."""
 
-_TEXT_BYTES = 1024  # of a header, for names and the fields of every entry
-_TENSOR_BYTES = 160  # of a header, for each tensor
+_TEXT_BYTES = 1024  # space in a header for names and the fields of every entry
+_TENSOR_BYTES = 160  # space in a header for each tensor
 
 Kind = Literal["keys", "values"]
 KINDS: tuple[Kind, ...] = ("keys", "values")
@@ -42,7 +42,7 @@ class ByteRange(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """One layer of one head's keys or values; in an int8 entry, its scales and its numbers."""
+    """One layer of one head's keys or values. In an int8 entry, it includes the scales."""
 
     head: int
     kind: Kind
@@ -96,7 +96,7 @@ class Layout:
 
     @cached_property
     def tensors(self) -> dict[str, TensorSpec]:
-        """The tensors by name, in the order of their bytes, counted from the end of the header."""
+        """Tensors by name, in byte order. Offsets count from the end of the header."""
         stop = self.num_tokens * torch.int64.itemsize
         found = {"token_ids": TensorSpec(torch.int64, (self.num_tokens,), 0, stop)}
         for head in range(self.num_heads):
@@ -108,9 +108,9 @@ class Layout:
 
     @cached_property
     def data_start(self) -> int:
-        """Bytes of the header, including its length. The token ids follow, then the heads.
+        """Size of the header in bytes, including its length field. Token ids and heads follow.
 
-        It depends on the layout alone, so header and data can be fetched at once.
+        The size depends on the layout alone, so header and data can be fetched together.
         """
         ids = self.num_tokens * torch.int64.itemsize
         pieces = 1 + sum(len(KINDS) * layer.heads for layer in self.layers)
@@ -128,7 +128,7 @@ class Layout:
 
     @cached_property
     def _stacked(self) -> frozenset[Kind]:
-        """Cached, because every piece needs it."""
+        """Kinds whose layers are stacked. Cached, because every piece needs them."""
         found = (kind for kind in KINDS if len({layer.of(kind) for layer in self.layers}) == 1)
         return frozenset(found)
 
@@ -167,7 +167,8 @@ class Layout:
     def tensor_of(
         self, layer: LayerShape, kind: Kind, name: str
     ) -> tuple[torch.dtype, tuple[int, ...]]:
-        """Dtype and shape of one head of a layer in the tensor with one of ``tensor_names``."""
+        """Dtype and shape of one head of a layer in the tensor ``name``, one of
+        ``tensor_names``."""
         _, size, dtype = layer.of(kind)
         if name == kind:
             return dtype, (self.num_tokens, size)
@@ -196,9 +197,10 @@ class Layout:
 
 
 def ranges(pieces: Iterable[Piece]) -> list[ByteRange]:
-    """Byte ranges of pieces, in order and as few as possible.
+    """Byte ranges of pieces, sorted and merged.
 
-    Consecutive heads with all their layers are one range. See ``share_of`` for the heads of ranks.
+    Consecutive heads with all their layers are one range. For the heads of a rank, see
+    ``share_of``.
     """
     merged: list[ByteRange] = []
     for start, stop in sorted(place for piece in pieces for place in piece.ranges):
@@ -210,7 +212,7 @@ def ranges(pieces: Iterable[Piece]) -> list[ByteRange]:
 
 
 def share_of(rank: int, ranks: int, count: int) -> range:
-    """Indices of the heads or layers, out of ``count``, of a rank.
+    """Indices of a rank's heads or layers, out of ``count``.
 
     With more ranks than heads, neighbouring ranks have the same head, as in engines that replicate
     key-value heads.
@@ -220,8 +222,8 @@ def share_of(rank: int, ranks: int, count: int) -> range:
     """
     if not 0 <= rank < ranks or count < 1:
         raise ValueError(
-            f"expected a rank from 0 to {ranks - 1} and something to share out, "
-            f"found rank {rank} of {ranks} and {count} to share"
+            f"expected a rank from 0 to {ranks - 1} and a count of at least 1, "
+            f"found rank {rank} of {ranks} and count {count}"
         )
     start = rank * count // ranks
     return range(start, max(start + 1, (rank + 1) * count // ranks))

@@ -1,8 +1,8 @@
-"""Sets of live handles: the blocks that ``gc`` keeps, 16 bytes each, in memory and as a file.
+"""Sets of live handles, which identify the blocks that ``gc`` keeps, in memory or in a file.
 
-A file serves to collect on another machine than the vector store's, or for a vector store that this
-package does not read itself. It is text, one handle a line. ``lines`` adds the time at which the
-handles were looked up, and their number, so that a truncated file is refused::
+Use a file to run ``gc`` on another machine than the vector store's, or with a vector store that
+this package cannot read. It is a text file with one handle per line. ``lines`` adds the time at
+which the handles were looked up, and their number, so that a truncated file is rejected::
 
     # blockattn-rag live handles, looked up at 1790000000.25
     00ff00ff00ff00ff00ff00ff00ff00ff
@@ -28,14 +28,14 @@ _END = re.compile(r"# end of (\d+) handles")
 
 
 class LiveHandles:
-    """Sorted set of handles (``BlockKV.handle``).
+    """Sorted set of handles (``BlockKV.handle``), which takes 16 bytes for each.
 
     Args:
-        handles: 32 hex digits each, in any order. Duplicates are allowed.
-        looked_up: When they were looked up, seconds since 1970. Default: now.
+        handles: Handles of 32 hex digits each, in any order. Duplicates are allowed.
+        looked_up: Time at which the handles were looked up, in seconds since 1970. Default: now.
 
     Raises:
-        ValueError: One is not a handle.
+        ValueError: An item is not a handle.
     """
 
     def __init__(self, handles: Iterable[str], looked_up: float | None = None) -> None:
@@ -71,10 +71,10 @@ class LiveHandles:
 
     @classmethod
     def read(cls, path: Path) -> LiveHandles:
-        """Read a file of ``lines``, or a plain list of handles, which is as old as the file.
+        """Read a file of ``lines``, or a plain list of handles. A plain list is as old as its file.
 
         Raises:
-            ValueError: As ``parse``.
+            ValueError: See ``parse``.
         """
         with path.open(encoding="utf-8", errors="replace") as file:
             return cls.parse(file, str(path), path.stat().st_mtime)
@@ -83,14 +83,15 @@ class LiveHandles:
     def parse(
         cls, lines: Iterable[str], name: str = "the list", looked_up: float | None = None
     ) -> LiveHandles:
-        """Parse ``lines``, or plain handles, one a line. Empty lines are ignored.
+        """Parse ``lines``, or plain handles, one per line. Empty lines are ignored.
 
         A plain list may also end with ``# end of N handles``, which is checked.
 
         Args:
-            lines: With or without line ends.
-            name: Name of the list for messages.
-            looked_up: When plain handles were looked up, seconds since 1970. Default: now.
+            lines: Lines with or without line ends.
+            name: Name of the list in messages.
+            looked_up: Time at which plain handles were looked up, in seconds since 1970. Default:
+                now.
 
         Raises:
             ValueError: A line is not a handle, or the list was truncated.
@@ -114,10 +115,10 @@ def _handles(name: str, lines: Iterable[str], *, needs_end: bool) -> Iterator[st
         text = line.strip()
         if not text:
             continue
-        if end is not None:  # ignoring a second list would delete what it refers to
+        if end is not None:  # ignoring a second list would delete its blocks
             raise ValueError(
-                f"{name} goes on after its last line, with {text[:80]!r}; pass each file by a "
-                "--handles of its own"
+                f"{name} continues after its last line, with {text[:80]!r}; pass each file with "
+                "its own --handles"
             )
         if (end := _END.fullmatch(text)) is not None:
             continue
@@ -131,5 +132,5 @@ def _handles(name: str, lines: Iterable[str], *, needs_end: bool) -> Iterator[st
     if (needs_end and end is None) or (end is not None and int(end[1]) != number):
         raise ValueError(
             f"{name} is truncated: found {number} handles, expected "
-            f"{'a last line with their number' if end is None else end[1]}; make it again"
+            f"{'a last line with their number' if end is None else end[1]}; create it again"
         )

@@ -1,7 +1,7 @@
-"""Maintenance of a store: damaged entries, entries that nothing refers to, its size.
+"""Maintenance of a store: find damaged entries, delete unreferenced ones, and limit the size.
 
-Entries are judged as they are listed, several at once. Memory use does not grow with the store, and
-a report of a million entries is as short as one of ten.
+Entries are processed while they are listed, several at once. Neither memory use nor the length of a
+report grows with the store.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 GRACE_S = 3600.0
-"""Default grace period of ``gc``: an ingestion stores first and refers later."""
+"""Default grace period of ``gc``: an ingestion stores a block before anything refers to it."""
 
 MOST_NAMES = 100
 """Maximum number of names in a ``Tally``."""
 
 _HEADERS_AT_ONCE = 16
-_WHOLE_AT_ONCE = 4  # each is in memory completely
+_WHOLE_AT_ONCE = 4  # each is read into memory completely
 
 
 @dataclass(slots=True)
@@ -46,7 +46,7 @@ class Tally:
     """Count of entries or files, with the names of the first ``MOST_NAMES``.
 
     Args:
-        first: Names (keys, or paths of temporary files) and a remark on each.
+        first: Remark by name. Names are keys, or paths of temporary files.
     """
 
     count: int = 0
@@ -67,8 +67,8 @@ class VerifyReport:
 
     Args:
         ok: Number of intact entries.
-        total_bytes: Their size in the store.
-        skipped: Entries outside of the sample.
+        total_bytes: Size of the intact entries in the store.
+        skipped: Number of entries outside the sample.
         damaged: Entries that cannot be used, and why.
         unread: Entries that could not be read, for example for lack of memory or permission. They
             may be intact, and are never deleted.
@@ -89,18 +89,18 @@ class VerifyReport:
 
 @dataclass(frozen=True, slots=True)
 class GcReport:
-    """Result of ``gc``, or with ``dry_run`` what it would be.
+    """Result of ``gc``. With ``dry_run``, what ``gc`` would have done.
 
     Args:
-        kept: Entries that are referred to.
-        kept_young: Other entries that were used within the grace period.
+        kept: Number of entries that are referenced.
+        kept_young: Number of unreferenced entries that were used within the grace period.
         deleted: Deleted entries, and why.
-        expired: Number of them that were referred to, but not used for ``ttl_s``.
+        expired: Number of deleted entries that were referenced, but not used for ``ttl_s``.
         freed_bytes: Size of everything deleted.
         leftovers: Deleted temporary files.
-        errors: What could not be read or deleted, and why. It is still there.
+        errors: Entries and files that could not be read or deleted, and why.
         dry_run: Whether nothing was deleted.
-        other: Entries of other namespaces, which were ignored.
+        other: Number of entries of other namespaces, which were ignored.
     """
 
     kept: int
@@ -121,7 +121,7 @@ class ShrinkReport:
     Args:
         left_bytes: Size of the remaining entries.
         deleted: Keys of the deleted entries, least recently used first.
-        freed_bytes: Their size.
+        freed_bytes: Size of the deleted entries.
     """
 
     left_bytes: int
@@ -130,13 +130,13 @@ class ShrinkReport:
 
 
 class _Verdict(NamedTuple):
-    """What ``verify`` or ``gc`` found out about an entry.
+    """Result of ``verify`` or ``gc`` for one entry.
 
     Args:
         outcome: Name of the counter that the entry belongs to.
-        nbytes: Its size, if that counts.
-        reason: Why it is damaged, could not be read, or was deleted.
-        error: Why it could not be judged or deleted.
+        nbytes: Size of the entry if it adds to a total, else 0.
+        reason: Why the entry is damaged, could not be read, or was deleted.
+        error: Why the entry could not be checked or deleted.
     """
 
     key: str
@@ -155,17 +155,19 @@ def verify(
     seed: int = 0,
     found: Callable[[str, str], None] | None = None,
 ) -> VerifyReport:
-    """Read and check complete entries. Safe next to readers and writers. Counts as no use.
+    """Read and verify complete entries. Does not count as a use.
+
+    Safe to run alongside readers and writers.
 
     Args:
-        progress: Called with the number of checked entries after each one.
+        progress: Called after each entry with the number of checked entries.
         delete_damaged: Delete damaged entries, so that a later ingestion computes them again.
-            Entries that were replaced since they were read stay.
-        sample: Share of the entries to read, more than 0, up to 1. Entries are divided by their
-            keys into ``ceil(1 / sample)`` parts.
-        seed: Number of the part. Consecutive numbers read each entry once.
-        found: Called with the key and the reason of each damaged or unreadable entry, of which the
-            report names only the first.
+            Entries that were replaced in the meantime are kept.
+        sample: Fraction of the entries to read, more than 0 and at most 1. Keys are divided into
+            ``ceil(1 / sample)`` parts, of which one is read.
+        seed: Number of the part to read. Runs with consecutive seeds cover all entries.
+        found: Called with the key and the reason of each damaged or unreadable entry. The report
+            names only the first ``MOST_NAMES``.
 
     Raises:
         StoreError: The store cannot be listed.
@@ -225,7 +227,7 @@ def _check(
             return _Verdict(key, "unread", reason=reason)
     if not delete_damaged:
         return _Verdict(key, "damaged", reason=reason)
-    try:  # what is no file has no time of use
+    try:  # only a regular file has a time of use
         deleted = store.delete(key) if used_ns is None else store.discard(key, used_ns)
     except StoreError as error:
         return _Verdict(key, "damaged", reason=reason, error=str(error))
@@ -233,10 +235,10 @@ def _check(
 
 
 def _part(sample: float, seed: int) -> Callable[[str], bool]:
-    """Whether a key is in a part of all keys. Keys are digests, so parts are of equal size."""
+    """Return a test whether a key is in the part. Parts have equal sizes, as keys are digests."""
     if not 0 < sample <= 1:
         raise ValueError(f"sample must be more than 0 and at most 1, found {sample!r}")
-    parts = math.ceil(1 / sample - 1e-9)  # 1 / 0.1 and the like are whole numbers
+    parts = math.ceil(1 / sample - 1e-9)  # tolerates rounding of the division
     return lambda key: int(key[-15:], 16) * parts >> 60 == seed % parts
 
 
@@ -251,44 +253,46 @@ def gc(
     dry_run: bool = False,
     deleted: Callable[[str], None] | None = None,
 ) -> GcReport:
-    """Delete entries that nothing refers to: mark and sweep. Safe next to a running ingestion.
+    """Delete unreferenced entries (mark and sweep). Safe to run alongside an ingestion.
 
-    An entry is deleted if none of its handles is among ``live_handles`` and it was last *used* more
-    than ``grace_s`` ago: written, read (within a minute) or found present by an ingestion. One that
-    is used meanwhile stays. A deletion costs one computation at most, never an answer.
+    An entry is deleted if none of its handles is in ``live_handles`` and its last *use* was more
+    than ``grace_s`` seconds ago. Uses are writes, reads (recorded once a minute), and being found
+    by an ingestion. An entry that is used in the meantime is kept. If a deleted entry is needed
+    later, its block is computed again.
 
-    Texts of equal tokens share an entry, which has the handles of all that were ingested
-    (``KVStore.claim``). Entries without a handle, which a server has encoded or many texts share,
-    are deleted by ``ttl_s`` alone.
+    Texts with the same tokens share an entry, which has the handles of all ingested texts
+    (``KVStore.claim``). Entries without a handle, encoded by a server or shared by many texts, are
+    deleted only by ``ttl_s``.
 
-    An object store records writes only. There, an old entry may be deleted that an ingestion found
-    present and refers to only after ``live_handles`` were read.
+    An object store records only writes. There, ``gc`` may delete an old entry that a running
+    ingestion has found, if the ingestion refers to it only after ``live_handles`` were read.
 
     Args:
-        live_handles: ``BlockKV.handle`` of every block that is referred to: a set, or
-            ``LiveHandles``. None if only ``ttl_s`` decides.
-        progress: Called with the number of judged entries after each one.
-        grace_s: Seconds; longer than an ingestion may take between storing a block and referring to
-            it, and than the age of ``live_handles``. 0 also deletes the temporary files of running
-            writers, whose ``put`` then raises StoreError.
-        ttl_s: Seconds after which unused entries are deleted even if they are referred to.
-        namespaces: Ignore entries of all other namespaces. Each name includes the private texts of
-            its users. None: all namespaces.
+        live_handles: Handles (``BlockKV.handle``) of all referenced blocks, as a set or
+            ``LiveHandles``. None: delete by ``ttl_s`` alone.
+        progress: Called after each entry with the number of processed entries.
+        grace_s: Grace period in seconds. Must exceed the age of ``live_handles``, and the time
+            between storing a block and referring to it in an ingestion. 0 also deletes the
+            temporary files of running writers, whose ``put`` then raises StoreError.
+        ttl_s: Seconds after which unused entries are deleted even if they are referenced.
+        namespaces: Namespaces to process, each including its private blocks; entries of others are
+            ignored. None: all namespaces.
         dry_run: Delete nothing.
-        deleted: Called with the key of each deleted entry, of which the report names only the
-            first.
+        deleted: Called with the key of each deleted entry. The report names only the first
+            ``MOST_NAMES``.
 
     Raises:
         StoreError: The store cannot be listed.
-        ValueError: ``ttl_s`` is less than ``grace_s``, or missing like ``live_handles``.
+        ValueError: ``ttl_s`` is less than ``grace_s``, or both ``ttl_s`` and ``live_handles`` are
+            None.
     """
     if ttl_s is None:
         if live_handles is None:
-            raise ValueError("expected live_handles or ttl_s: every entry would be kept")
+            raise ValueError("expected live_handles or ttl_s: without both, nothing is deleted")
     elif ttl_s < grace_s:
         raise ValueError(
             f"the time to live ({ttl_s:g} s) is shorter than the grace period ({grace_s:g} s), "
-            "within which nothing is deleted; shorten that too"
+            "within which nothing is deleted; shorten the grace period too"
         )
 
     def judge(key: str) -> _Verdict:
@@ -298,7 +302,7 @@ def gc(
                 return _Verdict(key)
             if namespaces is not None and not is_of(info.header.namespace, namespaces):
                 return _Verdict(key, "other")
-            named = info.handles  # empty for entries of a server, which has no texts
+            named = info.handles  # empty for entries that a server encoded
             live = live_handles is None or not named or any(one in live_handles for one in named)
             expired = ttl_s is not None and info.age_s >= ttl_s
             if live and not expired:
@@ -363,10 +367,10 @@ def _sweep_leftovers(
 
 
 def shrink(store: DirectoryStore, max_bytes: int) -> ShrinkReport:
-    """Delete the least recently used entries until the others take at most ``max_bytes``.
+    """Delete the least recently used entries until the rest take at most ``max_bytes``.
 
-    ``DirectoryStore(path, max_bytes=...)`` keeps a store within a size all the time. Deleted
-    entries are computed again when they are needed. Temporary files are ignored.
+    To limit the size permanently, use ``DirectoryStore(path, max_bytes=...)``. Deleted entries are
+    computed again when they are needed. Temporary files are ignored.
 
     Raises:
         StoreError: The store cannot be listed, or an entry cannot be deleted.
@@ -379,9 +383,9 @@ def shrink(store: DirectoryStore, max_bytes: int) -> ShrinkReport:
 
 
 def describe_all(store: MaintainedStore) -> Iterator[tuple[str, EntryInfo | StoreError | None]]:
-    """Key and ``describe`` of each entry, as they are listed. Several are read at once.
+    """Yield the key and the header of each entry (``describe``), reading several at once.
 
-    An entry that is deleted meanwhile is None.
+    The header is None for an entry deleted in the meantime, and a StoreError for an unreadable one.
     """
 
     def described(key: str) -> tuple[str, EntryInfo | StoreError | None]:
@@ -394,7 +398,7 @@ def describe_all(store: MaintainedStore) -> Iterator[tuple[str, EntryInfo | Stor
 
 
 def _at_once(work: Callable[[T], R], items: Iterable[T], threads: int) -> Iterator[R]:
-    """Results of ``work`` in order. Only few more items are taken than there are threads."""
+    """Yield the results of ``work`` in order. Takes at most ``2 * threads`` items ahead."""
     items = iter(items)
     with ThreadPoolExecutor(threads, thread_name_prefix="blockattn-rag-maintenance") as pool:
         begun: deque[Future[R]] = deque(

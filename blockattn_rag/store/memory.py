@@ -21,13 +21,14 @@ from blockattn_rag.store.base import (
 class MemoryStore(KVStore):
     """Store in memory that evicts the least recently used blocks.
 
-    A block larger than the store is not kept. It is counted in ``stats().refused``, and the first
-    one is logged. Blocks are not copied: a view keeps its whole tensor alive, which is not counted.
+    A block larger than the store is not kept but counted in ``stats().refused``. The first such
+    block is logged. Blocks are not copied: a view keeps its complete tensor alive, which
+    ``max_bytes`` does not count.
 
     Args:
         max_bytes: Size limit of keys and values (``BlockKV.nbytes``).
-        on_host: Hold copies in host memory, page-locked with CUDA, so that they go to a device at
-            full speed. For a tier before a slower store.
+        on_host: Keep copies in host memory, page-locked if CUDA is available, for transfers to a
+            device at full speed. For a tier in front of a slower store.
     """
 
     is_resident = True
@@ -71,7 +72,7 @@ class MemoryStore(KVStore):
             self._total_bytes += nbytes
 
     def keep(self, key: str, kv: BlockKV) -> None:
-        """Store an entry unless there is one."""
+        """Store an entry unless the key already has one."""
         if key not in self:
             self.put(key, kv)
 
@@ -106,7 +107,7 @@ def host_copy(kv: BlockKV, *, page_locked: bool | None = None) -> BlockKV:
     """Copy a block to host memory.
 
     Args:
-        page_locked: Default: whether there is CUDA, which is needed to lock pages.
+        page_locked: Whether to lock the pages, which needs CUDA. Default: if CUDA is available.
     """
     locked = torch.cuda.is_available() if page_locked is None else page_locked
     copy = kv.copy_to(torch.device("cpu"))

@@ -1,7 +1,7 @@
 """Namespaces, which isolate the tenants of a store.
 
-The namespace is part of every key (``kv.store_key``). So no tenant can find out whether a block is
-stored for another one, not even by timing.
+The namespace is part of every key (``kv.store_key``). So a tenant cannot find out which blocks are
+stored for other tenants, not even from response times.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_PRIVATE = "/private"  # no name holds a slash
+_PRIVATE = "/private"  # names contain no slash
 
 
 def check_namespace(name: object) -> str:
-    """The name, unchanged. The empty string is the default namespace.
+    """Return the name unchanged if it is valid. The empty string is the default namespace.
 
     Raises:
-        ValueError: It is not a valid name.
+        ValueError: The name is invalid.
     """
     if isinstance(name, str) and (name == "" or _NAME.fullmatch(name)):
         return name
     raise ValueError(
-        "a namespace is named by 1 to 64 ASCII letters, digits, '.', '_' and '-', and starts with "
+        "a namespace consists of 1 to 64 ASCII letters, digits, '.', '_' and '-', and starts with "
         f"a letter or digit, such as 'customer-17'; found {name!r:.80}"
     )
 
@@ -61,12 +61,12 @@ class Access:
         object.__setattr__(self, "read_namespaces", names)
 
     def namespaces(self, *, private: bool) -> tuple[str, ...]:
-        """Namespaces to read a block from, in order. It is stored in the first.
+        """Namespaces to read a block from, in order. The block is stored in the first one.
 
         Args:
             private: Whether the block is neither a passage nor a system message. Such blocks have a
-                part of the namespace of their own: the response time to what users write must not
-                tell them which passages are stored.
+                separate part of the namespace, so that users cannot find out from response times
+                which passages are stored.
         """
         if private:
             return (self.namespace + _PRIVATE,)

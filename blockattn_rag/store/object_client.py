@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from obstore.store import ClientConfig, RetryConfig
     from obstore.store import ObjectStore as Backend
 
-# One connection to S3 transfers about 90 MB/s, so large objects are read and written by several.
+# One connection to S3 transfers about 90 MB/s, so large objects are read and written over several.
 _PART_BYTES = 8 << 20
 _WRITTEN_PART_BYTES = 16 << 20
 _PAGE = 1000
@@ -35,11 +35,11 @@ _S3_SERVERS = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT")
 
 
 Choose = Callable[[memoryview, int], Sequence[ByteRange]]
-"""Selects byte ranges of an object, given its first bytes and its size."""
+"""Function that selects byte ranges of an object, given its first bytes and its size."""
 
 
 class _Begun(NamedTuple):
-    """Object that is being read: its memory, and the reads of further parts."""
+    """Object that is being read: its buffer, and the running reads of its other parts."""
 
     raw: Tensor
     parts: list[Future[None]]
@@ -69,18 +69,20 @@ class ObjectClient:
         """Read complete objects, concurrently and with one deadline.
 
         Returns:
-            uint8 ``[size]`` in memory of its own, None if there is no object, or an error.
+            For each path: uint8 ``[size]`` in newly allocated memory, None if there is no object,
+            or an error.
         """
         return self.read_ranges([(path, _whole) for path in paths], _PART_BYTES)
 
     def read_ranges(
         self, wishes: Sequence[tuple[str, Choose]], first_bytes: int
     ) -> list[Tensor | StoreError | None]:
-        """Read byte ranges of objects, one range after the other, as ``read_many``.
+        """Read byte ranges of objects. The ranges of each object are concatenated.
 
         Args:
-            wishes: Paths, and what selects the ranges. A StoreError that it raises is returned.
-            first_bytes: Bytes that are read first. They are not read again.
+            wishes: Paths, each with the function that selects its ranges. If the function raises a
+                StoreError, that error is returned.
+            first_bytes: Number of bytes to read first. Ranges within them are not read again.
         """
         until = deadline(self.deadline_s)
         start = self._readers.start
@@ -89,7 +91,7 @@ class ObjectClient:
         return [self._finish(*each, until) for each in zip(paths, reads, strict=True)]
 
     def read_start(self, path: str, nbytes: int) -> tuple[bytes, ObjectMeta] | None:
-        """Up to ``nbytes`` first bytes of an object, and its metadata, or None."""
+        """Read the first ``nbytes`` bytes of an object, and its metadata. None: no object."""
         read = self._readers.start(self._range, path, 0, nbytes)
         found = outcome(read, deadline(self.deadline_s), f"read {self.place(path)}")
         return None if found is None else (bytes(found[0]), found[1])
@@ -106,7 +108,7 @@ class ObjectClient:
 
     def delete(self, path: str) -> bool:
         """Delete an object. Returns whether there was one."""
-        if self.head(path) is None:  # most servers do not report what they deleted
+        if self.head(path) is None:  # most servers do not report if there was one
             return False
         with self._explained("delete", path):
             try:
@@ -122,23 +124,25 @@ class ObjectClient:
                 yield from page
 
     def _begin(self, path: str, choose: Choose, first_bytes: int, until: float) -> _Begun | None:
-        """Read the first part, select the ranges, and start to read them.
+        """Read the first part of an object, select the ranges, and start reading them.
 
-        After the deadline nothing more is read, because later reads would wait for it.
+        Nothing is read after the deadline, because that would delay later reads.
         """
         found = self._range(path, 0, first_bytes)
         if found is None:
             return None
         if not remaining(until):
-            raise StoreError(f"cannot read {self.place(path)}: it came after the deadline")
+            raise StoreError(
+                f"cannot read {self.place(path)}: its first part arrived after the deadline"
+            )
         first, meta = memoryview(found[0]), found[1]
         places = choose(first, meta["size"])
         size = sum(stop - start for start, stop in places)
         try:
             raw = torch.empty(size, dtype=torch.uint8)
-        except RuntimeError:  # what torch raises if there is no memory
+        except RuntimeError:  # raised by torch if an allocation fails
             place = self.place(path)
-            raise StoreError(f"cannot read {place}: no memory for its {size} bytes") from None
+            raise StoreError(f"cannot read {place}: not enough memory for {size} bytes") from None
         view, at = raw.numpy().data, 0
         fill = partial(self._fill, path, e_tag=meta["e_tag"])
         parts = []
@@ -158,8 +162,8 @@ class ObjectClient:
             raise StoreError(f"cannot read {self.place(path)}: it was deleted meanwhile")
         if len(found[0]) != stop - start:
             raise StoreError(
-                f"cannot read {self.place(path)}: of its bytes {start} to {stop}, "
-                f"{len(found[0])} came"
+                f"cannot read {self.place(path)}: received {len(found[0])} of the bytes from "
+                f"{start} to {stop}"
             )
         room[:] = memoryview(found[0])
 
@@ -184,7 +188,7 @@ class ObjectClient:
     def _range(
         self, path: str, start: int, stop: int, e_tag: str | None = None
     ) -> tuple[Bytes, ObjectMeta] | None:
-        """Bytes of the version ``e_tag`` of an object, by default of the latest."""
+        """Read bytes of the version ``e_tag`` of an object. Default: the latest version."""
         options: GetOptions = {"range": (start, stop)}
         if e_tag is not None:
             options["if_match"] = e_tag
@@ -227,11 +231,11 @@ class ObjectClient:
             raise StoreError(f"cannot {doing} {self.place(path)}: {reason(error)}") from None
 
 
-_first_user: list[int] = []  # first process that used the client library
+_first_user: list[int] = []  # id of the first process that used the client library
 
 
 def _has_its_threads() -> bool:
-    """Whether the client library has its threads. Without them it would hang."""
+    """Whether the client library has its threads. Without them, as after a fork, it would hang."""
     if not _first_user:
         _first_user.append(os.getpid())
     return _first_user[0] == os.getpid()
@@ -242,7 +246,7 @@ def _whole(_first: memoryview, size: int) -> Sequence[ByteRange]:
 
 
 def connect(url: str, deadline_s: float, retries: int) -> Backend:
-    """Open an obstore store at an address, with credentials of the environment. Sends nothing.
+    """Open an obstore store at an address, with credentials from the environment. Sends nothing.
 
     Args:
         deadline_s: Seconds that a request may take, retries included.
@@ -264,7 +268,7 @@ def connect(url: str, deadline_s: float, retries: int) -> Backend:
     for name in _S3_SERVERS:
         server = os.environ.get(name, "")
         if server.startswith("http://"):
-            client["allow_http"] = True  # such an address asks for no encryption
+            client["allow_http"] = True  # http:// requests no encryption
         elif server and not server.startswith("https://"):
             raise ValueError(
                 f"{name} is not the address of a server: expected http://... or https://..."

@@ -1,4 +1,4 @@
-"""A store in an object store: S3, Google Cloud Storage, Azure, and compatible servers."""
+"""Store in a bucket of S3, Google Cloud Storage, Azure, or a compatible server."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _OBJECTS = "objects"
 _SUFFIX = ".safetensors"
 _NAME = re.compile(rf"{_OBJECTS}/([0-9a-f]{{2}})/([0-9a-f]{{64}}){re.escape(_SUFFIX)}")
 
-_HEADER_BYTES = 16 << 10  # more than the header of most models; a longer one takes a second read
+_HEADER_BYTES = 16 << 10  # fits the headers of most models; a longer one takes a second read
 
 _ENVIRONMENT = "the environment variables of the provider, such as AWS_ACCESS_KEY_ID"
 
@@ -48,20 +48,20 @@ _ENVIRONMENT = "the environment variables of the provider, such as AWS_ACCESS_KE
 class ObjectStore(MaintainedStore):
     """Store in a bucket, for concurrent threads, processes and machines.
 
-    An entry is one object, ``objects/ab/<key>.safetensors`` under the address, as in a
-    ``DirectoryStore``: a folder copied to a bucket is a store. Objects are written and replaced
+    An entry is one object, ``objects/ab/<key>.safetensors`` under the address. A ``DirectoryStore``
+    has the same layout, so its folder can be copied to a bucket. Objects are written and replaced
     atomically. A read fetches parts of one version concurrently, and checks the complete entry.
 
-    Object stores record writes only, so the time of use of an entry is the time at which it was
-    written, and ``touch`` does not change it.
+    Object stores record only writes, so the time of use of an entry is the time of its last write,
+    and ``touch`` does not change it.
 
     Credentials come from the environment (``AWS_ACCESS_KEY_ID`` etc., or the machine's role), never
-    from the address. ``AWS_ENDPOINT_URL`` names a server other than Amazon's.
+    from the address. Set ``AWS_ENDPOINT_URL`` to use an S3 server other than Amazon's.
 
     Args:
         url: ``s3://bucket/prefix``, ``gs://bucket/prefix`` or ``az://container/prefix``.
         deadline_s: Seconds that a read may take, retries included; ``get_many`` is one read. A
-            write may take as long for each of its requests.
+            write may take this long for each of its requests.
         retries: Maximum number of retries of a failed request.
         parallel: Maximum number of concurrent reads.
         backend: An open obstore store at this address, with options of your own.
@@ -96,13 +96,13 @@ class ObjectStore(MaintainedStore):
     def __reduce__(self) -> tuple[Any, ...]:
         if not self._own_backend:
             raise TypeError(
-                f"{self!r} was made from an open backend, which may hold credentials, and cannot "
-                "be pickled; open it by its address alone"
+                f"{self!r} has a backend of its own, which may contain credentials, so it cannot "
+                "be pickled; open the store by its address alone"
             )
         return self._reopen, ()
 
     def get_many(self, keys: Sequence[str]) -> list[Found]:
-        """As ``get`` for each key, all at once, with one deadline."""
+        """Read several entries concurrently, with one deadline."""
         contents = self._client.read_many([entry_path(key) for key in keys])
         return [self._entry(*each) for each in zip(keys, contents, strict=True)]
 
@@ -115,7 +115,7 @@ class ObjectStore(MaintainedStore):
         wanted: Callable[[Header], Sequence[ByteRange]],
         head_bytes: int,
     ) -> list[EntryPart | StoreError | None]:
-        """As ``MaintainedStore.read_ranges``, with one deadline."""
+        """Read byte ranges of entries, with one deadline (see ``MaintainedStore``)."""
         chosen: dict[str, tuple[Header, Sequence[ByteRange]]] = {}
 
         def choose(key: str, first: memoryview, size: int) -> Sequence[ByteRange]:
@@ -133,9 +133,9 @@ class ObjectStore(MaintainedStore):
         ]
 
     def touch(self, key: str) -> bool:
-        """Whether there is an entry that looks intact: its header, and the size of the object.
+        """Whether an entry exists whose header and size are intact.
 
-        It is *not* marked as used.
+        The entry is *not* marked as used.
 
         Raises:
             StoreError: The server does not answer.
@@ -146,7 +146,7 @@ class ObjectStore(MaintainedStore):
             return False
 
     def mark_used(self, key: str) -> None:
-        """Does nothing: uses are not recorded."""
+        """Do nothing: an object store does not record uses."""
 
     def put(self, key: str, kv: BlockKV) -> None:
         path = entry_path(kv.key)
@@ -161,8 +161,8 @@ class ObjectStore(MaintainedStore):
     def discard(self, key: str, used_ns: int) -> bool:
         """Delete an entry unless it was replaced since ``used_ns``.
 
-        Times are compared by the second, as all object stores have them. An entry that is replaced
-        between the comparison and the deletion is lost, and costs one computation.
+        Times are compared by the second, the precision that all object stores have. An entry that
+        is replaced between the comparison and the deletion is lost and computed again.
         """
         head = self._client.head(entry_path(key))
         if head is None or _written_ns(head) // 10**9 != used_ns // 10**9:
@@ -173,14 +173,14 @@ class ObjectStore(MaintainedStore):
         return (entry.key for entry in self.entries())
 
     def entries(self) -> Iterator[StoredEntry]:
-        """All entries, page by page. The time of use is when the object was written."""
+        """All entries, page by page. The time of use is the time of the last write."""
         for found in self._client.list(_OBJECTS):
             name = _NAME.fullmatch(found["path"])
             if name is not None and name[2].startswith(name[1]):
                 yield StoredEntry(name[2], found["size"], _written_ns(found))
 
     def stats(self) -> StoreStats:
-        """Lists all objects: one request for 1000 of them."""
+        """Lists all objects, with one request per 1000."""
         sizes = [entry.nbytes for entry in self.entries()]
         return StoreStats(len(sizes), sum(sizes))
 
@@ -197,14 +197,14 @@ class ObjectStore(MaintainedStore):
         return EntryInfo(header, meta["size"], _written_ns(meta))
 
     def _header(self, key: str, first: bytes | memoryview, size: int) -> Header:
-        """The header in an object's first bytes."""
+        """Parse the header from an object's first bytes."""
         place = self._client.place(entry_path(key))
         with damage_reported(place):
             end = header_end(first)
             if len(first) < end <= size:
                 raise FingerprintMismatchError(
-                    f"{place} has a header of {end} bytes, expected at most {len(first)}: it is of "
-                    "another model, or another format"
+                    f"{place} has a header of {end} bytes, expected at most {len(first)}: it "
+                    "belongs to another model or format"
                 )
             header = read_header(BytesIO(first), size)
         check_found_under(key, header, place)
@@ -220,10 +220,10 @@ class ObjectStore(MaintainedStore):
 
 
 def entry_path(key: str) -> str:
-    """Path under the store's address of the entry of a key, whether it exists or not."""
+    """Path of a key's entry, relative to the store's address. The entry may not exist."""
     return f"{_OBJECTS}/{check_key(key)[:2]}/{key}{_SUFFIX}"
 
 
 def _written_ns(meta: ObjectMeta) -> int:
-    """When an object was written, nanoseconds since 1970."""
+    """Time at which an object was written, in nanoseconds since 1970."""
     return int(meta["last_modified"].timestamp() * 1e9)

@@ -11,7 +11,7 @@ from blockattn_rag.store.base import KVStore
 logger = logging.getLogger("blockattn_rag")
 
 DEFAULT_MEMORY_BYTES = 1 << 30
-"""Size of the in-memory store of an engine without another store: 1 GiB."""
+"""Default size of an in-memory store: 1 GiB."""
 
 _KNOWN = (
     "a path, s3://bucket/prefix, gs://bucket/prefix, az://container/prefix, file:///path, "
@@ -20,10 +20,10 @@ _KNOWN = (
 
 
 def open_store(spec: KVStore | str | Path | None) -> KVStore:
-    """Open a store.
+    """Open the store at a path or address.
 
     Args:
-        spec: A store, which is returned; None, for a new ``MemoryStore`` of 1 GiB; or one of
+        spec: A store, which is returned unchanged; None for a new ``MemoryStore`` of 1 GiB; or
 
             - a path or ``file:///path``: a ``DirectoryStore`` without a size limit (pass
               ``DirectoryStore(path, max_bytes=...)`` for one with a limit)
@@ -37,7 +37,7 @@ def open_store(spec: KVStore | str | Path | None) -> KVStore:
         ImportError: The store needs an extra that is not installed.
         StoreError: The path cannot be used as a store.
         TypeError: ``spec`` has another type.
-        ValueError: The address is of an unknown kind, or contains credentials.
+        ValueError: The address has an unknown scheme, or contains credentials.
     """
     if isinstance(spec, KVStore):
         return spec
@@ -48,8 +48,8 @@ def open_store(spec: KVStore | str | Path | None) -> KVStore:
     opened = open_spec("memory:" if spec is None else spec)
     if spec is not None and urls.is_cache(spec):
         logger.warning(
-            "%r is a cache: blocks that it evicts are computed again. Put it before a home for its "
-            "entries: TieredStore(%r, 's3://bucket/kv'), or use a folder",
+            "%r is a cache: blocks that it evicts are computed again. Add a permanent store behind "
+            "it, as in TieredStore(%r, 's3://bucket/kv'), or use a folder instead",
             opened,
             str(spec),
         )
@@ -57,14 +57,14 @@ def open_store(spec: KVStore | str | Path | None) -> KVStore:
 
 
 def open_spec(spec: str | Path, *, on_host: bool = False) -> KVStore:
-    """Open a store by its path or address, as ``open_store``.
+    """Open the store at a path or address, without the checks and the warning of ``open_store``.
 
     Args:
-        on_host: As ``MemoryStore``, for ``memory:``.
+        on_host: Argument ``on_host`` of ``MemoryStore``, for ``memory:`` addresses.
     """
     text = str(spec)
     scheme = urls.scheme_of(text)
-    # Each store is imported when it is used: some start threads, and need extras.
+    # Imported on use, so that opening one kind of store does not load the others.
     if scheme == "memory":
         from blockattn_rag.store.memory import MemoryStore
 
@@ -82,4 +82,4 @@ def open_spec(spec: str | Path, *, on_host: bool = False) -> KVStore:
         from blockattn_rag.store.redis import RedisStore
 
         return RedisStore(text)
-    raise ValueError(f"found {scheme}:// for a store, expected {_KNOWN}")
+    raise ValueError(f"unknown store address {scheme}://, expected {_KNOWN}")

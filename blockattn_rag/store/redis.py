@@ -1,4 +1,4 @@
-"""A cache of block KV in a Redis or Valkey server, which many machines share."""
+"""Cache of blocks in a Redis or Valkey server that many machines share."""
 
 from __future__ import annotations
 
@@ -44,21 +44,21 @@ _ENVIRONMENT = "REDIS_USERNAME and REDIS_PASSWORD"
 
 
 class RedisStore(KVStore):
-    """Cache in a Redis or Valkey server. Never the only home of an entry.
+    """Cache in a Redis or Valkey server. Do not use it as the only home of an entry.
 
-    The server evicts an entry that was not used for ``ttl_s``, and earlier if it needs memory: set
-    ``maxmemory`` and ``maxmemory-policy allkeys-lfu``. Evicted entries are read from the next tier
-    (``TieredStore``) or computed again.
+    The server evicts entries that were not used for ``ttl_s`` seconds, or earlier if it needs
+    memory: set ``maxmemory`` and ``maxmemory-policy allkeys-lfu``. Evicted entries are read from
+    the next tier (``TieredStore``) or computed again.
 
     Args:
         url: ``redis://host:port/database``, or ``rediss://`` for TLS. User and password come from
             the environment: ``REDIS_USERNAME`` and ``REDIS_PASSWORD``.
         prefix: Prefix of the names of entries in the server.
         ttl_s: Seconds until an unused entry is evicted. None leaves eviction to the server.
-        max_entry_bytes: Size limit of one entry, at most 512 MiB; a larger one is not stored.
-            Large values keep a server from answering other clients.
+        max_entry_bytes: Size limit of an entry, at most 512 MiB. Larger entries are not stored,
+            because large values delay the server's answers to other clients.
         deadline_s: Seconds that a call may take; ``get_many`` is one call. A write without an
-            answer is retried once, and may take as long again.
+            answer is retried once, so it may take twice as long.
         parallel: Maximum number of concurrent calls.
 
     Raises:
@@ -80,7 +80,7 @@ class RedisStore(KVStore):
         check_max_bytes(max_entry_bytes)
         if max_entry_bytes > _MOST_ENTRY_BYTES:
             raise ValueError(
-                f"max_entry_bytes can be {_MOST_ENTRY_BYTES} at most, the limit of a server; found "
+                f"max_entry_bytes must be at most {_MOST_ENTRY_BYTES}, the limit of Redis; found "
                 f"{max_entry_bytes}"
             )
         self.url = url.rstrip("/")
@@ -104,67 +104,70 @@ class RedisStore(KVStore):
         return self._reopen, ()
 
     def get_many(self, keys: Sequence[str]) -> list[Found]:
-        """As ``get`` for each key, in one round trip, with one deadline."""
+        """Read several entries in one round trip, with one deadline."""
         names = [self._name(key) for key in keys]
         if not names:
             return []
         try:
-            values = self._asked("read", lambda: self._values(names))
+            values = self._asked("read entries", lambda: self._values(names))
         except StoreError as error:
             return [error] * len(names)
         return [self._entry(*each) for each in zip(keys, values, strict=True)]
 
     def touch(self, key: str) -> bool:
-        """Mark an entry as used now. Returns whether there is one, without a check of it."""
+        """Mark an entry as used now. Returns whether it exists; its content is not checked."""
         name = self._name(key)
         if self._ttl_ms is None:
             return key in self
         ttl_ms = self._ttl_ms
-        return bool(self._asked("touch", lambda: self._server.pexpire(name, ttl_ms)))
+        return bool(self._asked("update an entry", lambda: self._server.pexpire(name, ttl_ms)))
 
     def put(self, key: str, kv: BlockKV) -> None:
-        """As ``KVStore.put``. An entry larger than ``max_entry_bytes`` is not stored: it is counted
-        in ``stats().refused``, and the first one is logged."""
+        """Store an entry. An entry larger than ``max_entry_bytes`` is not stored but counted in
+        ``stats().refused``. The first such entry is logged."""
         name = self._name(kv.key)
         content = b"".join(encoded(key, kv, f"{self.url} {name}"))
         if len(content) > self._max_entry_bytes:
-            with self._explained("write"):
+            with self._explained("write an entry"):
                 self._server.delete(name)
             self._count_refused(len(content))
             return
-        with self._explained("write"):
+        with self._explained("write an entry"):
             self._server.set(name, content, px=self._ttl_ms)
 
     def __contains__(self, key: object) -> bool:
         if not is_key(key):
             return False
         name = self._name(key)
-        return bool(self._asked("look", lambda: self._server.exists(name)))
+        return bool(self._asked("look up an entry", lambda: self._server.exists(name)))
 
     def delete(self, key: str) -> bool:
         name = self._name(key)
-        return bool(self._asked("delete", lambda: self._server.delete(name)))
+        return bool(self._asked("delete an entry", lambda: self._server.delete(name)))
 
     def keys(self) -> Iterator[str]:
-        """Keys of all entries. One may come twice while others are written."""
+        """Iterate over all keys. A key may appear twice if entries are written meanwhile."""
         pattern = re.sub(r"([\\*?\[\]^-])", r"\\\1", self._prefix) + "*"
-        with self._explained("list"):
+        with self._explained("list entries"):
             for name in self._server.scan_iter(match=pattern, count=_PAGE):
                 key = bytes(name).decode(errors="replace").removeprefix(self._prefix)
                 if is_key(key):
                     yield key
 
     def stats(self) -> StoreStats:
-        """Lists all entries and requests the size of each: for a small cache."""
+        """Lists all entries and requests the size of each, which is slow for a large cache."""
         keys = set(self.keys())
-        sizes = [self._asked("look", partial(self._server.strlen, self._name(k))) for k in keys]
+        sizes = [
+            self._asked("look up an entry", partial(self._server.strlen, self._name(k)))
+            for k in keys
+        ]
         return StoreStats(len(keys), sum(map(int, sizes)), refused=self._refused)
 
     def _name(self, key: str) -> str:
         return f"{self._prefix}{check_key(key)}"
 
     def _values(self, names: Sequence[str]) -> list[bytes | ResponseError | None]:
-        """The values, in one round trip. Restarts their ``ttl_s``."""
+        """Read values in one round trip, and restart their ``ttl_s``."""
         with self._server.pipeline(transaction=False) as calls:
             for name in names:
                 if self._ttl_ms is None:
@@ -191,7 +194,7 @@ class RedisStore(KVStore):
             return error
 
     def _asked(self, doing: str, call: Callable[[], T]) -> T:
-        """Answer of the server, within the deadline."""
+        """Call the server, and wait for its answer until the deadline."""
         asked = self._readers.start(call)
         with self._explained(doing):
             return outcome(asked, deadline(self._deadline_s), f"{doing} in {self.url}")
@@ -214,7 +217,7 @@ class RedisStore(KVStore):
 
 
 def _connect(url: str, deadline_s: float) -> Redis:
-    """Client of the server at an address. Sends nothing."""
+    """Create a client for the server at an address. Sends nothing."""
     try:
         from redis import Redis
         from redis.backoff import NoBackoff

@@ -23,13 +23,13 @@ _READERS = 8
 
 
 class CircuitBreaker:
-    """Decides whether to call something that may be down.
+    """Decides whether to call a service that may be down.
 
-    Closed at first: every call passes. It opens after ``failures`` in a row. While it is open, one
-    call passes every ``pause_s``. The first success closes it.
+    The breaker starts closed and lets every call pass. After ``failures`` failures in a row, it
+    opens and lets one call pass every ``pause_s`` seconds. The first success closes it.
 
     Args:
-        clock: Seconds, such as ``time.monotonic``.
+        clock: Function that returns the time in seconds.
     """
 
     def __init__(
@@ -75,10 +75,10 @@ class CircuitBreaker:
 
 
 class Tier:
-    """A store, called with a deadline, and not at all while its breaker is open.
+    """Store that is called with a deadline, and skipped while its circuit breaker is open.
 
     Args:
-        deadline_s: Seconds that a read may take, unless blocks are in this process's memory.
+        deadline_s: Seconds that any call but a write may take. Does not apply to stores in memory.
     """
 
     def __init__(self, store: KVStore, deadline_s: float, breaker: CircuitBreaker) -> None:
@@ -91,7 +91,7 @@ class Tier:
         self._stats = TierStats(repr(store))
 
     def read(self, keys: Sequence[str]) -> list[Found]:
-        """As ``get_many``. If the tier fails, every answer is a StoreError."""
+        """Read several entries. If the tier fails, every result is a StoreError."""
         try:
             found = self.ask(lambda: self.store.get_many(keys), len(keys))
         except StoreError as error:
@@ -106,19 +106,19 @@ class Tier:
         return found
 
     def write(self, key: str, kv: BlockKV) -> None:
-        """As ``put``.
+        """Store an entry.
 
         Raises:
-            StoreError: As ``put``, or the breaker is open.
+            StoreError: The store cannot write the entry, or the breaker is open.
         """
         self._guarded(lambda: self.store.put(key, kv), 1)
         self.count(written=1)
 
     def ask(self, question: Callable[[], T], entries: int = 1) -> T:
-        """Call the store, within the deadline.
+        """Run ``question`` on the store, within the deadline.
 
         Raises:
-            StoreError: As the store, or the deadline passed, or the breaker is open.
+            StoreError: The store failed, the deadline passed, or the breaker is open.
         """
         if self.is_resident:
             return self._guarded(question, entries)
@@ -141,8 +141,8 @@ class Tier:
         if not self._breaker.allows():
             self.count(skipped=entries)
             raise StoreUnavailableError(
-                f"{self._stats.name} failed several times in a row and is not asked for "
-                f"{self._breaker.pause_s:g} s at a time"
+                f"{self._stats.name} failed several times in a row and is skipped; it is retried "
+                f"every {self._breaker.pause_s:g} s"
             )
         try:
             answer = call()
@@ -162,8 +162,8 @@ class Tier:
         self.count(failures=1)
         if self._breaker.failed():
             logger.warning(
-                "%s. It has failed several times in a row, and is tried again every %g s; until "
-                "then blocks that only it holds count as absent.",
+                "%s. The tier has failed several times in a row and is retried every %g s; until "
+                "it answers, blocks that are stored only there count as absent.",
                 error,
                 self._breaker.pause_s,
             )

@@ -1,4 +1,4 @@
-"""Stores in tiers: memory, a local disk, and a home that many machines share."""
+"""Store in several tiers, such as memory, a local disk, and a home that many machines share."""
 
 from __future__ import annotations
 
@@ -34,17 +34,18 @@ Write = Literal["through", "behind"]
 
 
 class TieredStore(KVStore):
-    """Several stores in tiers: fast and small ones first, the *home* of all entries last.
+    """Store in several tiers: small and fast ones first, the *home* of all entries last.
 
-    A read asks one tier after the other, each once for all missing entries, and copies hits to the
-    faster tiers. Concurrent reads of one entry become one. A write goes to all tiers.
+    A read queries the tiers in order, each once for all entries that are still missing, and copies
+    hits to the faster tiers. Concurrent reads of one entry are merged. A write goes to all tiers.
 
-    A failing tier costs speed, never an answer: its entries come from the next tier or are
-    computed. After ``failures`` in a row it is skipped, logged once, and retried every ``pause_s``.
+    A failing tier makes answers slower but never fails them: its entries come from the next tier or
+    are computed. After ``failures`` failures in a row, a tier is skipped and retried every
+    ``pause_s`` seconds; this is logged once.
 
     Args:
-        tiers: Stores, or paths and addresses as for ``open_store``. ``"memory:4GiB"`` holds copies
-            in host memory, page-locked with CUDA.
+        tiers: Stores, or paths and addresses as for ``open_store``. ``"memory:4GiB"`` keeps copies
+            in host memory, page-locked if CUDA is available.
         write: ``"through"`` or ``"behind"``.
         queue_bytes: Size limit of the blocks queued with ``"behind"``. ``put`` waits up to
             ``deadline_s`` for room, then drops the block.
@@ -88,16 +89,17 @@ class TieredStore(KVStore):
         self.close()
 
     def get_many(self, keys: Sequence[str]) -> list[Found]:
-        """As ``get`` for each key. Each tier is asked once.
+        """Read several entries, with one call to each tier.
 
-        An entry is None if no tier that answers has it, and an error if the home's is damaged and
-        no other tier has it.
+        The result is None if no responding tier has the entry, and an error if the entry is damaged
+        in the home and absent from all other tiers.
         """
         most_s = self._deadline_s * (len(self._tiers) + 1)
         return self._flights.read(keys, self._read, most_s)
 
     def touch(self, key: str) -> bool:
-        """Mark an entry as used now in every tier. Returns whether the home has it or will.
+        """Mark an entry as used now in every tier. Returns whether it is in the home or queued for
+        it.
 
         Raises:
             StoreError: The home does not answer.
@@ -121,15 +123,15 @@ class TieredStore(KVStore):
         return True
 
     def put(self, key: str, kv: BlockKV) -> None:
-        """Store an entry in all tiers, in the home at once or later (``write``).
+        """Store an entry in all tiers. ``write`` decides whether the home gets it now or later.
 
         Raises:
-            ValueError: As ``KVStore.put``.
-            StoreError: The block contains NaN or infinity; or, with ``write="through"``, the home
-                cannot store it, and faster tiers have it.
+            ValueError: See ``KVStore.put``.
+            StoreError: The block contains NaN or infinity; or the home cannot store it with
+                ``write="through"``. In the second case, faster tiers have it.
         """
         check_entry(key, kv)
-        check_finite(kv, f"to {self!r}")  # here, so that no tier counts it as a failure
+        check_finite(kv, f"to {self!r}")  # checked here, so that no tier counts it as a failure
         self._flights.forget(key)
         if self.write == "through":
             self._fill(key, kv, self._tiers[:-1])
@@ -160,7 +162,7 @@ class TieredStore(KVStore):
         return self._home.store.keys()
 
     def stats(self) -> StoreStats:
-        """Stats of the home, which may take long to count, and ``tier_stats``."""
+        """Stats of the home and of all tiers. Counting the home's entries may take long."""
         return replace(self._home.store.stats(), tiers=self.tier_stats())
 
     def tier_stats(self) -> tuple[TierStats, ...]:
@@ -171,11 +173,11 @@ class TieredStore(KVStore):
         return self._queue.flush(wait_s)
 
     def close(self) -> None:
-        """Write the queued blocks. Later blocks go to no tier that is written behind."""
+        """Write the queued blocks. Later blocks are not written to tiers that use the queue."""
         self._queue.close()
 
     def _read(self, keys: Sequence[str]) -> list[Found]:
-        """Answers of the tiers. Where a tier fails, the entry counts as absent."""
+        """Query the tiers in order. Entries in a failing tier count as absent."""
         found: dict[str, Found] = {key: self._queue.pending(key) for key in keys}
         lacking: dict[str, list[Tier]] = {key: [] for key in keys}
         for tier in self._tiers:
@@ -192,11 +194,11 @@ class TieredStore(KVStore):
         return [one if isinstance(one, BlockKV) or is_damage(one) else None for one in answers]
 
     def _pending(self, key: str) -> BlockKV | None:
-        """The block that the home gets later."""
+        """The block that is queued for the home, or None."""
         return self._queue.pending(key) if self.write == "behind" else None
 
     def _ask_copies(self, question: Callable[[KVStore], bool]) -> Iterator[bool]:
-        """Answers of the faster tiers, without those that fail."""
+        """Query each faster tier, and skip the ones that fail."""
         for tier in self._tiers[:-1]:
             with suppress(StoreError):
                 yield tier.ask(partial(question, tier.store))

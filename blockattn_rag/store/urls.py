@@ -46,8 +46,8 @@ def scheme_of(spec: str) -> str:
     """Scheme of an address such as ``s3://bucket/kv``, in lower case. Empty for a path.
 
     Raises:
-        ValueError: The address is empty, or malformed such as ``s3:bucket`` or ``s3:/bucket``,
-            which ``pathlib.Path`` makes of ``s3://bucket``.
+        ValueError: The address is empty, or malformed such as ``s3:bucket`` or ``s3:/bucket``.
+            ``pathlib.Path`` turns ``s3://bucket`` into the latter.
     """
     if not spec:
         raise ValueError("found an empty store address, expected a path or s3://bucket/prefix")
@@ -69,7 +69,7 @@ def lasts(spec: str) -> bool:
 
 
 def is_cache(spec: str | Path) -> bool:
-    """Whether an address is that of a cache server, which evicts entries."""
+    """Whether an address belongs to a cache server, which evicts entries."""
     return scheme_of(str(spec)) in REDIS_SCHEMES
 
 
@@ -98,13 +98,13 @@ def folder_of(url: str) -> Path:
 
 
 def check_no_credentials(url: str, instead: str) -> None:
-    """Refuse an address with credentials: addresses are displayed, logged and written to files.
+    """Reject an address with credentials, because addresses are shown, logged and saved.
 
     Args:
-        instead: Where to put them.
+        instead: Where to put credentials, for the message.
 
     Raises:
-        ValueError: The address has credentials. The message omits them.
+        ValueError: The address contains credentials. The message omits them.
     """
     try:
         parts = urlsplit(url)
@@ -121,7 +121,7 @@ def check_no_credentials(url: str, instead: str) -> None:
 
 
 def reason(error: BaseException) -> str:
-    """Message of a client library's error as one short line: without credentials, with advice if
+    """Describe a client library's error in one short line, without credentials, and with advice if
     the cause is known."""
     text = " ".join(str(error).partition("\n\nDebug source")[0].split()) or type(error).__name__
     text = _XML_ERROR.sub(r"\1: \2", text)

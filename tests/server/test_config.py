@@ -84,7 +84,7 @@ def test_a_list_names_namespaces() -> None:
         ({"cache": "s3://kv"}, "cache: expected the address of a Redis or Valkey server"),
         ({"read_only": 1}, "read_only should be a valid boolean"),
         ({"read_namespaces": "shared"}, "read_namespaces should be a valid list"),
-        ({"read_namespaces": ["a b"]}, "a namespace is named by"),
+        ({"read_namespaces": ["a b"]}, "a namespace consists of"),
         ({"load_deadline_s": True}, "load_deadline_s should be a valid number"),
         ({"load_deadline_s": 0}, "load_deadline_s should be greater than 0"),
         ({"kv_dtype": "fp8"}, "kv_dtype should be 'model' or 'int8'"),

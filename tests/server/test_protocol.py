@@ -109,7 +109,7 @@ def test_parameters_of_others_hold_no_plan(params: Any) -> None:
         (asked(mac="0" * 64), "may not name its namespace"),
         (asked(namespace="a", mac="é" * 64), "may not name its namespace"),
         (asked(namespace="a", mac="0" * 64), "with the secret that tenant_secret_env names"),
-        (asked(namespace="../a", mac="0" * 64), "a namespace is named by"),
+        (asked(namespace="../a", mac="0" * 64), "a namespace consists of"),
     ],
 )  # fmt: skip
 def test_what_is_not_as_the_protocol_has_it_is_refused_with_a_reason(params: Any, why: str) -> None:
@@ -272,7 +272,7 @@ def test_what_is_not_asked_for_is_left_out() -> None:
         (INFO, "models", [], "models should have at least 1 item, found"),
         (INFO, "max_tokens", True, "max_tokens should be a valid integer, found True"),
         (INFO, "read_only", 1, "read_only should be a valid boolean, found 1"),
-        (INFO, "namespace", "../a", "a namespace is named by"),
+        (INFO, "namespace", "../a", "a namespace consists of"),
         (INFO, "more", 1, "info has the unknown field 'more'; remove it"),
         (BODY, "blocks", [], "body.blocks should have at least 1 item, found"),
         (BODY, "blocks", [[]], r"blocks\[0\] should have at least 1 item"),

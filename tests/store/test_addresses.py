@@ -114,7 +114,7 @@ def test_memory_has_a_size(spec: str, nbytes: int) -> None:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("ftp://host/kv", "found ftp:// for a store, expected a path, s3://bucket/prefix"),
+        ("ftp://host/kv", "unknown store address ftp://, expected a path, s3://bucket/prefix"),
         ("http://host/kv", "found http:// for a store"),
         ("memory:much", "a size such as 2GiB, or memory:2GiB for a store, found 'much'"),
         ("memory:0", "must be positive"),

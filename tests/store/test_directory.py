@@ -331,8 +331,8 @@ def test_a_directory_that_another_process_is_making_a_store_is_no_obstacle(tmp_p
 @pytest.mark.parametrize(
     ("mark", "message"),
     [
-        ('{"format": "blockattn_rag.kv", "version": 1}', "found .*1.*, expected .*2.*ingest anew"),
-        ('{"format": "blockattn_rag.kv", "version": 9}', "found .*9.*, expected .*2.*ingest anew"),
+        ('{"format": "blockattn_rag.kv", "version": 1}', "found .*1.*, expected .*2.*ingest again"),
+        ('{"format": "blockattn_rag.kv", "version": 9}', "found .*9.*, expected .*2.*ingest again"),
         ("[]", r"found \[\], expected"),
         ("{", "not readable JSON"),
         ("\xff", "not readable JSON"),

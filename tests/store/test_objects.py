@@ -206,7 +206,7 @@ def test_a_store_comes_back_from_a_pickle_unless_it_holds_a_backend(
     again = pickle.loads(pickle.dumps(opened))
     assert repr(again) == f"ObjectStore({s3!r})"
     assert same(again.get(KEY), KV)
-    with pytest.raises(TypeError, match="open it by its address alone"):
+    with pytest.raises(TypeError, match="open the store by its address alone"):
         pickle.dumps(store)
 
 

@@ -105,14 +105,14 @@ def test_what_the_server_refuses_is_no_damage(redis: RedisStore, client: Any) ->
 def test_a_server_that_is_not_there_is_an_error_at_once() -> None:
     store = RedisStore(f"redis://127.0.0.1:{free_port()}/0", deadline_s=5)
     started = time.monotonic()
-    with pytest.raises(StoreError, match="cannot read in redis:"):
+    with pytest.raises(StoreError, match="cannot read entries in redis:"):
         store.get(KEY)
-    with pytest.raises(StoreError, match="cannot write in redis:"):
+    with pytest.raises(StoreError, match="cannot write an entry in redis:"):
         store.put(KEY, KV)
     assert all(isinstance(one, StoreError) for one in store.get_many([KEY, KEY]))
     with pytest.raises(StoreError, match="cannot list"):
         list(store.keys())
-    with pytest.raises(StoreError, match="cannot look"):
+    with pytest.raises(StoreError, match="cannot look up an entry"):
         _ = KEY in store
     assert time.monotonic() - started < 4
 
@@ -123,7 +123,7 @@ def test_a_server_that_hangs_is_waited_for_no_longer_than_the_deadline() -> None
         silent.listen()
         store = RedisStore(f"redis://127.0.0.1:{silent.getsockname()[1]}/0", deadline_s=0.3)
         started = time.monotonic()
-        with pytest.raises(StoreError, match="cannot read in"):
+        with pytest.raises(StoreError, match="cannot read entries in"):
             store.get(KEY)
         assert time.monotonic() - started < 2
 
@@ -147,7 +147,7 @@ def test_the_password_comes_from_the_environment_and_is_never_shown(
 
 
 def test_limits_are_checked() -> None:
-    with pytest.raises(ValueError, match="at most, the limit of a server"):
+    with pytest.raises(ValueError, match="at most 536870912, the limit of Redis"):
         RedisStore("redis://localhost", max_entry_bytes=1 << 30)
     with pytest.raises(ValueError, match="max_bytes must be positive"):
         RedisStore("redis://localhost", max_entry_bytes=0)
