@@ -31,22 +31,22 @@ _Size = Annotated[str, AfterValidator(_check_size)]
 
 @dataclass(config=STRICT, frozen=True, slots=True, kw_only=True)
 class ServingConfig:
-    """Options of a serving engine, shared by all its processes.
+    """Options of the connector, shared by all processes of a server.
 
     Args:
         store: Path or address of the home store, reachable by every process.
         profile: Path of the model's profile, as ``blockattn-rag check --profile`` writes it.
         memory: Size of each rank's cache in main memory, such as ``8GiB``.
-        private_memory: Memory of all ranks together for blocks that may not be stored. ``0``:
-            requests with such blocks are refused.
-        disk: Folder for a local tier between memory and home; None for no such tier.
+        private_memory: Total memory of all ranks for blocks that must not be stored. ``0``:
+            requests with such blocks are rejected.
+        disk: Folder for a local disk tier between memory and home. None: no disk tier.
         cache: Address of a Redis or Valkey server, such as ``redis://valkey/0``, for a tier that
-            several servers may share; None for no such tier.
+            several servers may share. None: no such tier.
         namespace: Namespace of requests without a tenant.
         read_namespaces: Further namespaces to read from; never written.
         read_only: Store nothing.
-        tenant_secret_env: Environment variable with the secret that authenticates tenants of the
-            endpoint. Not the secret itself, because engines log their options.
+        tenant_secret_env: Name of the environment variable with the secret that authenticates
+            tenants. The secret itself is not an option, because engines log their options.
         load_deadline_s: Seconds that a load may take.
         kv_dtype: Format in which this server stores blocks.
 
@@ -73,7 +73,7 @@ class ServingConfig:
         if not lasts(store):
             raise ValueError(
                 "expected a path or an address that all processes of the server can reach, found "
-                f"{store!r}, which each process would have for itself"
+                f"{store!r}, which would be separate in each process"
             )
         return store
 
@@ -132,8 +132,8 @@ class ServingConfig:
     def nearer_tiers(self, profile: ModelProfile, share: Share) -> list[str | KVStore]:
         """Tiers of a rank before the home, fastest first.
 
-        Their names contain the model and the share, because other ranks and models must not read a
-        rank's part of a block.
+        The name of each tier contains the model and the share, so that other models and ranks
+        cannot read this rank's part of a block.
         """
         name = f"{profile.fingerprint[:16]}/{share.name}"
         tiers: list[str | KVStore] = [f"memory:{self.memory}"]

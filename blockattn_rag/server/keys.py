@@ -1,4 +1,4 @@
-"""Store keys of a prompt's blocks, and cache salts that keep their pages apart in an engine."""
+"""Store keys of a prompt's blocks, and cache salts that separate pages in an engine's cache."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _SALT = re.compile(r"ba1-[0-9a-f]{40}")
 def salt(plan: BlockPlan, profile: ModelProfile, own: str | None = None) -> str:
     """Cache salt of a request: only requests with equal salts share an engine's pages.
 
-    It covers everything except the token ids that determines the pages: the cut, the model and the
-    sink. It also covers the tenant and which blocks are private, so response times do not reveal
-    what others asked.
+    Apart from the token ids, pages depend on the split into blocks, the model and the sink, so the
+    salt covers these. It also covers the tenant and which blocks are private, so response times do
+    not reveal what others asked.
 
     Args:
         own: Salt that the client sent.
@@ -50,7 +50,7 @@ def full_mode_salt(secret: str, namespace: str, given: str | None) -> str:
 
 
 def is_salt(cache_salt: object) -> bool:
-    """Whether a salt has the form of ours, which clients may not send."""
+    """Whether a cache salt looks like one from ``salt``. Clients must not send such salts."""
     return isinstance(cache_salt, str) and _SALT.fullmatch(cache_salt) is not None
 
 
@@ -62,9 +62,9 @@ class BlockId(NamedTuple):
         start: Index of its first token in the prompt.
         ids: Token ids.
         digest: ``kv.token_digest`` of the token ids and the sink.
-        namespaces: Namespaces to look it up in, its own first.
-        keys: Store key in each of them.
-        keep: Where it may be kept.
+        namespaces: Namespaces to look the block up in, its own first.
+        keys: Store key of the block in each namespace.
+        keep: Where the block may be kept.
     """
 
     place: int
@@ -92,8 +92,8 @@ def block_keys(
     The first block of a prompt is encoded without the sink, all others with it.
 
     Args:
-        token_ids: Token ids of the complete prompt. With ``op="encode"``, those of the block, after
-            the sink if any.
+        token_ids: Token ids of the complete prompt. With ``op="encode"``: the sink, if any, and the
+            block.
         read_namespaces: Further namespaces to look blocks up in, in order.
 
     Raises:
@@ -106,7 +106,7 @@ def block_keys(
     if before not in ((), profile.sink_ids):
         raise ProtocolError(
             f"found {start} tokens before the block to be encoded, expected none, or the "
-            f"{len(profile.sink_ids)} of the server's sink ({profile.sink})"
+            f"{len(profile.sink_ids)} tokens of the server's sink ({profile.sink})"
         )
     access = Access(plan.namespace, tuple(read_namespaces))
     found = []

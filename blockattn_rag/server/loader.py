@@ -21,8 +21,8 @@ logger = logging.getLogger("blockattn_rag")
 
 _MISSING: dict[Keep, str] = {
     "store": "no reachable store has it",
-    "memory": "no reachable store has it, nor this server's memory (private_memory)",
-    "private": "no reachable store has it, nor this server's memory (private_memory)",
+    "memory": "neither a reachable store nor this server's memory (private_memory) has it",
+    "private": "neither a reachable store nor this server's memory (private_memory) has it",
     "private-store": "no reachable store has it",
 }
 
@@ -33,7 +33,7 @@ class LoaderStats:
 
     Args:
         loads: Prompts whose blocks were all loaded.
-        failures: Prompts with a block that was not loaded.
+        failures: Prompts with a block that could not be loaded.
         blocks, nbytes: Loaded blocks, and their bytes in memory.
         misses: Missing or damaged blocks.
         load_s: Seconds from ``start`` to the end, summed over loads including failed ones.
@@ -60,7 +60,7 @@ class BlockLoader:
         share: Heads and layers of this rank.
         deadline_s: Seconds that a load may take, including the wait for a thread.
         threads: Maximum number of concurrent loads.
-        kept: In-memory store for blocks that may not be stored.
+        kept: In-memory store for blocks that must not be stored.
         most_waiting: Maximum number of running and waiting loads; further ones fail at once.
 
     Raises:
@@ -97,7 +97,7 @@ class BlockLoader:
 
         Returns:
             A future that completes before the deadline, with the blocks in order or with a
-            LoadError. Their tensors may belong to a store and must not be written to.
+            LoadError. The tensors of the blocks may belong to a store and must not be modified.
         """
         blocks = tuple(blocks)
         with self._lock:
@@ -149,14 +149,14 @@ class BlockLoader:
         return [found[one.place] for one in blocks]
 
     def _look_up(self, blocks: Sequence[BlockId], until: float) -> dict[int, BlockKV]:
-        """The blocks by their index in the prompt.
+        """Look up blocks. Returns them by their index in the prompt.
 
         Raises:
             LoadError: Blocks are missing.
             StoreError: The store did not answer in time.
         """
         if not remaining(until):
-            raise StoreError("other loads ran until the deadline")
+            raise StoreError("other loads took all the time until the deadline")
         found = self._look_up_kept(blocks)
         missing = {one.place: _MISSING[one.keep] for one in blocks if one.place not in found}
         damaged: list[str] = []
@@ -182,7 +182,7 @@ class BlockLoader:
         return found
 
     def _look_up_kept(self, blocks: Sequence[BlockId]) -> dict[int, BlockKV]:
-        """The blocks in memory that could not be stored when they were encoded, by index."""
+        """Look up blocks that are in memory because they were not stored. Returns them by index."""
         found: dict[int, BlockKV] = {}
         if self._kept is None:
             return found

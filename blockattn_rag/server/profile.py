@@ -52,7 +52,7 @@ _Size = Annotated[int, Field(strict=True, ge=1, le=_MOST_SIZE)]
 
 @dataclass(config=STRICT, frozen=True, slots=True)
 class LayerProfile:
-    """Key-value heads of a layer, their sizes, and the index of its ``ModelProfile.rotary``."""
+    """Key-value heads of a layer, their sizes, and the layer's index in ``ModelProfile.rotary``."""
 
     kv_heads: _Size
     key_size: _Size
@@ -80,7 +80,7 @@ class Rotary:
 
 @dataclass(config=STRICT, frozen=True)  # without slots, because of the cached property
 class ModelProfile:
-    """What a server needs to know about a model to load and store its blocks.
+    """Properties of a model that a server needs to load and store its blocks.
 
     Args:
         fingerprint: ``BlockModel.fingerprint``, part of every store key.
@@ -90,7 +90,7 @@ class ModelProfile:
         layers: Sizes of each layer.
         rotary: Distinct rotary layouts of the layers.
         vocab_size: Upper bound of token ids.
-        max_positions: Maximum tokens of a prompt and its answer with exact keys.
+        max_positions: Maximum tokens of a prompt and its answer for which keys are exact.
         sink: Sink of all context blocks except the first, as in ``prompts.sinks``.
         sink_ids: Token ids of the sink.
         block_tuned: Whether the model is known to be block-fine-tuned.
@@ -130,7 +130,7 @@ class ModelProfile:
             if 2 * frequencies > layer.key_size:
                 raise ValueError(
                     f"found {frequencies} frequencies for heads of {layer.key_size} keys, expected "
-                    "at most one for two"
+                    "at most one per two keys"
                 )
         return self
 
@@ -173,7 +173,7 @@ class ModelProfile:
 
     @classmethod
     def read(cls, path: str | Path) -> ModelProfile:
-        """Read a profile from a file. Raises ServingError if it has none."""
+        """Read a profile from a file. Raises ServingError if the file has no valid profile."""
         try:
             return cls.from_dict(json.loads(Path(path).read_bytes()))
         except (OSError, ValueError, RecursionError) as error:

@@ -1,9 +1,9 @@
 """Protocol between client and server: routes, JSON bodies, and the plan of a prompt.
 
-Completions and chats use vLLM's own bodies. Their ``kv_transfer_params`` contain a ``BlockPlan``,
-and those of the answer a ``ServedBlocks``. A client sends token ids, the length of each context
-block, and where each may be kept. It sends no keys or digests: the server computes keys from the
-token ids, so a client reaches only the KV of tokens that it has itself.
+Completions and chats use vLLM's own bodies. The ``kv_transfer_params`` of a request contain a
+``BlockPlan``, those of an answer a ``ServedBlocks``. A client sends token ids, the length of each
+context block, and where the server may keep each block. It sends no keys or digests: the server
+computes keys from the token ids, so a client can reuse only the KV of tokens that it sends.
 
 Importing this module does not load torch.
 """
@@ -48,7 +48,8 @@ COMPLETIONS = "/blockattn/v1/completions"
 CHAT_COMPLETIONS = "/blockattn/v1/chat/completions"
 
 TENANT_HEADER = "x-tenant-id"
-"""Header with the tenant. Set by the gateway, which must remove it from client requests."""
+"""HTTP header that names the tenant. The gateway sets it and must remove it from client
+requests."""
 
 VERSION = 1
 FIELD = "blockattn"
@@ -75,7 +76,7 @@ class ServerInfo:
         models: Names of its models, the base model first.
         max_tokens: Maximum tokens of a prompt and its answer together.
         namespace: Namespace of the caller's blocks.
-        read_only: The server stores nothing.
+        read_only: Whether the server stores nothing.
 
     Raises:
         ValueError: A field is invalid.
@@ -91,7 +92,7 @@ class ServerInfo:
     read_only: StrictBool
 
     def to_dict(self) -> dict[str, Any]:
-        """As a JSON object."""
+        """Convert to a JSON object."""
         return {"v": VERSION, **asdict(self)}
 
     @classmethod
@@ -107,9 +108,10 @@ class EncodeBody:
     Args:
         blocks: Token ids of each block.
         model: One of the server's models; None for the first.
-        opens_prompt: The first block is the first of a prompt, and is encoded without the sink.
-        private: Only private blocks find these blocks (``prompts.blocks.Keep``).
-        only_look: Encode nothing, and report blocks that are not stored as missing.
+        opens_prompt: Whether the first block opens a prompt, and so is encoded without the sink.
+        private: Whether to store private blocks, which only private blocks of later prompts reuse
+            (``prompts.blocks.Keep``).
+        only_look: Whether to encode nothing, and report blocks that are not stored as missing.
 
     Raises:
         ValueError: A field is invalid, or a block is empty.
@@ -127,7 +129,7 @@ class EncodeBody:
         return "private-store" if self.private else "store"
 
     def to_dict(self) -> dict[str, Any]:
-        """As a JSON object, without fields that have their default."""
+        """Convert to a JSON object without fields that have default values."""
         fields: dict[str, Any] = TypeAdapter(EncodeBody).dump_python(
             self, mode="json", exclude_defaults=True
         )
@@ -153,7 +155,7 @@ class EncodeAnswer:
     stored_bytes: Count = 0
 
     def to_dict(self) -> dict[str, Any]:
-        """As a JSON object."""
+        """Convert to a JSON object."""
         return asdict(self)
 
     @classmethod
@@ -164,12 +166,13 @@ class EncodeAnswer:
 
 @dataclass(config=STRICT, frozen=True, slots=True)
 class BlockPlan:
-    """How the prompt of a request is cut.
+    """How the prompt of a request is split into blocks.
 
     Args:
         op: Operation.
-        lengths: Tokens of each context block, in order. ``complete``: the blocks start the prompt,
-            and at least one token follows. ``encode``: one block that ends the prompt.
+        lengths: Number of tokens of each context block, in order. ``complete``: the prompt starts
+            with the blocks, and at least one token follows. ``encode``: one block at the end of the
+            prompt.
         namespace: Namespace of the blocks, see ``store.namespaces``.
         keep: Where each block may be kept; ``()`` if all may be stored.
 
@@ -189,7 +192,7 @@ class BlockPlan:
     ) -> tuple[int, ...]:
         if info.data.get("op") == "encode" and len(lengths) > 1:
             raise ValueError(
-                f"op='encode' takes one block, found {len(lengths)}; make a request for each"
+                f"op='encode' takes one block, found {len(lengths)}; send a request for each"
             )
         return lengths
 
@@ -217,7 +220,7 @@ class BlockPlan:
             raise ProtocolError(
                 f"lengths add up to {self.context_tokens} tokens, expected at most {most}: the "
                 f"prompt has {num_prompt_tokens}"
-                + ", and its last one belongs to no block"
+                + ", and its last token must not be in a block"
                 * (self.op == "complete")
             )
 
@@ -226,7 +229,7 @@ class BlockPlan:
 
         Args:
             secret: The server's tenant secret, required to name a namespace.
-            default: Namespace of requests that name none.
+            default: Namespace of requests without one.
 
         Raises:
             ValueError: The namespace is not the default one, and there is no secret.
@@ -270,7 +273,7 @@ def parse_plan(
         num_prompt_tokens: Tokens of the prompt.
         secret: The server's tenant secret. A request that names a namespace must be signed with
             it (``BlockPlan.to_dict``).
-        namespace: Namespace of requests that name none.
+        namespace: Namespace of requests without one.
 
     Raises:
         ProtocolError: The plan is invalid.
@@ -292,8 +295,8 @@ def parse_plan(
     plan = parse(BlockPlan, fields, FIELD)
     if is_named and (secret is None or not plan.is_signed(mac, secret)):
         raise ProtocolError(
-            "a request may not name its namespace: only the server's endpoint may, which signs it "
-            "with the secret that tenant_secret_env names in the connector's options"
+            "a client may not name its namespace: only the server's endpoint may, which signs it "
+            "with the secret from the environment variable given by the option tenant_secret_env"
         )
     plan.check_fits(num_prompt_tokens)
     return plan
@@ -301,17 +304,17 @@ def parse_plan(
 
 @dataclass(config=STRICT, frozen=True, slots=True)
 class ServedBlocks:
-    """What became of the blocks of a request in block mode.
+    """Report on the context blocks of a request in block mode: loaded, cached or encoded.
 
     Args:
         blocks: Number of context blocks.
         loaded_tokens: Context tokens loaded from a store.
         local_tokens: Context tokens found in the engine's own cache.
         encoded: Blocks encoded for this request, because no store had them.
-        encoded_tokens: Their tokens.
+        encoded_tokens: Tokens of these encoded blocks.
         fetch_s: Seconds to load the blocks.
         int8_blocks: Blocks loaded in int8.
-        cut_short: A stop string ended the answer, so the engine reported nothing:
+        cut_short: Whether a stop string ended the answer. The engine then reports nothing, so
             ``loaded_tokens``, ``local_tokens``, ``fetch_s`` and ``int8_blocks`` are unknown and 0.
 
     Raises:
@@ -333,7 +336,7 @@ class ServedBlocks:
             self.loaded_tokens or self.local_tokens or self.fetch_s or self.int8_blocks
         ):
             raise ValueError(
-                "found cut_short and figures that are unknown then; loaded_tokens, local_tokens, "
+                "found cut_short and counts that it makes unknown: loaded_tokens, local_tokens, "
                 "fetch_s and int8_blocks must be 0"
             )
         if self.encoded_tokens < self.encoded or (self.encoded_tokens and not self.encoded):
@@ -344,11 +347,10 @@ class ServedBlocks:
         return self
 
     def check_complete(self, lengths: tuple[int, ...]) -> None:
-        """Check that a prompt with context blocks of these many tokens was answered from all of
-        them.
+        """Check that an answer used all context blocks of a prompt, which have these lengths.
 
         Raises:
-            ProtocolError: It was not, or the figures disagree.
+            ProtocolError: A block was not used, or the counts are inconsistent.
         """
         expected = sum(lengths)
         tokens = expected if self.cut_short else self.loaded_tokens + self.local_tokens
@@ -372,14 +374,14 @@ class ServedBlocks:
         """Parse an answer's ``kv_transfer_params``, ignoring fields of other connectors.
 
         Raises:
-            ProtocolError: The answer was not computed in block mode, or by another version.
+            ProtocolError: The answer was not computed in block mode, or has another version.
         """
         params = kv_transfer_params
         if not isinstance(params, Mapping) or FIELD not in params:
             raise ProtocolError(
                 f"found kv_transfer_params {shown(params)} in the server's answer, expected the "
                 f"field {FIELD!r}: it was not computed in block mode. Configure this package's "
-                "connector there"
+                "connector on the server"
             )
         fields = check_version(params[FIELD], "v", VERSION, FIELD)
         if (mode := fields.pop("mode", None)) != "block":

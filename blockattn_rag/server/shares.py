@@ -1,4 +1,4 @@
-"""The share of each block that one rank of a server has: its heads and layers.
+"""Share of each block that one rank of a server reads: its heads and layers.
 
 Tensor-parallel ranks split the heads of each layer, pipeline-parallel ranks split the layers. A
 rank reads only its share, which is one or few byte ranges of an entry.
@@ -29,7 +29,7 @@ from blockattn_rag.store.format import decode_part
 from blockattn_rag.store.header import Header
 from blockattn_rag.store.layout import ByteRange, LayerShape, Layout, Piece, ranges, share_of
 
-# Read together with the header to save a request: the ids of 1024 tokens.
+# Bytes read together with the header, to save a request: the ids of 1024 tokens.
 _IDS_BYTES = 8 << 10
 
 _MOST_LAYOUTS = 256
@@ -37,7 +37,7 @@ _MOST_LAYOUTS = 256
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Layers of a rank, and its key-value heads of each of these layers."""
+    """Layers of a rank, and its key-value heads in each of these layers."""
 
     layers: range
     heads: tuple[range, ...]
@@ -57,14 +57,14 @@ class Share:
         every = range(profile.num_layers)
         layers = every if layers is None else layers
         if not layers or layers.step != 1 or layers[0] not in every or layers[-1] not in every:
-            raise ValueError(f"found {layers} for layers, expected some of {every}")
+            raise ValueError(f"found layers {layers}, expected a part of {every}")
         heads = (share_of(rank, ranks, profile.layers[layer].kv_heads) for layer in layers)
         return cls(layers, tuple(heads))
 
     @property
     def name(self) -> str:
-        """Name among the shares of a model, such as ``layers-0-32-heads-2-4``; used for folders of
-        disk tiers."""
+        """Unique name among the shares of a model, such as ``layers-0-32-heads-2-4``, for folders
+        of disk tiers."""
         found = f"layers-{self.layers.start}-{self.layers.stop}"
         if len(set(self.heads)) > 1:
             every = ",".join(f"{heads.start}-{heads.stop}" for heads in self.heads)
@@ -110,11 +110,11 @@ def open_share(home: KVStore, share: Share, profile: ModelProfile) -> KVStore:
 
 
 class ShareStore(KVStore):
-    """Read-only ``KVStore`` of a rank's share of each block in another store.
+    """Read-only view of another store, which returns one rank's share of each block.
 
-    Blocks have the heads and layers of the share only, and are checked like complete entries. From
-    a ``MaintainedStore``, two requests read the shares of any number of keys. From other stores,
-    complete entries are read and cut.
+    Blocks contain only the heads and layers of the share, and are verified like complete entries. A
+    ``MaintainedStore`` reads only the bytes of the share. From other stores, complete entries are
+    read and cut.
 
     Args:
         home: Store with complete blocks.
@@ -136,10 +136,10 @@ class ShareStore(KVStore):
         return f"ShareStore({self.home!r}, heads={heads}, layers={self.share.layers})"
 
     def get_many(self, keys: Sequence[str]) -> list[Found]:
-        """The shares of entries, with one call to the home.
+        """Read the shares of entries, with one call to the home.
 
-        An answer is a CorruptEntryError if the header, the token ids or this share are damaged,
-        and a FingerprintMismatchError if the block has another shape than the model's.
+        A result is a CorruptEntryError if the header, the token ids or this share are damaged, and
+        a FingerprintMismatchError if the shape of the block differs from the model's.
         """
         if not isinstance(self.home, MaintainedStore):
             return [self._cut(found) for found in self.home.get_many(keys)]
@@ -151,11 +151,11 @@ class ShareStore(KVStore):
         return self.home.touch(key)
 
     def put(self, key: str, kv: BlockKV) -> None:
-        """Raise StoreError: complete blocks are stored in the home."""
+        """Raise StoreError, because complete blocks are stored in the home."""
         self._refuse(f"store {key}")
 
     def delete(self, key: str) -> bool:
-        """Raise StoreError: complete blocks are deleted in the home."""
+        """Raise StoreError, because complete blocks are deleted in the home."""
         self._refuse(f"delete {key}")
 
     def __contains__(self, key: object) -> bool:
@@ -209,5 +209,5 @@ def _layout(profile: ModelProfile, num_tokens: int, quantised: bool) -> Layout:
 def _other_shape(key: str) -> FingerprintMismatchError:
     return FingerprintMismatchError(
         f"the store has keys and values of another shape or dtype under {key} than the model's "
-        "profile says; is the profile that of the model that filled the store?"
+        "profile says; use the profile of the model that filled the store"
     )

@@ -31,7 +31,7 @@ _repr.maxstring = _repr.maxother = 80
 
 
 def shown(value: object) -> str:
-    """A value for a message, shortened."""
+    """Shorten a value for a message."""
     if type(value) is int and abs(value) > _MOST:  # Python refuses to print very long integers
         return f"a number of {value.bit_length()} bits"
     return _repr.repr(value)
@@ -61,7 +61,7 @@ def as_object(value: object, name: str) -> dict[str, Any]:
 
 
 def check_version(value: object, field: str, version: int, name: str) -> dict[str, Any]:
-    """The fields of a JSON object, without ``field``, which must be ``version``.
+    """Return a JSON object without ``field``, whose value must be ``version``.
 
     Raises:
         ProtocolError: ``value`` is not an object, or has another version.

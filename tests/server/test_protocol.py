@@ -108,7 +108,7 @@ def test_parameters_of_others_hold_no_plan(params: Any) -> None:
         (asked(namespace="a"), "may not name its namespace"),
         (asked(mac="0" * 64), "may not name its namespace"),
         (asked(namespace="a", mac="é" * 64), "may not name its namespace"),
-        (asked(namespace="a", mac="0" * 64), "with the secret that tenant_secret_env names"),
+        (asked(namespace="a", mac="0" * 64), "given by the option tenant_secret_env"),
         (asked(namespace="../a", mac="0" * 64), "a namespace consists of"),
     ],
 )  # fmt: skip
@@ -214,7 +214,7 @@ def test_an_answer_is_read_as_it_was_told() -> None:
         ({"encoded_tokens": 0}, "found 1 encoded blocks of 0 tokens together"),
         ({"encoded": 0}, "found 0 encoded blocks of 20 tokens together"),
         ({"cut_short": 1}, "cut_short should be a valid boolean, found 1"),
-        ({"cut_short": True}, "found cut_short and figures that are unknown then"),
+        ({"cut_short": True}, "found cut_short and counts that it makes unknown"),
         ({"more": 1}, "unknown field 'more'"),
     ],
 )

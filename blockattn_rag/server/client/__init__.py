@@ -1,4 +1,4 @@
-"""A server's model as an engine of this process. Names are imported when they are first used."""
+"""Engine that runs on a server: ``RemoteEngine``. Names are imported on first use."""
 
 from __future__ import annotations
 

@@ -41,10 +41,11 @@ class RemoteEngine:
             ``BLOCKATTN_RAG_API_KEY``.
         on_miss: ``"compute"``: the server encodes and stores missing passages. ``"error"``: they
             raise ``MissError``.
-        recipe: ``"auto"`` for the server's recipe. Any other must consist of the server's sink,
-            because servers do not apply adapters and promotion yet.
+        recipe: ``"auto"`` for the server's recipe. Any other recipe must contain only the server's
+            sink, because servers do not apply adapters and promotion yet.
         timeout_s: Seconds to wait for the next byte of an answer.
-        retries: Retries after failures that may pass, before the first token of an answer.
+        retries: Maximum number of retries after temporary failures, until the first token of an
+            answer.
 
     Raises:
         ValueError: An argument is out of range.
@@ -106,7 +107,7 @@ class RemoteEngine:
         show_progress: bool = False,
         recipe: RecipeLike | None = None,
     ) -> list[str]:
-        """Encode texts into the server's store, as ``BlockAttentionEngine.encode``."""
+        """Encode texts into the server's store, like ``BlockAttentionEngine.encode``."""
         blocks, as_prompt = blocks_to_encode(texts)
         self.precompute(blocks, as_prompt=as_prompt, show_progress=show_progress, recipe=recipe)
         return [block.handle for block in blocks]
@@ -121,8 +122,8 @@ class RemoteEngine:
         batch_tokens: int | None = None,
         recipe: RecipeLike | None = None,
     ) -> EncodeStats:
-        """As ``BlockAttentionEngine.precompute``, with concurrent requests of ``batch_tokens``
-        each.
+        """Encode blocks like ``BlockAttentionEngine.precompute``, with concurrent requests of up to
+        ``batch_tokens`` tokens.
 
         Raises:
             ContextOverflowError: A block is longer than the model's context window.
@@ -141,7 +142,7 @@ class RemoteEngine:
         if info.read_only and (absent := count_missing_now(self._server, bodies)):
             raise ValueError(
                 f"{absent} of {sum(len(body.blocks) for body in bodies)} blocks are not in the "
-                f"store, and {self.base_url} is read-only; encode them with a server that is not"
+                f"store, and {self.base_url} is read-only; encode them with a writable server"
             )
         if info.read_only:
             return EncodeStats(reused=sum(len(body.blocks) for body in bodies))
@@ -154,10 +155,10 @@ class RemoteEngine:
         *,
         recipe: RecipeLike | None = None,
     ) -> None:
-        """Do nothing: the server reads blocks when it gets their prompt."""
+        """Do nothing: the server reads blocks when a prompt arrives."""
 
     def contains(self, block: Block, *, first: bool = False) -> bool:
-        """Whether a block is stored. ``first``: as the first block of a prompt."""
+        """Whether a block is stored. ``first``: Look for it as the first block of a prompt."""
         wanted = [one for one in [self._to_encode(block, first)] if one.ids]
         bodies = [*batches(wanted, as_prompt=first, batch_tokens=None)]
         return bool(bodies) and not count_missing_now(self._server, bodies)
@@ -174,7 +175,7 @@ class RemoteEngine:
             ContextOverflowError: The prompt does not fit in the model's context window.
             MissError: A passage is not stored, and ``on_miss`` is ``"error"`` or the server is
                 read-only.
-            ServingError: The server refuses, fails, or answers in another mode.
+            ServingError: The server rejects the request, fails, or answers in another mode.
             ValueError: An option is out of range or not supported.
         """
         return self.submit(prompt, **options).result()
@@ -195,7 +196,7 @@ class RemoteEngine:
     async def agenerate(
         self, prompt: LatePrompt, *, group: Group | None = None, **options: Any
     ) -> Generation:
-        """``generate`` for event loops. Cancelling the task stops the generation."""
+        """Asynchronous ``generate``. Cancelling the task stops the generation."""
         return await self.submit(prompt, group=group, **options).wait()
 
     def stream(self, prompt: Prompt, **options: Any) -> Generator[GenerationChunk, None, None]:
@@ -207,7 +208,7 @@ class RemoteEngine:
         return pending.chunks(start)
 
     def astream(self, prompt: LatePrompt, **options: Any) -> AsyncGenerator[GenerationChunk, None]:
-        """``stream`` for event loops."""
+        """Asynchronous ``stream``."""
         pending, start = self._pending(prompt, options)
         return pending.achunks(start)
 

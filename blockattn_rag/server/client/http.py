@@ -88,7 +88,8 @@ if hasattr(os, "register_at_fork"):
 
 
 class PassingError(Exception):
-    """A failure worth a retry after ``pause_s`` seconds. Callers get a ServingError instead."""
+    """Temporary failure, worth a retry after ``pause_s`` seconds. Becomes a ServingError for
+    users."""
 
     def __init__(self, message: str, pause_s: float | None = None) -> None:
         super().__init__(message)
@@ -102,7 +103,7 @@ class Client:
         base_url: Address of the server, with or without a trailing ``/v1``.
         api_key: Bearer token. Never shown in messages.
         timeout_s: Seconds to wait for the next byte of an answer.
-        retries: Retries after failures that may pass.
+        retries: Maximum number of retries after temporary failures.
         headers: Headers of every request.
 
     Raises:
@@ -130,19 +131,19 @@ class Client:
 
         Raises:
             PassingError: No answer, or a failure worth a retry.
-            MissError: Blocks are missing that the server may not encode.
-            ServingError: The server refuses the request.
+            MissError: Blocks are missing, and the server may not encode them.
+            ServingError: The server rejects the request.
         """
         async with self._answer("GET", path, None) as response:
             return _parsed(await response.aread())
 
     async def post(self, path: str, body: Any) -> Any:
-        """Post JSON and return the answer. Raises as ``get``."""
+        """Post JSON and return the answer. Raises the same errors as ``get``."""
         async with self._answer("POST", path, body) as response:
             return _parsed(await response.aread())
 
     async def events(self, path: str, body: Any) -> AsyncGenerator[Any, None]:
-        """Post JSON and yield the events of the answer. Raises as ``get``.
+        """Post JSON and yield the events of the answer. Raises the same errors as ``get``.
 
         Closing the generator closes the connection, so the server stops generating.
         """
@@ -161,13 +162,13 @@ class Client:
     async def retried(
         self, ask: Callable[[], Awaitable[T]], may_retry: Callable[[], bool] = lambda: True
     ) -> T:
-        """Call ``ask``, with retries after failures that may pass.
+        """Call ``ask``, and retry after temporary failures.
 
         Args:
-            may_retry: Whether a retry is possible, called after each failure.
+            may_retry: Function that decides after each failure whether a retry is possible.
 
         Raises:
-            ServingError: The server refuses, or every attempt failed.
+            ServingError: The server rejects the request, or every attempt failed.
         """
         for left in range(self.retries, -1, -1):
             try:
@@ -180,7 +181,7 @@ class Client:
 
     @asynccontextmanager
     async def _answer(self, method: str, path: str, body: Any) -> AsyncIterator[httpx.Response]:
-        """A successful answer, whose body is not read yet."""
+        """Send a request. Yields a successful response, whose body is not read yet."""
         try:
             async with self._connections().stream(
                 method, self.base_url + path, json=body, headers=self._headers
@@ -208,7 +209,7 @@ class Client:
         return self._http
 
     def _failure(self, answer: Any, response: httpx.Response | None) -> Exception:
-        """The exception for an error of the server. ``response``: None inside a stream."""
+        """Exception for an error that the server reports. ``response``: None inside a stream."""
         error = answer.get("error", answer) if isinstance(answer, dict) else answer
         fields = error if isinstance(error, dict) else {"message": error}
         code = fields.get("code") if response is None else response.status_code
@@ -223,7 +224,7 @@ class Client:
 
 
 class RefusedError(ServingError):
-    """The server refuses a request. ``status``: its HTTP status."""
+    """The server rejects a request. ``status``: HTTP status of its response."""
 
     def __init__(self, message: str, status: object) -> None:
         super().__init__(message)
@@ -272,7 +273,7 @@ def _parsed(data: bytes) -> Any:
 
 
 async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:
-    """Lines of an answer. httpx also splits at separators that may occur inside JSON strings."""
+    """Lines of a response. httpx would also split at separators inside JSON strings."""
     rest = b""
     async for piece in response.aiter_bytes():
         *lines, rest = (rest + piece).split(b"\n")

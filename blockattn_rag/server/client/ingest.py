@@ -27,7 +27,7 @@ Encode = Callable[[EncodeBody], Coroutine[Any, Any, EncodeAnswer]]
 
 
 class ToEncode(NamedTuple):
-    """Token ids of a block, and whether only private blocks find it."""
+    """Token ids of a block to encode, and whether the block is private."""
 
     ids: Sequence[int]
     private: bool = False
@@ -39,8 +39,8 @@ def batches(
     """Group distinct blocks into request bodies.
 
     Args:
-        as_prompt: The first block is the first of a prompt, and so is encoded without the sink.
-        batch_tokens: Maximum tokens of a request; a longer block gets a request of its own.
+        as_prompt: Whether the first block opens a prompt, and so is encoded without the sink.
+        batch_tokens: Maximum tokens of a request. A longer block gets its own request.
     """
     if as_prompt and blocks:
         yield EncodeBody((tuple(blocks[0].ids),), opens_prompt=True, private=blocks[0].private)
@@ -70,7 +70,7 @@ def precompute(
     and continues where it stopped.
 
     Raises:
-        ServingError: A request failed. No further ones are sent.
+        ServingError: A request failed. No further requests are sent.
     """
     started = time.perf_counter()
     total, done, stats = sum(len(body.blocks) for body in bodies), 0, EncodeStats()
@@ -112,7 +112,7 @@ def outcome_lengths(body: EncodeBody, answer: EncodeAnswer) -> dict[str, list[in
     """Token counts of blocks by outcome.
 
     Raises:
-        ProtocolError: The answer does not fit the request.
+        ProtocolError: The answer does not match the request.
     """
     if len(answer.blocks) != len(body.blocks):
         raise ProtocolError(

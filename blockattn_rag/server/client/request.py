@@ -1,4 +1,4 @@
-"""One answer of a server: its request as token ids, and the tokens that come back."""
+"""Requests to a server as token ids, and answers from the tokens that it returns."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from blockattn_rag.server.protocol import BlockPlan, ServedBlocks
 from blockattn_rag.server.validation import shown
 
 _RENAMED = {"min_new_tokens": "min_tokens"}
-"""vLLM's names of transformers' arguments."""
+"""vLLM's names for arguments of transformers."""
 
 _SUPPORTED = (
     *("repetition_penalty", "presence_penalty", "frequency_penalty", "min_p", "min_tokens"),
@@ -34,10 +34,10 @@ _MOST_TOKENS = 1 << 31
 
 
 def sink_asked(recipe: RecipeLike | None) -> str | None:
-    """The sink that a recipe requires of a server; None for any.
+    """Sink that a recipe requires the server to use. None: any sink.
 
     Raises:
-        ValueError: The recipe has more than a sink, which servers do not apply.
+        ValueError: The recipe contains more than a sink. Servers apply only the sink.
     """
     if recipe is None or recipe == AUTO:
         return None
@@ -99,9 +99,9 @@ def completion_body(
     Args:
         model: Name of the model at the server.
         ids: Token ids of the complete prompt.
-        plan: How the prompt is cut; None for full mode.
+        plan: How the prompt is split into blocks; None for full mode.
         limit: Maximum number of tokens to generate.
-        sampling: How tokens are chosen.
+        sampling: Sampling options.
     """
     chosen = {
         "temperature": sampling.temperature or 0.0,
@@ -132,8 +132,7 @@ def _signed(seed: int | None) -> int | None:
 class ComingAnswer:
     """Decodes the tokens of a stream, emits their text, and builds the ``Generation``.
 
-    Text is decoded here, so it is the same as that of a local engine, and control tokens are found
-    by their ids.
+    Decoding here gives the same text as a local engine, and finds control tokens by their ids.
 
     Args:
         request: Request to emit text to.
@@ -197,8 +196,8 @@ class ComingAnswer:
         """The complete answer, after the stream has ended.
 
         Raises:
-            ProtocolError: It has no token ids, or was not computed in the requested mode.
-            ServingError: The server did not complete it.
+            ProtocolError: The answer has no token ids, or was not computed in the requested mode.
+            ServingError: The server did not complete the answer.
         """
         self._emit(self._detokenizer.finish())
         reason = "stop" if self._detokenizer.stopped else self._finish_reason

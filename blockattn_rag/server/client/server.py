@@ -1,4 +1,4 @@
-"""A server as seen by its client: what it is, its model, and the requests that it is sent."""
+"""Client-side view of a server: its description, its model, and requests to it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 _MOST_USED = 4096
 _MOST_REMEMBERED = 4096
-"""Number of blocks whose token ids are remembered, because passages come again and again."""
+"""Maximum number of blocks whose token ids are cached, because passages recur."""
 
 
 class RemoteModel:
@@ -56,7 +56,7 @@ class RemoteModel:
     Args:
         given: Name of the model at the server; None for the server's first model.
         tokenizer: A transformers tokenizer, or its name or path; None for the model's name.
-        ask_info: Fetches the server's description.
+        ask_info: Function that fetches the server's description.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class RemoteModel:
 
     @property
     def tokenizer(self) -> BlockTokenizer:
-        """The tokenizer. Asks the server for the model's name if none was given."""
+        """Tokenizer of the model. Fetches the model's name from the server if none was given."""
         if self._block_tokenizer is not None:
             return self._block_tokenizer
         is_named = self._given_tokenizer is not None or self.given is not None
@@ -105,8 +105,8 @@ class RemoteModel:
         if tokenizer.fingerprint != info.tokenizer:
             raise ServingError(
                 f"the tokenizer ({tokenizer.fingerprint[:12]}) differs from the server's "
-                f"({info.tokenizer[:12]}), so token ids would mean other texts; pass the tokenizer "
-                "of the served model as tokenizer="
+                f"({info.tokenizer[:12]}), so token ids would stand for other texts; pass the "
+                "tokenizer of the served model as tokenizer="
             )
 
     def tokenise(self, prompt: BlockPrompt) -> TokenPrompt:
@@ -118,7 +118,8 @@ class RemoteModel:
 
     @cached_property
     def tokenised(self) -> Callable[[Block, bool], Tokenised]:
-        """Tokenizes a block. The second argument: it is the first of its prompt, and gets BOS."""
+        """Function that tokenizes a block. Its second argument: whether the block opens its prompt,
+        and so gets BOS."""
         tokenizer = self.tokenizer
 
         def tokenised(block: Block, first: bool) -> Tokenised:
@@ -145,8 +146,8 @@ class RemoteModel:
             if self._given_tokenizer is not None:
                 raise
             raise ServingError(
-                f"cannot load a tokenizer named {str(given)!r}, as the server calls its model; "
-                "pass its name or path as tokenizer="
+                f"cannot load a tokenizer named {str(given)!r}, the server's name for its model; "
+                "pass the tokenizer's name or path as tokenizer="
             ) from error
 
 
@@ -158,7 +159,7 @@ class Server:
     Args:
         client: HTTP client of the server.
         model: Name of the model at the server; None for its first model.
-        tokenizer: As for ``RemoteModel``.
+        tokenizer: See ``RemoteModel``.
         sink: Sink that the server must encode passages with; None for any.
         on_miss: Whether the server may encode missing passages.
     """
@@ -177,11 +178,11 @@ class Server:
         self._on_miss = on_miss
         self._info: ServerInfo | None = None
         self._has_warned = False
-        # Digests of blocks that may be stored when they are used again.
+        # Digests of blocks that were used once, and may be stored when they are used again.
         self._used: set[str] = set()
 
     def info_now(self) -> ServerInfo:
-        """``info`` for other threads. Blocks until it is there."""
+        """Blocking version of ``info``, for other threads."""
         return self._info or background.start(self.info()).result()
 
     async def info(self) -> ServerInfo:
@@ -208,7 +209,7 @@ class Server:
         return len(outcome_lengths(look, await self.encode(look))["missing"])
 
     def check_sink(self, sink: str | None, info: ServerInfo) -> None:
-        """Raise ValueError for another sink than the server's. None matches any."""
+        """Raise ValueError if the sink differs from the server's. None matches any sink."""
         wanted = sink or self._sink
         if wanted not in (None, info.sink):
             raise ValueError(
@@ -221,7 +222,7 @@ class Server:
     ) -> Generation:
         """Answer a prompt. ``sink``: the sink that the call requires, if any.
 
-        Raises as ``RemoteEngine.generate``.
+        Raises the same errors as ``RemoteEngine.generate``.
         """
         info = await self.info()
         self.check_sink(sink, info)
@@ -241,7 +242,7 @@ class Server:
         return await self._complete(pending, prompt, plan, limit, options)
 
     def _keep(self, prompt: TokenPrompt) -> tuple[Keep, ...]:
-        """Where the server may keep each block, by the rules of a local engine."""
+        """Where the server may keep each block, with the rules of a local engine."""
         keeps = [keep_of(block.origin) for block in prompt.blocks]
         digests = [one.digest for one in prompt.context]
         again = [digest in self._used for digest in digests]
@@ -261,7 +262,7 @@ class Server:
         limit: int,
         options: GenerateOptions,
     ) -> Generation:
-        """The server's answer. Failures before the first token are retried."""
+        """Request an answer. Failures before the first token are retried."""
         tokenizer = self.model.tokenizer.tokenizer
         has_begun = False
 
@@ -303,7 +304,7 @@ class Server:
                     raise
                 raise ServingError(
                     f"{self.client.base_url} has no {INFO}: this package's connector and endpoint "
-                    "are not configured there (docs/guides/serving_vllm.md)"
+                    "are not configured (docs/guides/serving_vllm.md)"
                 ) from error
             await asyncio.to_thread(self.model.check, info)
             self._info = info
@@ -312,7 +313,7 @@ class Server:
     async def _retried(
         self, ask: Callable[[], Awaitable[T]], may_retry: Callable[[], bool] = lambda: True
     ) -> T:
-        """As ``Client.retried``. Fetches the description again after a failure."""
+        """Like ``Client.retried``, but fetches the description again after a failure."""
 
         async def checked() -> T:
             try:
@@ -335,7 +336,8 @@ class Server:
 
 
 def room_for(tokens: int, info: ServerInfo) -> int:
-    """Number of tokens that may follow. Raises ContextOverflowError if there are none."""
+    """Number of tokens that may follow ``tokens`` tokens. Raises ContextOverflowError if it is
+    0."""
     room = info.max_tokens - tokens
     if room < 1:
         raise ContextOverflowError(
@@ -346,5 +348,5 @@ def room_for(tokens: int, info: ServerInfo) -> int:
 
 
 def count_missing_now(server: Server, bodies: Sequence[EncodeBody]) -> int:
-    """``Server.count_missing`` for several bodies, for other threads. Blocks."""
+    """Blocking version of ``Server.count_missing`` for several bodies, for other threads."""
     return sum(background.start(server.count_missing(body)).result() for body in bodies)

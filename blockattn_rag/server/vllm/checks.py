@@ -1,4 +1,4 @@
-"""Checks at startup that an engine can run block mode exactly."""
+"""Startup checks that block mode gives exact answers on an engine."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ logger = logging.getLogger("blockattn_rag")
 def check_engine(
     engine: VllmConfig, cache: KVCacheConfig, config: ServingConfig, profile: ModelProfile
 ) -> None:
-    """Check that answers of this engine in block mode are exact.
+    """Check that this engine gives exact answers in block mode.
 
     Raises:
-        ServingError: They would not be. The message lists every reason, and what to change.
+        ServingError: Answers would not be exact. The message lists all reasons and remedies.
     """
     found = [*_transfer(engine), *_parallel(engine, config), *_model(engine, profile)]
     found += [*_cache(engine, cache, config)]

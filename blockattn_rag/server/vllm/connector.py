@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class BlockAttentionConnector(KVConnectorBase_V1):
-    """Block-Attention in vLLM.
+    """KV connector for Block-Attention in vLLM.
 
     To vLLM, the context blocks of a prompt are a prefix that is computed elsewhere. The connector
     loads their keys and values into vLLM's pages, rotated to their positions, and vLLM computes the
@@ -143,14 +143,14 @@ class BlockAttentionConnector(KVConnectorBase_V1):
 
     @property
     def scheduler(self) -> SchedulerSide:
-        """Half in the scheduler. Raises TypeError in a worker."""
+        """Scheduler half of the connector. Raises TypeError in a worker."""
         if self._scheduler is None:
             raise TypeError("this connector runs in a worker, which has no scheduler half")
         return self._scheduler
 
     @property
     def worker(self) -> WorkerSide:
-        """Half in a worker. Raises TypeError in the scheduler."""
+        """Worker half of the connector. Raises TypeError in the scheduler."""
         if self._worker is None:
             raise TypeError("this connector runs in the scheduler, which has no worker half")
         return self._worker

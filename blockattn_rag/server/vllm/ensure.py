@@ -30,12 +30,14 @@ from blockattn_rag.store.tier import CircuitBreaker
 logger = logging.getLogger("blockattn_rag")
 
 _AT_ONCE = 64
-"""Blocks encoded at once. Further ones wait outside the engine, where they occupy no pages."""
+"""Maximum number of blocks encoded at once. Further blocks wait outside the engine, where they
+occupy no pages."""
 
 _ANSWERED_WITHIN_S = 30.0
 _STORED_WITHIN_S = 60.0
 _FIRST_ASKED_S, _ASKED_EVERY_S = 0.1, 0.5
-"""When to ask the engine why a block is not in the store yet."""
+"""Seconds until the engine is first asked why a block is not stored yet, and between later
+questions."""
 _FAILURES, _PAUSE_S = 3, 30.0
 _THREADS = 16
 
@@ -43,11 +45,11 @@ _Name = tuple[str, bool]
 
 
 class NotStoredError(ServingError):
-    """A block was not stored. The engine can keep it in memory."""
+    """A block was not stored. The workers can keep it in memory instead."""
 
 
 class _Flight:
-    """A running encoding.
+    """Running encoding of a block.
 
     ``waiting``: number of waiters; ``is_asked``: whether the engine has the request.
     """
@@ -118,15 +120,15 @@ class BlockEnsurer:
         full store does not stop answers.
 
         Args:
-            thorough: As for ``found``.
-            must_store: Fail if a block that may be stored is not.
+            thorough: See ``found``.
+            must_store: Raise if a block that may be stored cannot be stored.
 
         Returns:
             Whether each block was missing.
 
         Raises:
             MissError: Blocks are missing, and this server is read-only.
-            ProtocolError: Memory has no room for the blocks that may not be stored.
+            ProtocolError: Memory has no room for the blocks that must not be stored.
             ServingError: A block was not encoded; or it was not stored, and ``must_store`` or a
                 lack of memory prevents keeping it in memory.
             StoreError: The store does not answer.
@@ -157,7 +159,7 @@ class BlockEnsurer:
         return [one.name in missing for one in blocks]
 
     async def _unstored(self, one: Encodable) -> NotStoredError | None:
-        """Encode a block. Returns why it was not stored; None if it was."""
+        """Encode a block. Returns the error if the block was not stored, else None."""
         try:
             await self._encoded(one)
         except NotStoredError as error:
@@ -165,7 +167,7 @@ class BlockEnsurer:
         return None
 
     def _store_later(self, blocks: Iterable[Encodable]) -> None:
-        """Store blocks in the background that are in the workers' memory and may now be stored."""
+        """Store blocks from the workers' memory in the background, now that they may be stored."""
         for one in blocks if not self._config.read_only else ():
             task = asyncio.create_task(self._encoded(one))
             self._later.add(task)
@@ -173,9 +175,9 @@ class BlockEnsurer:
             task.add_done_callback(lambda task: task.cancelled() or task.exception())  # see _land
 
     async def _encoded(self, one: Encodable) -> None:
-        """Join the encoding of a block, or start it.
+        """Wait for the running encoding of a block, or start one.
 
-        It is cancelled if the last waiter leaves before the engine has the request.
+        The encoding is cancelled if the last waiter leaves before the engine has the request.
         """
         flight = self._flights.get(one.name)
         if flight is None:
@@ -187,7 +189,7 @@ class BlockEnsurer:
         finally:
             flight.waiting -= 1
             if not flight.waiting and not flight.is_asked:
-                self._forget(one.name, flight)  # at once, so that nobody joins it
+                self._forget(one.name, flight)  # at once, so that no request joins it
                 flight.task.cancel()
 
     def _land(self, name: _Name, flight: _Flight) -> None:
@@ -236,7 +238,7 @@ class BlockEnsurer:
         """Wait until the workers have stored an encoded block.
 
         Raises:
-            NotStoredError: They could not, or not in time.
+            NotStoredError: The workers could not store it, or not in time.
         """
         pause, began = 0.005, time.monotonic()
         asking = asyncio.create_task(self._why_not_stored(request_id))
@@ -251,7 +253,7 @@ class BlockEnsurer:
                     self._why_unstored = why
                     self._storing.failed()
                     raise NotStoredError(
-                        f"a block of {len(block.ids)} tokens was encoded and {why} "
+                        f"a block of {len(block.ids)} tokens was encoded but {why} "
                         f"(request {request_id})"
                     )
                 await asyncio.sleep(pause)
@@ -263,8 +265,8 @@ class BlockEnsurer:
     async def _why_not_stored(self, request_id: str) -> str:
         """Ask the engine until it answers why a block could not be stored.
 
-        Workers report this with their steps, which an idle engine does not run. So each question is
-        a request for two tokens: the first one collects the reports.
+        Workers send reports with their steps, and an idle engine runs no steps. So each question is
+        a request for two tokens: the step of the first token collects the reports.
         """
         sampling = SamplingParams(
             max_tokens=2,
@@ -284,11 +286,11 @@ class BlockEnsurer:
             pause = _ASKED_EVERY_S
 
     async def _asked(self, look: Callable[[BlockId], bool], block: BlockId) -> bool:
-        """Run a lookup in the store, which may block.
+        """Run a lookup in the store without blocking the event loop.
 
         Raises:
-            StoreError: It fails or times out. Clients see the message, so the store's location and
-                the key are in the log only.
+            StoreError: The lookup fails or times out. Clients see the message, so the store's
+                location and the key are only logged.
         """
         asked = asyncio.get_running_loop().run_in_executor(self._threads, look, block)
         try:
@@ -326,13 +328,13 @@ class BlockEnsurer:
 
 
 class KeptBlocks:
-    """The API server's estimate of the blocks in the workers' memory: an LRU cache like theirs.
+    """The API server's estimate of the blocks in the workers' memory, which is an LRU cache.
 
-    It can be wrong if other API servers use the same workers. Then a load fails, and the block is
-    encoded again.
+    The estimate can be wrong if other API servers use the same workers. In that case, a load fails
+    and the block is encoded again.
 
     Args:
-        max_tokens: Tokens that the workers keep.
+        max_tokens: Maximum number of tokens that the workers keep.
     """
 
     def __init__(self, max_tokens: int) -> None:
@@ -357,21 +359,21 @@ class KeptBlocks:
         self._sum -= self._tokens.pop(key, 0)
 
     def check_room(self, tokens: int) -> None:
-        """Check that a prompt with so many tokens in memory fits. Raises ProtocolError."""
+        """Raise ProtocolError if a prompt needs more than ``max_tokens`` tokens in memory."""
         if tokens > self.max_tokens:
             raise ProtocolError(
-                f"the prompt has blocks of {tokens} tokens that may not be stored, but this server "
-                f"keeps at most {self.max_tokens} such tokens in memory; put other text "
+                f"the prompt has blocks of {tokens} tokens that must not be stored, but this "
+                f"server keeps at most {self.max_tokens} such tokens in memory; put other text "
                 "after the passages, or raise private_memory in the connector's options"
             )
 
 
 class Room:
-    """Limits what runs at once in an event loop. Waiters are served first come, first served.
+    """Limits the tasks that run at once in an event loop, first come, first served.
 
     Args:
-        max_running: Tasks that run at once.
-        max_bytes: Bytes that they take together; a single task may take more.
+        max_running: Maximum number of running tasks.
+        max_bytes: Maximum bytes that they take together; a single task may take more.
     """
 
     def __init__(self, max_running: int, max_bytes: int) -> None:

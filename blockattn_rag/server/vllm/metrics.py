@@ -1,4 +1,4 @@
-"""Counters of the connector, from its workers to Prometheus, and the workers' reports."""
+"""Metrics of the connector for Prometheus, and the reports of its workers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ BY_TIER = {
 
 
 class ServingStats(KVConnectorStats):
-    """Counts of a step, which vLLM carries from the workers to its loggers."""
+    """Counts of a step, which vLLM passes from the workers to its loggers."""
 
     data: dict[str, float]
 
@@ -63,7 +63,7 @@ class ServingStats(KVConnectorStats):
 
 
 class Counters:
-    """Thread-safe counters that are emptied step by step."""
+    """Thread-safe counters that are reset at each step."""
 
     def __init__(self) -> None:
         self._counts: dict[str, float] = {}
@@ -96,7 +96,8 @@ _OF_TIER = ("hits", "misses", "failures")
 def count_loads(
     counters: Counters, before: LoaderStats, now: LoaderStats, tiers: Sequence[str]
 ) -> None:
-    """Count the difference of two loader stats. ``tiers`` names the store's tiers, in order."""
+    """Add the difference between two loader stats to counters. ``tiers`` names the store's tiers,
+    in order."""
     for name, counter in _OF_LOADER.items():
         if more := getattr(now, name) - getattr(before, name):
             counters.count(counter, more)
@@ -150,7 +151,7 @@ class Fetch(NamedTuple):
 
 @dataclass(slots=True)
 class WorkerReport(KVConnectorWorkerMetadata):
-    """What a rank reports to the scheduler after a step.
+    """Report of a rank to the scheduler after a step.
 
     Args:
         fetches: Finished loads by request id.
@@ -161,7 +162,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
     unsaved: Mapping[str, str] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
-        """Combine the reports of two ranks; of a request's loads, the slower one counts."""
+        """Combine the reports of two ranks. The slower of a request's loads counts."""
         if not isinstance(other, WorkerReport):
             raise TypeError(f"expected the report of another rank, found {type(other).__name__}")
         both = dict(self.fetches)

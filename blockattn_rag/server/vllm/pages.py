@@ -11,7 +11,7 @@ from torch import Tensor
 from blockattn_rag.errors import ServingError
 
 _BASE = 128
-"""Numbers below it are exact in every dtype of a cache."""
+"""Integers below this value are exact in every dtype of a cache."""
 
 Sizes = tuple[int, int, int]
 """Number of key-value heads, and the sizes of a head's keys and values."""
@@ -43,7 +43,7 @@ class LayerPages:
 
     @property
     def tokens_per_page(self) -> int:
-        """Tokens of a page of the kernels, of which a page of the scheduler may contain several."""
+        """Tokens of a kernel page. A page of the scheduler may consist of several kernel pages."""
         heads, key_size, value_size = self.sizes
         return int(self._layer.kv_cache[0].numel()) // (heads * (key_size + value_size))
 
@@ -55,8 +55,8 @@ class LayerPages:
         layer.impl.do_kv_cache_update(layer, *both, layer.kv_cache, slots)
 
     def read(self, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Copies of the keys and values ``[kv_heads, tokens, head_size]`` in slots ``[tokens]``,
-        which start at the beginning of a page."""
+        """Copy the keys and values ``[kv_heads, tokens, head_size]`` out of slots ``[tokens]``. The
+        first slot must be the start of a page."""
         heads, key_size, value_size = self.sizes
         tokens = self.tokens_per_page
         pages = slots[::tokens] // tokens
@@ -78,7 +78,7 @@ class LayerPages:
         """Measure the layout, or copy it from a layer with the same one.
 
         Raises:
-            ServingError: What is written to a page cannot be read back.
+            ServingError: Values written to a page cannot be read back.
         """
         for other in others:
             if other._places is not None and self._stores_as(other):
@@ -98,8 +98,8 @@ class LayerPages:
 
 
 def _measure(pages: LayerPages) -> Tensor:
-    """Write the index of each element to the first page, digit by digit, and find where it went.
-    The page is vLLM's null block, which no request uses. It is restored afterwards."""
+    """Write the index of each element to the first page, digit by digit, and locate it there. The
+    first page is vLLM's null block, which no request uses. It is restored afterwards."""
     cache: Tensor = pages._layer.kv_cache
     heads, key_size, value_size = pages.sizes
     tokens = pages.tokens_per_page

@@ -1,4 +1,4 @@
-"""Entry points by which vLLM finds the connector and the endpoints of this package."""
+"""Entry points through which vLLM finds the connector and the endpoints of this package."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class BlockAttentionEndpoints:
 
         Raises:
             ServingError: The server does not use the connector of this package.
-            StoreError, ValueError: As the connector.
+            StoreError, ValueError: The store or an option of the connector is invalid.
         """
         from blockattn_rag.server.vllm.service import Service
 

@@ -1,4 +1,4 @@
-"""Reads and checks the bodies of requests, and cuts their prompts into blocks."""
+"""Reads and checks the bodies of requests, and splits their prompts into blocks."""
 
 from __future__ import annotations
 
@@ -84,14 +84,14 @@ def encodables(
     opens_prompt: bool,
     keep: Sequence[Keep] = (),
 ) -> list[Encodable]:
-    """Make blocks of token ids.
+    """Create blocks from token ids.
 
     Args:
-        opens_prompt: The first block is the first of its prompt, so it is encoded without the sink.
-        keep: As ``BlockPlan.keep``.
+        opens_prompt: Whether the first block opens its prompt, and so is encoded without the sink.
+        keep: See ``BlockPlan``.
 
     Raises:
-        ProtocolError: A block has no token.
+        ProtocolError: A block is empty.
     """
     found = []
     for place, ids in enumerate(blocks):
@@ -105,7 +105,7 @@ def encodables(
 
 @dataclass(frozen=True, slots=True)
 class BlockRequest:
-    """A completion or chat in block mode: how its prompt is cut, and its context blocks."""
+    """Completion or chat in block mode: how its prompt is split, and its context blocks."""
 
     plan: BlockPlan
     blocks: Sequence[Encodable]
@@ -157,13 +157,14 @@ class RequestReader:
         )
 
     def read(self, request: Any, headers: Headers) -> BlockRequest | None:
-        """The prompt of a completion or chat, and None for full mode.
+        """Read the prompt of a completion or chat. None for full mode.
 
-        Prepares ``request`` for vLLM's handlers: the plan is signed, a ``choice`` is rewritten, and
-        full mode gets its tenant's cache salt.
+        Also changes ``request`` for vLLM's handlers: signs the plan, rewrites a ``choice`` grammar,
+        and in full mode sets the tenant's cache salt.
 
         Args:
-            request: vLLM's body. ``kv_transfer_params`` contain the plan; without them, full mode.
+            request: vLLM's body. Its ``kv_transfer_params`` contain the plan. Without them, full
+                mode is used.
 
         Raises:
             ProtocolError: Block mode cannot answer the request.
@@ -207,8 +208,8 @@ class RequestReader:
             )
         if len(tenants) > 1 or not tenants[0]:  # a gateway that appended to the client's header
             raise ProtocolError(
-                f"found the header {TENANT_HEADER} {len(tenants)} times, expected one name; a "
-                "gateway must replace what clients send, and remove it if there is no tenant"
+                f"found the header {TENANT_HEADER} {len(tenants)} times, expected one name; "
+                "the gateway must replace the client's header, and remove it if there is no tenant"
             )
         return parse(Namespace, tenants[0], TENANT_HEADER)
 
@@ -243,7 +244,7 @@ class RequestReader:
     def _prepare_grammar(self, request: Any) -> None:
         """Check the size of a request's grammar, and rewrite ``choice`` for the backend guidance.
 
-        vLLM's own grammar for ``choice`` fails from 2,000 choices on.
+        vLLM's own grammar for ``choice`` fails with 2,000 or more choices.
 
         Raises:
             ProtocolError: The grammar is too large, or has too many references. Compiling it would
@@ -306,7 +307,7 @@ def _prompt_of(request: Any) -> tuple[list[int], Mapping[str, Any] | None]:
     """Token ids of a body's prompt, and its other ``kv_transfer_params``; None for full mode.
 
     Raises:
-        ProtocolError: The body asks for block mode, and its prompt is no list of token ids.
+        ProtocolError: The body requests block mode, but its prompt is not a list of token ids.
     """
     params = request.kv_transfer_params
     if params is None:

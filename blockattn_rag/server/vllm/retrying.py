@@ -1,4 +1,4 @@
-"""Retries answers whose blocks were lost, and adds what became of the blocks to every answer."""
+"""Retries requests whose blocks were lost, and adds a report on the blocks to every answer."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class Ticket:
     """A request in block mode on its way through vLLM's handlers.
 
     Args:
-        plan: How its prompt is cut.
-        ensure_again: Checks all its blocks thoroughly and encodes the missing ones. Returns their
-            tokens by key.
-        encoded: Tokens of the blocks that were encoded for it, by key.
-        marker: ``kv_transfer_params`` of its answer, once known.
+        plan: How the prompt is split into blocks.
+        ensure_again: Function that checks all blocks of the prompt thoroughly, encodes the missing
+            ones, and returns the tokens of the encoded blocks by key.
+        encoded: Tokens of the blocks that were encoded for the request, by key.
+        marker: ``kv_transfer_params`` of the answer, once known.
     """
 
     plan: BlockPlan
@@ -55,7 +55,7 @@ class RetryingClient:
     after a thorough check of its blocks. After the first token, no retry is possible.
 
     Args:
-        client: vLLM's engine client, which does everything else.
+        client: vLLM's engine client, which handles all other calls.
     """
 
     def __init__(self, client: Any) -> None:
@@ -67,7 +67,7 @@ class RetryingClient:
     def generate(
         self, prompt: Any, sampling_params: Any, request_id: str, **options: Any
     ) -> AsyncGenerator[Any, None]:
-        """As vLLM's; in block mode, the last output says what became of the blocks.
+        """Like vLLM's ``generate``. In block mode, the last output reports on the blocks.
 
         Raises:
             GrammarError: From the generator, if the grammar of the answer failed.
@@ -114,7 +114,7 @@ class RetryingClient:
 
 
 async def _checked(outputs: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
-    """The outputs, or GrammarError when the engine reports that the grammar failed."""
+    """Yield the outputs. Raises GrammarError if the engine reports that the grammar failed."""
     try:
         async for output in outputs:
             _check_grammar(output)
@@ -139,8 +139,8 @@ def _failed(output: Any) -> bool:
 
 
 def _between(anew: int, plan: BlockPlan) -> str:
-    """What the check between two failed attempts found. vLLM's workers know the cause, but cannot
-    report it with the request."""
+    """Describe what the check between two failed attempts found. vLLM's workers cannot report the
+    cause of a failure with the request."""
     blocks = len(plan.lengths)
     if anew:
         return (
@@ -154,7 +154,7 @@ def _between(anew: int, plan: BlockPlan) -> str:
 
 
 def _marked(output: Any, ticket: Ticket) -> Any:
-    """The output; if it ends an answer, with what became of the prompt's blocks."""
+    """Add the report on the prompt's blocks to an output that ends an answer."""
     served = _served(output, ticket.plan)
     if served is not None:
         CUT_ANSWERS.inc(served.cut_short)
@@ -166,11 +166,11 @@ def _marked(output: Any, ticket: Ticket) -> Any:
 
 
 def _served(output: Any, plan: BlockPlan) -> ServedBlocks | None:
-    """What became of the blocks; None if more outputs follow, or the answer was aborted.
+    """Report on the blocks; None if more outputs follow, or the answer was aborted.
 
-    The engine reports it with the last token, except if a stop string ends the answer: vLLM finds
-    stop strings in this process, and aborts the engine's request. Then the number of cached tokens
-    shows that the blocks were there.
+    The engine sends the report with the last token, unless a stop string ends the answer: vLLM
+    finds stop strings in this process, and aborts the engine's request. In that case, the number of
+    cached tokens shows that the blocks were used.
     """
     if output.kv_transfer_params and FIELD in output.kv_transfer_params:
         return ServedBlocks.from_dict(output.kv_transfer_params)
@@ -179,7 +179,9 @@ def _served(output: Any, plan: BlockPlan) -> ServedBlocks | None:
     is_stopped_here = any(isinstance(one.stop_reason, str) for one in output.outputs)
     if is_stopped_here and (output.num_cached_tokens or 0) >= plan.context_tokens:
         return ServedBlocks(len(plan.lengths), 0, 0, cut_short=True)
-    raise ProtocolError("the engine did not report on the blocks: is the connector configured?")
+    raise ProtocolError(
+        "the engine did not report on the blocks; check that its connector is configured"
+    )
 
 
 async def with_marker(
@@ -187,7 +189,8 @@ async def with_marker(
 ) -> AsyncGenerator[str, None]:
     """Add ``kv_transfer_params`` to the events that end an answer.
 
-    vLLM 0.32 adds them to answers that are not streamed only; later releases also to streams.
+    vLLM 0.32 adds them only to answers that are not streamed. Later releases also add them to
+    streams.
     """
     try:
         async for event in events:

@@ -33,7 +33,7 @@ REQUESTS = Counter(
 
 
 def _check_key(raw_request: Request) -> None:
-    """Check the server's API key, which vLLM does for its own routes only."""
+    """Check the server's API key, because vLLM checks it only for its own routes."""
     args = getattr(raw_request.app.state, "args", None)
     keys = [key for key in (getattr(args, "api_key", None) or [envs.VLLM_API_KEY]) if key]
     guard = AuthenticationMiddleware(raw_request.app, keys)
@@ -75,7 +75,7 @@ async def encode(told: Annotated[Any, Body()], raw_request: Request) -> Response
 @with_cancellation
 @load_aware_call
 async def completions(request: CompletionRequest, raw_request: Request) -> Response:
-    """As ``/v1/completions``, in block mode if ``kv_transfer_params`` contain a plan."""
+    """Like ``/v1/completions``, in block mode if ``kv_transfer_params`` contain a plan."""
     create = _service(raw_request).completions.create_completion
     return counted(raw_request, await _answer(create, request, raw_request))
 
@@ -84,13 +84,13 @@ async def completions(request: CompletionRequest, raw_request: Request) -> Respo
 @with_cancellation
 @load_aware_call
 async def chat_completions(request: ChatCompletionRequest, raw_request: Request) -> Response:
-    """As ``/v1/chat/completions``, with the prompt in ``kv_transfer_params.prompt_token_ids``."""
+    """Like ``/v1/chat/completions``, with the prompt in ``kv_transfer_params.prompt_token_ids``."""
     create = _service(raw_request).chat.create_chat_completion
     return counted(raw_request, await _answer(create, request, raw_request))
 
 
 async def _answer(create: Create, request: Any, raw_request: Request) -> Response:
-    """vLLM's answer, in the form that its own routes return."""
+    """Return vLLM's answer in the same form as its own routes."""
     try:
         answer = await _service(raw_request).complete(create, request, raw_request)
     except BlockAttnError as error:
@@ -107,10 +107,10 @@ async def _answer(create: Create, request: Any, raw_request: Request) -> Respons
 
 
 def _refusal(error: BlockAttnError) -> Response:
-    """An error in the form of vLLM's.
+    """Error response in vLLM's format.
 
-    400: the request is invalid. 409: blocks are missing that this server may not encode. 503: the
-    request failed and may succeed later.
+    400: the request is invalid. 409: blocks are missing, and this server may not encode them. 503:
+    the request failed and may succeed later.
     """
     statuses = {ProtocolError: 400, GrammarError: 400, MissError: 409}
     status = next((code for kind, code in statuses.items() if isinstance(error, kind)), 503)

@@ -1,5 +1,5 @@
-"""Saves encoded blocks: gathers them from the pages of all ranks into the store, or keeps blocks
-that may not be stored in the memory of each rank."""
+"""Saves encoded blocks: gathers them from the pages of all ranks into the store, or keeps them in
+the memory of each rank if they must not be stored."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ States = list[tuple[Tensor, Tensor]]
 
 
 class BlockSaver:
-    """Keeps encoded blocks. All ranks of the tensor-parallel group must make the same calls.
+    """Saves encoded blocks. All ranks of the tensor-parallel group must make the same calls.
 
     If a block may be stored, the first rank gathers all heads and writes one entry, so an entry is
     complete and does not depend on the number of ranks. Otherwise each rank keeps its share in
@@ -47,10 +47,10 @@ class BlockSaver:
         pages: Pages of all layers of the share.
         share: Heads and layers of this rank.
         home: Store for blocks that may be stored. Written by background threads.
-        kept: In-memory store for the share of blocks that may not be stored.
+        kept: In-memory store for the shares of blocks that must not be stored.
 
     Raises:
-        ServingError: What a layer writes to its pages cannot be read back.
+        ServingError: Values that a layer writes to its pages cannot be read back.
     """
 
     def __init__(
@@ -110,7 +110,8 @@ class BlockSaver:
         self._writes.close()
 
     def _block(self, block: BlockId, states: States) -> BlockKV:
-        """A block of these keys and values, with positions counted from its own start."""
+        """Build a block from keys and values, with positions counted from the start of the
+        block."""
         layouts = [self._profile.layouts[layer] for layer in self._share.layers]
         keys = [
             shift_positions(one[:, block.start :], -block.start, layout)
@@ -127,7 +128,7 @@ class BlockSaver:
         )
 
     def _keep(self, request_id: str, kv: BlockKV) -> None:
-        """Keep a share in memory, where loads of this step and of later ones find it."""
+        """Keep a share in memory, where loads of this and of later steps find it."""
         try:
             check_finite(kv, "to memory")
             kept = kv.quantised() if self._quantises else kv
@@ -159,7 +160,7 @@ class BlockSaver:
             self._unsaved[encode_name(request_id)] = why
 
     def _gathered(self, states: States) -> States | None:
-        """Keys and values of each layer with all heads; None except on the first rank."""
+        """Gather the keys and values of all heads, by layer. None on all ranks but the first."""
         group = get_tp_group()
         if group.world_size == 1:
             return states

@@ -1,4 +1,4 @@
-"""Scheduler half of the connector: plans loads into the pages of requests, and saves out of them.
+"""Scheduler half of the connector: plans loads into the pages of requests, and saves from them.
 
 The scheduler's thread serves every request, so nothing here waits for a network or a disk.
 """
@@ -48,12 +48,12 @@ _ANSWERED = (
 
 
 def new_encode_name() -> str:
-    """Name for an encoding request that no client can guess."""
+    """Create a name for an encoding request that clients cannot guess."""
     return f"{_ENCODE}{uuid.uuid4().hex}"
 
 
 def encode_name(request_id: str) -> str:
-    """The name in a request id, to which vLLM appends digits of its own."""
+    """Name of an encoding request, from the request id to which vLLM appended digits."""
     return request_id[: len(_ENCODE) + 32]
 
 
@@ -62,7 +62,7 @@ def encode_name(request_id: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Fill the pages of a request with the keys and values of its context.
+    """Order to fill the pages of a request with the keys and values of its context.
 
     Args:
         token_ids: Token ids of the complete prompt.
@@ -79,7 +79,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """Store the block that a finished request computed: the last tokens of its prompt.
+    """Order to store the block that a finished request computed: the end of its prompt.
 
     Args:
         token_ids: Token ids of the complete prompt, including those of the sink.
@@ -94,7 +94,7 @@ class Save:
 
 @dataclass(slots=True)
 class Orders(KVConnectorMetadata):
-    """What the workers do in one step.
+    """Orders for the workers in one step.
 
     Args:
         refused: Ids of requests that must fail. The reasons are already logged.
@@ -172,7 +172,8 @@ class SchedulerSide:
         request.skip_reading_prefix_cache = False  # otherwise vLLM skips `promised`
 
     def promised(self, request: Request, computed: int) -> tuple[int, bool]:
-        """Tokens to load beyond the ``computed`` ones, and whether other requests run meanwhile."""
+        """Number of tokens to load after the ``computed`` ones, and whether the load is
+        asynchronous."""
         known = self._requests.get(request.request_id)
         if known is None:
             return 0, False
@@ -218,7 +219,7 @@ class SchedulerSide:
             self._unsaved.popitem(last=False)
 
     def finished(self, request: Request, pages: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """End a request.
+        """Process the end of a request.
 
         Returns:
             Whether its pages are still needed, and the ``kv_transfer_params`` of its answer.
@@ -269,7 +270,7 @@ class SchedulerSide:
 
 
 def _set_salt(request: Request, cache_salt: str | None) -> None:
-    """Change the salt of a request, and the page hashes that follow from it."""
+    """Change the salt of a request, and the page hashes that depend on it."""
     request.cache_salt = cache_salt
     request.block_hashes.clear()
     request.update_block_hashes()

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from fastapi.datastructures import Headers
 
 Create = Callable[[Any, Any], Awaitable[Any]]
-"""Method of one of vLLM's handlers: an answer to a body and its HTTP request."""
+"""Method of one of vLLM's handlers, which answers a body and its HTTP request."""
 
 
 class Service:
-    """Serves the endpoints of one server.
+    """Implementation of the endpoints of one server.
 
     Args:
         engine_client: Client of vLLM's engine.
@@ -53,11 +53,11 @@ class Service:
 
     @classmethod
     def of(cls, engine_client: Any, state: Any) -> Service:
-        """Make the service of a server from the options of its connector.
+        """Create the service of a server from the options of its connector.
 
         Raises:
-            ServingError: The server does not use this package's connector alone; or it has several
-                engines, each of which would keep other private blocks.
+            ServingError: This package's connector is not the server's only one; or the server has
+                several engines, each of which would keep different private blocks.
         """
         transfer = engine_client.vllm_config.kv_transfer_config
         if transfer is None or transfer.kv_connector != CONNECTOR:
@@ -72,7 +72,7 @@ class Service:
         engines = parallel.data_parallel_size_local if is_local else parallel.data_parallel_size
         if engines > 1 and config.private_bytes:
             raise ServingError(
-                f"this API server has {engines} engines (data parallelism), but a block that may "
+                f"this API server has {engines} engines (data parallelism), but a block that must "
                 "not be stored is in the memory of only one of them. Start an API server for each "
                 "engine (--data-parallel-external-lb), or set private_memory '0'"
             )
@@ -97,7 +97,7 @@ class Service:
 
         Raises:
             ProtocolError: A block cannot be encoded by this server.
-            MissError, ServingError, StoreError: As ``BlockEnsurer.ensure``.
+            MissError, ServingError, StoreError: See ``BlockEnsurer.ensure``.
         """
         blocks = self._requests.read_encode(body, headers)
         if body.only_look:
@@ -116,11 +116,12 @@ class Service:
 
         Args:
             create: Method of the handler in ``completions`` or ``chat``.
-            request: Body. ``kv_transfer_params`` contain the plan; without them, full mode.
+            request: Body. Its ``kv_transfer_params`` contain the plan. Without them, full mode is
+                used.
 
         Raises:
             ProtocolError: Block mode cannot answer the request.
-            MissError, ServingError, StoreError: As ``BlockEnsurer.ensure``.
+            MissError, ServingError, StoreError: See ``BlockEnsurer.ensure``.
         """
         prompt = self._requests.read(request, raw_request.headers)
         if prompt is None:
@@ -134,13 +135,13 @@ class Service:
     async def _ensure(
         self, blocks: Sequence[Encodable], *, thorough: bool = False, must_store: bool = False
     ) -> dict[str, int]:
-        """Encode missing blocks. Returns their tokens by key."""
+        """Encode missing blocks. Returns the tokens of the encoded blocks by key."""
         encoded = await self._ensurer.ensure(blocks, thorough=thorough, must_store=must_store)
         return {one.key: one.tokens for one, new in zip(blocks, encoded, strict=True) if new}
 
 
 def _with_client(handler: Any, client: RetryingClient) -> Any:
-    """A copy of one of vLLM's handlers with another engine client; None if there is none."""
+    """Copy one of vLLM's handlers with another engine client. None if there is no handler."""
     if handler is None:
         return None
     own = copy.copy(handler)

@@ -1,4 +1,4 @@
-"""Worker half of the connector: loads blocks into pages, and saves them out of pages."""
+"""Worker half of the connector: loads blocks into pages, and saves blocks from pages."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ logger = logging.getLogger("blockattn_rag")
 _NAP_S = 0.002
 
 _PAUSE_S = 0.5
-"""Pause after repeated failures of a tier. Requests whose blocks only that tier has fail meanwhile,
-so it is short."""
+"""Seconds to skip a tier after repeated failures. The pause is short, because requests whose blocks
+are only in that tier fail meanwhile."""
 
 
 @dataclass(slots=True)
 class Done:
-    """Ids of requests whose blocks were stored or loaded in a step. vLLM expects those in
-    ``failed`` in ``loaded`` as well."""
+    """Ids of requests whose blocks were stored or loaded in a step. vLLM expects failed requests in
+    ``loaded``, too."""
 
     saved: set[str] = field(default_factory=set)
     loaded: set[str] = field(default_factory=set)
@@ -67,8 +67,8 @@ class _Loading:
 class WorkerSide:
     """Loads and saves of one rank.
 
-    Pages are touched on the worker's own thread only, between its steps. Other threads read from
-    stores and write to them.
+    Only the worker's own thread accesses pages, between its steps. Other threads read and write
+    stores.
 
     Args:
         config: Options of the connector.
@@ -88,7 +88,7 @@ class WorkerSide:
         self.stats = Counters()
 
     def register(self, layers: Mapping[str, Any]) -> None:
-        """Take the attention layers of this rank, by name, and open its stores.
+        """Register the attention layers of this rank, by name, and open its stores.
 
         Raises:
             ServingError: The layers differ from the profile.
@@ -131,7 +131,8 @@ class WorkerSide:
             wait(futures, _NAP_S, FIRST_COMPLETED)
 
     def done(self) -> Done:
-        """Write blocks that arrived to their pages, and return what is done since the last call."""
+        """Write loaded blocks to their pages. Returns the requests completed since the last
+        call."""
         for request_id in [key for key, one in self._loading.items() if one.blocks.done()]:
             self._finish(self._loading.pop(request_id))
         done, self._done = self._done, Done()
@@ -153,7 +154,7 @@ class WorkerSide:
         return self.stats.taken()
 
     def close(self) -> None:
-        """Write the blocks that wait to be stored, and end the threads."""
+        """Write the queued blocks, and end the threads."""
         if self._pages:
             if self._saver is not None:
                 self._saver.close()
@@ -167,7 +168,7 @@ class WorkerSide:
         self._loading[load.request_id] = _Loading(load, wanted, self._loader.start(wanted), began)
 
     def _finish(self, loading: _Loading) -> None:
-        """Write loaded blocks to their pages, or let their request fail."""
+        """Write the blocks of a completed load to their pages, or fail the request."""
         request_id = loading.order.request_id
         try:
             blocks = loading.blocks.result()
@@ -182,7 +183,8 @@ class WorkerSide:
         self._done.loaded.add(request_id)
 
     def _write(self, order: Load, wanted: Sequence[BlockId], blocks: Sequence[BlockKV]) -> None:
-        """Write to the slots after the computed tokens, whose pages other requests may share."""
+        """Write blocks to the slots after the computed tokens. Pages of computed tokens are not
+        written, because other requests may share them."""
         device = self._pages[0].device
         placed = [
             PlacedBlock(_on(device, kv), one.start, one.start)
@@ -215,8 +217,8 @@ class WorkerSide:
 
 
 def _on(device: torch.device, kv: BlockKV) -> BlockKV:
-    """A block on the device of the pages. The copy to a GPU runs in the order of the worker's other
-    work there, and does not block its thread."""
+    """Copy a block to the device of the pages. A copy to a GPU is queued after the worker's other
+    GPU work, and does not block the thread."""
     if kv.device == device:
         return kv
     layers = [kv.tensors(layer) for layer in range(kv.num_layers)]

@@ -359,7 +359,7 @@ def test_a_server_that_may_not_encode_says_what_is_missing(serve: Serve) -> None
 
 
 def test_a_name_that_is_no_tokenizer_asks_for_one(server: FakeServer) -> None:
-    with pytest.raises(ServingError, match=r"'the-model', as the server calls.*as tokenizer="):
+    with pytest.raises(ServingError, match=r"'the-model', the server's name.*as tokenizer="):
         RemoteEngine(server.url).generate([A, Q])
 
 
