@@ -87,7 +87,7 @@ def block_keys(
     profile: ModelProfile,
     read_namespaces: Sequence[str] = (),
 ) -> list[BlockId]:
-    """The context blocks of a prompt, with the same store keys as in a local engine.
+    """Identify the context blocks of a prompt, with the same store keys as a local engine.
 
     The first block of a prompt is encoded without the sink, all others with it.
 

@@ -193,7 +193,7 @@ class BlockLoader:
         return found
 
     def _checked(self, answer: Found, one: BlockId, key: str) -> Found:
-        """The store's answer, or a StoreError if it is not the requested block."""
+        """Return the store's answer, or a StoreError if it is not the requested block."""
         if not isinstance(answer, BlockKV):
             return answer
         if answer.key != key:

@@ -62,7 +62,8 @@ class LayerProfile:
 
 @dataclass(config=STRICT, frozen=True, slots=True)
 class Rotary:
-    """A ``kv.RotaryLayout``: pairing, and float32 frequencies in radians per position."""
+    """JSON form of a ``kv.RotaryLayout``: pairing, and float32 frequencies in radians per
+    position."""
 
     pairing: Literal["half", "interleaved"]
     frequencies: Annotated[
@@ -163,7 +164,7 @@ class ModelProfile:
         return numbers * torch.int8.itemsize + scales * torch.float32.itemsize
 
     def to_dict(self) -> dict[str, Any]:
-        """As a JSON object."""
+        """Convert to a JSON object."""
         return {"version": VERSION, **asdict(self)}
 
     @classmethod

@@ -48,8 +48,7 @@ COMPLETIONS = "/blockattn/v1/completions"
 CHAT_COMPLETIONS = "/blockattn/v1/chat/completions"
 
 TENANT_HEADER = "x-tenant-id"
-"""HTTP header that names the tenant. The gateway sets it and must remove it from client
-requests."""
+"""HTTP header of the tenant. The gateway sets it, and must remove it from client requests."""
 
 VERSION = 1
 FIELD = "blockattn"

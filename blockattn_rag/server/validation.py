@@ -54,7 +54,7 @@ def parse(kind: type[T], value: object, name: str) -> T:
 
 
 def as_object(value: object, name: str) -> dict[str, Any]:
-    """A copy of a JSON object. Raises ProtocolError for other values."""
+    """Copy a JSON object. Raises ProtocolError for other values."""
     if not isinstance(value, Mapping):
         raise ProtocolError(f"{name} should be an object, found {shown(value)}")
     return dict(value)

@@ -266,7 +266,7 @@ class MaintainedStore(KVStore):
         """
 
     def listed(self) -> Iterator[tuple[str, int | None]]:
-        """Key and time of use of everything named like an entry. The time is None for non-files."""
+        """Keys and times of use of all paths named like entries. The time of a non-file is None."""
         return ((entry.key, entry.used_ns) for entry in self.entries())
 
     def leftovers(self) -> Iterator[Path]:
@@ -295,7 +295,7 @@ def with_handles(kv: BlockKV, handles: Collection[str]) -> BlockKV:
 
 
 def is_damage(answer: object) -> bool:
-    """Whether a result is an error of one bad entry, not of the store."""
+    """Whether a result is an error of a single bad entry, not of the complete store."""
     return isinstance(answer, (CorruptEntryError, FingerprintMismatchError))
 
 

@@ -244,7 +244,7 @@ def _joined(data: Tensor, specs: Sequence[TensorSpec]) -> Tensor:
 
 
 def _typed(data: Tensor, spec: TensorSpec) -> Tensor:
-    """A tensor of the entry: a view of its bytes, or a copy if they are not aligned."""
+    """Read a tensor of the entry, as a view of its bytes or, if they are not aligned, a copy."""
     raw = data[spec.start : spec.stop]
     is_aligned = raw.storage_offset() % spec.dtype.itemsize == 0
     return (raw if is_aligned else raw.clone()).view(spec.dtype).view(spec.shape)

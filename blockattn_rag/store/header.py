@@ -40,7 +40,7 @@ Buffer = bytes | bytearray | memoryview
 
 
 class FormatError(ValueError):
-    """The bytes are not a complete, undamaged entry of this format version."""
+    """Raised for bytes that are not a complete, undamaged entry of this format version."""
 
 
 class Header(NamedTuple):

@@ -235,7 +235,7 @@ def _check(
 
 
 def _part(sample: float, seed: int) -> Callable[[str], bool]:
-    """Return a test whether a key is in the part. Parts have equal sizes, as keys are digests."""
+    """Return a test for keys of the part. Parts have equal sizes, because keys are digests."""
     if not 0 < sample <= 1:
         raise ValueError(f"sample must be more than 0 and at most 1, found {sample!r}")
     parts = math.ceil(1 / sample - 1e-9)  # tolerates rounding of the division

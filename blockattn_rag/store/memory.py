@@ -1,4 +1,4 @@
-"""A store in memory that evicts the least recently used blocks."""
+"""Store in memory that evicts the least recently used blocks."""
 
 from __future__ import annotations
 

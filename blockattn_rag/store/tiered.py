@@ -98,8 +98,8 @@ class TieredStore(KVStore):
         return self._flights.read(keys, self._read, most_s)
 
     def touch(self, key: str) -> bool:
-        """Mark an entry as used now in every tier. Returns whether it is in the home or queued for
-        it.
+        """Mark an entry as used now in every tier. Returns whether the home has it, or it is queued
+        for the home.
 
         Raises:
             StoreError: The home does not answer.

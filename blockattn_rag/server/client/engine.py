@@ -240,7 +240,7 @@ class RemoteEngine:
     def _pending(
         self, prompt: LatePrompt, given: Mapping[str, Any], gate: asyncio.Semaphore | None = None
     ) -> tuple[PendingAnswer, Callable[[], None]]:
-        """A checked request, and a function that starts it."""
+        """Create a validated request, and a function that starts it."""
         sink = sink_asked(given.get("recipe"))
         options = GenerateOptions.parse(given, Recipe())
         check_possible(options)

@@ -40,7 +40,7 @@ _PASSING = frozenset({429, 500, 502, 503, 504})
 
 
 class Background:
-    """An event loop in a background thread. It starts at first use and ends with the process.
+    """Event loop in a background thread. It starts at first use and ends with the process.
 
     Connections belong to an event loop. With one loop for the whole process, all threads and event
     loops share the same connections.
@@ -88,8 +88,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class PassingError(Exception):
-    """Temporary failure, worth a retry after ``pause_s`` seconds. Becomes a ServingError for
-    users."""
+    """Temporary failure, worth a retry after ``pause_s`` seconds. Users get a ServingError."""
 
     def __init__(self, message: str, pause_s: float | None = None) -> None:
         super().__init__(message)
@@ -224,7 +223,7 @@ class Client:
 
 
 class RefusedError(ServingError):
-    """The server rejects a request. ``status``: HTTP status of its response."""
+    """Raised if the server rejects a request. ``status``: HTTP status of the response."""
 
     def __init__(self, message: str, status: object) -> None:
         super().__init__(message)
@@ -232,7 +231,7 @@ class RefusedError(ServingError):
 
 
 def server_url(base_url: str) -> str:
-    """A server's address without a trailing ``/v1``.
+    """Validate a server's address, and remove a trailing ``/v1``.
 
     Raises:
         ValueError: The address is invalid, or contains a user name or password.
@@ -265,7 +264,7 @@ def _sendable(api_key: str) -> str:
 
 
 def _parsed(data: bytes) -> Any:
-    """The JSON value, or the text if it is not JSON."""
+    """Parse a body as JSON. Returns the text if it is not JSON."""
     try:
         return json.loads(data)
     except (ValueError, RecursionError):

@@ -125,7 +125,7 @@ def completion_body(
 
 
 def _signed(seed: int | None) -> int | None:
-    """A 64-bit seed as a signed integer, which is what vLLM accepts."""
+    """Convert a 64-bit seed to a signed integer, which vLLM requires."""
     return seed if seed is None or seed < 1 << 63 else seed - (1 << 64)
 
 
@@ -193,7 +193,7 @@ class ComingAnswer:
         self._request.emit(text, self._detokenizer.marks(since))
 
     def complete(self) -> Generation:
-        """The complete answer, after the stream has ended.
+        """Return the complete answer, after the stream has ended.
 
         Raises:
             ProtocolError: The answer has no token ids, or was not computed in the requested mode.

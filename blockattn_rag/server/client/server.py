@@ -118,8 +118,8 @@ class RemoteModel:
 
     @cached_property
     def tokenised(self) -> Callable[[Block, bool], Tokenised]:
-        """Function that tokenizes a block. Its second argument: whether the block opens its prompt,
-        and so gets BOS."""
+        """Function that tokenizes a block. Second argument: whether it opens its prompt and gets
+        BOS."""
         tokenizer = self.tokenizer
 
         def tokenised(block: Block, first: bool) -> Tokenised:
@@ -186,7 +186,7 @@ class Server:
         return self._info or background.start(self.info()).result()
 
     async def info(self) -> ServerInfo:
-        """The server's description, fetched once, and again after failures.
+        """Fetch the server's description, once and again after failures.
 
         Raises:
             ServingError: The server is unreachable or incompatible.
@@ -336,8 +336,7 @@ class Server:
 
 
 def room_for(tokens: int, info: ServerInfo) -> int:
-    """Number of tokens that may follow ``tokens`` tokens. Raises ContextOverflowError if it is
-    0."""
+    """Number of tokens that may follow the prompt. Raises ContextOverflowError if it is 0."""
     room = info.max_tokens - tokens
     if room < 1:
         raise ContextOverflowError(

@@ -45,7 +45,7 @@ _Name = tuple[str, bool]
 
 
 class NotStoredError(ServingError):
-    """A block was not stored. The workers can keep it in memory instead."""
+    """Raised if a block was not stored. Workers can keep it in memory instead."""
 
 
 class _Flight:

@@ -18,7 +18,7 @@ Sizes = tuple[int, int, int]
 
 
 class LayerPages:
-    """The pages of one layer of the engine.
+    """Pages of one layer of the engine.
 
     Each backend has its own layout, so pages are written by the layer's own method. To read them,
     the layout is measured once: numbered elements are written to a page and located there.

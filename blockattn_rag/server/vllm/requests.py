@@ -44,7 +44,7 @@ _MOST_REFERENCES = 1_000
 
 
 class Encodable(NamedTuple):
-    """A block, and the request that encodes it: the block's tokens, after the sink if any."""
+    """Block, and the request that encodes it: the sink, if any, and the block's tokens."""
 
     block: BlockId
     token_ids: list[int]
@@ -69,7 +69,7 @@ class Encodable(NamedTuple):
         return len(self.block.ids)
 
     def for_memory(self) -> Encodable:
-        """The same block, encoded for the workers' memory."""
+        """Return the same block, to be encoded for the workers' memory."""
         keep: Keep = "private" if is_private(self.block.keep) else "memory"
         plan = replace(self.plan, keep=(keep,))
         return Encodable(self.block._replace(keep=keep), self.token_ids, plan)
@@ -143,7 +143,7 @@ class RequestReader:
         return tuple(one.name for one in self._models.base_model_paths)
 
     def read_encode(self, body: EncodeBody, headers: Headers) -> list[Encodable]:
-        """The blocks of a request to ``ENCODE``. Raises ProtocolError."""
+        """Read the blocks of a request to ``ENCODE``. Raises ProtocolError."""
         if body.model is not None and body.model not in self.model_names:
             raise ProtocolError(
                 f"found the model {body.model!r:.200}, expected {' or '.join(self.model_names)}: "

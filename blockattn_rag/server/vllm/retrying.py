@@ -28,7 +28,7 @@ _COMPLETE = ("stop", "length", "repetition")
 
 @dataclass(slots=True)
 class Ticket:
-    """A request in block mode on its way through vLLM's handlers.
+    """State of a request in block mode while vLLM's handlers process it.
 
     Args:
         plan: How the prompt is split into blocks.
@@ -49,7 +49,7 @@ CURRENT: ContextVar[Ticket | None] = ContextVar("blockattn_ticket", default=None
 
 
 class RetryingClient:
-    """An engine client that retries requests in block mode once.
+    """Engine client that retries requests in block mode once.
 
     A request whose blocks cannot be loaded ends with an error before its first token. It is retried
     after a thorough check of its blocks. After the first token, no retry is possible.

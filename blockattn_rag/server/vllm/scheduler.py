@@ -109,7 +109,7 @@ class Orders(KVConnectorMetadata):
 
 @dataclass(slots=True)
 class _Request:
-    """A request in block mode. ``plan`` is None if it is refused."""
+    """State of a request in block mode. ``plan`` is None if the request is refused."""
 
     plan: BlockPlan | None
     served: ServedBlocks
@@ -172,7 +172,7 @@ class SchedulerSide:
         request.skip_reading_prefix_cache = False  # otherwise vLLM skips `promised`
 
     def promised(self, request: Request, computed: int) -> tuple[int, bool]:
-        """Number of tokens to load after the ``computed`` ones, and whether the load is
+        """Number of tokens to load after the ``computed`` ones; whether the load is
         asynchronous."""
         known = self._requests.get(request.request_id)
         if known is None:

@@ -56,7 +56,7 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class _Loading:
-    """A running load: its order, and the blocks with tokens that are not in the pages yet."""
+    """Running load: its order, and the blocks with tokens that are not in the pages yet."""
 
     order: Load
     wanted: Sequence[BlockId]
@@ -131,8 +131,7 @@ class WorkerSide:
             wait(futures, _NAP_S, FIRST_COMPLETED)
 
     def done(self) -> Done:
-        """Write loaded blocks to their pages. Returns the requests completed since the last
-        call."""
+        """Write loaded blocks to pages. Returns the requests completed since the last call."""
         for request_id in [key for key, one in self._loading.items() if one.blocks.done()]:
             self._finish(self._loading.pop(request_id))
         done, self._done = self._done, Done()
