@@ -215,7 +215,7 @@ class Systems:
                 if block.key not in done:
                     kv = store.get(block.key)
                     if kv is None:
-                        raise RuntimeError(f"{self.store} does not hold {block.key}: ingest first")
+                        raise RuntimeError(f"{self.store} has no entry {block.key}: ingest first")
                     bucket.put(block.key, kv)
                     done.add(block.key)
 
