@@ -282,7 +282,7 @@ def test_a_body_that_is_nested_too_deeply_is_refused(server: Server) -> None:
 def test_a_bad_tenant_or_model_is_refused(server: Server) -> None:
     bad = server.post(ENCODE, {"blocks": [[5]]}, **{"x-tenant-id": "a b/"})
     assert bad.status_code == 400
-    assert "a namespace is named" in bad.json()["error"]["message"]
+    assert "a namespace consists" in bad.json()["error"]["message"]
     for tenants in (["a", "b"], [""]):
         headers = [("Authorization", f"Bearer {KEY}"), *(("x-tenant-id", one) for one in tenants)]
         unclear = httpx.post(

@@ -272,7 +272,7 @@ def test_another_model_here_is_told_and_not_compared(model: BlockModel, check: C
 
 def test_a_server_of_another_kind_or_release_is_refused(model: BlockModel, check: Check) -> None:
     plain = FakeServer(model, with_connector=False)
-    with pytest.raises(ServingError, match="connector and endpoint are not configured there"):
+    with pytest.raises(ServingError, match="connector and endpoint are not configured"):
         check(plain)
     assert {path for path, _ in plain.requests} == {INFO}
     newer = FakeServer(model)

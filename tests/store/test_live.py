@@ -62,7 +62,7 @@ def test_a_file_that_was_cut_short_is_refused(tmp_path: Path) -> None:
 
 def test_two_files_in_one_are_refused_and_not_taken_for_the_first(tmp_path: Path) -> None:
     two = [*LiveHandles(HANDLES[:2]).lines(), *LiveHandles(HANDLES[2:]).lines()]
-    with pytest.raises(ValueError, match="pass each file by a --handles of its own"):
+    with pytest.raises(ValueError, match="pass each file with its own --handles"):
         LiveHandles.read(written(tmp_path / "live", *two))
 
 
