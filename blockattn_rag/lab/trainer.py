@@ -1,4 +1,4 @@
-"""transformers' Trainer as ``train`` and ``repair`` use it: resuming, evaluation, history."""
+"""Subclass of transformers' Trainer for ``train`` and ``repair``: resuming, evaluation, history."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ REMEDY = (
 )
 
 _ALL_WARM_UP = (
-    "the run has %d steps and the warm-up %d: the learning rate of %g is not reached; use fewer "
+    "the run has %d steps, but the warm-up %d: the learning rate of %g is not reached; use fewer "
     "warm-up steps (warmup_steps), smaller batches (batch_size, --batch-size) or "
     "more epochs"
 )
 
 
 def training_arguments(folder: Path, **settings: Any) -> TrainingArguments:
-    """Settings of the Trainer that every run shares, and further ones.
+    """Create the settings of the Trainer: settings that all runs share, and the given settings.
 
     Args:
         folder: Folder of the checkpoints.
-        settings: Arguments of ``TrainingArguments``.
+        settings: Further arguments of ``TrainingArguments``.
     """
     return TrainingArguments(
         output_dir=str(folder),
-        logging_nan_inf_filter=False,  # a loss that is not finite ends the run
+        logging_nan_inf_filter=False,  # a loss that is not finite must end the run
         save_total_limit=2,
         remove_unused_columns=False,
         report_to=[],
@@ -53,7 +53,7 @@ class LabTrainer(Trainer):
 
     Args:
         callbacks: Further callbacks.
-        show_progress: Print losses.
+        show_progress: Whether to print losses.
         settings: Arguments of ``transformers.Trainer``.
     """
 
@@ -66,9 +66,9 @@ class LabTrainer(Trainer):
 
     @property
     def history(self) -> list[dict[str, float]]:
-        """Dicts with ``step``, and ``loss`` (training) or ``eval_...`` losses, in order.
+        """Losses in order, as dicts with ``step`` and ``loss`` (training) or ``eval_...``.
 
-        A resumed run may measure a step twice; the later measurement counts.
+        If a resumed run measured a step twice, only the later measurement is included.
         """
         kept: dict[tuple[float, bool], dict[str, float]] = {}
         for entry in self.state.log_history:
@@ -80,8 +80,8 @@ class LabTrainer(Trainer):
     def train_from(self, checkpoint: Path | None) -> None:
         """Train to the end, from ``checkpoint`` if given.
 
-        ``Trainer.train`` would add a step to a checkpoint of the last step, so that one is loaded
-        without training.
+        A checkpoint of the last step is loaded without training, because ``Trainer.train`` would
+        add another step.
         """
         if checkpoint is not None:
             state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
@@ -96,10 +96,10 @@ class LabTrainer(Trainer):
 
     @abstractmethod
     def measured(self) -> dict[str, float]:
-        """Losses on the evaluation data, named ``eval_...``."""
+        """Measure the losses on the evaluation data, named ``eval_...``."""
 
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
-        """Measure and log the evaluation losses; called by the Trainer."""
+        """Measure and log the evaluation losses. Called by the Trainer."""
         metrics = self.measured()
         self.log(metrics)
         handler = self.callback_handler
@@ -108,10 +108,10 @@ class LabTrainer(Trainer):
 
 
 class _Watch(TrainerCallback):
-    """Warns of a run that ends in its warm-up, stops at divergence, and logs the last step."""
+    """Warns if a run ends during warm-up, stops on divergence, and logs the last step."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        # The state of a resumed run has the intervals of the interrupted one.
+        # The state of a resumed run still has the intervals of the interrupted run.
         state.compute_steps(args, state.max_steps)
         warm_up = args.get_warmup_steps(state.max_steps)
         has_warm_up = args.lr_scheduler_type != "constant" and state.is_world_process_zero

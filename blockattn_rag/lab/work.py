@@ -1,7 +1,7 @@
 """The work folder of a run (``train`` or ``repair``), from which an interrupted run resumes.
 
-``<output>.work`` holds ``run.json``, the settings that decide the result, and everything computed
-so far. It exists only while a run lasts or was interrupted.
+``<output>.work`` contains ``run.json``, the settings that affect the result, and everything
+computed so far. It exists only during a run and after an interruption.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LOCK = "lock"
 
 def work_of(output: str | Path) -> Path:
     """The work folder of an output folder, next to it."""
-    path = Path(output).resolve()  # the name of "." is empty
+    path = Path(output).resolve()  # without it, "." would have an empty name
     return path.with_name(f"{path.name}.work")
 
 
@@ -36,8 +36,8 @@ def is_foreign(output: Path, mark: str) -> bool:
     """Whether ``output`` exists and is neither an empty folder nor an earlier result.
 
     Args:
-        output: The path.
-        mark: Name of a file that every result has.
+        output: Path to check.
+        mark: Name of a file that every result contains.
     """
     if not os.path.lexists(output):
         return False
@@ -45,10 +45,10 @@ def is_foreign(output: Path, mark: str) -> bool:
 
 
 def interrupted_run(work: Path) -> dict[str, Any] | None:
-    """The settings of the interrupted run in a work folder. None: there is no such run.
+    """Read the settings of the interrupted run in a work folder. None: there is no such run.
 
     Raises:
-        FileExistsError: Something other than a run left the folder.
+        FileExistsError: The folder exists, but is not the work folder of a run.
         DataError: The settings are damaged.
     """
     if not os.path.lexists(work):
@@ -61,7 +61,7 @@ def interrupted_run(work: Path) -> dict[str, Any] | None:
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Settings that differ between two runs, each with both values."""
+    """Describe the settings that differ between two runs, with both values."""
     return [
         f"{name} ({before.get(name)}, now {now.get(name)})"
         for name in sorted({*before, *now})
@@ -77,14 +77,14 @@ def work_folder(
     *,
     resume: bool,
 ) -> Iterator[None]:
-    """The work folder while a run lasts.
+    """Context of a run: creates the work folder, and locks it against other processes.
 
     Args:
-        work: The folder.
-        settings: JSON values that decide the result. Those of the first run stay.
-        is_worth_keeping: Whether a failed run leaves something to resume from. If not, the folder
-            is removed.
-        resume: Keep what an interrupted run left.
+        work: Path of the folder.
+        settings: JSON values that affect the result. A resumed run keeps those of the first run.
+        is_worth_keeping: Function of an error that returns whether the failed run can be resumed.
+            If not, the folder is removed.
+        resume: Whether to keep the files of an interrupted run.
 
     Raises:
         DataError: Another process uses the folder.
@@ -111,7 +111,7 @@ def work_folder(
 
 
 def remove(work: Path) -> None:
-    """Delete a work folder. The settings go last, so that a killed deletion is still recognized."""
+    """Delete a work folder, settings last, so that it is recognized after an interruption."""
     _clear(work)
     shutil.rmtree(work, ignore_errors=True)
 
@@ -125,7 +125,7 @@ def _clear(work: Path) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file of a work folder.
+    """Read the object in a JSON file of a work folder.
 
     Raises:
         DataError: The file is damaged.
@@ -139,7 +139,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def kept_json(path: Path, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The object in a JSON file; a missing file is made first.
+    """Read the object in a JSON file. A missing file is created first.
 
     Raises:
         DataError: The file is damaged.
@@ -150,9 +150,9 @@ def kept_json(path: Path, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def last_checkpoint(folder: Path) -> Path | None:
-    """The newest complete checkpoint in a folder. Half-written ones are deleted.
+    """Find the newest complete checkpoint in a folder. Incomplete checkpoints are deleted.
 
-    The Trainer writes ``trainer_state.json`` last, so a checkpoint with a readable one is complete.
+    The Trainer writes ``trainer_state.json`` last, so a checkpoint is complete if it is readable.
     """
     found = sorted(folder.glob("checkpoint-*"), key=lambda p: -int(p.name.rpartition("-")[2]))
     for path in found:

@@ -1,4 +1,4 @@
-"""Efficiency benchmarks: times, throughput and memory of every path, side by side in one run."""
+"""Efficiency benchmarks, which compare times, throughput and memory of all paths in one run."""
 
 from blockattn_rag.lab.efficiency.requests import (
     measure_batch,

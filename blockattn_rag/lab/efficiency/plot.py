@@ -1,4 +1,4 @@
-"""A plot of benchmark rows, with a line for each path. Needs matplotlib (extra ``train``)."""
+"""Plots benchmark rows, with a line for each path. Needs matplotlib (extra ``train``)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def plot(
 
     Args:
         rows: Rows of a benchmark.
-        file: File to write; its ending is the format.
+        file: File to write. Its extension determines the format.
         x: Field of the horizontal axis.
         unit: ``"s"``, ``"tokens_per_s"`` or ``"peak_bytes"``.
         series: Field whose values get separate lines.

@@ -1,4 +1,4 @@
-"""Times of requests: to the first token, of each further one, and of requests in a batch."""
+"""Times of requests: to the first token, per further token, and in batches."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from blockattn_rag.model.sampling import Sampling
 from blockattn_rag.prompts.blocks import BlockPrompt
 
 PATHS: Mapping[str, Mapping[str, Any]] = {
-    # An explicit `do_sample=False` turns off the repetition guard, which answers of random weights
-    # would trigger.
+    # An explicit `do_sample=False` turns off the repetition guard, which the answers of models with
+    # random weights would trigger.
     path: {"mode": mode, "do_sample": False}
     for path, mode in {"full": "full", "copy": "block", "relay": "block", "floor": "full"}.items()
 }
-"""Options of calls on each path. The floor's prompt is the question without context."""
+"""Options of calls on each path. On the floor path, the prompt is the question without context."""
 
 
 def paths_of(engine: BlockAttentionEngine) -> list[str]:
@@ -29,7 +29,10 @@ def paths_of(engine: BlockAttentionEngine) -> list[str]:
 
 
 def on_path(engine: BlockAttentionEngine, path: str) -> BlockAttentionEngine:
-    """An engine over the same model and store that answers on one path, from stored blocks only."""
+    """Create an engine with the same model and store that answers on one path.
+
+    The engine uses stored blocks only: a miss is an error.
+    """
     if path not in ("copy", "relay"):
         return engine
     return BlockAttentionEngine(
@@ -53,24 +56,24 @@ def measure_ttft(
 ) -> list[dict[str, Any]]:
     """Measure the time from a request to its first token on every path, side by side.
 
-    Blocks are encoded beforehand and read from the engine's store; a miss would be an error.
+    Blocks are encoded beforehand and read from the engine's store. A miss is an error.
 
     Args:
-        engine: Engine with ``shapes.counting_tokenizer`` of the model's vocabulary, a store with
-            room for the blocks of the longest context, and ``resident_bytes=0``: otherwise a
-            repeated question is not computed again.
+        engine: Engine with a ``shapes.counting_tokenizer`` for the model's vocabulary, a store with
+            room for the blocks of the longest context, and ``resident_bytes=0``, so that repeated
+            questions are computed again.
         lengths: Context lengths in tokens, without the question.
-        block_tokens: Tokens of a block.
+        block_tokens: Tokens per block.
         question_tokens: Tokens of the final block.
         repeats: Timed runs on each path.
-        on_progress: Called with the number of finished runs and of all runs.
+        on_progress: Called with the number of finished runs and the number of all runs.
 
     Returns:
         One row for each length: ``length`` and ``blocks``; for each path ``<path>_s`` (median,
-        seconds), ``<path>_min_s`` and ``<path>_max_s``; for the paths that reuse,
-        ``full_over_<path>`` and ``<path>_over_floor``; and the operations ``full_flops``,
-        ``block_flops``, ``flops_ratio`` (full over block) and ``flops_over_floor`` (block over
-        the question alone).
+        seconds), ``<path>_min_s`` and ``<path>_max_s``; for the paths that reuse blocks,
+        ``full_over_<path>`` and ``<path>_over_floor``; and the numbers of operations
+        ``full_flops``, ``block_flops``, ``flops_ratio`` (full over block) and ``flops_over_floor``
+        (block over the question alone).
     """
     check_sizes(block_tokens=block_tokens, question_tokens=question_tokens)
     check_sizes(**{"the shortest length": min(lengths, default=0)})
@@ -110,13 +113,13 @@ def measure_decode(
     repeats: int = 3,
     on_progress: OnProgress | None = None,
 ) -> list[dict[str, Any]]:
-    """Measure how long a token after the first takes on every path, side by side.
+    """Measure the time per token after the first token on every path, side by side.
 
     Args:
         engine, lengths, question_tokens, repeats, on_progress: See :func:`measure_ttft`.
-        block_tokens: Sizes of blocks; each gives a row per length.
-        new_tokens: Tokens generated in each run, at least 2. The first is not counted; the second
-            includes the joining of small blocks on the relay path.
+        block_tokens: Block sizes in tokens. Each size gives one row per length.
+        new_tokens: Tokens generated in each run, at least 2. The time of the first token is not
+            counted. On the relay path, the time of the second token includes joining small blocks.
 
     Returns:
         One row for each length and block size: ``length``, ``block_tokens``, ``<path>_s`` (median
@@ -152,7 +155,7 @@ def _per_token(
 
 
 def _check_full_length(stats: ReuseStats, new_tokens: int) -> None:
-    """Refuse an answer that ended early, because its time is not that of ``new_tokens`` tokens."""
+    """Refuse an answer that ended before ``new_tokens`` tokens, because its time is too short."""
     if stats.generated_tokens < new_tokens:
         raise ValueError(
             f"an answer ended after {stats.generated_tokens} of {new_tokens} tokens: measure a "
@@ -174,13 +177,13 @@ def measure_batch(
 
     Args:
         engine: See :func:`measure_ttft`; the store must have room for the largest batch's contexts.
-        batch_sizes: Numbers of requests.
+        batch_sizes: Numbers of requests per batch.
         length: Context tokens of each request.
         block_tokens, question_tokens, repeats, on_progress: See :func:`measure_ttft`.
 
     Returns:
         One row for each batch size: ``batch``, ``<path>_s`` (median seconds until every request
-        has its first token), the spreads, and ``full_over_<path>``.
+        has its first token) with ``<path>_min_s`` and ``<path>_max_s``, and ``full_over_<path>``.
     """
     check_sizes(length=length, block_tokens=block_tokens, batch=min(batch_sizes, default=0))
     _check_batches(engine)
@@ -218,12 +221,12 @@ def measure_shared(
 ) -> list[dict[str, Any]]:
     """Measure tokens per second of requests that share a system prompt (RelayAttention, table 2).
 
-    Shared, the system prompt is read once per layer and step for the whole batch (relay);
-    unshared, every request has its own copy (copy). Both batches are one forward per step.
+    Shared: the system prompt is read once per layer and step for the whole batch (relay).
+    Unshared: every request has its own copy (copy). Both batches need one forward pass per step.
 
     Args:
-        engine: See :func:`measure_ttft`; it must support relay.
-        batch_sizes: Numbers of requests.
+        engine: See :func:`measure_ttft`. The model must support relay.
+        batch_sizes: Numbers of requests per batch.
         system_tokens: Lengths of the shared block.
         context_tokens: Tokens of each request's own block.
         question_tokens: Tokens of each request's final block.
@@ -232,11 +235,11 @@ def measure_shared(
 
     Returns:
         One row for each length of the system prompt and batch size: ``system_tokens``, ``batch``;
-        ``shared_tokens_per_s`` and ``unshared_tokens_per_s`` from request to last token with
-        their spreads, and their quotient ``gain``; the same for the steps after the first token
-        alone, ``decode_gain``; and ``bytes_ratio``, how many times fewer keys and values
-        attention reads when shared: b (s + c) / (s + b c), the leading terms of
-        RelayAttention's equation 10, an upper bound of the gain.
+        ``shared_tokens_per_s`` and ``unshared_tokens_per_s`` from request to last token, each with
+        minimum and maximum, and their quotient ``gain``; ``decode_gain``, the same quotient for the
+        steps after the first token; and ``bytes_ratio``, an upper bound of the gain: the bytes of
+        keys and values that attention reads unshared over shared, b (s + c) / (s + b c). These are
+        the leading terms of RelayAttention's equation 10.
     """
     check_sizes(context_tokens=context_tokens, question_tokens=question_tokens)
     check_sizes(**{"new_tokens less one": new_tokens - 1, "batch": min(batch_sizes, default=0)})
@@ -276,7 +279,10 @@ def _tokens_per_s(
     new_tokens: int,
     decode: list[float],
 ) -> float:
-    """Rate from request to last token; appends the seconds after the first token to ``decode``."""
+    """Tokens per second from request to last token.
+
+    Appends the seconds after the first token to ``decode``.
+    """
     answers = engine.generate_batch(
         prompts, batch_size=len(prompts), max_new_tokens=new_tokens, **PATHS[path]
     )
@@ -290,7 +296,7 @@ def _tokens_per_s(
 def sharing_prompts(
     engine: BlockAttentionEngine, count: int, system: int, context: int, question: int
 ) -> list[BlockPrompt]:
-    """Prompts that share one block and have one of their own, with these numbers of tokens."""
+    """Prompts with a shared block and a block of their own, with these numbers of tokens."""
     vocabulary = engine.model.config.vocab_size
     shared = random_prompt(system, system, 1, vocabulary, seed=-1).context
     own = [random_prompt(context, context, question, vocabulary, seed) for seed in range(count)]
@@ -298,10 +304,10 @@ def sharing_prompts(
 
 
 def _check_batches(engine: BlockAttentionEngine) -> None:
-    """Refuse a model that answers requests one by one: the time would be that of one request."""
+    """Refuse a model that answers requests one by one, because a batch would not be measured."""
     if not engine.model.batches_exactly(Sampling(max_new_tokens=1)):
         raise ValueError(
-            f"{engine.model.name} is not answered in batches (sliding windows, or a generation "
+            f"{engine.model.name} does not support batches (sliding windows, or a generation "
             "config with penalties or beams); measure `bench ttft` and `bench decode`"
         )
 

@@ -1,4 +1,4 @@
-"""What encoding blocks and one more request take: tokens per second, and peak memory."""
+"""Throughput of encoding blocks, and peak memory of a request."""
 
 from __future__ import annotations
 
@@ -29,21 +29,22 @@ def measure_ingest(
     repeats: int = 3,
     on_progress: OnProgress | None = None,
 ) -> list[dict[str, Any]]:
-    """Measure tokens per second of encoding, without a store, and of a plain forward.
+    """Measure tokens per second of encoding without a store, and of a plain forward pass.
 
-    The plain forward has batches of as many tokens, in rows of the mean block's length without
-    padding, and fills a cache, as encoding must; so its rate is an upper bound.
+    The plain forward pass is an upper bound: it computes the same number of tokens in rows of the
+    mean block length without padding, and fills a KV cache, as encoding does.
 
     Args:
         model: The model.
-        block_tokens: Mean lengths of blocks; each gives a row, whose blocks have half to one and a
-            half times as many tokens.
-        total_tokens: Approximate tokens of one run.
+        block_tokens: Mean block lengths in tokens. Each gives one row, whose blocks have 0.5 to 1.5
+            times as many tokens.
+        total_tokens: Approximate number of tokens in one run.
         repeats, on_progress: See :func:`.requests.measure_ttft`.
 
     Returns:
         One row for each length: ``block_tokens``, ``encode_tokens_per_s`` and
-        ``plain_tokens_per_s`` with their spreads, ``encode_over_plain``, and ``bytes_per_token``.
+        ``plain_tokens_per_s``, each with minimum and maximum, ``encode_over_plain``, and
+        ``bytes_per_token``.
     """
     check_sizes(total_tokens=total_tokens, block_tokens=min(block_tokens, default=0))
     turns = Turns(repeats, len(block_tokens), on_progress)
@@ -109,14 +110,14 @@ def measure_memory(
     new_tokens: int = 8,
     on_progress: OnProgress | None = None,
 ) -> list[dict[str, Any]]:
-    """Measure what a request allocates at most, from its start to its last token.
+    """Measure the peak memory of a request, from its start to its last token.
 
-    Exactly the tensors that PyTorch allocates are counted, so figures are the same every time.
-    Blocks are in the store beforehand and are not counted.
+    The result is deterministic, because only tensors that PyTorch allocates are counted. Blocks are
+    in the store beforehand and are not counted.
 
-    Relay's memory depends on ``block_tokens``: it joins small blocks in tensors of its own, from
-    the second token on (on an accelerator from the first), until the answer ends
-    (``attention.relay.JoinLimits``).
+    The memory of relay depends on ``block_tokens``, because relay joins small blocks in additional
+    tensors (``attention.relay.JoinLimits``). It keeps them from the second token on (on an
+    accelerator, from the first token on) until the answer ends.
 
     Args:
         engine, lengths, block_tokens, question_tokens, on_progress: See
@@ -138,7 +139,7 @@ def measure_memory(
         row: dict[str, Any] = {"length": length}
         for path, one in engines.items():
             work = partial(one.generate, prompt, max_new_tokens=new_tokens, **PATHS[path])
-            # The profiler records only this thread, and the lock makes the model run in it.
+            # The profiler records only this thread. With the lock held, the model runs in it.
             with engine.model.lock:
                 row[f"{path}_peak_bytes"] = peak_bytes(work, engine.model.device)
             done += 1
@@ -152,20 +153,20 @@ def measure_memory(
 
 
 def peak_bytes(work: Callable[[], object], device: torch.device) -> int:
-    """Most bytes of tensors on ``device`` that ``work`` allocated at once.
+    """Peak number of bytes of tensors on ``device`` that ``work`` allocates.
 
     On the CPU, allocations of other threads are not counted.
     """
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"memory can be measured on cpu and cuda, found {device.type}")
-    work()  # the first run also allocates what stays
+    work()  # the first run also allocates permanent tensors, which must not be counted
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         work()
         return torch.cuda.max_memory_allocated(device) - before
-    # The profiler's library logs to stderr below its highest level.
+    # The profiler's library logs to stderr unless its log level is the highest.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         work()

@@ -40,12 +40,12 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
 
 
 def shape_config(shape: str, **settings: Any) -> Any:
-    """The transformers config of a shape."""
+    """Create the transformers config of a shape."""
     return LlamaConfig(**SHAPES[shape], **settings)
 
 
 def floating_type(name: str) -> torch.dtype:
-    """PyTorch's floating type of this name."""
+    """Look up a floating-point type of PyTorch by name."""
     kind = getattr(torch, name, None)
     if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
         raise ValueError(f"dtype must name a floating type such as bfloat16, found {name!r}")
@@ -55,12 +55,12 @@ def floating_type(name: str) -> torch.dtype:
 def random_llama(
     shape: str, *, max_tokens: int, device: str = "auto", dtype: str = "float32", seed: int = 0
 ) -> PreTrainedModel:
-    """A Llama of this shape with random weights, which is as fast and as large as a trained one.
+    """Create a Llama with random weights, which is as fast and as large as a trained model.
 
     Args:
         shape: Key of :data:`SHAPES`.
         max_tokens: Size of the context window.
-        device: Torch device; ``"auto"`` takes an accelerator if there is one.
+        device: Torch device. ``"auto"``: an accelerator if there is one.
         dtype: Name of a torch floating type.
         seed: Random seed of the weights.
     """
@@ -68,7 +68,7 @@ def random_llama(
         raise ValueError(f"unknown shape {shape!r}; known: {', '.join(SHAPES)}")
     kind = floating_type(dtype)
     config = shape_config(shape, max_position_embeddings=max_tokens)
-    # No pre-filled answer ends early, and none is padded.
+    # Without end and padding tokens, every answer has its full length and no padding.
     config.bos_token_id = config.eos_token_id = config.pad_token_id = None
     with torch.random.fork_rng(), torch.device(default_device() if device == "auto" else device):
         torch.manual_seed(seed)
@@ -78,7 +78,7 @@ def random_llama(
 
 
 def counting_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
-    """A tokenizer for which each word ``t0``, ``t1``, ... is the token of that number."""
+    """Create a tokenizer that maps each word ``t0``, ``t1``, ... to the token id in its name."""
     words = {f"t{i}": i for i in range(vocab_size)}
     backend = Tokenizer(models.WordLevel(words, unk_token="t0"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -88,14 +88,14 @@ def counting_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
 
 
 def random_text(num_tokens: int, vocab_size: int, rng: random.Random) -> str:
-    """A text of exactly that many tokens of the counting tokenizer, without t0 (padding)."""
+    """Random text of exactly ``num_tokens`` tokens of the counting tokenizer, without t0."""
     return " ".join(f"t{rng.randrange(1, vocab_size)}" for _ in range(num_tokens))
 
 
 def random_prompt(
     context_tokens: int, block_tokens: int, question_tokens: int, vocab_size: int, seed: int = 0
 ) -> BlockPrompt:
-    """A prompt of exactly these many tokens; the last block may be shorter than the others."""
+    """Random prompt with exactly these numbers of tokens. The last context block may be shorter."""
     rng = random.Random(f"{seed}/{context_tokens}/{block_tokens}")
     starts = range(0, context_tokens, block_tokens)
     sizes = [min(block_tokens, context_tokens - start) for start in starts]
@@ -106,14 +106,14 @@ def random_prompt(
 def prefill_flops(config: Any, new_tokens: int, cached_tokens: int = 0) -> float:
     """Floating-point operations of a causal prefill that yields one token's logits.
 
-    Counts the matrix products of linear layers, attention and the output layer, two operations per
-    multiply-add; each token attends to the cached tokens and to the new ones up to itself.
+    Counts the matrix products of linear layers, attention and the output layer, with two operations
+    per multiply-add. Each token attends to the cached tokens and to the new tokens up to itself.
 
     Args:
         config: Config of a Llama-like transformers model (gated feed-forward layers). Only the
             active experts are counted.
         new_tokens: Tokens to compute.
-        cached_tokens: Tokens whose keys and values exist.
+        cached_tokens: Tokens whose keys and values are cached.
     """
     hidden, heads = config.hidden_size, config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or hidden // heads
@@ -126,7 +126,7 @@ def prefill_flops(config: Any, new_tokens: int, cached_tokens: int = 0) -> float
 
 
 def _active_width(config: Any) -> int:
-    """Width of a token's feed-forward layer, all its active experts together."""
+    """Total width of the active experts in a feed-forward layer."""
     experts = getattr(config, "num_experts_per_tok", None)
     if not experts:
         return int(config.intermediate_size)

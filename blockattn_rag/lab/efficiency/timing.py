@@ -1,4 +1,4 @@
-"""Timing of several ways to do one thing, side by side."""
+"""Timing of several functions, side by side."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import Any
 import torch
 
 OnProgress = Callable[[int, int], None]
-"""Called with the number of finished runs and of all runs."""
+"""Function of the number of finished runs and the number of all runs."""
 
 
 class Turns:
-    """Runs ways in turns, so that a disturbance affects all of them. Each is warmed up once.
+    """Times functions in turns, so that disturbances affect all of them. Warms each up once.
 
     Args:
-        repeats: Counted runs of each way.
-        total: Number of calls of ``measure``, with as many ways each time.
+        repeats: Counted runs of each function.
+        total: Number of calls of ``measure``, each with the same number of functions.
         on_progress: Called after each run.
     """
 
@@ -32,9 +32,11 @@ class Turns:
         self._done = 0
 
     def measure(self, ways: Mapping[str, Callable[[], float]], unit: str = "s") -> dict[str, Any]:
-        """Median, minimum and maximum of each way's results, without the warm-up.
+        """Run each function and summarize its results, without the warm-up.
 
-        They are fields of a row: ``<way>_<unit>``, ``<way>_min_<unit>`` and ``<way>_max_<unit>``.
+        Returns:
+            Fields of a row: the median ``<name>_<unit>``, ``<name>_min_<unit>`` and
+            ``<name>_max_<unit>`` for each function.
         """
         found: dict[str, list[float]] = {name: [] for name in ways}
         for _ in range(self._repeats + 1):
@@ -58,9 +60,9 @@ def check_sizes(**sizes: int) -> None:
 
 
 def machine(device: str | torch.device = "cpu") -> dict[str, Any]:
-    """Facts about the machine that figures depend on: processor, threads, accelerator, versions.
+    """Describe the machine that results depend on: processor, threads, accelerator, versions.
 
-    ``accelerator`` is the one of ``device``; None for the CPU.
+    ``accelerator`` is the name of ``device``, or None for the CPU.
     """
     device = torch.device(device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
@@ -75,7 +77,7 @@ def machine(device: str | torch.device = "cpu") -> dict[str, Any]:
 
 
 def processor() -> str:
-    """The processor's name, from ``/proc/cpuinfo`` if there is one."""
+    """Name of the processor, from ``/proc/cpuinfo`` if it exists."""
     with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as listing:
         for line in listing:
             if "model name" in line:

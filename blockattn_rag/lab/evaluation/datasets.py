@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 class Sample(Protocol):
-    """A question or prompt: its name within a run, and a digest of what its records depend on."""
+    """A question or prompt, with an id that is unique in a run, and a digest of its content."""
 
     @property
     def id(self) -> str: ...
@@ -45,7 +45,7 @@ S = TypeVar("S", bound=Sample)
 
 @dataclass(frozen=True, slots=True)
 class EvaluationPassage:
-    """A retrieved passage. ``gold``: it contains the answer."""
+    """A retrieved passage. ``gold``: whether it contains the answer."""
 
     title: str
     text: str
@@ -68,9 +68,9 @@ class EvaluationSample:
         return digest_of([self.question, self.answers, [(p.title, p.text) for p in self.passages]])
 
     def with_passages(self, num_passages: int) -> EvaluationSample:
-        """This sample with at most ``num_passages`` passages, in the same order.
+        """Return this sample with at most ``num_passages`` passages, in the same order.
 
-        Gold passages are kept first, then the first of the others.
+        Gold passages are kept first, then the first other passages.
         """
         if num_passages < 1:
             raise ValueError(f"num_passages must be at least 1, found {num_passages}")
@@ -80,7 +80,7 @@ class EvaluationSample:
 
 
 def digest_of(parts: Any) -> str:
-    """Short digest of JSON values; the same in every process."""
+    """Short digest of JSON values, which is the same in every process."""
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
@@ -88,11 +88,11 @@ def read_samples(path: str | Path, *, limit: int | None = None) -> list[Evaluati
     """Read evaluation data from a ``.jsonl`` or ``.jsonl.gz`` file.
 
     Args:
-        path: The file. Blank lines are skipped.
+        path: File to read. Blank lines are skipped.
         limit: Maximum number of samples to read. Default: all.
 
     Raises:
-        DataError: A line is malformed or an id is repeated (the message names file and line), or
+        DataError: A line is malformed or an id is repeated (the message gives file and line), or
             the file is missing, damaged or empty.
     """
     return read_distinct(path, lambda record, _: _sample(record), limit)
@@ -101,11 +101,11 @@ def read_samples(path: str | Path, *, limit: int | None = None) -> list[Evaluati
 def read_distinct(
     path: str | Path, parse: Callable[[Record, int], S], limit: int | None = None
 ) -> list[S]:
-    """The samples of a JSON-lines file, whose ids must be distinct; see ``read_samples``.
+    """Read the samples of a JSON-lines file, and check that ids are distinct; see ``read_samples``.
 
     Args:
-        path: The file.
-        parse: Makes a sample from a record and its line number.
+        path: File to read.
+        parse: Function that makes a sample from a record and its line number.
         limit: Maximum number of samples to read. Default: all.
     """
     samples: dict[str, S] = {}
@@ -117,10 +117,10 @@ def read_distinct(
 
 
 def parsed_lines(path: str | Path, parse: Callable[[Record, int], T]) -> Iterator[tuple[int, T]]:
-    """The parsed records of a JSON-lines file, with the numbers of their lines.
+    """Parse the records of a JSON-lines file. Yields line numbers and results.
 
     Raises:
-        DataError: A line is malformed (the message names file and line), or the file is missing,
+        DataError: A line is malformed (the message gives file and line), or the file is missing,
             damaged or empty.
     """
     number = 0
@@ -134,32 +134,32 @@ def parsed_lines(path: str | Path, parse: Callable[[Record, int], T]) -> Iterato
 
 
 def id_of(value: object) -> str:
-    """An id, which is a string or a whole number."""
+    """Convert an id, which is a string or a whole number, to a string."""
     return str(value if isinstance(value, int) else of_kind(value, str, "'id'"))
 
 
 def _sample(record: Record) -> EvaluationSample:
     try:
         json.dumps(record, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:  # such as \ud800, which cannot be encoded
+    except UnicodeEncodeError as error:  # for example \ud800
         raise DataError(f"found half of a surrogate pair ({error}); write full pairs") from error
     return EvaluationSample(
         id=id_of(value_of(record, "id")),
         question=text_of(record, "question"),
-        answers=answers_of(record),  # with an empty list, every output would be right
+        answers=answers_of(record),  # must not be empty: no output could be right
         passages=passages_of(record, may_be_empty=True),
         kind=of_kind(record.get("kind", ""), str, "'kind'"),
     )
 
 
 def answers_of(record: Record, *, may_be_empty: bool = False) -> tuple[str, ...]:
-    """The right answers of a record."""
+    """Read the right answers of a record."""
     items = enumerate(list_of(record, "answers", may_be_empty=may_be_empty))
     return tuple(not_blank(item, f"'answers[{i}]'") for i, item in items)
 
 
 def passages_of(record: Record, *, may_be_empty: bool = False) -> tuple[EvaluationPassage, ...]:
-    """The passages of a record; title and gold are optional."""
+    """Read the passages of a record. ``title`` and ``gold`` are optional."""
     items = enumerate(list_of(record, "passages", may_be_empty=may_be_empty))
     return tuple(
         passage_of(of_kind(item, dict, f"passages[{i}]"), f"passages[{i}].") for i, item in items
@@ -167,7 +167,7 @@ def passages_of(record: Record, *, may_be_empty: bool = False) -> tuple[Evaluati
 
 
 def passage_of(record: Record, where: str = "") -> EvaluationPassage:
-    """One passage. ``where``: the path to it within its line, such as ``passages[0].``."""
+    """Read one passage. ``where``: its path in the line for messages, such as ``passages[0].``."""
     title = of_kind(record.get("title", ""), str, f"'{where}title'")
     gold = of_kind(record.get("gold", False), bool, f"'{where}gold'")
     return EvaluationPassage(title, text_of(record, "text", where), gold)

@@ -1,12 +1,12 @@
-"""Fidelity: how far block mode's predictions are from full mode's, without labels.
+"""Fidelity: how close block mode's predictions are to full mode's, measured without labels.
 
-Full mode answers each question greedily. Every recipe is then shown that answer token by token, and
-its predictions are compared with full mode's (Kullback-Leibler divergence, in nats). This
-distinguishes recipes with far fewer questions than accuracy does. It rewards agreement with full
-mode, right or wrong.
+Full mode answers each question greedily. Then, each recipe predicts every token of this answer from
+the tokens before it. Its predictions are compared with full mode's (Kullback-Leibler divergence, in
+nats). This distinguishes recipes with far fewer questions than accuracy does. It rewards agreement
+with full mode, whether full mode is right or wrong.
 
-Prompts are those of evaluation data, or logged ones: one JSON object a line, plain or gzip, whose
-``prompt`` is a list as for ``engine.generate``, the final block last::
+Prompts come from evaluation data or from a log. A log has one JSON object per line, plain or gzip.
+Its ``prompt`` is a list as for ``engine.generate``, with the final block last::
 
     {"prompt": ["You are ...", "passage 1", "passage 2", "question"], "id": "optional"}
 """
@@ -58,27 +58,28 @@ from blockattn_rag.prompts.blocks import BlockPrompt
 from blockattn_rag.prompts.checkpoints import AUTO, format_for
 
 FLOOR = Row("floor")
-"""Full attention computed in two steps, the context first: equal to full mode but for rounding."""
+"""Row of full attention computed in two steps, context first. Differs from full mode by rounding
+only."""
 
 _ROUNDING = 10.0
-"""A divergence of less than so many times the floor's is rounding."""
+"""A divergence below this multiple of the floor's divergence is considered rounding."""
 
 _UNMEASURED_FLOOR = 1e-9
-"""More than the floor of float32, where it was not measured."""
+"""Assumed divergence of the floor if it was not measured: more than the floor of float32."""
 
 
 @dataclass(frozen=True, slots=True)
 class FidelityRecord:
-    """One question in one row, compared with full mode along full mode's answer.
+    """Comparison of one row with full mode on one question, over the tokens of full mode's answer.
 
     Args:
-        id, digest: Name and digest of the sample.
+        id, digest: Id and digest of the sample.
         mode: Name of the row.
-        tokens: Tokens of the answer.
-        kl, first_kl: Divergence in nats: mean over the answer, and of its first token.
-        agreement: Share of tokens at which the row's first choice is full mode's. With 1, the row's
-            own greedy answer is the same.
-        recipe: Digest of the row's recipe; empty in full mode.
+        tokens: Number of tokens in the answer.
+        kl, first_kl: Divergence in nats: mean over the answer, and at its first token.
+        agreement: Share of tokens for which the row's likeliest token equals full mode's. If it is
+            1, the row gives the same greedy answer.
+        recipe: Digest of the row's recipe. Empty in full mode.
     """
 
     id: str
@@ -92,13 +93,13 @@ class FidelityRecord:
 
     @classmethod
     def of(cls, sample: Sample, row: Row, kl: Tensor, agrees: Tensor) -> FidelityRecord:
-        """The record of a sample in a row.
+        """Create the record of a sample in a row.
 
         Args:
             sample: The sample.
             row: The row.
-            kl: Divergences ``[answer tokens]``; below 0 only by rounding.
-            agrees: At which tokens the row's first choice is full mode's, ``[answer tokens]``.
+            kl: Divergences ``[answer tokens]``. Negative values are rounding.
+            agrees: Whether the row's likeliest token equals full mode's, ``[answer tokens]``.
         """
         kl = kl.clamp_min(0)
         return cls(
@@ -129,12 +130,12 @@ class FidelityRecord:
 
 @dataclass(frozen=True, slots=True)
 class FidelityResult:
-    """Figures of one row, with 95 % bootstrap intervals over questions.
+    """Summary of one row, with 95 % bootstrap intervals over questions.
 
     ``recovery`` is the share of plain block mode's divergence that the recipe removes: (KL of the
-    row ``none`` minus KL of this row) / (KL of ``none`` minus KL of the floor). It is None for
-    ``none`` itself, without passages, if ``none`` was not run, and if ``none`` differs from full
-    mode only by rounding.
+    row ``none`` minus KL of this row) / (KL of ``none`` minus KL of the floor). It is None for the
+    row ``none`` itself, for prompts without passages, if ``none`` was not run, and if ``none``
+    differs from full mode only by rounding.
     """
 
     mode: str
@@ -172,19 +173,19 @@ def measure_fidelity(
 
     Args:
         engine: The model and its KV store.
-        samples: See :func:`.datasets.read_samples`; answers are not used.
-        recipes: Recipes of block mode to compare; see ``evaluation.records``. Full mode is compared
-            with itself under the name ``"floor"``, in every run.
-        closed_book: Also compare full mode without passages.
-        max_new_tokens: Longest answer of full mode. Default: 24.
-        records_path: File of records, one JSON line for each sample and row. Recorded samples are
-            not compared again.
+        samples: See :func:`.datasets.read_samples`. Right answers are not used.
+        recipes: Recipes of block mode to compare; see ``evaluation.records``. Every run also
+            compares full mode with itself, in the row ``"floor"``.
+        closed_book: Whether to also compare full mode without passages.
+        max_new_tokens: Maximum length of full mode's answers in tokens. Default: 24.
+        records_path: File of records, with one JSON line for each sample and row. Recorded samples
+            are not compared again.
         settings: Further settings for the report and the records file.
-        on_progress: Called with the number of finished samples and of all samples.
+        on_progress: Called with the number of finished samples and the number of all samples.
 
     Raises:
-        ValueError: A recipe that cannot be used, or no sample.
-        DataError: ``records_path`` holds records of another measurement, or is not a record file.
+        ValueError: A recipe cannot be used, or there is no sample.
+        DataError: ``records_path`` has records of another measurement, or is not a record file.
         ContextOverflowError: A prompt does not fit in the context window.
     """
     if not samples:
@@ -207,7 +208,7 @@ def measure_fidelity(
 
 @dataclass(frozen=True, slots=True)
 class LoggedPrompt:
-    """A prompt of a log: its id, and its blocks with the final block last."""
+    """A logged prompt: its id, and its blocks with the final block last."""
 
     id: str
     texts: tuple[str, ...]
@@ -243,7 +244,7 @@ def replay(
     """Compare block mode with full mode on logged prompts; see ``measure_fidelity``.
 
     Args:
-        log: Prompts; see ``read_log``.
+        log: Logged prompts; see ``read_log``.
     """
     if not log:
         raise ValueError("found no prompt to replay, expected at least one")
@@ -265,15 +266,15 @@ def compare_each(
     records_path: str | Path | None,
     on_progress: Callable[[int, int], None] | None,
 ) -> FidelityReport:
-    """The report of all samples in all rows. Recorded samples are not compared again.
+    """Compare all samples in all rows. Recorded samples are not compared again.
 
     Args:
-        samples: Samples as they are shown.
+        samples: Samples as they are shown in prompts.
         rows: Rows to compare.
-        compare: Compares one sample in some rows with full mode.
-        noted: What the records depend on.
-        records_path: File of records. None: only in memory.
-        on_progress: Called with the number of finished samples and of all samples.
+        compare: Function that compares one sample with full mode, in the given rows.
+        noted: Settings that the records depend on.
+        records_path: File of records. None: records are kept in memory only.
+        on_progress: Called with the number of finished samples and the number of all samples.
     """
     file = RecordFile(
         records_path, noted, lambda line: FidelityRecord(**line), samples=samples, rows=rows
@@ -298,7 +299,7 @@ def compare_prompt(
     """Compare one sample in several rows, which share full mode's answer and predictions.
 
     Args:
-        closed_book: The prompt without passages, for rows that show none.
+        closed_book: Prompt without passages, for closed-book rows.
     """
     answer, expected = full_answer(engine, prompt, max_new_tokens)
     records = []
@@ -315,9 +316,9 @@ def compare_prompt(
 def full_answer(
     engine: BlockAttentionEngine, prompt: BlockPrompt, max_new_tokens: int
 ) -> tuple[list[int], Tensor]:
-    """Full mode's greedy answer, and its log-probabilities along that answer.
+    """Full mode's greedy answer, and its log-probabilities at each token of the answer.
 
-    The latter are float64 ``[answer tokens, vocab]``.
+    Log-probabilities are float64 ``[answer tokens, vocab]``.
 
     Raises:
         ContextOverflowError: The prompt leaves no room for one token.
@@ -332,12 +333,12 @@ def full_answer(
 
 
 def _log_probabilities(logits: Tensor) -> Tensor:
-    # In float64, because the floor of float32 is about 1e-12.
+    # float64, because the rounding of float32 would give a divergence of about 1e-12.
     return F.log_softmax(logits.double(), dim=-1)
 
 
 def _in_two_steps(model: BlockModel, prompt: BlockPrompt, answer: Sequence[int]) -> Tensor:
-    """The logits of full attention, with the whole context computed as one block."""
+    """Logits of full attention, with the complete context computed first, as one block."""
     ids = model.tokenizer.prompt_ids(prompt)
     context = [token for block in ids.context for token in block]
     requests = [EncodeRequest(context, "", "")] if context else []

@@ -1,4 +1,4 @@
-"""Accuracy of short answers, as the papers on retrieval-augmented generation measure it."""
+"""Accuracy metrics for short answers, as in papers on retrieval-augmented generation."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ _QUANTILES = (0.025, 0.975)
 
 
 def normalize_answer(text: str) -> str:
-    """Lower case, no ASCII punctuation, no English articles, single spaces.
+    """Normalise an answer: lower case, no ASCII punctuation or English articles, single spaces.
 
     The normalisation of the SQuAD and NQ-Open evaluation scripts (Rajpurkar et al. 2016). A text
-    that consists of articles and punctuation alone ("A") keeps them: it would match everything.
+    that consists only of articles and punctuation ("A") keeps them, because an empty text would
+    match everything.
     """
     lowered = " ".join(text.lower().split())
     return " ".join(_ARTICLES.sub(" ", lowered.translate(_PUNCTUATION)).split()) or lowered
@@ -30,8 +31,8 @@ def normalize_answer(text: str) -> str:
 def contains_answer(output: str, answers: Sequence[str]) -> float:
     """1.0 if any gold answer occurs in the output, both normalised, else 0.0.
 
-    The accuracy of Block-Attention (Ma et al. 2025, section 3.1) and of Liu et al. 2023, whose
-    ``best_subspan_em`` this is. It is a test on characters: "7" occurs in "1970".
+    The accuracy metric of Block-Attention (Ma et al. 2025, section 3.1), and ``best_subspan_em`` of
+    Liu et al. 2023. It compares characters, not words: "7" occurs in "1970".
     """
     found = normalize_answer(output)
     return float(any(normalize_answer(answer) in found for answer in answers))
@@ -44,7 +45,7 @@ def exact_match(output: str, answers: Sequence[str]) -> float:
 
 
 def f1_score(output: str, answers: Sequence[str]) -> float:
-    """The best harmonic mean of word precision and recall over the gold answers, in 0..1."""
+    """Highest F1 score of any gold answer: harmonic mean of word precision and recall, in 0..1."""
     return max((_f1(normalize_answer(output), normalize_answer(a)) for a in answers), default=0.0)
 
 
@@ -70,12 +71,12 @@ class Interval(NamedTuple):
 
 
 def plain_figures(figures: Mapping[str, Any]) -> dict[str, Any]:
-    """Figures as plain JSON types; intervals as ``{"mean", "low", "high"}``."""
+    """Convert statistics to plain JSON types. Intervals become ``{"mean", "low", "high"}``."""
     return {k: v._asdict() if isinstance(v, Interval) else v for k, v in figures.items()}
 
 
 def bootstrap_mean(values: Sequence[float]) -> Interval:
-    """Mean of the values, at least one, with its 95 % bootstrap interval."""
+    """Mean of at least one value, with its 95 % bootstrap interval."""
     if not values:
         raise ValueError("expected at least one value to average, found none")
     return bootstrap_ratio(values, np.ones(len(values)))
@@ -86,14 +87,14 @@ def bootstrap_ratio(
 ) -> Interval:
     """Mean of the numerators over the mean of the denominators, with its 95 % interval.
 
-    The interval is the percentile bootstrap's (Efron 1979), deterministic. Both are drawn together,
-    sample by sample. The mean of the denominators must be above 0; resamples in which it is not
-    are left out.
+    The interval is computed by a percentile bootstrap (Efron 1979) and is deterministic. Each
+    numerator is drawn together with its denominator. The mean of the denominators must be above 0.
+    Resamples in which it is not above 0 are left out.
     """
     pairs = np.stack([numerators, denominators]).astype(np.float64)
     size = pairs.shape[1]
     rng = np.random.default_rng(0)
-    # In slices, because one matrix of resamples x samples could fill the memory.
+    # In slices, because one matrix of resamples x samples could exceed the memory.
     rows = max(1, _DRAWN_AT_ONCE // size)
     counts = [min(rows, _RESAMPLES - start) for start in range(0, _RESAMPLES, rows)]
     drawn = [pairs[:, rng.integers(size, size=(n, size))].mean(axis=2) for n in counts]

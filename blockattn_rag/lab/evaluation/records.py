@@ -1,7 +1,7 @@
-"""Rows of an evaluation, their records by question, and reports that sum these up by row.
+"""Rows of an evaluation, records of each question, and reports that summarize records by row.
 
-A row is full mode, block mode with one recipe, or prompts without passages. Records are kept in a
-file, from which an interrupted run resumes.
+A row is full mode, block mode with one recipe, or prompts without passages. Records are stored in a
+file, so that an interrupted run can resume.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ FULL, CLOSED_BOOK, PLAIN = "full", "closed-book", "none"
 """Names of the rows for full mode, for prompts without passages, and for plain block mode."""
 
 Recipes = Mapping[str, RecipeLike] | Sequence[RecipeLike]
-"""Recipes by row name, or recipes that are named as they are written."""
+"""Recipes by row name, or a list of recipes whose text is also their row name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """How one row's prompts are answered.
+    """One way of answering the prompts of an evaluation.
 
     Args:
         name: Name of the row.
         recipe: Recipe of block mode. None: full mode.
-        closed_book: Whether prompts hold no passages.
+        closed_book: Whether prompts have no passages.
     """
 
     name: str
@@ -60,10 +60,12 @@ class Row:
 def rows_of(
     engine: BlockAttentionEngine, first: Row, recipes: Recipes, closed_book: bool = False
 ) -> list[Row]:
-    """The first row, one for each recipe, resolved for the engine's model, and prompts alone.
+    """Return the first row, a row for each recipe, and with ``closed_book`` a row without passages.
+
+    Recipes are resolved for the engine's model.
 
     Raises:
-        ValueError: A name comes twice or is reserved, or a recipe cannot be used with the model.
+        ValueError: A name is repeated or reserved, or a recipe cannot be used with the model.
     """
     given = recipes if isinstance(recipes, Mapping) else {}
     pairs = [*given.items()] or [(str(recipe), recipe) for recipe in recipes]
@@ -78,7 +80,7 @@ def rows_of(
 
 
 def settings_of(engine: BlockAttentionEngine, **others: Any) -> dict[str, Any]:
-    """What the records of an engine depend on."""
+    """Settings of an engine that its records depend on."""
     own = {"fingerprint": engine.model.fingerprint, "kv_dtype": engine.kv_dtype}
     return {**own, **others}
 
@@ -99,7 +101,7 @@ class Record(Sample, Protocol):
 
 
 class RowResult(Protocol):
-    """Figures of one row."""
+    """Summary of one row."""
 
     @property
     def mode(self) -> str:
@@ -115,31 +117,31 @@ F = TypeVar("F", bound=RowResult)
 
 @dataclass(frozen=True)  # without slots, for the cached properties
 class Report(Generic[R, F]):
-    """Result of a run: its settings, the figures by row, and every record."""
+    """Result of a run: its settings, the summary of each row, and all records."""
 
     settings: Mapping[str, Any]
     records: Sequence[R]
 
     @cached_property
     def results(self) -> list[F]:
-        """The rows, in the order of the run."""
+        """Summaries of the rows, in the order of the run."""
         return self._results(by_row(self.records))
 
     @abstractmethod
     def _results(self, records: Mapping[str, Sequence[R]]) -> list[F]:
-        """The figures of records by row."""
+        """Summarize the records of each row."""
 
     def __getitem__(self, row: str) -> F:
         return next(result for result in self.results if result.mode == row)
 
     def to_dict(self) -> dict[str, Any]:
-        """Settings and figures as plain JSON types, without the records."""
+        """Settings and summaries as plain JSON types, without the records."""
         rows = [result.to_dict() for result in self.results]
         return {"settings": dict(self.settings), "rows": rows}
 
 
 def by_row(records: Iterable[R]) -> dict[str, list[R]]:
-    """Records by the name of their row, in the order of the run."""
+    """Group records by row name, in the order of the run."""
     found: dict[str, list[R]] = {}
     for record in records:
         found.setdefault(record.mode, []).append(record)
@@ -147,19 +149,21 @@ def by_row(records: Iterable[R]) -> dict[str, list[R]]:
 
 
 class RecordFile(Generic[R]):
-    """A JSONL file: the run's settings on the first line, then one record a line.
+    """JSONL file with the settings of a run on the first line, then one record per line.
 
-    An incomplete last line, left by a crash, is dropped when the file is opened again. A file that
-    this class did not write is never changed.
+    If a crash left an incomplete last line, it is dropped when the file is opened again. A file
+    that this class did not write is never changed.
 
     Args:
-        path: The file; created with its folders if it does not exist. None: only in memory.
-        settings: What the records depend on (model, data, prompt format, ...).
-        parse: Makes a record of its ``to_dict``; raises TypeError or KeyError.
-        samples, rows: What is evaluated.
+        path: File to open. It is created with its folders if it does not exist. None: records are
+            kept in memory only.
+        settings: Settings that the records depend on (model, data, prompt format, ...).
+        parse: Function that makes a record from the result of its ``to_dict``. It raises TypeError
+            or KeyError.
+        samples, rows: Samples and rows of the evaluation.
 
     Attributes:
-        records: The records by sample and row.
+        records: Records by sample and row.
 
     Raises:
         DataError: The file is not a record file, or has records of other settings, samples or
@@ -182,7 +186,7 @@ class RecordFile(Generic[R]):
         self._check_recipes(rows)
 
     def append(self, records: Iterable[R]) -> None:
-        """Add records, on disk before this returns."""
+        """Add records, and flush them to disk."""
         new = list(records)
         if self._path is not None:
             with self._path.open("a", encoding="utf-8") as file:
@@ -205,8 +209,8 @@ class RecordFile(Generic[R]):
             raise self._refusal(1, "not a record file (no settings there)")
         if found != json.loads(start):
             raise DataError(
-                f"{path} holds records made with other settings. Found: {_dump(found).strip()} "
-                f"expected: {_dump(header).strip()} Name another file or delete this one."
+                f"{path} has records made with other settings. Found: {_dump(found).strip()}, "
+                f"expected: {_dump(header).strip()}. Choose another file or delete this file."
             )
         for number, line in enumerate(lines, 2):
             try:
@@ -224,8 +228,8 @@ class RecordFile(Generic[R]):
         changed = {r.id: None for r in found if digests.get(r.id, r.digest) != r.digest}
         if changed:
             raise DataError(
-                f"{self._path} holds answers to other questions, or over other passages, under "
-                f"{listed(list(changed))}. Name another file or delete this one."
+                f"{self._path} has answers to other questions, or from other passages, under "
+                f"{listed(list(changed))}. Choose another file or delete this file."
             )
 
     def _check_recipes(self, rows: Sequence[Row]) -> None:
@@ -233,8 +237,8 @@ class RecordFile(Generic[R]):
         for record in self.records.values():
             if record.recipe != recipes.get(record.mode, record.recipe):
                 raise DataError(
-                    f"{self._path} holds records of {record.mode!r} made with another recipe than "
-                    "the one found now. Name another file of records or delete this one."
+                    f"{self._path} has records of {record.mode!r} made with another recipe than "
+                    "the current one. Choose another file of records or delete this file."
                 )
 
     def _json(self, number: int, line: bytes) -> Any:
@@ -244,17 +248,17 @@ class RecordFile(Generic[R]):
             raise self._refusal(number, f"not a record file ({error})") from error
 
     def _refusal(self, number: int, found: str) -> DataError:
-        return DataError(f"{self._path}, line {number}: {found}; name another file")
+        return DataError(f"{self._path}, line {number}: {found}; choose another file")
 
 
 def listed(ids: Sequence[str], most: int = 20) -> str:
-    """Ids for a message, the first of them if there are many."""
+    """List ids for a message, at most the first ``most``."""
     rest = f" and {len(ids) - most} more" if len(ids) > most else ""
     return f"the ids {', '.join(ids[:most])}{rest}"
 
 
 def without_blank(line: dict[str, Any], name: str) -> dict[str, Any]:
-    """A record's fields, without the named one if it is empty."""
+    """Remove a field from a record if it is empty."""
     return line if line[name] else {key: value for key, value in line.items() if key != name}
 
 

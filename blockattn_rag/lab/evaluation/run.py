@@ -1,4 +1,4 @@
-"""Accuracy of full mode, of block mode with recipes, and of questions without passages."""
+"""Measures the accuracy of full mode, block mode with recipes, and questions without passages."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ class EvaluationRecord:
     """One question answered in one row.
 
     Args:
-        id, digest: Name and digest of the sample.
+        id, digest: Id and digest of the sample.
         mode: Name of the row.
-        kind, question, answers: The sample's.
-        output: The answer.
+        kind, question, answers: Fields of the sample.
+        output: Answer of the model.
         accuracy, exact_match, f1: Scores in 0..1.
-        stats: Counts, and ``ttft_s`` of the question's batch; all other times are 0.
+        stats: Counts, and ``ttft_s`` of the question's batch. All other times are 0.
         finish_reason: ``"length"`` if the answer was cut off by its limit or the context window.
-        recipe: Digest of the row's recipe; empty in full mode.
+        recipe: Digest of the row's recipe. Empty in full mode.
     """
 
     id: str
@@ -74,7 +74,7 @@ class EvaluationRecord:
 
     @classmethod
     def from_dict(cls, line: Mapping[str, Any]) -> EvaluationRecord:
-        """The record whose ``to_dict`` this is; KeyError or TypeError for other fields."""
+        """Create a record from ``to_dict``. Raises KeyError or TypeError for other fields."""
         rest = {**line, "answers": tuple(line["answers"])}
         figures = {name: rest.pop(name) for name in (*_COUNTS, "ttft_s")}
         mode: Mode = "block" if line.get("recipe") else "full"
@@ -90,17 +90,18 @@ class EvaluationRecord:
 
 @dataclass(frozen=True, slots=True)
 class ModeResult:
-    """Figures of one row. Scores lie in 0..1 with 95 % bootstrap intervals; times are seconds.
+    """Summary of one row. Scores are in 0..1 with 95 % bootstrap intervals; times are in seconds.
 
     Args:
         mode: Name of the row.
-        samples: Questions.
+        samples: Number of questions.
         accuracy, exact_match, f1: Scores; see ``metrics``.
-        difference: Accuracy minus that of full mode, paired by question.
+        difference: Accuracy minus full mode's accuracy, paired by question.
         agreement: Share of questions with the same normalised output as in full mode.
-        cut_off: Answers that ended at ``max_new_tokens`` or at the end of the context window.
-        ttft_s: Median time to the first token. None where questions were answered in batches,
-            because each question then waits for its whole batch.
+        cut_off: Number of answers that ended at ``max_new_tokens`` or at the end of the context
+            window.
+        ttft_s: Median time to the first token. None if questions were answered in batches, because
+            each question then waits for its complete batch.
         stats: Sums over all questions.
     """
 
@@ -122,11 +123,11 @@ class ModeResult:
 
 
 class EvaluationReport(Report[EvaluationRecord, ModeResult]):
-    """Result of an evaluation: figures of all questions, and by kind of question."""
+    """Result of an evaluation: summaries over all questions, and by kind of question."""
 
     @cached_property
     def by_kind(self) -> dict[str, list[ModeResult]]:
-        """The rows of each kind of question, if the data names kinds."""
+        """Summaries of the rows for each kind of question. Empty if the data has no kinds."""
         kinds = sorted({record.kind for record in self.records} - {""})
         return {
             kind: self._results(by_row(r for r in self.records if r.kind == kind)) for kind in kinds
@@ -139,11 +140,11 @@ class EvaluationReport(Report[EvaluationRecord, ModeResult]):
 
     @property
     def cut_off(self) -> int:
-        """Answers that ended at ``max_new_tokens`` or at the end of the context window."""
+        """Number of answers cut off by ``max_new_tokens`` or at the end of the context window."""
         return sum(result.cut_off for result in self.results)
 
     def to_dict(self) -> dict[str, Any]:
-        """Settings and figures as plain JSON types, without the records."""
+        """Settings and summaries as plain JSON types, without the records."""
         by_kind = {kind: [r.to_dict() for r in rows] for kind, rows in self.by_kind.items()}
         return {**super().to_dict(), "cut_off": self.cut_off, "by_kind": by_kind}
 
@@ -162,25 +163,25 @@ def evaluate(
 ) -> EvaluationReport:
     """Answer every sample greedily in full mode and with every recipe, and score the answers.
 
-    Passages are encoded before block mode answers, so that its times include no encoding.
+    Passages are encoded before block mode answers, so the times of block mode exclude encoding.
 
     Args:
         engine: The model and its KV store.
         samples: See :func:`blockattn_rag.lab.evaluation.datasets.read_samples`.
         recipes: Recipes of block mode; see ``evaluation.records``.
-        closed_book: Also answer without passages.
+        closed_book: Whether to also answer without passages.
         batch_size: Questions answered at once. With 1, times to the first token are reported.
-        records_path: File of records, one JSON line for each answer. Recorded questions are not
-            answered again.
+        records_path: File of records, with one JSON line for each answer. Recorded questions are
+            not answered again.
         settings: Further settings for the report and the records file, such as the data's name.
-        on_progress: Called with the number of finished answers and of all answers.
+        on_progress: Called with the number of finished answers and the number of all answers.
 
     Raises:
-        ValueError: A recipe that cannot be used, or no sample.
-        DataError: ``records_path`` holds records of another evaluation or of other samples, or is
-            no record file.
-        ContextOverflowError: Prompts do not fit in the context window; names their samples, before
-            anything is answered.
+        ValueError: A recipe cannot be used, or there is no sample.
+        DataError: ``records_path`` has records of another evaluation or of other samples, or is
+            not a record file.
+        ContextOverflowError: Prompts do not fit in the context window. Raised before anything is
+            answered; the message lists the samples.
     """
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, found {batch_size}")
@@ -208,7 +209,7 @@ def evaluate(
             file.append([_record(s, row, a) for s, a in zip(batch, answers, strict=True)])
             answered += len(batch)
             notify(answered, total)
-    # The kind decides no answer, and may have been another when the sample was answered.
+    # The kind does not affect the answer, and may have changed since the sample was answered.
     records = [replace(file.records[s.id, row.name], kind=s.kind) for row in rows for s in samples]
     return EvaluationReport(noted, records)
 
@@ -220,7 +221,7 @@ def _answer(
     row: Row,
     **options: Any,
 ) -> list[Generation]:
-    """The answers to a batch of samples. In block mode, their passages are encoded first."""
+    """Answer a batch of samples. In block mode, the passages are encoded first."""
     prompts = [make_prompt(engine, form, s, closed_book=row.closed_book) for s in batch]
     if row.recipe is not None:
         for prompt in prompts:
@@ -235,7 +236,7 @@ def make_prompt(
     *,
     closed_book: bool = False,
 ) -> BlockPrompt:
-    """The prompt of a sample; closed-book prompts have no passage."""
+    """Make the prompt of a sample. Closed-book prompts have no passages."""
     tokenizer = engine.model.tokenizer.tokenizer
     if closed_book:
         return _CLOSED_BOOK.prompt(sample.question, (), tokenizer)
@@ -257,7 +258,7 @@ def _check_room(
     if found:
         raise ContextOverflowError(
             f"{len(found)} of {len(samples)} prompts do not fit in the model's context window of "
-            f"{most + 1} tokens, the answer included: {listed(list(found))}, up to "
+            f"{most + 1} tokens, including the answer: {listed(list(found))}, up to "
             f"{max(found.values())} tokens; keep fewer passages (with_passages), "
             "or leave these samples out"
         )

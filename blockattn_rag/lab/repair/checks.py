@@ -46,7 +46,7 @@ def check_output(output: Path, model: BlockModel) -> None:
     if owners and model.fingerprint not in owners:
         shown = ", ".join(owner[:12] for owner in owners)
         raise DataError(
-            f"{output} holds a recipe of {found['model']} (fingerprints {shown}), expected one of "
+            f"{output} has a recipe for {found['model']} (fingerprints {shown}), expected one for "
             f"{model.name} (fingerprint {model.fingerprint[:12]}); choose another folder "
             "(--output), or delete that recipe"
         )
@@ -63,12 +63,12 @@ def check_disk(
     ids = (model.tokenizer.final_ids(one.text, first=False) for one in shown)
     tokens = sum(map(len, ids)) / max(1, len(shown))
     encoded = min(limits.passages * (limits.samples + limits.held_out), len(passages))
-    # Each is encoded alone and after the sink.
+    # Each passage is encoded twice: alone and after the sink.
     needed = min(limits.store_bytes, int(2 * encoded * tokens * model.bytes_per_token))
     free = shutil.disk_usage(folder.parent).free
     if free < needed:
         raise OSError(
             f"found {free / 1e9:.1f} GB free in {os.fspath(folder.parent)}, expected "
-            f"{needed / 1e9:.1f} GB for keys and values of {encoded} passages; free some, or "
+            f"{needed / 1e9:.1f} GB for keys and values of {encoded} passages; free some space, or "
             "choose another folder (--output)"
         )

@@ -1,8 +1,8 @@
-"""Fitting a correction: ridge regression from blocks' keys and values to those of full attention.
+"""Fits a correction by ridge regression, from the KV of blocks to the KV of full attention.
 
-It needs passages alone: no question, no label, no gradient. Each prompt's context is computed
-twice, as blocks and as one. Only sums over tokens are kept, so memory does not grow with the number
-of prompts.
+The fit needs only passages: no questions, labels or gradients. The context of each prompt is
+computed twice, in blocks and with full attention. Only sums over tokens are kept, so memory does
+not grow with the number of prompts.
 """
 
 from __future__ import annotations
@@ -26,29 +26,30 @@ from blockattn_rag.model.correction import (
 from blockattn_rag.prompts.sinks import NO_SINK, sink_ids
 
 _RIDGES = (1e-4, 1e-3, 1e-2, 1e-1)
-"""Penalties on the weights, relative to the mean square of states; held-out prompts choose one."""
+"""Penalties on the weights, relative to the mean square of states. Held-out prompts decide which
+one is used."""
 
 TokenBlocks = Sequence[Sequence[int]]
 """Token ids of a prompt's blocks."""
 
-# Squared differences below this share of the states' squares are rounding: of sums in float32, and
-# of states, in squared units of their dtype's precision.
+# Squared differences below this share of the squared states are considered rounding. _ROUNDING is
+# for sums in float32, and _ROUNDING_EPS2, in units of the squared precision, for the states' dtype.
 _ROUNDING = 1e-9
 _ROUNDING_EPS2 = 4
 
-# Weight of the prior that a place needs no constant, in tokens.
+# Weight of the prior that the constants are 0, in tokens.
 _PRIOR_TOKENS = 1.0
 
 
 class Sums:
-    """Sums over the tokens of one layer, of inputs x (states and place) and differences y.
+    """Sums over the tokens of one layer, for inputs x (states and place) and differences y.
 
-    They are ``xx`` ``[K, D+P, D+P]``, ``xy`` ``[K, D+P, D]`` and ``yy`` ``[K, D]``, in float64.
+    The sums ``xx`` ``[K, D+P, D+P]``, ``xy`` ``[K, D+P, D]`` and ``yy`` ``[K, D]`` are float64.
 
     Args:
         heads: Number of heads K.
-        size: States of a head D.
-        dtype: Type that the states are computed in.
+        size: Head size D.
+        dtype: Type in which the states are computed.
     """
 
     def __init__(self, heads: int, size: int, dtype: torch.dtype = torch.float32) -> None:
@@ -72,13 +73,13 @@ class Sums:
     def differ(self) -> bool:
         """Whether blocks differ from full attention by more than rounding.
 
-        In layer 0 they mostly do not.
+        In layer 0 they usually do not differ.
         """
         states = self.xx.diagonal(dim1=1, dim2=2)[:, : self._size]
         return bool(self.yy.sum() > self._rounding * states.sum())
 
     def solve(self, ridge: float) -> Tensor:
-        """Weights and constants ``[K, D+P, D]``; zeros where nothing differs."""
+        """Weights and constants ``[K, D+P, D]``, which are zero where nothing differs."""
         if not self.differ:
             return torch.zeros_like(self.xy)
         penalty = torch.full_like(self.xx[:, 0], _PRIOR_TOKENS)
@@ -87,7 +88,7 @@ class Sums:
         return torch.linalg.solve(self.xx + torch.diag_embed(penalty), self.xy)
 
     def left(self, solution: Tensor) -> Tensor:
-        """Squared difference that remains with a solution, ``[K, D]``."""
+        """Squared difference that remains after a solution is applied, ``[K, D]``."""
         fitted = (solution * (self.xx @ solution)).sum(dim=1)
         return self.yy - 2 * (solution * self.xy).sum(dim=1) + fitted
 
@@ -106,19 +107,20 @@ def fit_correction(
         model: The model.
         contexts: Token ids of the blocks of each prompt. The first block is the prompt's beginning
             and is not corrected.
-        held_out: Further prompts, which choose the penalty.
-        sink: Prefix tokens that all blocks but the first are encoded with.
-        on_progress: Called with the number of finished prompts and of all prompts.
+        held_out: Further prompts, which decide the penalty.
+        sink: Prefix tokens that all blocks except the first are encoded with.
+        on_progress: Called with the number of finished prompts and the number of all prompts.
 
     Raises:
-        ValueError: There is no prompt to fit to or none held out, or one has a single block.
+        ValueError: There are no prompts to fit to or no held-out prompts, or a prompt has only one
+            block.
         ContextOverflowError: A context is longer than the model's context window.
     """
     every = [*contexts, *held_out]
     if not contexts or not held_out or any(len(context) < 2 for context in every):
         raise ValueError(
             f"found {len(contexts)} prompts to fit a correction to and {len(held_out)} held out, "
-            "expected at least one of each, all with a passage behind their beginning"
+            "expected at least one of each, all with a passage after the first block"
         )
     before = sink_ids(sink, model.tokenizer)
     fitted, tested = (_empty_sums(model) for _ in range(2))
@@ -167,13 +169,13 @@ def _add_prompt(
 
 
 def _bare(model: BlockModel, kv: BlockKV, layer: int, start: int, end: int) -> Tensor:
-    """Tokens ``start`` to ``end`` of one layer, without rotation ``[K, n, D]``."""
+    """States of the tokens ``start`` to ``end`` in one layer, without rotation, ``[K, n, D]``."""
     keys, values = (states[:, start:end] for states in kv.states(layer))
     return bare_states(keys, values, model.profile.layouts[layer], range(start, end))
 
 
 def _best(fitted: Sequence[Sums], tested: Sequence[Sums]) -> list[Tensor]:
-    """The solutions with the penalty that fits held-out prompts best; all layers weigh the same."""
+    """Solutions with the penalty that fits held-out prompts best. All layers have equal weight."""
 
     def left(solutions: Sequence[Tensor]) -> float:
         pairs = zip(tested, solutions, strict=True)

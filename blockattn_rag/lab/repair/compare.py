@@ -1,7 +1,7 @@
-"""The candidates of a repair, their comparison with full mode, and the choice of one.
+"""Candidate recipes of a repair: their comparison with full mode, and the choice of one.
 
-The choice follows the one-standard-error rule (Breiman et al. 1984): the simplest setting that the
-data cannot distinguish from the best one.
+The choice follows the one-standard-error rule (Breiman et al. 1984): it is the simplest candidate
+that the data cannot distinguish from the best candidate.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from blockattn_rag.prompts.blocks import BlockPrompt
 from blockattn_rag.prompts.sinks import NO_SINK
 
 Tick = Callable[[int, int], None]
-"""Called with what is done, and all of it."""
+"""Function of the finished part of the work and its total."""
 
 _GENERATED_AT_ONCE = 8
 
 _CONFIDENCE = 1.96
-"""Standard errors by which a recipe has to be better to cost tokens, or to replace another one."""
+"""Standard errors by which a recipe that costs tokens, or that replaces another, must be better."""
 
 _FEW = 8
-"""Questions below which the spread of a difference is too uncertain to replace a recipe in use."""
+"""Number of questions below which a difference is too uncertain to replace a recipe in use."""
 
 Losses = Mapping[str, NDArray[np.float64]]
 """Losses of recipes on the same questions, ``[questions]``, by name; the simplest recipe first."""
 
 IN_USE = "in use"
-"""Name of the candidate that the model has run with so far."""
+"""Name of the candidate that is the model's current recipe."""
 
 
 def free_recipes(
@@ -52,9 +52,9 @@ def free_recipes(
     trained: Correction | None,
     in_use: Recipe | None = None,
 ) -> dict[str, Recipe]:
-    """The candidates that cost nothing per answer, by name, the simplest first.
+    """Candidates that cost nothing per answer, by name, the simplest first.
 
-    A recipe in use comes before new adapters, and is one of the candidates.
+    A recipe in use is also a candidate, and comes before new adapters.
     """
     prefix = "" if sink == NO_SINK else f"{sink} + "
     found = {PLAIN: Recipe()}
@@ -69,7 +69,7 @@ def free_recipes(
 
 
 def promoting(model: BlockModel, free: Mapping[str, Recipe], losses: Losses) -> dict[str, Recipe]:
-    """The best of the candidates with one passage promoted; empty if the model cannot promote."""
+    """The best candidate, with one passage promoted. Empty if the model does not support it."""
     if not model.supports_relay:
         return {}
     best = min(free, key=lambda name: losses[name].mean())
@@ -81,12 +81,12 @@ def promoting(model: BlockModel, free: Mapping[str, Recipe], losses: Losses) -> 
 
 
 class Comparer:
-    """Compares recipes with full mode along the teacher's answers.
+    """Compares recipes with full mode, at each token of the teacher's answers.
 
     Args:
-        engine: The model, over a store that has or takes the passages.
-        teacher: Gives full mode's answers.
-        prompt: Makes the prompt of a sample.
+        engine: Engine whose store contains the passages, or can store them.
+        teacher: Provides full mode's answers.
+        prompt: Function that makes the prompt of a sample.
         records_path: File of records. Recorded comparisons are not computed again.
     """
 
@@ -103,7 +103,7 @@ class Comparer:
     def losses(
         self, samples: Sequence[Sample], recipes: Mapping[str, Recipe], tick: Tick
     ) -> dict[str, NDArray[np.float64]]:
-        """Losses on the samples, by recipe, in the recipes' order."""
+        """Losses on the samples by recipe, in the order of the recipes."""
         records = self.compared(samples, recipes, tick).records
         return {
             name: np.array([loss_of(record) for record in records if record.mode == name])
@@ -113,14 +113,14 @@ class Comparer:
     def compared(
         self, samples: Sequence[Sample], recipes: Mapping[str, Recipe], tick: Tick
     ) -> FidelityReport:
-        """Every recipe on the samples."""
+        """Compare every recipe with full mode on the samples."""
         rows = [Row(name, recipe) for name, recipe in recipes.items()]
         asked = [_Asked(self._prompt(sample)) for sample in samples]
         noted = {"measured": "repair"}
         return compare_each(asked, rows, self.compare, noted, self._records_path, tick)
 
     def compare(self, asked: _Asked, rows: Sequence[Row]) -> list[FidelityRecord]:
-        """The records of one prompt in several rows."""
+        """Compare several rows with full mode on one prompt."""
         answer = self._teacher(asked.prompt)
         records = []
         for row in rows:
@@ -133,10 +133,10 @@ class Comparer:
     def right(
         self, samples: Sequence[Sample], chosen: Recipe, max_new_tokens: int, tick: Tick
     ) -> tuple[dict[str, int], int]:
-        """Count right answers in full mode, without a recipe and with the chosen one.
+        """Count right answers in full mode, without a recipe, and with the chosen recipe.
 
         Returns:
-            The counts by name, and the number of samples whose right answers are known.
+            The counts by name, and the number of samples with known right answers.
         """
         asked = [sample for sample in samples if sample.answers]
         if not asked:
@@ -164,7 +164,7 @@ class Comparer:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """A prompt, named by its text."""
+    """A prompt whose id is derived from its text."""
 
     prompt: BlockPrompt
 
@@ -178,21 +178,24 @@ class _Asked:
 
 
 def loss_of(record: FidelityRecord) -> float:
-    """The mean divergence, with the first token counted twice, as in the fit."""
+    """Mean divergence, with the first token counted twice, as in training."""
     return (record.kl * record.tokens + record.first_kl) / (record.tokens + 1)
 
 
 def choose(losses: Losses, costly: Collection[str] = (), in_use: str | None = None) -> str:
-    """The simplest free recipe, unless the one in use is as good or a costly one clearly better.
+    """Choose a recipe by the losses of all candidates.
 
-    The simplest free recipe is the first whose loss is at most one standard error above the lowest
-    one of these. "Clearly better" is a loss that is lower by more than the 95 % interval of the
-    difference. Standard errors are those of differences, paired by question.
+    The default choice is the simplest good recipe among the free (not costly) ones: the first whose
+    loss is at most one standard error above their lowest loss. The recipe in use is kept unless the
+    choice is clearly better. A costly recipe is chosen only if it is clearly better. "Clearly
+    better" means a loss that is lower by more than the 95 % interval of the difference. Standard
+    errors are of differences, paired by question.
 
     Args:
-        losses: On at least two questions.
-        costly: Names of recipes that compute tokens in every answer. At least one is not costly.
-        in_use: Name of the recipe in use, if any, which is kept unless another is clearly better.
+        losses: Losses on at least two questions.
+        costly: Names of recipes that compute tokens in every answer. At least one recipe must not
+            be costly.
+        in_use: Name of the recipe in use, if any.
     """
     free = [name for name in losses if name not in costly]
     best = min(free, key=lambda name: losses[name].mean())
@@ -208,7 +211,7 @@ def _is_clearly_better(losses: Losses, name: str, other: str) -> bool:
 
 
 def _difference(losses: Losses, name: str, other: str) -> float:
-    """By how many standard errors the first loss is above the second; 0 if they are equal."""
+    """Number of standard errors by which the first loss exceeds the second. 0 if they are equal."""
     difference = losses[name] - losses[other]
     mean, error = difference.mean(), difference.std(ddof=1) / math.sqrt(len(difference))
     return float(mean / error) if error else math.copysign(math.inf, mean) if mean else 0.0

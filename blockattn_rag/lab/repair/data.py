@@ -1,9 +1,9 @@
-"""What a recipe is fitted to: questions with passages, read from JSON lines and drawn as samples.
+"""Data that a recipe is fitted to: questions and passages from JSON lines, drawn as samples.
 
-Files are plain or gzip. A question is ``{"question": str}``, with ``"answers": [str, ...]`` where
-right answers are known and ``"passages": [{"title": str, "text": str, "gold": bool}, ...]`` where
-it has its own, as in evaluation data; title and gold are optional. A passage is
-``{"title": str, "text": str}``. Other keys are ignored.
+Files are plain or gzip. A question is ``{"question": str}``. Optional keys are
+``"answers": [str, ...]``, the right answers, and
+``"passages": [{"title": str, "text": str, "gold": bool}, ...]``, as in evaluation data; title and
+gold are optional. A passage is ``{"title": str, "text": str}``. Other keys are ignored.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from blockattn_rag.prompts.formats import Passage
 from blockattn_rag.store.base import KVStore
 
 Nearest = Callable[[str, int], Sequence[Passage]]
-"""Finds the passages nearest to a text, best first, up to a number."""
+"""Function of a text and a number that returns up to so many nearest passages, best first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question and the passages that it may be shown with, at least one.
+    """A question with at least one passage for its prompts.
 
-    The first passage is always shown: the one that the question is about, or the best hit. The
-    others are those that a retriever would find with it.
+    The first passage is in every prompt. It is the passage that the question is about, or the best
+    hit of a retriever. The others are passages that a retriever would also return.
 
     Args:
-        text: The question.
-        passages: The passages.
+        text: Text of the question.
+        passages: Passages for prompts.
         answers: Right answers, if they are known.
     """
 
@@ -70,18 +70,18 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Material:
-    """What a recipe is fitted to.
+    """Data that a recipe is fitted to.
 
     Args:
-        prompt: Makes the prompt of a question and its passages, as it will be asked.
-        prompt_format: Name of that format.
+        prompt: Function that makes a prompt from a question and passages, as in real use.
+        prompt_format: Name of the format of these prompts.
         passages: Passages to write questions about.
-        nearest: Finds the passages of a question. None: questions have their own.
-        questions: Questions as they are asked. None: the model writes some.
-        lender: Store that may have passages' keys and values. It is only read.
+        nearest: Function that finds the passages for a question. None: questions have their own.
+        questions: Real questions. None: the model writes questions.
+        lender: Store that may already have the KV of the passages. It is only read.
         namespace: Namespace of the passages in ``lender``.
-        in_use: Recipe that the model runs with so far, if it has an adapter. It is kept unless
-            another is better.
+        in_use: Current recipe of the model, if it has an adapter. It is kept unless another recipe
+            is better.
     """
 
     prompt: Callable[[str, Sequence[Passage]], BlockPrompt]
@@ -94,7 +94,7 @@ class Material:
     in_use: Recipe | None = None
 
     def inputs(self) -> dict[str, str]:
-        """The material's numbers and digests, to compare runs."""
+        """Counts and digests of the data, to compare runs."""
         found = {
             "passages": _digest(self.passages, [[p.title, p.text] for p in self.passages]),
             "prompt format": self.prompt_format,
@@ -112,7 +112,7 @@ def _digest(counted: Sequence[Any], parts: Any) -> str:
 
 
 def distinct(questions: Sequence[Question], seed: int) -> list[Question]:
-    """Each question once, ignoring case, in an order that depends on texts and seed alone."""
+    """Return each question once, ignoring case, in an order that depends only on texts and seed."""
 
     def digest(question: Question) -> str:
         return hashlib.sha256(question.text.encode("utf-8", "surrogatepass")).hexdigest()
@@ -126,13 +126,13 @@ def distinct(questions: Sequence[Question], seed: int) -> list[Question]:
 def draw_samples(
     questions: Sequence[Question], count: int, fewest: int, most: int, seed: int
 ) -> list[Sample]:
-    """Draw ``count`` samples: each question in turn, every time with other passages.
+    """Draw ``count`` samples: each question in turn, each time with other passages.
 
     Args:
-        questions: Questions, at least one.
+        questions: At least one question.
         count: Number of samples.
-        fewest, most: Passages of a sample, the question's first one included. A question with
-            fewer passages shows all.
+        fewest, most: Bounds of the number of passages in a sample, including the question's first
+            passage. A question with fewer passages uses all of them.
         seed: Random seed.
     """
     rng = random.Random(seed)
@@ -148,7 +148,7 @@ def draw_samples(
 
 
 def read_passages(path: Path) -> list[Passage]:
-    """The distinct passages of a file.
+    """Read the distinct passages of a file.
 
     Raises:
         DataError: The file is missing, damaged or empty, or a line is not a passage.
@@ -159,12 +159,13 @@ def read_passages(path: Path) -> list[Passage]:
 
 
 def read_questions(path: Path, nearest: Nearest | None, num_passages: int) -> list[Question]:
-    """The questions of a file: with their own passages, gold ones first, or with the nearest ones.
+    """Read the questions of a file, with their own passages (gold first) or the nearest passages.
 
     Args:
-        path: The file.
-        nearest: Finds passages for questions that have none. None: all must have their own.
-        num_passages: Passages to find for a question.
+        path: File to read.
+        nearest: Function that finds passages for questions without any. None: all questions must
+            have passages.
+        num_passages: Number of passages to find for a question.
 
     Raises:
         DataError: The file is missing, damaged or empty, a line is not a question, or a question
@@ -179,7 +180,7 @@ def read_questions(path: Path, nearest: Nearest | None, num_passages: int) -> li
             return Question(text, tuple(dict.fromkeys(map(_stripped, gold_first))), answers)
         if nearest is None:
             raise DataError(
-                'found a question without passages; add "passages" to it, or give a database '
+                'found a question without passages; add "passages" to it, or pass a database '
                 "(--db) or passages (--passages)"
             )
         return Question(text, tuple(nearest(text, num_passages)), answers)

@@ -1,6 +1,6 @@
 """The plan of a repair: numbers of prompts and steps that fit into its time at measured speeds.
 
-No torch here, so that the command line can read the limits.
+This module does not import torch, because the command line reads the limits.
 """
 
 from __future__ import annotations
@@ -13,34 +13,34 @@ from blockattn_rag.errors import DataError
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds of a repair. They are not options, because measurements decide within them.
+    """Bounds of a repair. They are not options: measured speeds decide the numbers within them.
 
     Args:
-        questions: Most questions that the model writes; more bring little, and take time from the
-            fit.
-        writing_share: Share of the time that writing questions may take.
-        passages: Passages of a prompt, as many as ``ask`` retrieves. Fits see 1 to this many, and
-            measurements this many.
-        answer_tokens: Longest answer of full mode. Answers to factual questions are decided within
-            it, and each token takes a forward.
-        top_k: The teacher's likeliest tokens that are kept at each token of an answer; the rest
-            counts as one token.
-        held_out: Questions for choosing and for measuring, together: fewer leave intervals too
-            wide to be useful, more take time from the fit.
-        held_out_share: Most of the questions that are held out.
-        fewest_held_out: Fewest of them: two to choose on and two to measure on, as a spread needs
-            two.
-        promotion_needs: Fewest questions to choose promotion on, which costs tokens per answer:
-            the standard error of a few is too uncertain.
-        closed_form: Prompts of the closed form; it does not improve with more.
-        samples: Most prompts to train on.
-        draws: Most samples of one question, each with other passages.
-        fewest_samples: Fewest prompts that a training is worth.
-        epochs: Passes over the samples. On held-out questions, new samples bring more than
+        questions: Maximum number of questions that the model writes. More questions improve little,
+            and take time from the fit.
+        writing_share: Maximum share of the time for writing questions.
+        passages: Passages per prompt, as many as ``ask`` retrieves. Fits use 1 to this many
+            passages, and measurements use exactly this many.
+        answer_tokens: Maximum length of full mode's answers in tokens. It is enough for factual
+            questions, and each token costs a forward pass.
+        top_k: Number of the teacher's likeliest tokens to keep at each token of an answer. All
+            other tokens count as one.
+        held_out: Maximum number of questions for choosing and measuring together. With fewer,
+            intervals are too wide to be useful. More take time from the fit.
+        held_out_share: Maximum share of the questions that are held out.
+        fewest_held_out: Minimum number of held-out questions: two for choosing and two for
+            measuring, because a standard error needs two.
+        promotion_needs: Minimum number of questions for choosing promotion, which costs tokens per
+            answer. With fewer, the standard error is too uncertain.
+        closed_form: Number of prompts for the closed form. More do not improve it.
+        samples: Maximum number of prompts to train on.
+        draws: Maximum number of samples of one question, each with other passages.
+        fewest_samples: Minimum number of prompts to train on. With fewer, there is no training.
+        epochs: Passes over the samples. On held-out questions, new samples improve more than
             further passes.
-        measurements: How often a training is measured, and saved to resume from.
-        validation: Prompts that it is measured on.
-        store_bytes: Bytes of keys and values in the work folder.
+        measurements: Number of times that a training is measured and saved as a checkpoint.
+        validation: Number of prompts that a training is measured on.
+        store_bytes: Maximum size of the keys and values in the work folder, in bytes.
     """
 
     questions: int = 240
@@ -67,12 +67,12 @@ LIMITS = Limits()
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """Seconds that one prompt takes, measured before the plan is made.
+    """Seconds of each step for one prompt, measured before the plan is made.
 
     Args:
-        answer: Full mode's answer.
-        encode: Its context in full attention; its passages alone take about as long.
-        fetch: Its passages after the sink, from the store or computed.
+        answer: Answering in full mode.
+        encode: Encoding the context with full attention. Encoding its passages takes about as long.
+        fetch: Fetching its passages, encoded after the sink, from the store or by computation.
         step: Forward and backward pass of a student.
     """
 
@@ -83,35 +83,35 @@ class Speeds:
 
     @property
     def compare(self) -> float:
-        """One recipe's predictions: a forward without the backward pass of twice its time."""
+        """Seconds of one recipe's predictions for a prompt, estimated as half a step."""
         return self.step / 2
 
     def held_out(self, recipes: int) -> float:
-        """A held-out prompt: full mode's answer, passages encoded alone and after the sink, every
-        recipe's predictions, and its answers where right answers are known."""
+        """Seconds of a held-out prompt: full mode's answer, passages encoded alone and after the
+        sink, every recipe's predictions, and its answers if right answers are known."""
         return self.answer + self.encode + self.fetch + (recipes + 2) * self.compare
 
     def sample(self, epochs: float) -> float:
-        """A prompt to train on."""
+        """Seconds of a prompt to train on."""
         return self.answer + self.fetch + epochs * self.step
 
     @property
     def closed_form(self) -> float:
-        """A prompt of the closed form: its passages, and all of it in full attention."""
+        """Seconds of a closed-form prompt: its passages, and its context with full attention."""
         return 2 * self.encode
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How many prompts and steps a repair takes.
+    """Numbers of prompts and steps of a repair.
 
     Args:
-        held_out: Questions to choose and to measure on.
-        closed_form: Prompts of the closed form.
-        samples: Prompts to train on. 0: no training.
-        steps: Optimizer steps.
-        training_s: Seconds planned for the steps.
-        measuring_s: Seconds planned for what comes after them.
+        held_out: Number of questions for choosing and measuring.
+        closed_form: Number of prompts for the closed form.
+        samples: Number of prompts to train on. 0: no training.
+        steps: Number of optimizer steps.
+        training_s: Seconds planned for the optimizer steps.
+        measuring_s: Seconds planned for the work after training.
     """
 
     held_out: int
@@ -132,16 +132,16 @@ class Plan:
         batch: int,
         limits: Limits,
     ) -> Plan:
-        """The plan for so many seconds.
+        """Make a plan for the remaining time.
 
-        Held-out questions get at most a quarter of the time and the closed form a fifth; the
-        training gets the rest.
+        Held-out questions get at most a quarter of the time, and the closed form at most a fifth.
+        Training gets the rest.
 
         Args:
-            seconds: Seconds that are left.
-            questions: Distinct questions.
-            recipes: Recipes to compare.
-            batch: Prompts of an optimizer step.
+            seconds: Remaining seconds.
+            questions: Number of distinct questions.
+            recipes: Number of recipes to compare.
+            batch: Prompts per optimizer step.
 
         Raises:
             DataError: There are too few questions, or there is too little time.
@@ -149,7 +149,7 @@ class Plan:
         if questions < limits.fewest_held_out + 1:
             raise DataError(
                 f"found {questions} distinct questions, expected at least "
-                f"{limits.fewest_held_out + 1}: some to fit and others to measure on; give more "
+                f"{limits.fewest_held_out + 1}: some to fit and others to measure on; pass more "
                 "questions (--questions FILE) or passages"
             )
         given, held_s = seconds, speeds.held_out(recipes)
@@ -180,16 +180,16 @@ class Plan:
     def trained(
         self, seconds: float, speeds: Speeds, questions: int, *, batch: int, limits: Limits
     ) -> Plan:
-        """This plan with as much training as fits into ``seconds``.
+        """Return this plan with as much training as fits into ``seconds``.
 
-        The samples of this plan have their answers and their blocks already. A repair calls this
-        again before the training: speeds change when other processes start and end.
+        The samples of this plan already have answers and blocks. A repair calls this method again
+        before training, because speeds change when other processes start and end.
 
         Args:
             seconds: Seconds for samples and steps.
-            speeds: Speeds of now.
-            questions: Distinct questions.
-            batch: Prompts of an optimizer step.
+            speeds: Current speeds.
+            questions: Number of distinct questions.
+            batch: Prompts per optimizer step.
         """
         checked = min(limits.validation, self.held_out // 2)
         measured = limits.measurements * checked * speeds.compare
@@ -211,5 +211,5 @@ class Plan:
 
 
 def _within(seconds: float, each: float, fewest: int, most: int) -> int:
-    """How many fit into the seconds, within bounds."""
+    """Number of items of ``each`` seconds that fit into ``seconds``, within bounds."""
     return max(fewest, min(most, math.floor(seconds / max(each, 1e-9))))

@@ -38,24 +38,24 @@ def write_questions(
     on_progress: Callable[[int, int], None],
     time_is_up: Callable[[], bool] = lambda: False,
 ) -> list[Question]:
-    """Up to ``count`` distinct questions, each about one passage, by greedy decoding in full mode.
+    """Write up to ``count`` distinct questions, each about one passage, with greedy decoding.
 
     Args:
         passages: Passages to write questions about.
-        nearest: Finds the other passages of a question.
-        num_passages: Passages of each question: the one that it was written from, and the nearest
-            others.
-        path: File of JSON lines with the questions so far, which are not written again.
-        seed: Random seed of the order of passages.
+        nearest: Function that finds the other passages of a question.
+        num_passages: Number of passages of each question: the passage that it was written from, and
+            the nearest others.
+        path: JSON-lines file of the questions so far, which are not written again.
+        seed: Random seed for the order of passages.
         on_progress: Called with the number of written questions and ``count``.
-        time_is_up: Whether to write no further question.
+        time_is_up: Function that returns whether to stop writing.
 
     Raises:
-        DataError: There is no passage, or the model wrote no question about any of them.
+        DataError: There is no passage, or the model wrote no question about any passage.
     """
     passages = list(dict.fromkeys(passages))
     if not passages:
-        raise DataError("found no passage to write questions about, expected some")
+        raise DataError("found no passage to write questions about, expected at least one")
     random.Random(seed).shuffle(passages)
     written = _kept(path)
     questions: dict[str, Question] = {}
@@ -76,14 +76,14 @@ def write_questions(
         on_progress(len(questions), count)
     if not questions:
         raise DataError(
-            f"the model wrote no question about any of {tried} passages; give questions "
+            f"the model wrote no question about any of {tried} passages; pass questions "
             "(--questions FILE)"
         )
     return list(questions.values())
 
 
 def clean_question(text: str) -> str | None:
-    """The first line of a text up to its question mark; None if that is not a question."""
+    """The first line of a text up to its question mark. None: the line is not a question."""
     line = next(iter(text.strip().splitlines()), "")
     question = line.partition("?")[0].strip(_QUOTES).removeprefix("Question:").strip(_QUOTES)
     is_one = "?" in line and len(question.split()) >= _FEWEST_WORDS
@@ -126,7 +126,7 @@ def _name(passage: Passage) -> str:
 
 
 def _kept(path: Path) -> dict[str, str | None]:
-    """Questions written before, by passage. An incomplete last line is deleted from the file."""
+    """Read the questions so far, by passage. An incomplete last line is deleted from the file."""
     if not path.is_file():
         return {}
     data = path.read_bytes()

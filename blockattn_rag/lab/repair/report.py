@@ -1,4 +1,4 @@
-"""The report of a repair: as JSON in the recipe, as three lines, and as a plot."""
+"""The report of a repair, as JSON in the recipe, as three lines of text, and as a plot."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ logger = logging.getLogger("blockattn_rag")
 Report = Mapping[str, Any]
 """Result of a repair, as plain JSON types:
 
-- ``model``, ``fingerprint``, ``version``, ``date``: what was repaired, with which version, in UTC.
+- ``model``, ``fingerprint``, ``version``, ``date``: model, version of this package, date in UTC.
 - ``chosen``: name of the chosen candidate.
-- ``candidates``: every candidate, the simplest first, with its ``name``, the mean ``loss`` on the
-  questions of the choice, and the figures of a ``FidelityResult`` on the other questions.
-- ``passages``: passages of the prompts that were measured.
-- ``questions``: distinct questions; ``written``: whether the model wrote them.
-- ``chosen_on``, ``measured_on``: questions of the choice and of the measurement.
-- ``right``: right answers in full mode, plain block mode and with the recipe, on ``answered``
-  questions of the measurement whose right answers are known. Empty: no such question.
+- ``candidates``: every candidate, the simplest first, with its ``name``, its mean ``loss`` on the
+  questions for choosing, and the fields of a ``FidelityResult`` on the questions for measuring.
+- ``passages``: number of passages in the measured prompts.
+- ``questions``: number of distinct questions; ``written``: whether the model wrote them.
+- ``chosen_on``, ``measured_on``: numbers of questions for choosing and for measuring.
+- ``right``: numbers of right answers in full mode, plain block mode and with the recipe, on the
+  ``answered`` questions whose right answers are known. Empty: there is no such question.
 - ``plan``: see ``plan.Plan``; ``curve``: losses of the training; ``seconds``: seconds by stage.
 """
 
 _FEW = 10
-"""Held-out questions below which figures are unreliable."""
+"""Number of held-out questions below which results are unreliable."""
 
 
 def figures(report: Report) -> list[str]:
-    """A report's figures in three lines."""
+    """Summarize a report in three lines."""
     by_name = {one["name"]: one for one in report["candidates"]}
     plain, found = by_name[PLAIN], by_name[report["chosen"]]
     recovered = ""
@@ -63,7 +63,7 @@ def figures(report: Report) -> list[str]:
 
 
 def _shortfall(report: Report) -> str:
-    """Sentences on missing time or questions; empty if there was enough."""
+    """Sentences about missing time or questions. Empty: there was enough."""
     few = report["measured_on"] < _FEW
     untrained = not report["plan"]["samples"]
     lacks = [
@@ -79,9 +79,9 @@ def _percent(share: float) -> str:
 
 
 def plot(report: Report) -> bytes | None:
-    """Plot of every candidate's divergence with its interval, and of the training's losses, as PNG.
+    """Plot the divergence of all candidates and the losses of the training, as PNG.
 
-    None if matplotlib is not installed.
+    Returns None if matplotlib is not installed.
     """
     try:
         from matplotlib.figure import Figure

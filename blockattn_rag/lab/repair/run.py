@@ -1,7 +1,7 @@
-"""One repair: questions, full mode's answers, fits, choice, measurement, recipe.
+"""One repair, from questions and full mode's answers to the fits, the choice and its measurement.
 
-Every stage resumes where an interruption left it: what was written, answered, fitted and compared
-is in the work folder.
+Every stage stores its results (questions, answers, fits, comparisons) in the work folder, so an
+interrupted run resumes where it stopped.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from blockattn_rag.model.correction import Correction, read_correction, save_cor
 from blockattn_rag.prompts.blocks import BlockPrompt
 
 Progress = Callable[[str, int, int], None]
-"""Called with the name of a stage, the finished part of it, and its total."""
+"""Function of the name of a stage, its finished part, and its total."""
 
 _SEED = 0
 _RESERVE_SHARE = 0.08
-"""Share of the time that is not planned: loading, saving, and what takes longer than measured."""
+"""Share of the time kept in reserve for loading, saving, and work that is slower than measured."""
 
 LATEST = 1.3
-"""A training ends after so many times its planned seconds."""
+"""Multiple of its planned time after which a training is stopped."""
 
 
 def repair(
@@ -57,30 +57,30 @@ def repair(
     limits: Limits = LIMITS,
     on_progress: Progress = lambda *_: None,
 ) -> Recipe:
-    """Fit recipes for a model, choose the simplest good one, measure it, and write it.
+    """Fit recipes for a model, choose the simplest good recipe, measure it, and write it.
 
-    An interrupted run with the same inputs is resumed. The model's own weights are frozen from here
-    on, and are not changed.
+    An interrupted run with the same inputs is resumed. The weights of the model are frozen and not
+    changed.
 
     Args:
         model: The stock model.
-        material: What to fit to.
-        output: Folder of the recipe; an earlier recipe there is replaced.
-        minutes: Minutes that the repair may take.
+        material: Data to fit to.
+        output: Folder of the recipe. An earlier recipe in the folder is replaced.
+        minutes: Time limit in minutes.
         version: Version of this package, for the report.
-        limits: Bounds of numbers; see ``plan.Limits``.
+        limits: Bounds of the repair; see ``plan.Limits``.
         on_progress: Called with each stage's progress.
 
     Returns:
         The recipe, with its report.
 
     Raises:
-        DataError: Too few questions or passages, too little time, a block-fine-tuned model, or an
-            interrupted run with other inputs.
+        DataError: There are too few questions or passages, there is too little time, the model is
+            block-fine-tuned, or an interrupted run had other inputs.
         DivergedError: A loss is not finite.
         ContextOverflowError: A prompt and its answer do not fit in the context window.
         ImportError: A package is missing.
-        OSError: The output cannot be written, or there is too little room.
+        OSError: The output cannot be written, or the disk has too little room.
     """
     check_packages()
     if model.is_block_tuned:
@@ -98,12 +98,12 @@ def repair(
     before = work.interrupted_run(folder)
     if before is not None and (changed := work.changes(before, inputs)):
         raise DataError(
-            f"{folder} holds an interrupted repair with other inputs: {', '.join(changed)}. Give "
+            f"{folder} has an interrupted repair with other inputs: {', '.join(changed)}. Pass "
             "the same inputs to resume it, or delete that folder to start again"
         )
 
     def is_worth_keeping(error: BaseException) -> bool:
-        # Questions alone are of no use if the inputs have to change.
+        # After a DataError, the inputs must change, so written questions alone are useless.
         kept = (".safetensors",) if isinstance(error, DataError) else (".safetensors", ".jsonl")
         return any(path.is_file() and path.suffix in kept for path in folder.rglob("*"))
 
@@ -117,14 +117,14 @@ def repair(
 
 @dataclass
 class Repair:
-    """One run, stage after stage.
+    """The stages of one run.
 
     Args:
         model: The stock model.
-        material: What to fit to.
+        material: Data to fit to.
         folder: The work folder.
-        budget_s: Seconds that the run may take.
-        limits: Bounds of numbers.
+        budget_s: Time limit in seconds.
+        limits: Bounds of the repair.
         on_progress: Called with each stage's progress.
     """
 
@@ -141,7 +141,7 @@ class Repair:
         limits, model, namespace = self.limits, self.model, self.material.namespace
         self.sink = stock_sink(model)
         store = ReadThroughStore(self.folder / "kv", limits.store_bytes, self.material.lender)
-        # Memory for one prompt at a time: a store of its own must not fill twice.
+        # No resident blocks, so that memory has only the blocks of one prompt at a time.
         self.engine = BlockAttentionEngine(
             model, store, recipe="none", namespace=namespace, resident_bytes=0
         )
@@ -149,7 +149,7 @@ class Repair:
         self.teacher = Teacher(model, self.folder / "answers", limits.answer_tokens, limits.top_k)
 
     def run(self, version: str) -> tuple[Recipe, bytes | None]:
-        """The recipe with its report, and the report's plot."""
+        """Run all stages. Returns the recipe with its report, and the plot of the report."""
         questions = distinct(self._questions(), _SEED)
         plan = self._plan(questions)
         train, held = self.samples(questions, plan)
@@ -220,7 +220,8 @@ class Repair:
         if material.nearest is None:
             raise DataError("found no questions, and no passages to write questions about")
         until = self.started + limits.writing_share * self.budget_s
-        # Once there is a plan, no question is added: all of them decide which are held out.
+        # After the plan is made, no questions are added, because the split into fitted and held-out
+        # questions depends on all of them.
         is_planned = self._plan_path.exists()
         with self._stage("writing questions") as tick:
             return write_questions(
@@ -240,7 +241,7 @@ class Repair:
         return self.folder / "plan.json"
 
     def _plan(self, questions: Sequence[Question]) -> Plan:
-        """The plan, made once: a resumed run has the same."""
+        """The plan. It is made once, and a resumed run reads it."""
         minutes = self.budget_s / 60
 
         def make() -> dict[str, Any]:
@@ -255,14 +256,14 @@ class Repair:
         kept = work.kept_json(self._plan_path, make)
         if (before := kept.pop("minutes")) != minutes:
             raise DataError(
-                f"{self.folder} holds an interrupted repair of {before:g} minutes, found "
-                f"{minutes:g}: give the same --minutes to resume it, or delete that folder to "
+                f"{self.folder} has an interrupted repair of {before:g} minutes, found "
+                f"{minutes:g}: pass the same --minutes to resume it, or delete that folder to "
                 "start again"
             )
         return Plan(**kept)
 
     def _replanned(self, plan: Plan, questions: Sequence[Question]) -> Plan:
-        """The plan with the training that fits now, at the speeds of now; made once, too."""
+        """The plan with as much training as fits at the current speeds. It is also made once."""
 
         def make() -> dict[str, Any]:
             speeds = self.speeds(questions[-2:])
@@ -273,11 +274,11 @@ class Repair:
         return Plan(**work.kept_json(self.folder / "training-plan.json", make))
 
     def _until_reserve(self) -> float:
-        """The time, on the monotonic clock, at which the work should be done."""
+        """Time on the monotonic clock at which the reserve of the time limit begins."""
         return self.started + (1 - _RESERVE_SHARE) * self.budget_s
 
     def speeds(self, questions: Sequence[Question]) -> Speeds:
-        """Seconds of a prompt, measured after another one that warms up."""
+        """Measure the seconds of a prompt, after a warm-up with another prompt."""
         student = Student(self.model, no_correction(self.model, self.sink))
         self.model.hf_model.requires_grad_(False)
         most = self.limits.passages
@@ -299,9 +300,10 @@ class Repair:
     def samples(
         self, questions: Sequence[Question], plan: Plan
     ) -> tuple[list[Sample], list[Sample]]:
-        """Samples to fit to, of one passage and more, and held-out ones of as many as are asked.
+        """Draw samples to fit to, with one or more passages, and held-out samples.
 
-        There are as many as the limits allow; the first are used, as many as there is time for.
+        Held-out samples have as many passages as ``ask`` retrieves. There are as many samples as
+        the limits allow, and the first are used, as many as fit into the time.
         """
         held, rest = questions[: plan.held_out], questions[plan.held_out :]
         most = self.limits.passages
@@ -315,8 +317,8 @@ class Repair:
         prompt = self.material.prompt(sample.question, sample.passages)
         if len(prompt.context) < 2:
             raise DataError(
-                "found a prompt of one context block, whose block mode is the same as full mode; "
-                "give questions with more passages"
+                "found a prompt of one context block, for which block mode equals full mode; "
+                "pass questions with more passages"
             )
         return prompt
 
@@ -331,7 +333,7 @@ class Repair:
         path = self.folder / "closed-form.safetensors"
         if not path.is_file():
             contexts = [self.model.tokenizer.prompt_ids(prompt).context for prompt in prompts]
-            # A fifth chooses the penalty of the fit.
+            # A fifth of the prompts decides the penalty of the fit.
             held = max(1, len(contexts) // 5)
             with self._stage("fitting in closed form") as tick:
                 correction = fit_correction(
@@ -347,7 +349,7 @@ class Repair:
         held: Sequence[BlockPrompt],
         plan: Plan,
     ) -> tuple[Correction | None, list[dict[str, float]]]:
-        """The correction trained by gradients, and its curve; None if there is no time for it."""
+        """Train a correction. Returns it with its loss curve. None: there is no time for it."""
         path, curve = self.folder / "trained.safetensors", self.folder / "curve.json"
         if not plan.samples:
             return None, []

@@ -1,4 +1,4 @@
-"""The store of a repair, which reads a database's blocks and writes its own elsewhere."""
+"""The store of a repair, which reads blocks of a database and writes to another folder."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from blockattn_rag.store.base import Found
 
 
 class ReadThroughStore(KVStore):
-    """Store that reads missing blocks from a lender and writes only to a folder of its own.
+    """Store that writes to its own folder, and reads missing blocks from a lender.
 
-    So a repair uses a database's blocks and adds none to it. Blocks in int8 are not read, because
-    an adapter is not fitted to rounded ones.
+    A repair can thus use the blocks of a database without adding any. Blocks in int8 are not read
+    from the lender, because an adapter must not be fitted to rounded blocks.
 
     Args:
-        path: The folder.
-        max_bytes: Most bytes in it.
-        lender: The store to read from, if any.
+        path: Folder of the store.
+        max_bytes: Maximum size of the folder in bytes.
+        lender: Store to read missing blocks from, if any.
     """
 
     def __init__(self, path: Path, max_bytes: int, lender: KVStore | None) -> None:
-        # Not flushed to the disk: what a power failure loses is computed again.
+        # Not flushed to disk, because blocks lost in a power failure are computed again.
         self._own = DirectoryStore(path, max_bytes=max_bytes, fsync=False)
         self._lender = lender
 
     def get_many(self, keys: Sequence[str]) -> list[Found]:
-        """As ``get`` for each key."""
+        """Get the block of each key, like ``get``."""
         found = self._own.get_many(keys)
         missing = [key for key, kv in zip(keys, found, strict=True) if kv is None]
         if missing and self._lender is not None:
@@ -54,6 +54,6 @@ class ReadThroughStore(KVStore):
 
 
 def _unrounded(found: Found) -> Found:
-    """What a store returned, with None in place of a block in int8."""
+    """Replace a block in int8 with None."""
     is_rounded = isinstance(found, BlockKV) and found.scales is not None
     return None if is_rounded else found

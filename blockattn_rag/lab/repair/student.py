@@ -21,24 +21,25 @@ from blockattn_rag.store.base import KVStore
 from blockattn_rag.store.namespaces import Access
 
 _BIAS_UNIT = 20.0
-"""Unit in which a correction's constants are trained. They are much larger than its weights, and
-Adam's steps have one size for all."""
+"""Unit in which a correction's constants are trained. They are much larger than its weights, but
+Adam's steps have the same size for both."""
 
 
 class ReadyPrompt(NamedTuple):
-    """A prompt of block mode: its placed blocks, and the token ids of its final block."""
+    """A prompt in block mode: its placed blocks, and the token ids of its final block."""
 
     context: Context
     final_ids: list[int]
 
 
 class BlockSource:
-    """Prepares prompts for block mode: passages' keys and values come from a store, and missing
-    ones are computed by the stock model and stored.
+    """Prepares prompts for block mode with keys and values from a store.
+
+    Missing blocks are computed by the stock model and stored.
 
     Args:
         model: The model.
-        store: Where keys and values are stored.
+        store: Store of keys and values.
         sink: Prefix tokens that passages are encoded with.
         namespace: Namespace of the passages in the store.
     """
@@ -49,7 +50,7 @@ class BlockSource:
         self._recipe = Recipe(sink)
 
     def __call__(self, prompt: BlockPrompt) -> ReadyPrompt:
-        """The prompt with its blocks."""
+        """Fetch the blocks of a prompt."""
         context, final_ids = self._model.tokenizer.with_final_ids(prompt)
         wanted = self._fetcher.wanted(context, as_prompt=True, recipe=self._recipe)
         blocks = self._fetcher.fetch(wanted).blocks
@@ -57,10 +58,10 @@ class BlockSource:
 
 
 class Student(nn.Module):
-    """Block mode along given answers, differentiable in the correction.
+    """Predictions of block mode for given answers, differentiable in the correction.
 
-    The module's parameters are the correction's. The model is not part of it: its weights must be
-    frozen, and are neither trained, moved nor saved with the module.
+    The module's parameters are those of the correction. The model is not a submodule: its weights
+    must be frozen, and are not trained, moved or saved with the module.
 
     Args:
         model: The model.
@@ -76,7 +77,7 @@ class Student(nn.Module):
 
     @property
     def correction(self) -> Correction:
-        """The correction as it is now."""
+        """The current correction."""
         tensors = iter(self.trained)
         layers = (
             LayerCorrection(weight, bias * _BIAS_UNIT)
@@ -85,17 +86,17 @@ class Student(nn.Module):
         return replace(self._start, layers=tuple(layers))
 
     def finished(self) -> Correction:
-        """The correction as it is now, on the CPU and without gradients."""
+        """The current correction, on the CPU and without gradients."""
         found = self.correction
         layers = (LayerCorrection(*(t.detach().cpu().clone() for t in one)) for one in found.layers)
         return replace(found, layers=tuple(layers))
 
     def forward(self, ready: ReadyPrompt, answer_ids: Sequence[int]) -> Tensor:
-        """Logits ``[answer tokens, vocab]``, the first row before the answer's first token.
+        """Logits ``[answer tokens, vocab]``. The first row predicts the answer's first token.
 
         Args:
             ready: The prompt.
-            answer_ids: Token ids of an answer, at least one.
+            answer_ids: Token ids of an answer. At least one.
         """
         model, correction = self.model, self.correction
         first, *others = ready.context.blocks

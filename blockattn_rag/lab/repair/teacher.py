@@ -1,6 +1,6 @@
-"""The teacher: the model itself in full mode, and the divergence of other predictions from its own.
+"""The teacher, which is the model in full mode, and the divergence of predictions from the teacher.
 
-Its answers are computed once and kept in files, with the likeliest tokens at each of their tokens.
+Answers are computed once and stored in files, with the likeliest tokens at each answer token.
 """
 
 from __future__ import annotations
@@ -29,20 +29,19 @@ class TopPredictions(NamedTuple):
 
     Args:
         tokens: int64 ``[n, k]``, likeliest first.
-        log_probs: float32 ``[n, k + 1]``: those of ``tokens``, then that of all other tokens
-            together.
+        log_probs: float32 ``[n, k + 1]``. The last column is for all other tokens together.
     """
 
     tokens: Tensor
     log_probs: Tensor
 
     def to(self, device: torch.device | str) -> TopPredictions:
-        """These predictions on a device."""
+        """Move the predictions to a device."""
         return TopPredictions(*(tensor.to(device) for tensor in self))
 
 
 def top_predictions(logits: Tensor, k: int) -> TopPredictions:
-    """The likeliest tokens of logits ``[n, vocab]``: ``k``, or one less than there are."""
+    """The ``k`` likeliest tokens for logits ``[n, vocab]``, at most ``vocab - 1``."""
     tokens = logits.topk(min(k, logits.shape[-1] - 1), dim=-1).indices
     return TopPredictions(tokens, log_probs_at(logits, tokens))
 
@@ -50,8 +49,9 @@ def top_predictions(logits: Tensor, k: int) -> TopPredictions:
 def log_probs_at(logits: Tensor, tokens: Tensor) -> Tensor:
     """Log-probabilities ``[n, k + 1]`` of ``tokens`` ``[n, k]``, and of all others together.
 
-    The last is a sum over the others themselves: one minus the sum of the kept ones would be mere
-    rounding where they have nearly all the mass, and its gradient would be unbounded.
+    The last column is computed as a sum over the other tokens. Computed as one minus the sum over
+    ``tokens``, it would be only rounding when these have nearly all the mass, and its gradient
+    would be unbounded.
     """
     logits = logits.float()
     others = logits.scatter(-1, tokens, -torch.inf).logsumexp(-1, keepdim=True)
@@ -63,7 +63,8 @@ def log_probs_at(logits: Tensor, tokens: Tensor) -> Tensor:
 def divergence(teacher: TopPredictions, logits: Tensor) -> Tensor:
     """Kullback-Leibler divergence (teacher || student) in nats, ``[n]``.
 
-    All tokens but the kept ones count as one, so it is at most the divergence over the vocabulary.
+    All tokens outside the top k count as one token, so the result is a lower bound of the
+    divergence over the vocabulary.
 
     Args:
         teacher: The teacher's predictions, on any device.
@@ -75,31 +76,31 @@ def divergence(teacher: TopPredictions, logits: Tensor) -> Tensor:
 
 
 def answer_loss(per_token: Tensor) -> Tensor:
-    """Mean of divergences along an answer ``[n]``, in which the first token counts twice.
+    """Mean of the divergences ``[n]`` of an answer's tokens, with the first token counted twice.
 
-    The first token mostly decides what an answer is about, and whether there is one at all.
+    The first token often decides what an answer says, and whether the model answers at all.
     """
     return (per_token.sum() + per_token[0]) / (len(per_token) + 1)
 
 
 class TeacherAnswer(NamedTuple):
-    """A greedy answer, int64 ``[n]``, and what the model predicted at each of its tokens."""
+    """A greedy answer, int64 ``[n]``, and the model's predictions at each token."""
 
     ids: Tensor
     predictions: TopPredictions
 
 
 class Teacher:
-    """Full mode's answers to prompts.
+    """Answers prompts in full mode, and stores the answers in files.
 
-    The name of an answer's file is a digest of everything that decides the answer, and files appear
-    only when complete: an interrupted run resumes with the answers that exist.
+    The name of a file is a digest of everything that the answer depends on. Files are created only
+    when complete, so an interrupted run resumes with the existing answers.
 
     Args:
         model: The model.
-        folder: Folder of the answers; created if it does not exist.
-        max_new_tokens: Longest answer.
-        top_k: Likeliest tokens to keep at each token of an answer.
+        folder: Folder of the answers. Created if it does not exist.
+        max_new_tokens: Maximum length of an answer.
+        top_k: Number of likeliest tokens to keep at each token of an answer.
     """
 
     def __init__(self, model: BlockModel, folder: Path, max_new_tokens: int, top_k: int) -> None:
@@ -113,11 +114,11 @@ class Teacher:
     def answer_all(
         self, prompts: Iterable[BlockPrompt], on_progress: Callable[[int, int], None]
     ) -> int:
-        """Compute the missing answers; returns their number.
+        """Compute the missing answers, and return their number.
 
         Args:
             prompts: Prompts to answer.
-            on_progress: Called with the number of finished answers and of all answers.
+            on_progress: Called with the number of finished answers and the number of all answers.
 
         Raises:
             ContextOverflowError: A prompt leaves no room for the longest answer.
@@ -137,7 +138,7 @@ class Teacher:
         return len(missing)
 
     def __call__(self, prompt: BlockPrompt) -> TeacherAnswer:
-        """The answer to a prompt, computed if its file is missing or damaged."""
+        """Return the answer to a prompt. It is computed if its file is missing or damaged."""
         ids = list(self._model.tokenizer.prompt_ids(prompt).flat)
         answer = _read(self._path(ids))
         if answer is None:
@@ -180,7 +181,7 @@ class Teacher:
 
 
 def _read(path: Path) -> TeacherAnswer | None:
-    """The answer in a file; None if the file is missing or damaged."""
+    """Read the answer in a file. None: the file is missing or damaged."""
     try:
         found = load_file(path)
         predictions = TopPredictions(found["tokens"].long(), found["log_probs"])
@@ -190,7 +191,7 @@ def _read(path: Path) -> TeacherAnswer | None:
 
 
 def _batches(prompts: Sequence[list[int]], budget: int) -> Iterator[list[list[int]]]:
-    """Prompts of similar length together, longest first, up to ``budget`` tokens with padding."""
+    """Batch prompts of similar length, longest first, up to ``budget`` tokens including padding."""
     order = sorted(prompts, key=len, reverse=True)
     while order:
         rows = max(1, budget // len(order[0]))

@@ -1,8 +1,8 @@
 """Training of a correction: the student against the teacher, prompt by prompt.
 
-Prompts go through the model one at a time, and a batch is reached by accumulation: the rows of one
-final block keep a CPU core busy (four together take 15 % less time on SmolLM2, less what contexts
-of unequal lengths lose by padding), and most of a run is the teacher and the encoding of passages.
+Prompts go through the model one at a time, and gradients are accumulated over a batch. Real batches
+would save little: on SmolLM2, four prompts together take 15 % less time, minus the padding of
+contexts with unequal lengths. The teacher and the encoding of passages take most of a run.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from blockattn_rag.prompts.blocks import BlockPrompt
 
 Tick = Callable[[int, int], None]
 
-# Settings of the trials on SmolLM2 and Natural Questions that gave the figures of the guide. They
-# are constants, because no user has a way to choose them better.
+# Settings of the trials on SmolLM2 and Natural Questions whose results are in the guide. They are
+# constants, because users cannot choose better values without such trials.
 BATCH = 4
 LEARNING_RATE = 1e-4
 _WARM_UP_SHARE = 0.1
@@ -32,7 +32,7 @@ _ADAM_BETA2 = 0.98
 
 
 class _Course(TrainerCallback):
-    """Reports progress, measures after the last step, and ends a training that takes too long."""
+    """Reports progress, measures after the last step, and stops a training that takes too long."""
 
     def __init__(self, on_progress: Tick, time_is_up: Callable[[], bool]) -> None:
         self._on_progress, self._time_is_up = on_progress, time_is_up
@@ -50,20 +50,20 @@ class _Course(TrainerCallback):
 
 
 class CorrectionTrainer(LabTrainer):
-    """Trains a student on prompts. The best of the states measured on other prompts is the result.
+    """Trains a student on prompts. The result is the state with the lowest loss on other prompts.
 
     Args:
         student: Student to train.
-        teacher: Gives the answers to follow.
-        source: Gives the blocks of prompts.
+        teacher: Teacher, which provides the answers.
+        source: Source of the blocks of prompts.
         folder: Folder of the checkpoints.
         train: Prompts to train on.
-        held: Prompts that states are measured on.
-        max_steps: Optimizer steps.
-        eval_steps: Steps between measurements, each of which is a checkpoint.
-        is_resumed: Whether an interrupted run measured the state before training.
-        on_progress: Called with the number of finished steps and of all steps.
-        time_is_up: Whether the training must end now.
+        held: Held-out prompts to measure the loss on.
+        max_steps: Number of optimizer steps.
+        eval_steps: Steps between measurements. Each measurement saves a checkpoint.
+        is_resumed: Whether an interrupted run already measured the state before training.
+        on_progress: Called with the number of finished steps and the number of all steps.
+        time_is_up: Function that returns whether the training must stop.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class CorrectionTrainer(LabTrainer):
         self.student, self._teacher, self._source, self._held = student, teacher, source, held
 
     def _load_final(self, checkpoint: Path) -> None:
-        # The noted path is relative to the interrupted run's working directory.
+        # The recorded path is relative to the working directory of the interrupted run.
         best = f"checkpoint-{self.state.best_global_step}"
         self.state.best_model_checkpoint = str(checkpoint.parent / best)
         self._load_best_model()
@@ -105,12 +105,12 @@ class CorrectionTrainer(LabTrainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """The loss of one prompt; the Trainer takes the mean over a batch."""
+        """Loss of one prompt. The Trainer averages over a batch."""
         return prompt_loss(self.student, self._teacher, self._source, inputs["prompt"])
 
     @torch.no_grad()
     def measured(self) -> dict[str, float]:
-        """Mean loss of the held-out prompts, as ``eval_loss``."""
+        """Mean loss on the held-out prompts, as ``eval_loss``."""
         losses = [
             prompt_loss(self.student, self._teacher, self._source, prompt).item()
             for prompt in self._held
@@ -121,7 +121,7 @@ class CorrectionTrainer(LabTrainer):
 def prompt_loss(
     student: Student, teacher: Teacher, source: BlockSource, prompt: BlockPrompt
 ) -> Tensor:
-    """Divergence of the student from the teacher along the teacher's answer to one prompt."""
+    """Divergence of the student from the teacher over the teacher's answer to one prompt."""
     answer = teacher(prompt)
     logits = student(source(prompt), answer.ids.tolist())
     return answer_loss(divergence(answer.predictions, logits))
@@ -130,7 +130,7 @@ def prompt_loss(
 def seconds_of_a_prompt(
     student: Student, teacher: Teacher, source: BlockSource, prompt: BlockPrompt
 ) -> float:
-    """Seconds that a forward and a backward pass over a prompt take, once its blocks are stored."""
+    """Measure the seconds of a forward and backward pass over a prompt whose blocks are stored."""
     source(prompt)
     started = time.monotonic()
     prompt_loss(student, teacher, source, prompt).backward()

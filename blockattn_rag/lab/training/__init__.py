@@ -1,1 +1,1 @@
-"""Block fine-tuning: data, masks, and training of a model that answers in block and full mode."""
+"""Block fine-tuning: data, masks, and training of models that answer in block and full mode."""

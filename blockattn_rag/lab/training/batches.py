@@ -1,4 +1,4 @@
-"""From encoded samples to batches: each sample in each mode, padded, with its tokens' layout."""
+"""Batches of encoded samples: each sample in each mode, padded, with the layout of its tokens."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class ModeDataset(Dataset[Item]):
 
     Args:
         samples: A ``datasets.Dataset`` with the columns of ``EncodedSample``.
-        modes: ``("block", "full")`` for the papers' recipe. A sample in full mode is a sample of
-            one block, the final one.
-        positions: ``"reordered"``: every block is re-encoded to its place. ``"composite"``
-            (TurboRAG's name for the ablation): every context block starts at position 0, and the
-            final block follows the total length of the context.
-        sink: Token ids before each block but the first and the final one in block mode; see
-            :mod:`blockattn_rag.prompts.sinks`.
+        modes: ``("block", "full")`` as in the papers. In full mode, a sample has one block, the
+            final block.
+        positions: ``"reordered"``: every block has the positions of its place in the prompt.
+            ``"composite"`` (TurboRAG's name for this ablation): every context block starts at
+            position 0, and the final block starts after the total length of the context.
+        sink: Token ids before each block in block mode, except before the first and the final
+            block; see :mod:`blockattn_rag.prompts.sinks`.
     """
 
     samples: Any
@@ -58,7 +58,7 @@ class ModeDataset(Dataset[Item]):
             sink = list(self.sink) if 0 < index < last else []
             end = start + length
             places = range(start - len(sink), end)
-            # Position 0 of a moved block is its first token.
+            # A moved block starts at position 0.
             shift = start if self.positions == "composite" and index != last else 0
             number = FINAL if index == last else index + 1
             item["input_ids"] += sink + ids[start:end]
@@ -70,7 +70,7 @@ class ModeDataset(Dataset[Item]):
         return item
 
     def token_counts(self) -> list[int]:
-        """Tokens of each item, sinks included, without making the items."""
+        """Number of tokens of each item, including sinks, computed without making the items."""
         counts = []
         for blocks in self.samples["block_lengths"]:
             own = sum(blocks)
@@ -81,9 +81,9 @@ class ModeDataset(Dataset[Item]):
 
 @dataclass(frozen=True, slots=True)
 class Collator:
-    """Makes a batch of tensors ``[samples, tokens]`` of the fields of items.
+    """Makes a batch of tensors ``[samples, tokens]`` from the fields of items.
 
-    Padding is at the end, where causal attention lets no real token see it.
+    Padding is at the end, so with causal attention no real token attends to it.
 
     Args:
         pad_token_id: Token id of padding.
@@ -105,14 +105,14 @@ class Collator:
 
 @dataclass(eq=False)
 class LengthGroupedSampler(Sampler[int]):
-    """Batches of samples of similar length, in random order; the same for the same epoch.
+    """Sampler of batches with similar lengths, in random order that is the same in every run.
 
-    transformers' own sampler takes its order from global random state, so a resumed run would see
-    another one.
+    The order of transformers' own sampler depends on global random state, so a resumed run would
+    use another order.
 
     Args:
-        lengths: Tokens of each sample.
-        batch_size: Samples of one optimizer step, over all devices.
+        lengths: Number of tokens of each sample.
+        batch_size: Samples per optimizer step, over all devices.
         seed: Random seed, combined with the epoch.
     """
 
@@ -131,12 +131,12 @@ class LengthGroupedSampler(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
         order = torch.randperm(len(self.lengths), generator=generator).tolist()
-        size, pool = self.batch_size, 50 * self.batch_size  # a pool is ordered by length
+        size, pool = self.batch_size, 50 * self.batch_size  # each pool is sorted by length
         groups: list[list[int]] = []
         for start in range(0, len(order), pool):
             near = sorted(order[start : start + pool], key=lambda i: -self.lengths[i])
             groups += (near[i : i + size] for i in range(0, len(near), size))
-        # A short group comes last, because the groups after it would straddle batches.
+        # An incomplete group comes last. Otherwise, the groups after it would straddle batches.
         full = len(groups) - (len(groups[-1]) < size)
         shuffled = torch.randperm(full, generator=generator).tolist()
         for i in [*shuffled, *range(full, len(groups))]:

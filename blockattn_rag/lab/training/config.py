@@ -1,4 +1,4 @@
-"""Settings of a fine-tuning run; the defaults are the papers'. Importing this loads no torch."""
+"""Settings of a fine-tuning run, with the papers' defaults. Importing this loads no torch."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 
 Scheduler = Literal["linear", "cosine", "constant"]
 
-# A resumed run may change these settings, because they do not change what is learned. Data files
-# are compared by content.
+# A resumed run may change these settings, because they do not affect the result. Data files are
+# compared by content.
 _INCIDENTAL = (
     *("output", "train_data", "eval_data", "resume", "overwrite", "progress"),
     *("save_steps", "eval_steps"),
 )
 
 
-# The settings that must be finite and at least, or above, a number.
+# Lower bounds of numeric settings: inclusive in _LEAST, exclusive in _ABOVE.
 _LEAST = {
     **dict.fromkeys(("warmup_steps", "adam_beta2", "seed", "eval_steps"), 0),
     **dict.fromkeys(("blocks_per_turn", "max_steps", "batch_size"), 1),
@@ -40,26 +40,27 @@ class FinetuneConfig:
 
     Args:
         model: Path or hub id of the model to tune, or ``"bundled"``.
-        output: Folder of the result; must not exist. It appears only when complete. Checkpoints are
-            in ``<output>.work`` until then.
+        output: Folder of the result. It must not exist, and is created when the run is complete.
+            Until then, checkpoints are in ``<output>.work``.
         train_data, eval_data: JSON-lines files; see :mod:`blockattn_rag.lab.training.data`.
         modes: ``("block", "full")`` trains every sample in both modes, as the paper does;
             ``("full",)`` is the baseline.
         positions: ``"composite"`` trains without position re-encoding (ablation).
         sink: Prefix tokens that context blocks are encoded with in block mode; see
-            :mod:`blockattn_rag.prompts.sinks`. The engine must use the same.
+            :mod:`blockattn_rag.prompts.sinks`. The engine must use the same sink.
         prompt_format: Format of records with passages: a name in ``prompts.FORMATS``, or ``"auto"``
-            for a known checkpoint's own and ``"chat"`` for others.
-        blocks_per_turn: Most blocks that a turn of ``messages`` is cut into. With 1, single-turn
-            records have no context and are the same in both modes.
-        epochs, max_steps: Length of the run; ``max_steps`` wins if given.
+            for the format of a known checkpoint and ``"chat"`` for other models.
+        blocks_per_turn: Maximum number of blocks that a turn of ``messages`` is split into. With 1,
+            single-turn records have no context and are the same in both modes.
+        epochs, max_steps: Length of the run. ``max_steps`` overrides ``epochs``.
         batch_size: Samples in one mode per optimizer step, over all devices.
-        per_device_batch_size: Samples of one forward pass on one device.
-        lora: Train low-rank adapters instead of all weights (needs peft).
-        bf16: Compute in bfloat16 by autocast; the weights are float32.
+        per_device_batch_size: Samples per forward pass on one device.
+        lora: Whether to train low-rank adapters instead of all weights (needs peft).
+        bf16: Whether to compute in bfloat16 with autocast. The weights are float32.
         eval_steps: Steps between evaluations. 0: only at the start and the end.
-        resume: Continue from the last complete checkpoint of an interrupted run.
-        overwrite: Replace an earlier result in ``output``, and discard an interrupted run.
+        resume: Whether to continue from the last complete checkpoint of an interrupted run.
+        overwrite: Whether to replace an earlier result in ``output`` and discard an interrupted
+            run.
     """
 
     model: str
@@ -99,15 +100,15 @@ class FinetuneConfig:
             if (found := getattr(self, name)) not in choices:
                 raise ValueError(f"{name} must be of {choices}, found {found!r}")
         self._check_bounds()
-        if self.adam_beta2 >= 1 or self.seed >= 2**32:  # numpy takes no larger seed
+        if self.adam_beta2 >= 1 or self.seed >= 2**32:  # the limit of numpy's seeds
             raise ValueError(
                 f"found adam_beta2 {self.adam_beta2} and seed {self.seed}, expected adam_beta2 "
                 "below 1 and seed below 4294967296"
             )
         if check_sink(self.sink) != NO_SINK and "block" not in self.modes:
-            raise ValueError(f"sink is {self.sink!r}, but modes has no 'block', which it is for")
+            raise ValueError(f"sink is {self.sink!r}, which needs 'block' in modes")
         chosen = format_for(self.prompt_format, self.model).name
-        object.__setattr__(self, "prompt_format", chosen)  # what a run notes and is resumed with
+        object.__setattr__(self, "prompt_format", chosen)  # recorded for resuming
         if not Path(self.output).name.strip("."):
             raise ValueError(f"output must name a folder, found {str(self.output)!r}")
         if self.resume and self.overwrite:
@@ -125,18 +126,18 @@ class FinetuneConfig:
 
     @property
     def marker(self) -> dict[str, object]:
-        """Entry in the model's config that records the block fine-tuning."""
+        """Entry in the model's config that marks the model as block-fine-tuned."""
         how = {"positions": self.positions, "sink": self.sink}
         return {"version": 1, "modes": list(self.modes), **how}
 
     def decisive(self) -> dict[str, object]:
-        """The settings that decide the result."""
+        """The settings that affect the result."""
         return {k: v for k, v in asdict(self).items() if k not in _INCIDENTAL}
 
 
 def _choices() -> dict[str, tuple[str, ...]]:
-    """The values of each setting of a ``Literal`` type."""
-    from blockattn_rag.kv.context import Positions  # loads torch
+    """The allowed values of each setting with a ``Literal`` type."""
+    from blockattn_rag.kv.context import Positions  # imported here because it loads torch
 
     hints = get_type_hints(FinetuneConfig, localns={"Positions": Positions})
     return {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}

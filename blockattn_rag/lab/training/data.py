@@ -1,6 +1,6 @@
 """Training data: JSON lines of three kinds, encoded to token ids block by block.
 
-One JSON object a line; the kinds may be mixed in one file::
+Files have one JSON object per line, and may mix the kinds::
 
     {"messages": [{"role": "user", "content": …}, …, {"role": "assistant", "content": …}]}
     {"blocks": [TEXT | {"text", "before", "after", "control"}, …], "prompt": …, "response": …}
@@ -8,16 +8,16 @@ One JSON object a line; the kinds may be mixed in one file::
     {"question": …, "passages": [{"title": …, "text": …}, …], "answer": …}
     {"passages": […], "turns": [{"question": …, "answer": …}, …]}
 
-*Messages*: each turn is a block; the last two (a question and the assistant's answer) are the
-final block. *Blocks* are used literally, without a chat template; ``before`` and ``after`` are the
-block's template, and ``control`` says whether control tokens in ``text`` are parsed (see
-``blocks.Block``).
-*Passages* are written by a prompt format of :mod:`blockattn_rag.prompts`. With *turns*, everything
-after the first question is in the final block and every answer is learned.
+*Messages*: each turn is a block. The last two messages (a question and the assistant's answer) are
+the final block.
+*Blocks* are used literally, without a chat template. ``before`` and ``after`` are the template of
+the block. ``control`` is whether control tokens in ``text`` are parsed (see ``blocks.Block``).
+*Passages* are formatted by a prompt format of :mod:`blockattn_rag.prompts`. With *turns*, the final
+block contains everything from the first question on, and every answer is learned.
 
-Token ids come from the engine's ``BlockTokenizer``. A response is tokenized alone, because at
-inference generation starts after the final block's text. The token that ends an answer (end of
-turn, or EOS) is learned too.
+Token ids come from the engine's ``BlockTokenizer``. A response is tokenized separately, because at
+inference, generation starts after the text of the final block. The token that ends an answer (end
+of turn, or EOS) is learned too.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ IGNORED = -100
 
 
 class Sample(NamedTuple):
-    """A prompt, its answer, and the (text up to an answer, answer) after it in the final block."""
+    """A prompt, its answer, and the further pairs (text, answer) in the final block."""
 
     prompt: BlockPrompt
     answer: str
@@ -63,8 +63,8 @@ class EncodedSample:
 
     Args:
         input_ids: All tokens, in order.
-        labels: ``input_ids`` of tokens to learn, ``-100`` for others. Not shifted.
-        block_lengths: Tokens of each block; the last is the final block with its answers.
+        labels: ``input_ids`` of the tokens to learn, ``-100`` for all others. Not shifted.
+        block_lengths: Number of tokens in each block. The last is the final block with its answers.
     """
 
     input_ids: list[int]
@@ -74,12 +74,12 @@ class EncodedSample:
 
 @dataclass(slots=True)
 class DataReport:
-    """Counts of what was read.
+    """Counts of the data that was read.
 
     Args:
-        samples: Samples.
-        with_context: Samples with a block before the final one.
-        tokens: Tokens.
+        samples: Number of samples.
+        with_context: Number of samples with a block before the final block.
+        tokens: Number of tokens.
     """
 
     samples: int = 0
@@ -93,9 +93,9 @@ class SampleEncoder:
     Args:
         tokenizer: A transformers tokenizer.
         prompt: Prompt format of records with passages, or its name.
-        blocks_per_turn: Most blocks that a turn of ``messages`` is cut into; see
+        blocks_per_turn: Maximum number of blocks that a turn of ``messages`` is split into; see
             :func:`~blockattn_rag.prompts.segmentation.conversation`.
-        max_tokens: Longest sample. None: no limit.
+        max_tokens: Maximum length of a sample. None: no limit.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class SampleEncoder:
         self._end = self.tokenizer.final_ids(self._end_text, first=False)
 
     def encode_record(self, record: object) -> EncodedSample:
-        """Token ids of one record.
+        """Encode one record.
 
         Raises:
             DataError: The record is malformed, has an empty block, or is too long.
@@ -135,7 +135,7 @@ class SampleEncoder:
         return encoded
 
     def parse(self, record: object) -> Sample:
-        """The sample of a record of any kind."""
+        """Parse a record of any kind."""
         fields: Record = of_kind(record, dict, "a record")
         if "messages" in fields:
             return self._parse_messages(fields)
@@ -149,7 +149,7 @@ class SampleEncoder:
         )
 
     def encode(self, sample: Sample) -> EncodedSample:
-        """Token ids as in the engine, block by block; answers follow the final block."""
+        """Encode a sample block by block, as the engine does. Answers are in the final block."""
         context, final = self.tokenizer.prompt_ids(sample.prompt)
         labels = [IGNORED] * len(final)
         for text, answer in [("", sample.answer), *sample.further]:
@@ -190,7 +190,7 @@ class SampleEncoder:
 
     def _follow_up(self, question: str) -> tuple[Span, ...]:
         first, *rest = formats.follow_up(question, self.hf_tokenizer)
-        # The end of the previous answer is among its learned tokens already.
+        # The learned tokens of the previous answer already include its end token.
         return (Span(first.text.removeprefix(self._end_text), first.origin), *rest)
 
 
@@ -205,7 +205,7 @@ def read_samples(
         report: Filled while reading.
 
     Raises:
-        DataError: A line is bad; the message names file and line.
+        DataError: A line is invalid. The message gives file and line.
     """
     report = DataReport() if report is None else report
     for path in map(Path, files):
@@ -228,7 +228,7 @@ def _parse_blocks(fields: Record) -> Sample:
 
 
 def _block(item: object, where: str) -> Block:
-    """A block given by its text, or by an object with text, template and control."""
+    """Parse a block, given as a text or as an object with text, template and control."""
     fields: Record = {"text": item} if isinstance(item, str) else of_kind(item, dict, where)
     if unknown := fields.keys() - {"text", "before", "after", "control"}:
         raise DataError(f"found {where} with keys {listed(unknown)}, expected 'text', and "
@@ -245,7 +245,7 @@ def _block(item: object, where: str) -> Block:
 
 
 def _turns(fields: Record, asked: str, answered: str) -> list[tuple[str, str]]:
-    """Questions and answers: the record's own, or those of its ``turns``."""
+    """Questions and answers in the ``turns`` of a record, or in the record itself."""
     if "turns" not in fields:
         return [(text_of(fields, asked), text_of(fields, answered))]
     turns = _objects(fields, "turns")
@@ -253,6 +253,6 @@ def _turns(fields: Record, asked: str, answered: str) -> list[tuple[str, str]]:
 
 
 def _objects(fields: Record, key: str) -> Iterator[tuple[Record, str]]:
-    """The objects of a list, each with the path to it, as ``turns[0].``."""
+    """Yield the objects of a list, each with its path for messages, such as ``turns[0].``."""
     for i, item in enumerate(list_of(fields, key)):
         yield of_kind(item, dict, f"{key}[{i}]"), f"{key}[{i}]."

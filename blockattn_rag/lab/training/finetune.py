@@ -1,8 +1,8 @@
 """Block fine-tuning of a model on JSON lines: one call, one result folder.
 
 The result is an ordinary transformers model (or peft adapter) that answers in block and full mode.
-On several GPUs, start the same script by ``accelerate launch``; FSDP and DeepSpeed come from its
-configuration.
+On several GPUs, start the same script with ``accelerate launch``. FSDP and DeepSpeed are configured
+in accelerate.
 """
 
 from __future__ import annotations
@@ -44,33 +44,33 @@ from blockattn_rag.prompts.sinks import sink_ids
 logger = logging.getLogger("blockattn_rag")
 
 LOG = "training_log.json"
-"""Losses by step in a result; a folder with this file is an earlier result."""
+"""File of losses by step in a result. A folder with this file counts as an earlier result."""
 
 _LORA_RANK = 16
 _LORA_ALPHA = 32  # twice the rank: the usual choice
 LOGGING_STEPS = 10
 
-# Settings that TrainingArguments has under the same names.
+# Settings that have the same names in TrainingArguments.
 _SAME_NAMES = ("learning_rate", "warmup_steps", "adam_beta2", "bf16", "save_steps", "seed")
 
 _AGAIN = "give the same ones, or start again (overwrite=True, --overwrite)"
 
 
 def finetune(config: FinetuneConfig) -> FinetuneReport:
-    """Fine-tune a model as ``config`` says and write it to ``config.output``.
+    """Fine-tune a model according to ``config``, and write it to ``config.output``.
 
     Raises:
         FileExistsError: ``output`` or an interrupted run exists, and neither ``resume`` nor
             ``overwrite`` is set; or ``overwrite`` would replace something other than a result.
-        DataError: A bad line, with file and number; block mode is to be trained, and no sample has
-            a context; or the interrupted run had other settings.
+        DataError: A line is invalid (the message gives file and line), no sample has a context but
+            block mode is to be trained, or the interrupted run had other settings.
         DivergedError: A loss or weights are not finite.
-        UnsupportedModelError: The model cannot be run in block mode exactly.
-        ValueError: Settings that exclude each other.
+        UnsupportedModelError: Block mode is not exact for the model.
+        ValueError: Settings exclude each other.
     """
     arguments = _arguments(config)
     settings, process = check_folders(config), PartialState()
-    process.wait_for_everyone()  # every process has checked before one writes
+    process.wait_for_everyone()  # all processes check before one of them writes
     folder = work.work_of(config.output)
 
     def has_checkpoint(_: BaseException) -> bool:
@@ -88,7 +88,7 @@ def check_folders(config: FinetuneConfig) -> dict[str, Any]:
     """Check that output and work folder may be written, before anything is computed.
 
     Returns:
-        The settings that decide the result, with the digests of the data files.
+        The settings that affect the result, with the digests of the data files.
 
     Raises:
         DataError: A data file is missing, or the interrupted run had other settings.
@@ -106,7 +106,7 @@ def check_folders(config: FinetuneConfig) -> dict[str, Any]:
     used = (config.model, resolve_name(config.model), *config.train_data, *config.eval_data)
     for path in map(Path, used):
         if path.resolve().is_relative_to(output.resolve()):
-            raise ValueError(f"{output} holds {path}, which is used; choose another output")
+            raise ValueError(f"{output} contains {path}, which is used; choose another output")
     # A resumed run replaces an earlier result if the interrupted one was to.
     return {**settings, "overwrite": config.overwrite}
 
@@ -128,10 +128,10 @@ def check_output(
     is_interrupted = (folder / work.RUN).is_file()
     if is_interrupted and not (resume or overwrite):
         raise FileExistsError(
-            f"{folder} holds an interrupted run; continue it (resume=True, --resume) or discard "
+            f"{folder} has an interrupted run; continue it (resume=True, --resume) or discard "
             "it (overwrite=True, --overwrite)"
         )
-    # Even a damaged run may be discarded.
+    # A run to be discarded is not read, because it may be damaged.
     before = None if is_interrupted and overwrite else work.interrupted_run(folder)
     if before is not None:
         overwrite = before.pop("overwrite", False)
@@ -152,14 +152,14 @@ def check_output(
 
 
 def _digest(path: str | Path) -> str:
-    """sha256 of a file."""
+    """SHA-256 digest of a file."""
     require_file(Path(path))
     with Path(path).open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _arguments(config: FinetuneConfig) -> TrainingArguments:
-    """The Trainer's settings; ``batch_size`` is reached by accumulation."""
+    """Settings of the Trainer. Gradients are accumulated over ``batch_size`` samples."""
     arguments = training_arguments(
         work.work_of(config.output) / work.CHECKPOINTS,
         per_device_train_batch_size=config.per_device_batch_size,
@@ -236,24 +236,24 @@ def _run(config: FinetuneConfig, folder: Path, arguments: TrainingArguments) -> 
 
 
 def _load_model(config: FinetuneConfig) -> Any:
-    """The model to train: its attention checked, and its config marked as block-tuned.
+    """Load the model to train, check its attention, and mark its config as block-fine-tuned.
 
     Raises:
         ImportError: Adapters need peft, which is not installed.
-        UnsupportedModelError: The model cannot be run in block mode exactly.
+        UnsupportedModelError: Block mode is not exact for the model.
         ValueError: The model is an adapter.
     """
     name = resolve_name(config.model)
     if Path(name).is_dir():
-        name = str(Path(name).resolve())  # adapters name their base by this path
+        name = str(Path(name).resolve())  # adapters refer to their base by this path
     if (Path(name) / "adapter_config.json").is_file():
         raise ValueError(f"{name} is a LoRA adapter; merge it into its base before training on")
     model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
     profile_attention(model)
-    # With a mask and gradients, plain matrix products beat SDPA on CPUs.
+    # With a mask and gradients, eager attention is faster than SDPA on CPUs.
     model.set_attn_implementation("sdpa" if torch.cuda.is_available() else "eager")
     if config.gradient_checkpointing:
-        # The method is renamed on the way to transformers 6.
+        # transformers 6 renames the method.
         renamed = getattr(model, "activation_checkpointing_enable", None)
         (renamed or model.gradient_checkpointing_enable)({"use_reentrant": False})
     if "block" in config.modes:
@@ -281,7 +281,7 @@ def _with_adapters(model: Any, config: FinetuneConfig) -> Any:
 def _encoded(
     files: Sequence[str | Path], path: Path, encoder: SampleEncoder
 ) -> tuple[Any, DataReport]:
-    """The files' samples as a memory-mapped ``datasets.Dataset``; written by one process."""
+    """Encode files as a memory-mapped ``datasets.Dataset``. One process writes it."""
     report, listing = DataReport(), path.with_suffix(".json")
     if not files:
         return [], report
@@ -301,8 +301,8 @@ def _check_context(report: DataReport) -> None:
     if not report.with_context:
         raise DataError(
             "no sample has a context: each is a question and its answer in one block, which is the "
-            "same in block and full mode. Give passages or blocks; or cut turns of messages "
-            "(blocks_per_turn, --blocks-per-turn); or train full mode alone (modes)"
+            "same in block and full mode. Add passages or blocks; or split turns of messages "
+            "(blocks_per_turn, --blocks-per-turn); or train only full mode (modes)"
         )
     if report.with_context < report.samples / 2:
         logger.warning(
@@ -334,7 +334,7 @@ def publish(
     trainer.accelerator.wait_for_everyone()
     if not trainer.is_world_process_zero():
         return
-    (staging / "training_args.bin").unlink(missing_ok=True)  # a pickle, of no use to readers
+    (staging / "training_args.bin").unlink(missing_ok=True)  # a pickle, which readers do not need
     tokenizer.save_pretrained(staging)
     if config.lora:
         write_json(staging / SIDECAR, {**config.marker, **_base_of_adapter(config.model)})
@@ -345,8 +345,8 @@ def publish(
 
 
 def _base_of_adapter(model: str) -> dict[str, str]:
-    """The base that peft cannot name: it notes a path, which differs between machines for a model
-    of ours, and is a cache's for a GGUF file."""
+    """Name of an adapter's base, if peft would record a path that is valid only on this machine:
+    the folder of a model in a package, or the cache of a GGUF file."""
     path = Path(model).expanduser()
     if model in (BUNDLED, SMOLLM2):
         return {"base_model": model}
@@ -354,7 +354,7 @@ def _base_of_adapter(model: str) -> dict[str, str]:
 
 
 def _replace(output: Path, result: Path, folder: Path) -> None:
-    """Move a finished result to ``output``, where an earlier one stays complete until then."""
+    """Move a finished result to ``output``. An earlier result stays complete until then."""
     # safetensors writes weights that only their owner can read; the log has the default mode.
     mode = stat.S_IMODE((result / LOG).stat().st_mode)
     for path in result.rglob("*"):

@@ -1,4 +1,4 @@
-"""The block mask of a batch, as a transformers model takes it.
+"""The block mask of a batch, in the form that transformers models accept.
 
 Token *i* may attend to token *j* if *j* does not come after *i*, and *i* is in the same block as
 *j* or in the final block (Block-Attention, arXiv 2409.15355, figure 1). Four blocks of 2, 1, 2 and
@@ -14,9 +14,10 @@ Token *i* may attend to token *j* if *j* does not come after *i*, and *i* is in 
                 f      x x x x x x x .
                 f      x x x x x x x x
 
-Full mode is the case of one block, the final one. With a sink (:mod:`blockattn_rag.prompts.sinks`),
-the sink's tokens come right before each block but the first and the final one, and only that block
-attends to them; blocks of 2, 2 and 2 tokens and a sink of one::
+In full mode, there is only one block, the final block. With a sink
+(:mod:`blockattn_rag.prompts.sinks`), the tokens of the sink come directly before each block, except
+the first and the final block, and only that block attends to them. Blocks of 2, 2 and 2 tokens with
+a sink of one token::
 
                 keys   a a s b b f f
         queries a      x . . . . . .
@@ -42,13 +43,14 @@ FINAL = 0
 
 
 class TokenLayout(NamedTuple):
-    """Where each token belongs: int64 ``[batch, tokens]``.
+    """Block, place and position of each token, as int64 ``[batch, tokens]``.
 
     Args:
         block: 1, 2, ... for context blocks; 0 for the final block; -2, -3, ... for the sink of
             block 2, 3, ....
-        place: 0, 1, 2, ... in the sample. A sink takes no places: it has those right before its
-            block, below 0 where it is longer than what precedes. Sliding windows count places.
+        place: 0, 1, 2, ... in the sample. A sink does not shift places: it shares the places
+            directly before its block, which are negative if it is longer than the preceding text.
+            Sliding windows count places.
         position_ids: Positions that the model encodes.
     """
 
@@ -61,11 +63,11 @@ def block_mask(layout: TokenLayout, *, window: int | None = None) -> Tensor:
     """The mask as a bool tensor ``[batch, 1, tokens, tokens]``, True where attention is allowed.
 
     Args:
-        window: Sliding window of the layer, in places, the token itself included. Default: none.
+        window: Sliding window of the layer, in places, including the token itself. Default: none.
     """
     block, place = layout.block[:, None], layout.place[:, None]
     query, key = block[..., :, None], block[..., None, :]
-    same_block = query.abs() == key.abs()  # a sink belongs to its block
+    same_block = query.abs() == key.abs()  # a sink has the negative number of its block
     by_final = (query == FINAL) & (key >= 0)
     allowed = torch.tril(same_block | by_final)
     if window is None:
@@ -74,22 +76,23 @@ def block_mask(layout: TokenLayout, *, window: int | None = None) -> Tensor:
 
 
 class ModelMasks:
-    """Builds the ``attention_mask`` by which a transformers model applies the block mask.
+    """Builds the ``attention_mask`` with which a transformers model applies the block mask.
 
-    A model passes a four-dimensional mask unchanged to all its layers, even those with a sliding
-    window, and takes one mask per layer type if it has several. So windows are applied here.
+    Windows are applied here, because a model passes a four-dimensional mask unchanged to all its
+    layers, even to layers with a sliding window. A model with several layer types accepts one mask
+    per type.
 
     Args:
         config: The model's config.
         implementation: The model's attention: ``"eager"`` or ``"sdpa"``.
 
     Raises:
-        UnsupportedModelError: Layers attend in an unknown way.
+        UnsupportedModelError: The model has an unknown type of attention.
     """
 
     def __init__(self, config: Any, implementation: str) -> None:
         self._is_eager = implementation == "eager"
-        config = config.get_text_config(decoder=True)  # of a model that also takes images
+        config = config.get_text_config(decoder=True)  # for models that also accept images
         window = getattr(config, "sliding_window", None)
         default = "sliding_attention" if window else "full_attention"
         kinds = sorted(set(getattr(config, "layer_types", None) or [default]))
@@ -114,7 +117,7 @@ class ModelMasks:
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
     def _as_taken(self, mask: Tensor, dtype: torch.dtype) -> Tensor:
-        """For eager attention, a summand of scores: 0 where allowed, else the lowest number."""
+        """Convert the mask for eager attention: add 0 to allowed scores, else the lowest number."""
         if not self._is_eager:
             return mask
         lowest = torch.finfo(dtype).min

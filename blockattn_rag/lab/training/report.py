@@ -1,4 +1,4 @@
-"""The report of a fine-tuning run, and the model card and the plot of its result."""
+"""The report of a fine-tuning run, with the model card and the plot of its result."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ class FinetuneReport:
     """Result of a fine-tuning run.
 
     Args:
-        output: The finished folder.
-        steps: Optimizer steps.
+        output: Folder of the result.
+        steps: Number of optimizer steps.
         seconds: Wall time of the training in this process.
         loss: Training loss over the last logged steps.
         train, evaluation: Counts of the samples.
@@ -79,9 +79,9 @@ class FinetuneReport:
 
     @property
     def eval_losses(self) -> dict[str, tuple[float, float]]:
-        """Loss on the evaluation data's answers before and after training, by mode.
+        """Loss on the answers of the evaluation data, before and after training, by mode.
 
-        Empty if no evaluation data were given.
+        Empty if there is no evaluation data.
         """
         evaluated = [entry for entry in self.history if "loss" not in entry] or [{}]
         first, last = evaluated[0], evaluated[-1]
@@ -132,7 +132,7 @@ def _loss_table(report: FinetuneReport) -> str:
 
 
 def write_plot(history: Sequence[Mapping[str, float]], path: Path) -> None:
-    """Draw losses over steps; nothing if matplotlib is not installed."""
+    """Plot losses over steps. Does nothing if matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

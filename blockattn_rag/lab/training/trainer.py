@@ -1,4 +1,4 @@
-"""The Trainer of block fine-tuning: the block mask, and the loss of answers by mode."""
+"""The Trainer of block fine-tuning, with the block mask and the loss on answers by mode."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ class BlockTrainer(LabTrainer):
 
     Args:
         masks: Makes the model's ``attention_mask``.
-        lengths: Tokens of each training item, for batches of similar length.
-        settings: Arguments of ``LabTrainer``. ``eval_dataset`` is a dict with a dataset for each
-            mode to report a loss for, or None.
+        lengths: Number of tokens of each training item, for batches of similar length.
+        settings: Arguments of ``LabTrainer``. ``eval_dataset`` is a dict of evaluation datasets by
+            mode, or None.
     """
 
     def __init__(self, *, masks: ModelMasks, lengths: list[int], **settings: Any) -> None:
         super().__init__(**settings)
         self._masks, self._lengths = masks, lengths
         self._mask_dtype: torch.dtype = settings["model"].dtype
-        # compute_loss divides by the tokens of the whole accumulated batch; no other scaling then.
+        # The Trainer must not scale: compute_loss divides by the tokens of the accumulated batch.
         self.model_accepts_loss_kwargs = True
 
     def check_finite(self) -> None:
         """Raise ``DivergedError`` if weights are not finite.
 
-        The last step may spoil weights without any loss that shows it.
+        The last step may damage weights, but no loss is computed after it.
         """
         model: Any = self.model
         finite = torch.tensor(all(bool(p.isfinite().all()) for p in model.parameters()))
@@ -86,10 +86,10 @@ class BlockTrainer(LabTrainer):
 
 
 def answer_loss(model: Any, batch: Mapping[str, Tensor], mask: Any) -> Tensor:
-    """Sum of the cross-entropy of a batch's labels, each predicted from the token before it.
+    """Sum of the cross-entropy of a batch's labels, each predicted from the preceding tokens.
 
-    Logits are computed only where some row has a label: with long contexts and large vocabularies,
-    all of them would be the largest tensor of the step.
+    Logits are computed only at positions where a row has a label. With long contexts and large
+    vocabularies, the logits of all positions would be the largest tensor of the step.
 
     Args:
         model: The model.

@@ -141,7 +141,7 @@ def test_an_engine_that_answers_one_by_one_is_refused() -> None:
     engine = tiny_engine()
     engine.model.hf_model.generation_config.repetition_penalty = 1.05
     for measure in (measure_batch, measure_shared):
-        with pytest.raises(ValueError, match="is not answered in batches"):
+        with pytest.raises(ValueError, match="does not support batches"):
             measure(engine, [2])
 
 

@@ -450,7 +450,7 @@ class TestInterruption:
             patched.setattr(run.Repair, "closed_form", lambda *_: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 run.repair(model, asked, output, minutes=20, limits=QUICK)
-        with pytest.raises(DataError, match="repair of 20 minutes, found 30: give the same"):
+        with pytest.raises(DataError, match="repair of 20 minutes, found 30: pass the same"):
             run.repair(model, asked, output, minutes=30, limits=QUICK)
 
     def test_more_minutes_give_more_questions_after_too_little_time(
@@ -524,7 +524,7 @@ class TestInterruption:
     ) -> None:
         output = tmp_path / "recipe"
         Recipe("bos", fingerprints=("f" * 64,), model="other").save(output)
-        with pytest.raises(DataError, match=r"holds a recipe of other \(fingerprints f{12}\)"):
+        with pytest.raises(DataError, match=r"has a recipe for other \(fingerprints f{12}\)"):
             repaired(model, output)
         assert Recipe.load(output).sink == "bos"
 

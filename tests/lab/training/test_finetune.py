@@ -131,7 +131,7 @@ class TestResult:
         finetune(config(settings(folder, max_steps=3)))
         assert "warm-up" not in caplog.text
         finetune(config(settings(folder, "short", max_steps=2)))
-        assert "the run has 2 steps and the warm-up 2: the learning rate of 0.001" in caplog.text
+        assert "the run has 2 steps but the warm-up 2: the learning rate of 0.001" in caplog.text
         caplog.clear()
         finetune(config(settings(folder, "flat", max_steps=2, lr_scheduler="constant")))
         assert "warm-up" not in caplog.text
@@ -385,7 +385,7 @@ class TestRefusals:
             ({"modes": ("block", "block")}, "modes must be distinct"),
             ({"positions": "none"}, "positions"),
             ({"sink": "tail"}, "Unknown sink 'tail': expected 'none', 'bos' or 'head:N'"),
-            ({"sink": "bos", "modes": ("full",)}, "sink is 'bos', but modes has no 'block'"),
+            ({"sink": "bos", "modes": ("full",)}, "sink is 'bos', which needs 'block' in modes"),
             ({"sink": "head:999"}, "the head of a prompt has"),
             ({"train_data": "a.jsonl"}, "a list of files"),
             ({"resume": True, "overwrite": True}, "exclude each other"),
