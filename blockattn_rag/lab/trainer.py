@@ -25,9 +25,9 @@ REMEDY = (
 )
 
 _ALL_WARM_UP = (
-    "the run has %d steps, but the warm-up %d: the learning rate of %g is not reached; use fewer "
-    "warm-up steps (warmup_steps), smaller batches (batch_size, --batch-size) or "
-    "more epochs"
+    "the run has %d steps and the warm-up has %d: the learning rate of %g is not reached; "
+    "use fewer warm-up steps (warmup_steps), smaller batches (batch_size, --batch-size) or more "
+    "epochs"
 )
 
 
