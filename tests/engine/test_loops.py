@@ -172,5 +172,5 @@ def test_settings_of_sampling_leave_strings_to_their_limit(engine: BlockAttentio
 def test_json_that_no_grammar_holds_is_no_object_when_it_is_ended(
     engine: BlockAttentionEngine,
 ) -> None:
-    with pytest.raises(IncompleteAnswerError, match="it repeated itself; give it a schema"):
+    with pytest.raises(IncompleteAnswerError, match="it repeated itself; pass a schema"):
         ask(engine, "alone").json()
