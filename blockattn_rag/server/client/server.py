@@ -340,8 +340,8 @@ def room_for(tokens: int, info: ServerInfo) -> int:
     room = info.max_tokens - tokens
     if room < 1:
         raise ContextOverflowError(
-            f"the prompt has {tokens} tokens, but the model holds at most {info.max_tokens}, the "
-            "answer included; retrieve fewer or shorter passages"
+            f"the prompt has {tokens} tokens, but the model holds at most {info.max_tokens}, "
+            "including the answer; retrieve fewer or shorter passages"
         )
     return room
 
