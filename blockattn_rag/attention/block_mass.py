@@ -27,9 +27,9 @@ class BlockMass:
     ) -> None:
         self.num_layers = len(layouts)
         self.num_tokens = context.num_tokens
-        # Each segment is a single block.
+        # With a limit of 0 tokens, no blocks are joined, so each segment is a single block.
         self._table = SegmentTable([context], layouts, device, 0)
-        # Context block of each share. A block that occurs twice is one segment with two shares.
+        # Context index of each share. A block that occurs twice is one segment with two shares.
         places = {(b.kv.digest, b.kv.scales is None): list[int]() for b in context.blocks}
         for place, one in enumerate(context.blocks):
             places[one.kv.digest, one.kv.scales is None].append(place)

@@ -2,8 +2,8 @@
 
 A score depends only on the distance between query and key. Relay attention therefore leaves a
 block's keys unchanged and rotates the few queries in the opposite direction, once per block. The
-partial results are merged by their log-sum-exp. Keys are not copied, rotated or rounded again; the
-only exception are small blocks, which are joined (``JoinLimits``).
+partial results are merged by their log-sum-exp. Keys are not copied, rotated or rounded again,
+except in small blocks, which are joined (``JoinLimits``).
 
 The *tail* is the final block and the generated tokens.
 

@@ -194,7 +194,7 @@ def _asked_in_blocks(asker: Asker, drawn: Probe, info: ServerInfo) -> tuple[Prob
 def _info_row(info: ServerInfo) -> CheckRow:
     detail = (
         f"{', '.join(info.models)} ({info.fingerprint[:12]}), sink {info.sink}, protocol "
-        f"{VERSION}, {'read-only' if info.read_only else 'encodes'}, tokenizer as here"
+        f"{VERSION}, {'read-only' if info.read_only else 'encodes blocks'}, same tokenizer"
     )
     return CheckRow("this package's endpoints", True, None, None, detail)
 
@@ -247,7 +247,7 @@ def _once_row(seen: _Blocks, probe: Probe) -> CheckRow:
     later = sum(one.served.encoded for one in (seen.one, seen.two, seen.again, seen.hit))
     wrong = (alone not in ([], ["encoded", "found"])) + abs(seen.missed.served.encoded - new)
     counts = [*alone, f"{seen.missed.served.encoded} for the first answer", f"{later} later"]
-    to_do = f"expected encoded, found, {new} and 0. Does the server keep what it encodes?"
+    to_do = f"expected encoded, found, {new} and 0; does the server keep the blocks it encodes?"
     detail = f"{', '.join(counts)}; {len(probe.stored)} of {len(probe.blocks)} stored"
     return _row("blocks are encoded once", float(wrong + later), 0.0, detail, to_do)
 

@@ -162,7 +162,7 @@ class BlockModel:
         return identity.fingerprint
 
     def _identify(self) -> Identity:
-        """Compute the fingerprint, unless another thread just did."""
+        """Compute the fingerprint, unless another thread has just computed it."""
         with self.lock:
             known = self._identity
             if known is not None:

@@ -25,7 +25,7 @@ from blockattn_rag.model.sampling import Sampling
 
 
 class _AfterEachStep(StoppingCriteria):
-    """Passes on the tokens of each step, and ends finished rows and cancelled runs.
+    """Stopping criterion that reports each step's tokens, and ends finished rows and runs.
 
     A streamer would be too late: ``generate`` evaluates stopping criteria before it streams.
 
@@ -50,7 +50,7 @@ class _AfterEachStep(StoppingCriteria):
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
         met: Any = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
         if self._on_tokens is not None:
-            for newest in input_ids[:, self._seen :].T.tolist():  # several with a draft
+            for newest in input_ids[:, self._seen :].T.tolist():  # several per step with a draft
                 self._seen += 1
                 ended = self._on_tokens(newest)
                 for row in (row for row, has_ended in enumerate(ended) if has_ended):
@@ -106,7 +106,7 @@ def generate(
     if cache is not None:
         _check_no_draft(hf_model, arguments)
     has_beams = _beams(hf_model, arguments) > 1
-    # Beam search has no final tokens before it ends.
+    # Tokens of beam search are not final before it ends.
     on_tokens = None if has_beams else on_tokens
     step = _AfterEachStep(is_cancelled or (lambda: False), on_tokens, width)
     _add_criterion(arguments, step)
@@ -200,7 +200,7 @@ def _run(
 
 
 def draws_tokens(sampling: Sampling) -> bool:
-    """Whether generation may draw random numbers. A seed counts, for a caller's own processors."""
+    """Whether generation may draw random numbers: if it samples, or if a seed is set."""
     do_sample = sampling.extra.get("do_sample", bool(sampling.temperature))
     config: Any = sampling.extra.get("generation_config")
     return bool(do_sample or getattr(config, "do_sample", False)) or sampling.seed is not None
@@ -219,7 +219,7 @@ def _arguments(
         "do_sample": samples,
         "use_cache": True,
         "pad_token_id": _pad_token_id(hf_model, tokenizer),
-        "stop_strings": None,  # the caller searches for them, in the answer alone
+        "stop_strings": None,  # the caller searches the answer for them
     }
     for name in ("temperature", "top_p", "top_k"):
         # Unset these for greedy decoding, even if the model's generation config sets them.
@@ -318,7 +318,7 @@ _BATCH_SAFE = frozenset(
 
 
 def batches_exactly(hf_model: PreTrainedModel, sampling: Sampling) -> bool:
-    """Whether every prompt in a batch gets the same answer as alone.
+    """Whether each prompt gets the same answer in a batch as alone.
 
     False for beams, which share the batch, for penalties, which count padding as text, and for
     seeds, whose random numbers depend on the row.

@@ -40,7 +40,7 @@ def smollm2() -> str:
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a path has the form of a GGUF file. The file need not exist."""
+    """Whether a path has the suffix of a GGUF file. The file need not exist."""
     return path.suffix.lower() == ".gguf" and not path.is_dir()
 
 

@@ -163,9 +163,9 @@ def _rope_parameters(parameters: Any) -> Iterator[Mapping[str, Any]]:
 def _measure(
     hf_model: PreTrainedModel, num_layers: int, limit: int
 ) -> tuple[list[tuple[Tensor, Tensor]], list[LayoutFit], float]:
-    """Fit each layer's rotary layout on a short random probe, and check its values.
+    """Fit each layer's rotary layout on a short random probe.
 
-    Values must not depend on the position.
+    Also checks that values do not depend on positions.
 
     Returns:
         Keys and values of the probe, the fit of each layer, and the largest error of values.

@@ -208,7 +208,7 @@ class Matching(Protocol):
 
 
 class LoopEndingMatcher:
-    """Matcher that ends a JSON string, or text, as soon as it repeats itself.
+    """Matcher that ends JSON strings and text that repeat themselves.
 
     Args:
         matcher: Matcher of the grammar.
