@@ -57,7 +57,7 @@ FIELD = "blockattn"
 MOST_BLOCKS = 256
 
 _Name = Annotated[str, Field(min_length=1)]
-_Ids = Annotated[tuple[Count, ...], Field(min_length=1)]
+_Ids = Annotated[tuple[Count, ...], Field(min_length=1, fail_fast=True)]
 
 Op = Literal["complete", "encode"]
 """``complete``: answer from blocks. ``encode``: compute and keep the KV of one block."""
@@ -116,7 +116,7 @@ class EncodeBody:
         ValueError: A field is invalid, or a block is empty.
     """
 
-    blocks: Annotated[tuple[_Ids, ...], Field(min_length=1, max_length=MOST_BLOCKS)]
+    blocks: Annotated[tuple[_Ids, ...], Field(min_length=1, max_length=MOST_BLOCKS, fail_fast=True)]
     model: _Name | None = None
     opens_prompt: StrictBool = False
     private: StrictBool = False
@@ -180,9 +180,11 @@ class BlockPlan:
     """
 
     op: Op
-    lengths: Annotated[tuple[Positive, ...], Field(min_length=1, max_length=MOST_BLOCKS)]
+    lengths: Annotated[
+        tuple[Positive, ...], Field(min_length=1, max_length=MOST_BLOCKS, fail_fast=True)
+    ]
     namespace: Namespace = ""
-    keep: tuple[Keep, ...] = ()
+    keep: Annotated[tuple[Keep, ...], Field(max_length=MOST_BLOCKS, fail_fast=True)] = ()
 
     @field_validator("lengths")
     @classmethod

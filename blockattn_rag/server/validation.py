@@ -15,6 +15,9 @@ from blockattn_rag.store.namespaces import check_namespace
 _MOST = 1 << 53
 """Larger integers are not exact in every JSON library."""
 
+_MOST_FIELDS = 100
+"""pydantic collects an error for each unknown field, so long objects would take seconds."""
+
 STRICT = ConfigDict(extra="forbid")
 """Pydantic config of all messages and files: unknown fields are errors."""
 
@@ -47,6 +50,8 @@ def parse(kind: type[T], value: object, name: str) -> T:
     Raises:
         ProtocolError: The value is invalid. The message describes the first error.
     """
+    if isinstance(value, Mapping) and len(value) > _MOST_FIELDS:
+        raise ProtocolError(f"{name} has {len(value)} fields, expected at most {_MOST_FIELDS}")
     try:
         return TypeAdapter(kind).validate_python(value)
     except ValidationError as error:

@@ -291,6 +291,23 @@ def test_what_is_not_of_the_protocol_is_refused(
         type(said).from_dict({**said.to_dict(), field: value})
 
 
+def test_only_the_first_of_many_errors_is_collected() -> None:
+    with pytest.raises(ValueError) as refused:
+        EncodeBody(blocks=[["a"] * 1000] * 9)  # type: ignore[arg-type]
+    assert refused.value.error_count() <= 3  # type: ignore[attr-defined]
+    with pytest.raises(ValueError) as refused:
+        BlockPlan("complete", ["a"] * 9)  # type: ignore[arg-type]
+    assert refused.value.error_count() <= 3  # type: ignore[attr-defined]
+
+
+def test_a_body_of_many_unknown_fields_is_refused_before_it_is_validated() -> None:
+    many = {f"field {number}": 1 for number in range(1000)}
+    with pytest.raises(ProtocolError, match="body has 1001 fields, expected at most 100"):
+        EncodeBody.from_dict({"blocks": [[1]], **many})
+    with pytest.raises(ProtocolError, match="blockattn has 1003 fields, expected at most 100"):
+        parse_plan(asked(**many), 6)
+
+
 @pytest.mark.parametrize("said", [INFO, BODY, ANSWER])
 def test_a_missing_field_is_refused(said: Any) -> None:
     required = {"fingerprint", "models", "max_tokens", "namespace", "read_only", "blocks"}
