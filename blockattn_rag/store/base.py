@@ -88,6 +88,9 @@ class KVStore(ABC):
     is_resident: ClassVar[bool] = False
     """Whether blocks are in the memory of this process, ready for a model."""
 
+    records_use: ClassVar[bool] = True
+    """Whether ``touch`` changes the time of use of an entry."""
+
     def get(self, key: str) -> BlockKV | None:
         """Return the entry of a key, or None. Counts as a use of the entry.
 
@@ -141,8 +144,9 @@ class KVStore(ABC):
         return key in self
 
     def mark_used(self, key: str) -> None:
-        """Mark an entry as used now, if it exists."""
-        self.touch(key)
+        """Mark an entry as used now, if it exists and the store records uses."""
+        if self.records_use:
+            self.touch(key)
 
     def claim(self, key: str, handles: Collection[str]) -> bool:
         """Mark an entry as used now, and add the handles of texts that share it.
@@ -274,6 +278,8 @@ class MaintainedStore(KVStore):
         return iter(())
 
     def claim(self, key: str, handles: Collection[str]) -> bool:
+        if self.records_use and not self.touch(key):
+            return False
         try:
             info = self.describe(key)
             if info is None or not info.handles or set(handles) <= set(info.handles):

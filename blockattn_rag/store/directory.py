@@ -8,7 +8,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from io import FileIO
@@ -145,9 +145,6 @@ class DirectoryStore(MaintainedStore):
                 return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
         except StoreError:
             return False
-
-    def claim(self, key: str, handles: Collection[str]) -> bool:
-        return self.touch(key) and super().claim(key, handles)
 
     def put(self, key: str, kv: BlockKV) -> None:
         path = self.entry_path(kv.key)

@@ -71,6 +71,8 @@ class ObjectStore(MaintainedStore):
         ValueError: ``url`` cannot be used, or contains credentials.
     """
 
+    records_use = False
+
     def __init__(
         self,
         url: str,
@@ -144,9 +146,6 @@ class ObjectStore(MaintainedStore):
             return self.describe(key) is not None
         except (CorruptEntryError, FingerprintMismatchError):
             return False
-
-    def mark_used(self, key: str) -> None:
-        """Do nothing: an object store does not record uses."""
 
     def put(self, key: str, kv: BlockKV) -> None:
         path = entry_path(kv.key)

@@ -111,8 +111,9 @@ class TieredStore(KVStore):
 
     def mark_used(self, key: str) -> None:
         for tier in self._tiers:
-            with suppress(StoreError):
-                tier.ask(partial(tier.store.mark_used, key))
+            if tier.store.records_use:  # a call without a request would close the breaker
+                with suppress(StoreError):
+                    tier.ask(partial(tier.store.mark_used, key))
 
     def claim(self, key: str, handles: Collection[str]) -> bool:
         list(self._ask_copies(lambda store: store.touch(key)))

@@ -20,6 +20,7 @@ from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.store import DirectoryStore, KVStore, MemoryStore, StoreStats, TieredStore
 from blockattn_rag.store.base import Found
 from blockattn_rag.store.tiered import Write
+from tests.store.conftest import objects_in_memory
 from tests.store.kvs import make_kv, same
 
 KVS = [make_kv(f"passage {i}") for i in range(4)]
@@ -396,6 +397,17 @@ def test_an_error_at_home_is_the_writers_to_know_when_he_writes_through(home: Re
     assert same(tiers.get(KEY) or KVS[1], KV)
     with pytest.raises(StoreError, match="the remote store is down"):
         tiers.touch(KEY)
+
+
+def test_an_unrecorded_use_is_no_sign_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    objects = objects_in_memory()
+    error = StoreError("the bucket is down")
+    monkeypatch.setattr(objects, "get_many", lambda keys: [error] * len(keys))
+    tiers = TieredStore(MemoryStore(ROOM), objects, failures=2)
+    for _ in range(2):
+        tiers.mark_used(KEY)
+        assert tiers.get(KEY) is None
+    assert tiers.tier_stats()[1].is_open
 
 
 # The rest
