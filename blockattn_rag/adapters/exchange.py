@@ -79,7 +79,7 @@ def template_messages(turns: Iterable[ChatTurn]) -> list[dict[str, Any]]:
                 }
                 for call in turn.calls
             ]
-            tools |= {call.id: call.name for call in turn.calls if call.id}
+            tools |= {call.id: call.name for call in turn.calls}
         if turn.result_of is not None:
             name = turn.tool or tools.get(turn.result_of, "")
             message |= {"tool_call_id": turn.result_of, "name": name}

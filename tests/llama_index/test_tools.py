@@ -133,6 +133,12 @@ def test_calls_and_results_are_in_the_next_prompt() -> None:
     ]
     turns = template_messages(chat_turns(history))
     assert turns[2] == {"role": "tool", "content": "3", "tool_call_id": "x", "name": "add"}
+
+
+def test_the_result_of_a_call_without_an_id_has_the_name_of_its_tool() -> None:
+    call = ToolCallBlock(tool_name="add", tool_kwargs={})
+    history = [ChatMessage(role="assistant", blocks=[call]), ChatMessage(role="tool", content="3")]
+    assert template_messages(chat_turns(history))[1]["name"] == "add"
     llm = scripted("Three.")
     llm.chat(history)
     assert f"<|assistant|>\n{CALL}<|end|>\n<|user|>\n<tool_response>\n3\n" in prompts_of(llm)[0]

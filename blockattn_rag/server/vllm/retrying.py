@@ -127,7 +127,8 @@ def _check_grammar(output: Any) -> None:
     """Raise GrammarError if the engine reports a failure with an output."""
     params = output.kv_transfer_params
     ours = params.get(FIELD) if isinstance(params, Mapping) else None
-    if isinstance(ours, Mapping) and (why := ours.get(GRAMMAR_FAILURE)):
+    if isinstance(ours, Mapping) and GRAMMAR_FAILURE in ours:
+        why = ours[GRAMMAR_FAILURE]
         raise GrammarError(
             f"the grammar of the answer cannot be followed: {why}. It is too large or too complex "
             "for this server; use fewer anyOf cases, tools or optional properties"
