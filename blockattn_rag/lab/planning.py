@@ -41,6 +41,11 @@ class Machine:
     network_bytes_per_s: float | None = None
     network_latency_s: float = 0.1
 
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if name.endswith("_per_s") and value is not None and not value > 0:
+                raise ValueError(f"{name} must be above 0, found {value}")
+
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
@@ -167,9 +172,6 @@ def plan(
     """
     check_sizes(passages=passages, passage_tokens=passage_tokens)
     check_sizes(top_k=top_k, question_tokens=question_tokens)
-    for name, value in asdict(machine).items():
-        if name.endswith("_per_s") and value is not None and not value > 0:
-            raise ValueError(f"{name} must be above 0, found {value}")
     config = config.get_text_config(decoder=True)
     model = footprint(config, dtype, kv_dtype)
     passage = model.block_bytes(passage_tokens)
@@ -177,13 +179,8 @@ def plan(
     moved = top_k * passage
     # Dequantised blocks are written and read again.
     read = moved + 2 * context * model.dequantised_bytes_per_token
-
-    def forward_s(operations: float, read: int = 0) -> float:
-        reading = (model.weight_bytes + read) / machine.device_bytes_per_s
-        return max(operations / machine.operations_per_s, reading)
-
-    full = forward_s(prefill_flops(config, context + question_tokens))
-    reuse = forward_s(prefill_flops(config, question_tokens, context), read)
+    full = forward_s(machine, model, prefill_flops(config, context + question_tokens))
+    reuse = forward_s(machine, model, prefill_flops(config, question_tokens, context), read)
     tiers: list[Tier] = []
 
     def add(name: str, room: int, ttft_s: float) -> None:
@@ -211,6 +208,12 @@ def plan(
         tiers=tuple(tiers),
         machine=machine,
     )
+
+
+def forward_s(machine: Machine, model: Footprint, operations: float, read_bytes: int = 0) -> float:
+    """Seconds of a forward: its operations, or reading weights and blocks, whichever is longer."""
+    reading = (model.weight_bytes + read_bytes) / machine.device_bytes_per_s
+    return max(operations / machine.operations_per_s, reading)
 
 
 def measured_operations_per_s(dtype: torch.dtype, device: str) -> float:

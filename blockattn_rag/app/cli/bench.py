@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,11 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from blockattn_rag.app.cli.options import JsonOption, file_in_folder
+from blockattn_rag.app.cli.options import JsonOption, PlotOption, check_plot
 from blockattn_rag.app.cli.output import duration, emit, size, table, working
 from blockattn_rag.app.cli.progress import progress
 from blockattn_rag.app.rag.names import existing_model, loading
-from blockattn_rag.lazy import missing_extra
 
 if TYPE_CHECKING:
     from blockattn_rag.engine.engine import BlockAttentionEngine
@@ -87,16 +85,14 @@ def bench(
     ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs; medians are reported.")] = 3,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
-    plot: Annotated[
-        Path | None, typer.Option(help="Plot the results to this .svg, .png or .pdf file.")
-    ] = None,
+    plot: PlotOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Compare block mode with full prefill on this machine."""
     benchmark = _BENCHMARKS[measured]
     given = {"lengths": lengths, "block_tokens": block_tokens, "batch_sizes": batch_sizes}
     sizes = _sizes(measured, benchmark.defaults, given)
-    _check_plot(plot)
+    check_plot(plot)
     options = {} if measured == "memory" else {"repeats": repeats}
     # The lengths exclude the answer and, in the shared benchmark, the context of each request.
     longest = max(map(max, sizes.values())) + _CONTEXT_TOKENS + _QUESTION_TOKENS + _NEW_TOKENS
@@ -129,17 +125,6 @@ def _numbers(text: str, option: str) -> list[int]:
         message = f"found {text!r}, expected whole numbers above 0, comma-separated"
         raise typer.BadParameter(message, param_hint=option)
     return found
-
-
-def _check_plot(file: Path | None) -> None:
-    """Check the file before anything is measured."""
-    if file is None:
-        return
-    if file.suffix not in (".svg", ".png", ".pdf"):
-        raise typer.BadParameter(f"found {file}, expected a name ending in .svg, .png or .pdf")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise typer.BadParameter(f"plots need {missing_extra('matplotlib', 'train')}")
-    file_in_folder(file)
 
 
 @contextmanager

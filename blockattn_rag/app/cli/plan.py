@@ -1,28 +1,46 @@
-"""``blockattn-rag plan``: storage and times of a collection, from a model's config."""
+"""``blockattn-rag plan``: storage and times of a collection or a trace, from a model's config."""
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from blockattn_rag.app.cli.options import JsonOption, KVDtypeOption
-from blockattn_rag.app.cli.output import count, duration, emit, size, table, working
+from blockattn_rag.app.cli.options import JsonOption, KVDtypeOption, PlotOption, check_plot
+from blockattn_rag.app.cli.output import count, duration, emit, percent, size, table, working
+from blockattn_rag.app.cli.progress import progress
 from blockattn_rag.app.rag.names import existing_model, loading
 
 if TYPE_CHECKING:
     from blockattn_rag.lab.planning import Machine, Plan, Tier
+    from blockattn_rag.lab.trace import Outcome
 
 GIB = 1 << 30
 _DEVICE_BYTES_PER_S = {"cpu": 10e9, "cuda": 2e12}
 """Memory bandwidths of a usual machine and of a data centre's GPU."""
 
 
+_OF_A_COLLECTION = ("passages", "tokens", "top_k", "network")
+_OF_A_TRACE = ("room", "plot")
+
+
 def plan(
-    passages: Annotated[int, typer.Option(min=1, help="Passages in the collection.")],
+    context: typer.Context,
+    passages: Annotated[
+        int | None, typer.Option(min=1, help="Passages in the collection.", show_default=False)
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            help="Replay a log of requests instead, .jsonl or .jsonl.gz, one per line: "
+            '{"segments": [{"id": "...", "tokens": 123, "kind": "passage"}, ...]}, with segments '
+            "in prompt order, the question last."
+        ),
+    ] = None,
     model: Annotated[
         str,
         typer.Option(
@@ -53,6 +71,14 @@ def plan(
         float | None,
         typer.Option(help="GB/s from a shared store such as S3. Default: no shared store."),
     ] = None,
+    room: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            help="With --trace: also replay it with caches that are bounded to this many GiB.",
+        ),
+    ] = None,
+    plot: PlotOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Estimate storage, ingestion time and time to first token from a model's config.
@@ -63,29 +89,28 @@ def plan(
     for option, value in (("--tflops", tflops), ("--network", network)):
         if value is not None and value <= 0:
             raise typer.BadParameter(f"found {value:g}, expected above 0", param_hint=option)
+    _check_subject(context, passages, trace)
+    check_plot(plot)
     with working(as_json):
-        import psutil
-        import torch
-
-        from blockattn_rag.lab.planning import Machine, measured_operations_per_s
+        config, kind = _config(model, dtype, on_gpu=gpu_memory is not None)
+        machine = _machine(kind, gpu_memory, memory, tflops, network)
+    settings: dict[str, Any] = {
+        "model": model,
+        "dtype": str(kind).removeprefix("torch."),
+        "kv_dtype": kv_dtype,
+    }
+    if trace is not None:
+        with working(as_json):
+            rooms = [None] if room is None else [None, int(room * GIB)]
+            requests, outcomes = _replayed(trace, config, kind, kv_dtype, machine, rooms, plot)
+        settings |= {"requests": requests}
+        data = {"outcomes": [asdict(one) for one in outcomes], "machine": asdict(machine)}
+        emit(as_json, {**settings, **data}, *_shown_outcomes(settings, outcomes, machine))
+        return
+    with working(as_json):
         from blockattn_rag.lab.planning import plan as make_plan
 
-        on_gpu = gpu_memory is not None
-        device = "cuda" if on_gpu else "cpu"
-        config, kind = _config(model, dtype, on_gpu=on_gpu)
-        if tflops is None and on_gpu and not torch.cuda.is_available():
-            raise ValueError(
-                "found --gpu-memory, but no GPU to measure: add --tflops with the speed that it "
-                "reaches in practice (about 600 for an H100 in bfloat16, 100 for an RTX 4090)"
-            )
-        machine = Machine(
-            memory_bytes=psutil.virtual_memory().total if memory is None else int(memory * GIB),
-            disk_bytes=shutil.disk_usage(Path.cwd()).free,
-            gpu_bytes=None if gpu_memory is None else int(gpu_memory * GIB),
-            operations_per_s=1e12 * tflops if tflops else measured_operations_per_s(kind, device),
-            device_bytes_per_s=_DEVICE_BYTES_PER_S[device],
-            network_bytes_per_s=None if network is None else network * 1e9,
-        )
+        assert passages is not None  # checked above
         found = make_plan(
             config,
             kind,
@@ -95,13 +120,77 @@ def plan(
             top_k=top_k,
             kv_dtype=kv_dtype,
         )
-    settings = {
-        "model": model,
-        "dtype": str(kind).removeprefix("torch."),
-        "kv_dtype": kv_dtype,
-        "passages": passages,
-    }
+    settings |= {"passages": passages}
     emit(as_json, {**settings, **asdict(found)}, *_shown(settings, found, machine))
+
+
+def _check_subject(context: typer.Context, passages: int | None, trace: Path | None) -> None:
+    """Checks that there is a collection or a trace, and no option that belongs to the other."""
+    if passages is None and trace is None:
+        raise typer.BadParameter("found neither --passages nor --trace, expected one of them")
+    kind, others = ("--passages", _OF_A_TRACE) if trace is None else ("--trace", _OF_A_COLLECTION)
+    for name in others:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            option = f"--{name.replace('_', '-')}"
+            raise typer.BadParameter(f"{kind} does not take it", param_hint=option)
+
+
+def _machine(
+    dtype: Any,
+    gpu_memory: float | None,
+    memory: float | None,
+    tflops: float | None,
+    network: float | None,
+) -> Machine:
+    """The machine to plan for: given, or else measured here."""
+    import psutil
+    import torch
+
+    from blockattn_rag.lab.planning import Machine, measured_operations_per_s
+
+    on_gpu = gpu_memory is not None
+    device = "cuda" if on_gpu else "cpu"
+    if tflops is None and on_gpu and not torch.cuda.is_available():
+        raise ValueError(
+            "found --gpu-memory, but no GPU to measure: add --tflops with the speed that it "
+            "reaches in practice (about 600 for an H100 in bfloat16, 100 for an RTX 4090)"
+        )
+    return Machine(
+        memory_bytes=psutil.virtual_memory().total if memory is None else int(memory * GIB),
+        disk_bytes=shutil.disk_usage(Path.cwd()).free,
+        gpu_bytes=None if gpu_memory is None else int(gpu_memory * GIB),
+        operations_per_s=1e12 * tflops if tflops else measured_operations_per_s(dtype, device),
+        device_bytes_per_s=_DEVICE_BYTES_PER_S[device],
+        network_bytes_per_s=None if network is None else network * 1e9,
+    )
+
+
+def _replayed(
+    trace: Path,
+    config: Any,
+    dtype: Any,
+    kv_dtype: Any,
+    machine: Machine,
+    rooms: Sequence[int | None],
+    file: Path | None,
+) -> tuple[int, list[Outcome]]:
+    """Replays a trace under all policies; the number of its requests, and the outcomes."""
+    from blockattn_rag.lab.planning import footprint
+    from blockattn_rag.lab.trace import LABELS, Clock, plot_rooms, read_trace, replay
+
+    requests = read_trace(trace)
+    config = config.get_text_config(decoder=True)
+    clock = Clock(config, footprint(config, dtype, kv_dtype), machine)
+    runs = [(policy, room) for room in rooms for policy in LABELS if policy != "full" or not room]
+    outcomes = []
+    with progress("replaying") as tick:
+        for i, (policy, room) in enumerate(runs, 1):
+            outcomes.append(replay(requests, policy, clock, room))
+            tick(i, len(runs))
+    if file is not None:
+        plot_rooms(requests, clock, file)
+    return len(requests), outcomes
 
 
 def _config(model: str, dtype: str | None, *, on_gpu: bool) -> tuple[Any, Any]:
@@ -143,11 +232,50 @@ def _shown(settings: dict[str, Any], found: Plan, machine: Machine) -> list[Any]
         f"({size(found.footprint.bytes_per_token)} per token). Encoding all: "
         f"{duration(found.ingest_s)}. Full prefill: {duration(found.full_ttft_s)}.",
         _break_even(found),
+        _assumed(machine),
+    ]
+
+
+def _shown_outcomes(
+    settings: dict[str, Any], outcomes: Sequence[Outcome], machine: Machine
+) -> list[Any]:
+    from blockattn_rag.lab.trace import LABELS
+
+    rows = [
+        (
+            LABELS[one.policy],
+            "no limit" if one.room_bytes is None else size(one.room_bytes),
+            percent(one.passage_hits),
+            percent(one.hits),
+            f"{one.computed_tokens:,.0f}",
+            size(one.read_bytes),
+            duration(one.ttft_s),
+            duration(one.ttft_p95_s),
+        )
+        for one in outcomes
+    ]
+    title = f"{count(settings['requests'], 'request')}, {settings['model']}, {settings['dtype']}"
+    if settings["kv_dtype"] != "model":
+        title += f", blocks in {settings['kv_dtype']}"
+    columns = ("", "room", "% of passages", "% of all", "computed", "read", "first token", "p95")
+    lines = [
+        table(title, columns, rows, left=(0, 1)),
+        "Shares of tokens reused; tokens computed and bytes of blocks read per request; modelled "
+        "times to first token, median and 95th percentile.",
+        _assumed(machine),
+    ]
+    if any(one.from_disk for one in outcomes):
+        lines.insert(2, "Blocks without a limit exceed the memory: they are read from disk.")
+    return lines
+
+
+def _assumed(machine: Machine) -> str:
+    return (
         f"Estimated at {machine.operations_per_s / 1e12:.2f} * 10^12 operations/s, "
         f"{machine.device_bytes_per_s / 1e9:.0f} GB/s of the device's memory, "
         f"{machine.transfer_bytes_per_s / 1e9:.0f} GB/s to a GPU, "
-        f"{machine.disk_bytes_per_s / 1e9:.1f} GB/s from disk; `blockattn-rag bench` measures.",
-    ]
+        f"{machine.disk_bytes_per_s / 1e9:.1f} GB/s from disk; `blockattn-rag bench` measures."
+    )
 
 
 def _gain(found: Plan, tier: Tier) -> str:

@@ -29,6 +29,19 @@ AXES = {
 }
 
 
+def new_figure() -> Any:
+    """An empty matplotlib figure.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(f"plots need {missing_extra('matplotlib', 'train')}") from error
+    return Figure(figsize=(6.4, 4.0), layout="constrained")
+
+
 def plot(
     rows: Sequence[Mapping[str, Any]], file: Path, *, x: str, unit: str, series: str | None = None
 ) -> None:
@@ -44,11 +57,7 @@ def plot(
     Raises:
         ImportError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(f"plots need {missing_extra('matplotlib', 'train')}") from error
-    figure = Figure(figsize=(6.4, 4.0), layout="constrained")
+    figure = new_figure()
     axes = figure.subplots()
     for value in dict.fromkeys(row[series] for row in rows) if series else [None]:
         chosen = [row for row in rows if series is None or row[series] == value]
