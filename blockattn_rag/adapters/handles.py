@@ -63,7 +63,7 @@ def handles_in(places: Iterable[Any]) -> Iterator[str]:
 
 
 def _records(place: Any) -> Iterable[tuple[Any, ...]]:
-    """Metadata and text of each passage. A text of None is unknown."""
+    """Metadata and text of each passage. The text is None if it is not available."""
     if isinstance(place, Mapping):
         return [(place, None)]
     # Must precede the check of ``metadata``, because collections have metadata too.

@@ -135,7 +135,8 @@ def footprint(config: Any, dtype: torch.dtype, kv_dtype: KVDtype = "model") -> F
     states = sum(t.numel() for layer in layers for t in (layer.keys, layer.values))
     if check_kv_dtype(kv_dtype) == "model":
         return Footprint(weights * dtype.itemsize, states * dtype.itemsize)
-    scale_bytes = torch.float32.itemsize  # a scale for each head's token, and each of its channels
+    # Values have one scale per head and token; keys have one per head and channel in each block.
+    scale_bytes = torch.float32.itemsize
     return Footprint(
         weight_bytes=weights * dtype.itemsize,
         bytes_per_token=states + scale_bytes * sum(layer.values.shape[1] for layer in layers),

@@ -38,7 +38,8 @@ class _PackedForward:
         self._made_of: tuple[int, int] | None = None
 
     def __reduce__(self) -> Any:
-        return type(self), (self._linear(),)  # a copy packs the copy's weights
+        # A copied layer must pack its own weights, so packed weights are not copied.
+        return type(self), (self._linear(),)
 
     def __call__(self, input: Tensor) -> Tensor:
         linear: Any = self._linear()

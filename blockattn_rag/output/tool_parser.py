@@ -286,12 +286,15 @@ class _OpenCall:
     def read(
         self, text: str, plain: Callable[[str], str], *, final: bool
     ) -> tuple[list[ToolCall | InvalidToolCall], int] | None:
-        """The calls, and the index after them. None: they may be incomplete.
+        """Parse the calls that begin at ``self.start``.
 
         Args:
             text: The answer so far.
-            plain: Restores the marks in a text.
+            plain: Function that replaces private characters with their marks.
             final: Whether the answer is complete.
+
+        Returns:
+            The calls and the index after them, or None if the calls may be incomplete.
         """
         self._find_json(text)
         if self._begin is None:

@@ -314,7 +314,10 @@ def _as_templates_show(spans: Spans) -> Iterator[Spans]:
 
 
 def _trimmed(text: str, start: int) -> Iterator[tuple[int, int]]:
-    """Bounds of ``text[start:]``: unchanged, then stripped at both ends or one end."""
+    """Bounds of ``text[start:]``, as templates trim it.
+
+    In order: unchanged, stripped at both ends, at the left, at the right, without leading newlines.
+    """
     end, right = len(text), len(text.rstrip())
     left, line = (end - len(text[start:].lstrip(blanks)) for blanks in (None, "\n"))
     yield from ((start, end), (left, right), (left, end), (start, right), (line, end))

@@ -172,7 +172,10 @@ class ObjectStore(MaintainedStore):
         return (entry.key for entry in self.entries())
 
     def entries(self) -> Iterator[StoredEntry]:
-        """All entries, page by page. The time of use is the time of the last write."""
+        """Iterate over all entries, page by page.
+
+        ``used_ns`` is the time of the last write, because object stores do not record reads.
+        """
         for found in self._client.list(_OBJECTS):
             name = _NAME.fullmatch(found["path"])
             if name is not None and name[2].startswith(name[1]):

@@ -139,7 +139,11 @@ def _read(file: Path) -> list[Document]:
 
 
 def _own_reader(file: Path) -> dict[str, BaseReader]:
-    """This package's reader for HTML, because LlamaIndex would keep the tags. Otherwise empty."""
+    """Return the ``file_extractor`` argument for a file.
+
+    HTML files use this package's reader, because LlamaIndex would keep the tags. For other files,
+    the result is empty, and LlamaIndex selects the reader.
+    """
     if file.suffix.lower() not in _HTML:
         return {}
     from blockattn_rag.app.rag.html import HtmlReader

@@ -228,7 +228,8 @@ class RemoteEngine:
                 start()
             return [pending.result() for pending, _ in waiting]
         finally:
-            for pending, _ in waiting:  # after an error or an interrupt
+            # After an error or an interrupt, this cancels the requests that have not finished.
+            for pending, _ in waiting:
                 pending.leave()
 
     # -- inside ------------------------------------------------------------------------------
