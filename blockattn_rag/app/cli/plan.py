@@ -204,7 +204,9 @@ def _config(model: str, dtype: str | None, *, on_gpu: bool) -> tuple[Any, Any]:
         with loading(model):
             config = shape_config(model) if model in SHAPES else load_config(model)
     except OSError as error:
-        raise ValueError(f"{model!r} is no shape ({', '.join(SHAPES)}): {error}") from error
+        raise ValueError(
+            f"{model!r} is not one of the shapes {', '.join(SHAPES)}, and not a model: {error}"
+        ) from error
     if dtype:
         return config, floating_type(dtype)
     return config, (config.dtype or torch.bfloat16) if on_gpu else torch.float32

@@ -45,9 +45,9 @@ def repair(
     questions: Annotated[
         Path | None,
         typer.Option(
-            help='Real questions, .jsonl or .jsonl.gz, one per line: {"question": "..."}, with '
-            '"answers": ["..."] to count right answers, and with "passages" as for `eval`. '
-            "Default: the model writes questions about the passages."
+            help='Real questions, .jsonl or .jsonl.gz, one per line: {"question": "..."}. Optional '
+            'fields: "answers", a list, to count right answers; "passages", in the format of '
+            "`eval`. Default: the model writes questions about the passages."
         ),
     ] = None,
     output: Annotated[

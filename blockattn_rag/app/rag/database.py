@@ -95,9 +95,9 @@ class Manifest:
                 )
             check_namespace(fields.get("namespace", ""))
             if (kind := fields.get("kv_dtype", "model")) not in ("model", "int8"):
-                raise ValueError(f"kv_dtype {kind!r}")
+                raise ValueError(f"kv_dtype is {kind!r}, expected 'model' or 'int8'")
             if not isinstance(recipe := fields.get("recipe", AUTO), str):
-                raise ValueError(f"recipe {recipe!r}")
+                raise ValueError(f"recipe is {recipe!r}, expected a string")
             return cls(**fields)
         except (ValueError, TypeError, AttributeError) as error:
             raise DatabaseError(f"{path} is damaged ({error}); ingest into a new folder") from error
