@@ -226,7 +226,8 @@ def _arguments(
         value = getattr(sampling, name) if samples else None
         if value is not None or not samples:
             arguments[name] = value
-    if hf_model.generation_config.eos_token_id is None:
+    configs = (sampling.extra.get("generation_config"), hf_model.generation_config)
+    if all(getattr(config, "eos_token_id", None) is None for config in configs):
         arguments["eos_token_id"] = tokenizer.eos_token_id
     return arguments | sampling.extra
 
@@ -334,9 +335,11 @@ def end_token_ids(
     hf_model: PreTrainedModel, tokenizer: Any, arguments: Mapping[str, Any] | None = None
 ) -> set[int]:
     """Tokens that end an answer with these arguments of ``generate``."""
-    own = hf_model.generation_config.eos_token_id
-    own = tokenizer.eos_token_id if own is None else own
-    ends = (arguments or {}).get("eos_token_id", own)  # explicit None: answers never end
+    given = arguments or {}
+    configs = (given.get("generation_config"), hf_model.generation_config, tokenizer)
+    own = (getattr(config, "eos_token_id", None) for config in configs)
+    first = next((token for token in own if token is not None), None)
+    ends = given.get("eos_token_id", first)  # explicit None: answers never end
     ends = ends.flatten().tolist() if isinstance(ends, Tensor) else ends
     return set() if ends is None else set(ends) if isinstance(ends, (list, tuple)) else {ends}
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
-from transformers import StoppingCriteria
+from transformers import GenerationConfig, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from blockattn_rag.engine.engine import BlockAttentionEngine
@@ -262,3 +262,20 @@ def test_rows_that_the_caller_ended_hold_no_padding(engine: BlockAttentionEngine
 
     rows = model.generate_batch(prompts, Sampling(NEW), on_tokens=end_first_row)
     assert rows == [free[0][:3], free[1]]
+
+
+@pytest.mark.parametrize("mode", ["block", "full"])
+@pytest.mark.parametrize("own", [2, None])
+def test_the_end_token_of_a_given_generation_config_replaces_the_models(
+    mode: Literal["block", "full"], own: int | None
+) -> None:
+    model = BlockModel(copy.deepcopy(shared_tiny_llama()), tiny_tokenizer())
+    model.config.block_attention = {"tuned": True}
+    engine = BlockAttentionEngine(model)
+    varied: dict[str, Any] = {"max_new_tokens": NEW, "mode": mode, "repetition_penalty": 5.0}
+    free = engine.generate([A, "Q"], eos_token_id=None, **varied).token_ids
+    assert len(set(free[:5])) == 5
+    model.hf_model.generation_config.eos_token_id = None if own is None else free[own]
+    given = GenerationConfig(eos_token_id=free[4])  # type: ignore[no-untyped-call]
+    found = engine.generate([A, "Q"], generation_config=given, **varied)
+    assert (found.token_ids, found.finish_reason) == (free[:5], "stop")
