@@ -93,7 +93,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         },
         _ROTARY,
     ),
-    "llama, dynamic": ("llama", _rope(rope_type="dynamic", factor=4.0), "type 'dynamic'"),
+    "llama, dynamic": ("llama", _rope(rope_type="dynamic", factor=4.0), "type is 'dynamic'"),
     "bloom": ("bloom", {"n_layer": 3, "n_head": 4}, _ALIBI),
     "mpt": ("mpt", {"d_model": 32, "n_heads": 4, "n_layers": 2}, _ALIBI),
     "falcon, alibi": ("falcon", {"multi_query": False, "alibi": True}, _ALIBI),

@@ -99,7 +99,7 @@ def test_a_block_under_anothers_key_and_no_block_at_all_are_refused(any_store: K
     with pytest.raises(ValueError, match=r"expected .*store_key"):
         any_store.put(KEYS[1], KVS[0])
     empty = make_kv(layers=0)
-    with pytest.raises(ValueError, match="at least one"):
+    with pytest.raises(ValueError, match="1 to 4096; found 0 and 0"):
         any_store.put(empty.key, empty)
 
 

@@ -38,7 +38,7 @@ def test_a_folder_is_noted_whole(
     [
         ("memory:", "ends with this command"),
         ("s3:/bucket/kv", "two slashes"),
-        ("ftp://host/kv", "found ftp://"),
+        ("ftp://host/kv", "unknown store address ftp://"),
         ("s3://me:secret@bucket/kv", "must not contain a user, password"),
     ],
 )

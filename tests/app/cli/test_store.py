@@ -229,7 +229,7 @@ def test_a_store_is_named_by_folder_address_or_database(
         ("memory:", "is a cache"),
         ("redis://me:secret@127.0.0.1:1/0", "is a cache"),
         ("file:///no/such/folder", "no such KV store"),
-        ("ftp://host/kv", "found ftp://"),
+        ("ftp://host/kv", "unknown store address ftp://"),
         ("s3:/bucket/kv", "two slashes"),
     ],
 )

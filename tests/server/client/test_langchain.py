@@ -233,7 +233,7 @@ def test_a_copy_keeps_timeout_and_max_retries(server: FakeServer, saved: str) ->
 
 def test_a_timeout_given_twice_is_refused(saved: str) -> None:
     twice = {"timeout": 7, "model_kwargs": {"tokenizer": saved, "timeout_s": 8}}
-    with pytest.raises(ValueError, match="found timeout and model_kwargs"):
+    with pytest.raises(ValueError, match="found both timeout and model_kwargs"):
         remote("http://gpu:8000", saved, **twice)
 
 
