@@ -136,7 +136,7 @@ def test_calls_and_results_are_in_the_next_prompt() -> None:
 
 
 def test_the_result_of_a_call_without_an_id_has_the_name_of_its_tool() -> None:
-    call = ToolCallBlock(tool_name="add", tool_kwargs={})
+    call = ToolCallBlock(tool_name="add", tool_kwargs={"a": 1, "b": 2})
     history = [ChatMessage(role="assistant", blocks=[call]), ChatMessage(role="tool", content="3")]
     assert template_messages(chat_turns(history))[1]["name"] == "add"
     llm = scripted("Three.")
