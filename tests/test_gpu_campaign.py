@@ -85,10 +85,13 @@ def test_a_step_that_runs_out_of_time_is_unfinished(tmp_path: Path) -> None:
     assert harness.read_records(tmp_path, "transfer") == []
 
 
-def test_a_step_stops_when_the_gpu_is_lost(tmp_path: Path) -> None:
+def test_a_step_stops_when_the_gpu_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def lost() -> Record:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
+    monkeypatch.setattr(harness, "free_memory", lost)  # CUDA reports the error again
     cases = [Case("a", lost), Case("b", lambda: result(1))]
     assert Campaign(tmp_path, dry=True).run("transfer", cases) == FAILED
     assert [one["case"] for one in harness.read_records(tmp_path, "transfer")] == ["a"]

@@ -16,6 +16,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -178,7 +179,8 @@ def measured(case: Case) -> Record:
     except Exception as error:  # noqa: BLE001 -- recorded, and the step's exit status is not 0
         found = {"error": "".join(traceback.format_exception(error))}
         traceback.clear_frames(error.__traceback__)
-    free_memory()
+    with suppress(RuntimeError):  # after a CUDA error, this raises it again
+        free_memory()
     return found | {"seconds": time.perf_counter() - began}
 
 
