@@ -76,7 +76,20 @@ def test_failed_cases_do_not_end_a_step_and_are_repeated(tmp_path: Path) -> None
     second = Campaign(tmp_path / "second", resume=first, dry=True)
     repeated = [Case(name, again) for name in "abe"] + [Case(n, lambda: result(3)) for n in "cd"]
     assert second.run("transfer", repeated) == DONE
-    assert len(harness.read_records(tmp_path / "second", "transfer")) == 5
+    last = {one["case"]: one for one in harness.read_records(tmp_path / "second", "transfer")}
+    assert sorted(last) == list("abcde")
+    assert all(map(harness.is_finished, last.values()))
+
+
+def test_failed_cases_are_repeated_last_and_stay_reported(tmp_path: Path) -> None:
+    Campaign(tmp_path, dry=True).run("transfer", [Case("a", broken)])
+    late = Campaign(tmp_path, dry=True, minutes=0)
+    assert late.run("transfer", [Case("a", broken)]) == UNFINISHED
+    assert [one["case"] for one in harness.read_records(tmp_path, "transfer")] == ["a"]
+    cases = [Case("a", wrong), Case("b", lambda: result(1))]
+    assert Campaign(tmp_path, dry=True).run("transfer", cases) == FAILED
+    names = [one["case"] for one in harness.read_records(tmp_path, "transfer")]
+    assert names == ["a", "b", "a"]
 
 
 def test_a_step_that_runs_out_of_time_is_unfinished(tmp_path: Path) -> None:
@@ -85,9 +98,7 @@ def test_a_step_that_runs_out_of_time_is_unfinished(tmp_path: Path) -> None:
     assert harness.read_records(tmp_path, "transfer") == []
 
 
-def test_a_step_stops_when_the_gpu_is_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_stops_when_the_gpu_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def lost() -> Record:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 

@@ -130,10 +130,12 @@ class Campaign:
         here = json.loads(json.dumps(machine(self.device)))
         self.out.mkdir(parents=True, exist_ok=True)
         file = self.out / f"{step}.jsonl"
-        known = {one["case"]: one for one in self._finished(step, here)}
-        file.write_text("".join(json.dumps(one) + "\n" for one in known.values()), "utf-8")
+        earlier = self._earlier(step, here)
+        known = {case: one for case, one in earlier.items() if is_finished(one)}
+        file.write_text("".join(json.dumps(one) + "\n" for one in earlier.values()), "utf-8")
         status = DONE
-        for case in cases:
+        # Failed cases are repeated last: they may stop the step again.
+        for case in sorted(cases, key=lambda case: case.name in earlier and case.name not in known):
             record = known.get(case.name)
             if record is None:
                 if time.monotonic() - self._started_s > 60 * self.minutes:
@@ -144,19 +146,24 @@ class Campaign:
                     lines.write(json.dumps(record) + "\n")
             outcome = outcome_of(record)
             say(f"{step}: {case.name}: {outcome} ({record['seconds']:.1f} s)")
-            if outcome not in ("done", "out of memory"):
+            if not is_finished(record):
                 status = FAILED
             if "CUDA error" in record.get("error", ""):
                 say(f"{step}: stopped, because the GPU cannot be used after such an error")
                 return status
         return status
 
-    def _finished(self, step: str, here: Record) -> list[Record]:
-        """Earlier records of this machine, without failures, which are measured again."""
+    def _earlier(self, step: str, here: Record) -> dict[str, Record]:
+        """Earlier records of this machine, by case. Finished cases take precedence over failures,
+        which are measured again."""
         folders = [folder for folder in (self.resume, self.out) if folder]
         records = [one for folder in folders for one in read_records(folder, step)]
         same = [one for one in records if one["dry"] == self.dry and one["machine"] == here]
-        return [one for one in same if outcome_of(one) in ("done", "out of memory")]
+        return {one["case"]: one for one in sorted(same, key=is_finished)}
+
+
+def is_finished(record: Record) -> bool:
+    return outcome_of(record) in ("done", "out of memory")
 
 
 def outcome_of(record: Record) -> str:
