@@ -13,7 +13,8 @@
 #   RESUME          folder of earlier results; what they have is not measured again
 #   MINUTES         of each step (9)
 #   PYTHON          interpreter that has torch with CUDA (python3)
-#   PACKAGES        what `wheels` collects, in the versions of constraints.txt (transformers tokenizers)
+#   PACKAGES        what `wheels` collects, in the versions of constraints.txt (transformers,
+#                   pydantic and what they need)
 #   PYTHON_VERSION  of the GPU machine (3.12)
 #   PLATFORMS       of the GPU machine (manylinux on x86-64)
 #   WHEELS          folder of the wheels (.cache/gpu/wheels); `setup` installs all that are there,
@@ -44,7 +45,8 @@ wheels() {
   for platform in ${PLATFORMS:-manylinux_2_28_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64}; do
     platforms+=(--platform "$platform")
   done
-  for package in ${PACKAGES:-transformers tokenizers}; do
+  local needed="transformers tokenizers pydantic pydantic_core annotated-types typing-inspection"
+  for package in ${PACKAGES:-$needed}; do
     pin=$(grep -i "^$package==" constraints.txt) || fail "found no $package in constraints.txt"
     packages+=("$pin")
   done
