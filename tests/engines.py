@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 from blockattn_rag import BlockAttentionEngine
+from blockattn_rag.engine.pending import PendingRequest
 from blockattn_rag.engine.protocol import Engine
 from blockattn_rag.model import BlockModel
 from tests.models import shared_tiny_llama, tiny_tokenizer
@@ -27,3 +29,16 @@ def tuned_engine() -> BlockAttentionEngine:
 def with_settings(engine: BlockAttentionEngine, **settings: Any) -> BlockAttentionEngine:
     """An engine over the same model and store, with the same recipe and these settings."""
     return BlockAttentionEngine(engine.model, engine.store, **{"recipe": engine.recipe, **settings})
+
+
+class CountingEngine(BlockAttentionEngine):
+    """An engine that records the sizes of its batches of more than one request."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.batches: list[int] = []
+
+    def answer_batch(self, requests: Sequence[PendingRequest]) -> None:
+        if len(requests) > 1:
+            self.batches.append(len(requests))
+        super().answer_batch(requests)

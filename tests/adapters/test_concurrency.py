@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from blockattn_rag import BlockAttentionEngine
-from blockattn_rag.engine.pending import PendingRequest
 from tests.adapters.frameworks import AWAITED, EACH, Framework, How
-from tests.engines import tuned_engine
+from tests.engines import CountingEngine, tuned_engine
 from tests.holding import FEW, LONGEST_S, Held
 
 pytestmark = EACH
@@ -21,22 +18,9 @@ LONG: dict[str, Any] = {"max_new_tokens": 3000}  # more than any test lets the m
 SHORT: dict[str, Any] = {"max_new_tokens": 20}
 
 
-class CountingEngine(BlockAttentionEngine):
-    """An engine that records the sizes of its batches of more than one request."""
-
-    def __init__(self) -> None:
-        super().__init__(tuned_engine().model)
-        self.batches: list[int] = []
-
-    def answer_batch(self, requests: Sequence[PendingRequest]) -> None:
-        if len(requests) > 1:
-            self.batches.append(len(requests))
-        super().answer_batch(requests)
-
-
 @pytest.fixture
 def chat(framework: Framework) -> Any:
-    return framework.chat(CountingEngine())
+    return framework.chat(CountingEngine(tuned_engine().model))
 
 
 @AWAITED

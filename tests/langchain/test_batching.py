@@ -9,30 +9,20 @@ import pytest
 from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.prompts import ChatPromptTemplate
 
-from blockattn_rag import BlockAttentionEngine
-from blockattn_rag.engine.pending import PendingRequest
 from blockattn_rag.errors import ContextOverflowError
 from blockattn_rag.langchain import ChatBlockAttention, format_blocks
 from blockattn_rag.store import MemoryStore
+from tests.engines import CountingEngine
 from tests.langchain.conftest import passages, tiny_block_model
 
 
-class CountingEngine(BlockAttentionEngine):
-    """The real engine, and the sizes of batches of more than one request."""
-
-    def __init__(self) -> None:
-        super().__init__(tiny_block_model(), MemoryStore(1 << 28))
-        self.batches: list[int] = []
-
-    def answer_batch(self, requests: Sequence[PendingRequest]) -> None:
-        if len(requests) > 1:
-            self.batches.append(len(requests))
-        super().answer_batch(requests)
+def counting_engine() -> CountingEngine:
+    return CountingEngine(tiny_block_model(), MemoryStore(1 << 28))
 
 
 @pytest.fixture
 def engine() -> CountingEngine:
-    return CountingEngine()
+    return counting_engine()
 
 
 def inputs(count: int = 8) -> list[Any]:
@@ -147,7 +137,7 @@ def test_a_batch_that_fails_at_its_first_input_ends_though_others_wait_for_compa
 def test_a_call_may_ask_another_model_with_the_same_options(
     chat: ChatBlockAttention, one_by_one: list[Any]
 ) -> None:
-    guard = ChatBlockAttention(engine=CountingEngine(), max_tokens=4)
+    guard = ChatBlockAttention(engine=counting_engine(), max_tokens=4)
 
     class Asks(BaseCallbackHandler):
         raise_error = True
