@@ -53,6 +53,11 @@ class Question:
         return [self.ids[end - n : end] for end, n in zip(ends, self.lengths, strict=True)]
 
     @property
+    def plan(self) -> BlockPlan:
+        """Plan of a request whose blocks may all be stored."""
+        return BlockPlan("complete", self.lengths, keep=("store",) * len(self.lengths))
+
+    @property
     def final_ids(self) -> list[int]:
         return self.ids[sum(self.lengths) :]
 
@@ -211,7 +216,7 @@ class Systems:
         profile, bucket = ModelProfile.read(self._profile), ObjectStore(f"s3://{BUCKET}/kv")
         store, done = DirectoryStore(self.store), set[str]()
         for one in questions:
-            for block in block_keys(one.ids, BlockPlan("complete", one.lengths), profile):
+            for block in block_keys(one.ids, one.plan, profile):
                 if block.key not in done:
                     kv = store.get(block.key)
                     if kv is None:
@@ -231,7 +236,7 @@ class Systems:
             in_blocks = system.blocks and bool(question.lengths)
             path = COMPLETIONS if in_blocks else "/v1/completions"
             if in_blocks:
-                body["kv_transfer_params"] = BlockPlan("complete", question.lengths).to_dict()
+                body["kv_transfer_params"] = question.plan.to_dict()
             else:
                 body["cache_salt"] = name  # systems that share a server do not share its cache
             return await ask(

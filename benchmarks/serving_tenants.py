@@ -209,7 +209,7 @@ def attacks(tenants: Tenants) -> dict[str, bool]:
     tenants.store(case, "B")
     store = reference.folder / "served"
     entries = {key: _bytes(store, reference.key(ids, "B")) for key, ids in enumerate(case.blocks)}
-    plan = BlockPlan("complete", case.lengths, "B")
+    plan = BlockPlan("complete", case.lengths, "B", case.keep)
     found: dict[str, bool] = {}
 
     def tokens(tenant: str, plan: bool = True) -> list[int]:

@@ -15,7 +15,7 @@ from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.engine.results import Mode
 from blockattn_rag.kv.block_kv import BlockKV, store_key, token_digest
 from blockattn_rag.model import BlockModel, EncodeRequest
-from blockattn_rag.prompts.blocks import BlockPrompt
+from blockattn_rag.prompts.blocks import BlockPrompt, Keep
 from blockattn_rag.server.profile import ModelProfile, profile_of
 from blockattn_rag.server.protocol import BlockPlan
 from blockattn_rag.store import DirectoryStore
@@ -44,9 +44,14 @@ class Case(NamedTuple):
         return [self.ids[end - n : end] for end, n in zip(ends, self.lengths, strict=True)]
 
     @property
+    def keep(self) -> tuple[Keep, ...]:
+        """All blocks may be stored."""
+        return ("store",) * len(self.lengths)
+
+    @property
     def params(self) -> dict[str, Any]:
         """``kv_transfer_params``."""
-        return BlockPlan("complete", self.lengths).to_dict()
+        return BlockPlan("complete", self.lengths, keep=self.keep).to_dict()
 
     def body(self, **more: Any) -> dict[str, Any]:
         """Body of a completion in block mode: greedy, ``TOKENS`` tokens."""

@@ -99,7 +99,7 @@ def test_the_same_tokens_cut_otherwise_have_pages_of_their_own(
 
 def test_a_client_cannot_name_the_salt_of_block_mode(reference: Reference, engine: Engine) -> None:
     case = reference.telling(5)
-    own = salt(BlockPlan("complete", case.lengths), reference.profile)
+    own = salt(BlockPlan("complete", case.lengths, keep=case.keep), reference.profile)
     outputs = engine.llm.generate(
         [{"prompt_token_ids": case.ids, "cache_salt": own}], [sampling_of(None)], use_tqdm=False
     )
@@ -254,7 +254,8 @@ def test_a_block_that_is_encoded_here_is_a_hit_for_every_engine(
     store = DirectoryStore(reference.store)
     for block in case.blocks:
         if reference.key(block) not in store:
-            engine.ask(block, BlockPlan("encode", (len(block),)).to_dict(), max_tokens=1)
+            plan = BlockPlan("encode", (len(block),), keep=("store",))
+            engine.ask(block, plan.to_dict(), max_tokens=1)
     for block in case.blocks:
         assert_close(reference.written(block), reference.encoded(block))
     hits = reference.engine.generate(list(case.texts), max_new_tokens=4).stats

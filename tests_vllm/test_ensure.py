@@ -65,9 +65,9 @@ class Client:
         self.asked.append(ids)
         self.at_once += 1
         self.most_at_once = max(self.most_at_once, self.at_once)
-        self.kept += plan.keep
+        self.kept += [keep for keep in plan.keep if keep != "store"]
         await asyncio.sleep(0.05)
-        if self.reason == "length" and not plan.keep and not self.unstored:
+        if self.reason == "length" and "store" in plan.keep and not self.unstored:
             self.store.put(self.reference.key(ids), self.reference.encoded(ids))
         self.at_once -= 1
         yield SimpleNamespace(outputs=[SimpleNamespace(finish_reason=self.reason)])
@@ -86,7 +86,8 @@ def ensurer_of(client: Client, **options: Any) -> BlockEnsurer:
 
 def blocks_of(reference: Reference) -> list[Encodable]:
     blocks = reference.case(1).blocks
-    return encodables([*blocks, blocks[1]], "", reference.profile, opens_prompt=True)
+    blocks, keep = [*blocks, blocks[1]], ["store"] * (len(blocks) + 1)
+    return encodables(blocks, "", reference.profile, opens_prompt=True, keep=keep)
 
 
 def test_a_block_is_encoded_once_for_all_who_ask(

@@ -47,7 +47,7 @@ def local(reference: Reference, store: DirectoryStore) -> BlockAttentionEngine:
 def encode(engine: Engine, reference: Reference, store: DirectoryStore, case: Case) -> None:
     """Have those blocks of a prompt encoded by the server that are not stored."""
     missing = [ids for ids in case.blocks if reference.key(ids) not in store]
-    plans = [BlockPlan("encode", (len(ids),)).to_dict() for ids in missing]
+    plans = [BlockPlan("encode", (len(ids),), keep=("store",)).to_dict() for ids in missing]
     engine.ask_all([*zip(missing, plans, strict=True)], max_tokens=1)
     until = time.monotonic() + 30
     while not all(reference.key(ids) in store for ids in missing) and time.monotonic() < until:

@@ -80,7 +80,7 @@ def test_a_missing_block_fails_on_both_and_the_next_is_right(
 
 def test_a_block_that_both_encoded_is_stored_whole(reference: Reference, tensor: Engine) -> None:
     block = reference.case(42).blocks[1]
-    tensor.ask(block, BlockPlan("encode", (len(block),)).to_dict(), max_tokens=1)
+    tensor.ask(block, BlockPlan("encode", (len(block),), keep=("store",)).to_dict(), max_tokens=1)
     kv, own = reference.written(block), reference.encoded(block)
     assert kv.token_outline == own.token_outline
     assert_close(kv, own)

@@ -15,8 +15,8 @@ from blockattn_rag.server.vllm.scheduler import UNSAVED, SchedulerSide
 from tests_vllm.engines import sampling_of
 from tests_vllm.reference import Reference
 
-ENCODE = BlockPlan("encode", (5,)).to_dict()
-COMPLETE = BlockPlan("complete", (2, 2)).to_dict()
+ENCODE = BlockPlan("encode", (5,), keep=("store",)).to_dict()
+COMPLETE = BlockPlan("complete", (2, 2), keep=("store",) * 2).to_dict()
 NOTHING: Any = SimpleNamespace(total_num_scheduled_tokens=0)
 
 
@@ -56,7 +56,7 @@ def test_a_block_is_stored_if_its_request_came_to_its_end(
         (COMPLETE, {}, {"lora_request": LoRARequest("b", 2, "/b")}),
         (COMPLETE, {}, {"mm_features": [SimpleNamespace()]}),
         (COMPLETE, {}, {"resumable": True}),
-        (BlockPlan("encode", (4,)).to_dict(), {}, {}),
+        (BlockPlan("encode", (4,), keep=("store",)).to_dict(), {}, {}),
     ],
 )
 def test_what_block_mode_cannot_do_fails_by_a_load_that_never_ends_well(

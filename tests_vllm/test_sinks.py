@@ -34,7 +34,7 @@ def test_blocks_are_encoded_after_the_sink_and_read_without_it(
     case = reference.case(12)
     sink = list(profile.sink_ids)
     prompts = [case.blocks[0], *([*sink, *block] for block in case.blocks[1:])]
-    plans = [BlockPlan("encode", (length,)).to_dict() for length in case.lengths]
+    plans = [BlockPlan("encode", (length,), keep=("store",)).to_dict() for length in case.lengths]
     engine.ask_all([*zip(prompts, plans, strict=True)], max_tokens=1)
     for block in case.blocks[1:]:
         assert_close(reference.written(block, sink), reference.encoded(block, sink))
@@ -45,6 +45,6 @@ def test_a_block_after_anything_else_is_refused(
     reference: Reference, engine: Engine, profile: ModelProfile
 ) -> None:
     block = reference.case(13).blocks[1]
-    plan = BlockPlan("encode", (len(block),)).to_dict()
+    plan = BlockPlan("encode", (len(block),), keep=("store",)).to_dict()
     assert engine.ask([5, 6, 7, 8, *block], plan, max_tokens=1).reason == "error"
     assert engine.ask([*profile.sink_ids, *block], plan, max_tokens=1).reason == "length"

@@ -48,15 +48,16 @@ class Probe(NamedTuple):
 
     blocks: list[list[int]]
     final: list[int]
-    keep: tuple[Keep, ...] = ()
+    keep: tuple[Keep, ...]
 
     @classmethod
     def drawn(cls, tokenizer: Any, source: random.Random) -> Probe:
-        """Draw a probe of random tokens that are not special tokens."""
+        """Draw a probe of random tokens that are not special tokens. All blocks may be stored."""
         others = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
         ordinary = [one for one in range(tokenizer.vocab_size) if one not in others]
         *blocks, final = (source.choices(ordinary, k=n) for n in (*BLOCK_TOKENS, _FINAL_TOKENS))
-        return cls(blocks, final)
+        keep: Keep = "store"
+        return cls(blocks, final, (keep,) * len(blocks))
 
     @property
     def ids(self) -> list[int]:
@@ -76,8 +77,6 @@ class Probe(NamedTuple):
     @property
     def stored(self) -> list[list[int]]:
         """The blocks that may be stored."""
-        if not self.keep:
-            return self.blocks
         return [ids for ids, word in zip(self.blocks, self.keep, strict=True) if may_store(word)]
 
 

@@ -113,7 +113,7 @@ def block_keys(
     for place, length in enumerate(plan.lengths):
         ids = tuple(token_ids[start : start + length])
         digest = token_digest(ids, profile.sink_ids if place else before)
-        keep = plan.keep_at(place)
+        keep = plan.keep[place]
         names = access.namespaces(private=is_private(keep))
         keys = tuple(store_key(profile.fingerprint, digest, name) for name in names)
         found.append(BlockId(place, start, ids, digest, names, keys, keep))

@@ -173,7 +173,8 @@ class BlockPlan:
             with the blocks, and at least one token follows. ``encode``: one block at the end of the
             prompt.
         namespace: Namespace of the blocks, see ``store.namespaces``.
-        keep: Where each block may be kept; ``()`` if all may be stored.
+        keep: Where each block may be kept. Default: ``private`` for all, so that the KV of text
+            that a client did not mark as a passage never reaches the store.
 
     Raises:
         ValueError: A field is invalid.
@@ -184,7 +185,9 @@ class BlockPlan:
         tuple[Positive, ...], Field(min_length=1, max_length=MOST_BLOCKS, fail_fast=True)
     ]
     namespace: Namespace = ""
-    keep: Annotated[tuple[Keep, ...], Field(max_length=MOST_BLOCKS, fail_fast=True)] = ()
+    keep: Annotated[
+        tuple[Keep, ...], Field(max_length=MOST_BLOCKS, fail_fast=True, validate_default=True)
+    ] = ()
 
     @field_validator("lengths")
     @classmethod
@@ -203,11 +206,8 @@ class BlockPlan:
         blocks = len(info.data.get("lengths", keep))
         if len(keep) not in (0, blocks):
             raise ValueError(f"expected one item for each of {blocks} blocks, found {len(keep)}")
-        return keep if {*keep} != {"store"} else ()
-
-    def keep_at(self, place: int) -> Keep:
-        """Where a block may be kept."""
-        return self.keep[place] if self.keep else "store"
+        private: Keep = "private"
+        return keep or (private,) * blocks
 
     @property
     def context_tokens(self) -> int:
@@ -236,7 +236,7 @@ class BlockPlan:
             ValueError: The namespace is not the default one, and there is no secret.
         """
         fields: dict[str, Any] = {"v": VERSION, "op": self.op, "lengths": list(self.lengths)}
-        if self.keep:
+        if {*self.keep} != {"private"}:
             fields["keep"] = list(self.keep)
         if secret is not None:
             fields |= {"namespace": self.namespace, "mac": self._mac(secret)}

@@ -25,15 +25,16 @@ PROFILE = make_profile(vocab_size=1000)
 
 
 def test_a_salt_tells_apart_all_that_decides_keys_and_values() -> None:
-    plan = BlockPlan("complete", (3, 2))
+    plan = BlockPlan("complete", (3, 2), keep=("store", "store"))
     others = [
-        salt(BlockPlan("complete", (2, 3)), PROFILE),
-        salt(BlockPlan("complete", (32,)), PROFILE),
-        salt(BlockPlan("complete", (3, 2), "tenant-1"), PROFILE),
+        salt(replace(plan, lengths=(2, 3)), PROFILE),
+        salt(BlockPlan("complete", (32,), keep=("store",)), PROFILE),
+        salt(replace(plan, namespace="tenant-1"), PROFILE),
         salt(plan, replace(PROFILE, fingerprint="0" * 64)),
         salt(plan, replace(PROFILE, sink="head:2", sink_ids=SINK_IDS)),
-        salt(BlockPlan("encode", (3,)), PROFILE),
-        salt(BlockPlan("complete", (3,)), PROFILE),
+        salt(BlockPlan("encode", (3,), keep=("store",)), PROFILE),
+        salt(BlockPlan("complete", (3,), keep=("store",)), PROFILE),
+        salt(BlockPlan("complete", (3, 2)), PROFILE),
         salt(plan, PROFILE, "the client's"),
         salt(plan, PROFILE, "another client's"),
         salt(BlockPlan("complete", (3, 2), keep=("private", "store")), PROFILE),
@@ -42,7 +43,6 @@ def test_a_salt_tells_apart_all_that_decides_keys_and_values() -> None:
     ]
     own = salt(plan, PROFILE)
     assert own == salt(BlockPlan("complete", (3, 2), keep=("memory", "store")), PROFILE)
-    assert own == salt(BlockPlan("complete", (3, 2)), PROFILE)
     assert len({own, *others}) == 1 + len(others)
     assert all(is_salt(one) and len(one) == 44 for one in (own, *others))
 
@@ -84,7 +84,7 @@ def test_what_the_local_engine_stored_is_found_on_a_server(
     local.encode(prompt)
     ids = engine.model.tokenizer.prompt_ids(prompt)
     profile = profile_of(engine.model, sink)
-    plan = BlockPlan("complete", tuple(map(len, ids.context)))
+    plan = BlockPlan("complete", tuple(map(len, ids.context)), keep=("store",) * 3)
     found = block_keys(ids.flat, plan, profile)
     assert sorted({one.key for one in found}) == sorted(store.keys())
     for one, tokens in zip(found, ids.context, strict=True):
@@ -106,7 +106,9 @@ def test_what_a_server_encodes_is_found_by_the_local_engine(
     for block, first in ((Block("the first of a prompt"), True), (Block("another"), False)):
         ids = engine.model.tokenizer.block_ids(block, first=first)
         before = [] if first else list(profile.sink_ids)
-        [one] = block_keys([*before, *ids], BlockPlan("encode", (len(ids),)), profile)
+        [one] = block_keys(
+            [*before, *ids], BlockPlan("encode", (len(ids),), keep=("store",)), profile
+        )
         local.encode(BlockPrompt((Block("x"), block) if not first else (block, Block("y")), "?"))
         kv = store.get(one.key)
         assert kv is not None
@@ -139,10 +141,10 @@ def test_a_plan_that_does_not_fit_its_prompt_has_no_keys() -> None:
 
 
 def test_a_block_is_looked_for_in_its_namespace_first_and_then_where_tenants_share() -> None:
-    tokens, plan = [1, 2, 3], BlockPlan("complete", (2,), "tenant-1")
+    tokens, plan = [1, 2, 3], BlockPlan("complete", (2,), "tenant-1", ("store",))
     [one] = block_keys(tokens, plan, PROFILE, ["shared", "tenant-1"])
     [own] = block_keys(tokens, plan, PROFILE)
-    [shared] = block_keys(tokens, BlockPlan("complete", (2,), "shared"), PROFILE)
+    [shared] = block_keys(tokens, replace(plan, namespace="shared"), PROFILE)
     assert one.keys == (own.key, shared.key)
     assert one.key == own.key != shared.key
 

@@ -27,7 +27,7 @@ from tests.store.kvs import make_kv, same
 PROFILE = make_profile(vocab_size=1000)
 WHOLE = Share.of(PROFILE)
 PROMPT = [1, 2, 3, 4, 5, 4, 5, 9]
-PLAN = BlockPlan("complete", (3, 2, 2), "tenant")
+PLAN = BlockPlan("complete", (3, 2, 2), "tenant", ("store",) * 3)
 BLOCKS = block_keys(PROMPT, PLAN, PROFILE, ["shared"])
 
 

@@ -62,16 +62,15 @@ def test_a_plan_is_read_as_it_was_told() -> None:
     assert plan.to_dict() == {"blockattn": {"v": 1, "op": "complete", "lengths": [3, 2]}}
 
 
-def test_a_plan_tells_what_may_become_of_blocks_if_not_all_may_be_stored() -> None:
+def test_a_plan_names_where_blocks_may_be_kept_unless_all_are_private() -> None:
     plan = BlockPlan("complete", (3, 2), keep=("memory", "private"))
     told = plan.to_dict()["blockattn"]
     assert told == {"v": 1, "op": "complete", "lengths": [3, 2], "keep": ["memory", "private"]}
     assert parse_plan(json.loads(json.dumps(plan.to_dict())), 6) == plan
-    assert [plan.keep_at(0), plan.keep_at(1)] == ["memory", "private"]
-    every = BlockPlan("complete", (3, 2), keep=("store", "store"))
-    assert every == BlockPlan("complete", (3, 2))
-    assert every.keep_at(1) == "store"
-    assert "keep" not in every.to_dict()["blockattn"]
+    private = BlockPlan("complete", (3, 2), keep=("private", "private"))
+    assert private == BlockPlan("complete", (3, 2))
+    assert parse_plan(asked(), 6) == private
+    assert "keep" not in private.to_dict()["blockattn"]
 
 
 @pytest.mark.parametrize("params", [None, {}, {"do_remote_prefill": True}])

@@ -82,13 +82,13 @@ def encodables(
     read_namespaces: Sequence[str] = (),
     *,
     opens_prompt: bool,
-    keep: Sequence[Keep] = (),
+    keep: Sequence[Keep],
 ) -> list[Encodable]:
     """Create blocks from token ids.
 
     Args:
         opens_prompt: Whether the first block opens its prompt, and so is encoded without the sink.
-        keep: See ``BlockPlan``.
+        keep: Where each block may be kept.
 
     Raises:
         ProtocolError: A block is empty.
@@ -97,7 +97,7 @@ def encodables(
     for place, ids in enumerate(blocks):
         before = () if opens_prompt and place == 0 else profile.sink_ids
         token_ids = [*before, *ids]
-        plan = BlockPlan("encode", (len(ids),), namespace, tuple(keep[place : place + 1]))
+        plan = BlockPlan("encode", (len(ids),), namespace, (keep[place],))
         (block,) = block_keys(token_ids, plan, profile, read_namespaces)
         found.append(Encodable(block, token_ids, plan))
     return found

@@ -263,7 +263,7 @@ class SchedulerSide:
 
     def _why_not_kept(self, plan: BlockPlan) -> str | None:
         """Why this server cannot keep a block to be encoded; None if it can."""
-        if may_store(plan.keep_at(0)):
+        if may_store(plan.keep[0]):
             return "the server is read_only" if self._config.read_only else None
         has_room = plan.context_tokens <= self._config.private_tokens(self._profile)
         return None if has_room else "private_memory has no room for it"
