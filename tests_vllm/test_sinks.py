@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.server.profile import ModelProfile, profile_of
 from blockattn_rag.server.protocol import BlockPlan
 from tests_vllm.engines import Engine
@@ -16,7 +17,7 @@ SINK = "head:4"
 
 @pytest.fixture(scope="module")
 def profile(reference: Reference) -> ModelProfile:
-    return profile_of(reference.model, SINK)
+    return profile_of(reference.model, Recipe(SINK))
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +35,10 @@ def test_blocks_are_encoded_after_the_sink_and_read_without_it(
     case = reference.case(12)
     sink = list(profile.sink_ids)
     prompts = [case.blocks[0], *([*sink, *block] for block in case.blocks[1:])]
-    plans = [BlockPlan("encode", (length,), keep=("store",)).to_dict() for length in case.lengths]
+    plans = [
+        BlockPlan("encode", (length,), keep=("store",), opens_prompt=not place).to_dict()
+        for place, length in enumerate(case.lengths)
+    ]
     engine.ask_all([*zip(prompts, plans, strict=True)], max_tokens=1)
     for block in case.blocks[1:]:
         assert_close(reference.written(block, sink), reference.encoded(block, sink))

@@ -100,12 +100,21 @@ def _random_blocks(model: BlockModel) -> list[list[int]]:
     return [torch.randint(vocabulary, (n,), generator=generator).tolist() for n in _BLOCK_TOKENS]
 
 
-def placed_context(model: BlockModel, blocks: list[list[int]], sink: Sequence[int] = ()) -> Context:
-    """Encode blocks, given as token ids, and place them in this order. All blocks except the first
-    are encoded with ``sink``."""
+def placed_context(
+    model: BlockModel,
+    blocks: list[list[int]],
+    sink: Sequence[int] = (),
+    recipe: Recipe = Recipe(),  # noqa: B008 -- frozen
+) -> Context:
+    """Encode blocks, given as token ids, and place them in this order, with a recipe's positions.
+    All blocks except the first are encoded with ``sink`` and the recipe's adapter."""
     requests = [EncodeRequest(ids, str(i), "", sink if i else ()) for i, ids in enumerate(blocks)]
     encoded = {kv.digest: kv for batch in model.encode(requests) for kv in batch}
-    return place([encoded[request.digest] for request in requests])
+    context = [encoded[request.digest] for request in requests]
+    if recipe.adapter is not None:
+        layouts = model.profile.layouts
+        context[1:] = [recipe.adapter.corrected(kv, layouts) for kv in context[1:]]
+    return place(context, recipe.positions)
 
 
 def _full_error(model: BlockModel, blocks: list[list[int]]) -> float:
@@ -123,17 +132,13 @@ def _oracle_error(
 ) -> float:
     """Error of the logits after the final block, compared with the oracle, for a recipe's adapter
     and positions. Promotion is not included: it only moves passages into the final block."""
-    layouts = model.profile.layouts
-    context = [block.kv for block in placed_context(model, blocks[:-1], sink).blocks]
-    if recipe.adapter is not None:
-        context[1:] = [recipe.adapter.corrected(kv, layouts) for kv in context[1:]]
-    found = _block_logits(model, place(context, recipe.positions), blocks[-1])
+    found = _block_logits(model, placed_context(model, blocks[:-1], sink, recipe), blocks[-1])
     expected = oracle_logits(
         model.hf_model,
         blocks,
         sink,
         adapter=recipe.adapter,
-        layouts=layouts,
+        layouts=model.profile.layouts,
         positions=recipe.positions,
     )
     return relative_error(found, expected[-1])

@@ -18,12 +18,13 @@ from torch import Tensor
 
 from blockattn_rag.check.asking import LIKELIEST, NEW_TOKENS, Answer, Asker, Probe
 from blockattn_rag.check.checks import CheckReport, CheckRow, placed_context
+from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.model.block_model import BlockModel
 from blockattn_rag.model.sampling import Sampling
 from blockattn_rag.prompts.blocks import Keep
+from blockattn_rag.prompts.sinks import sink_ids
 from blockattn_rag.server.client.http import Client, RefusedError
 from blockattn_rag.server.client.server import Server
-from blockattn_rag.server.profile import profile_of
 from blockattn_rag.server.protocol import (
     COMPLETIONS,
     TENANT_HEADER,
@@ -57,6 +58,7 @@ class ServerReport(CheckReport):
 def check_server(
     url: str,
     local: BlockModel | None = None,
+    recipe: Recipe | None = None,
     *,
     tokenizer: Any = None,
     served_name: str | None = None,
@@ -73,6 +75,7 @@ def check_server(
     Args:
         url: Address of the server.
         local: The served model, loaded in this process, to compare answers with.
+        recipe: The server's recipe. Required with ``local`` if the recipe has more than a sink.
         tokenizer: Tokenizer, as for ``RemoteEngine``. Default: the local model's.
         served_name: Name of the served model, as ``model`` of ``RemoteEngine``.
         api_key: API key of the server.
@@ -100,7 +103,8 @@ def check_server(
         as_tenant = Server(connect({TENANT_HEADER: name}), served_name, tokenizer, None)
         rows.append(_tenant_row(as_tenant, info, probe, name))
     if local is not None:
-        rows += _local_rows(local, info, probe, full, blocks)
+        recipe = recipe or Recipe(info.sink)
+        rows += _local_rows(local, recipe, info, probe, full, blocks)
     rows += _time_rows(probe, full, blocks)
     left_bytes = 0 if blocks is None else blocks.stored_bytes(probe)
     url = server.client.base_url
@@ -193,7 +197,7 @@ def _asked_in_blocks(asker: Asker, drawn: Probe, info: ServerInfo) -> tuple[Prob
 
 def _info_row(info: ServerInfo) -> CheckRow:
     detail = (
-        f"{', '.join(info.models)} ({info.fingerprint[:12]}), sink {info.sink}, protocol "
+        f"{', '.join(info.models)} ({info.fingerprint[:12]}), recipe {info.recipe}, protocol "
         f"{VERSION}, {'read-only' if info.read_only else 'encodes blocks'}, same tokenizer"
     )
     return CheckRow("this package's endpoints", True, None, None, detail)
@@ -271,9 +275,14 @@ def _tenant_row(as_tenant: Server, info: ServerInfo, probe: Probe, tenant: str) 
 
 
 def _local_rows(
-    local: BlockModel, info: ServerInfo, probe: Probe, full: _Full, seen: _Blocks | None
+    local: BlockModel,
+    recipe: Recipe,
+    info: ServerInfo,
+    probe: Probe,
+    full: _Full,
+    seen: _Blocks | None,
 ) -> Iterator[CheckRow]:
-    """Rows that compare the answers with those of the same model in this process."""
+    """Rows that compare the answers with those of the same model and recipe in this process."""
     name, found, expected = "fingerprint = local model's", info.fingerprint, local.fingerprint
     if found != expected:
         detail = (
@@ -291,8 +300,13 @@ def _local_rows(
     yield _row("full mode = local model", full.whole.distance(likely), near, detail, to_do)
     if seen is None:
         return
-    sink = profile_of(local, info.sink).sink_ids
-    context = placed_context(local, probe.blocks, sink)
+    name, is_same = "recipe = local recipe", recipe.outline == info.recipe
+    detail = f"found {info.recipe}, expected {recipe}; pass the server's recipe as --recipe"
+    yield CheckRow(name, is_same, None, None, str(recipe) if is_same else detail)
+    if not is_same:
+        return
+    context = placed_context(local, probe.blocks, sink_ids(recipe.sink, local.tokenizer), recipe)
+    detail = f"log-probabilities of the {LIKELIEST} likeliest first tokens"
     likely = _likely(local.next_logits(torch.tensor([probe.final]), local.cache_for(context)))
     near = max(near, seen.budget(full))
     yield _row("block mode = local model", seen.missed.distance(likely), near, detail, to_do)

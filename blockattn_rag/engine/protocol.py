@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from blockattn_rag.engine.find_recipe import RecipeLike
 from blockattn_rag.engine.ingest import EncodeStats
+from blockattn_rag.engine.outline import RecipeOutline
 from blockattn_rag.engine.pending import MAX_BATCH, Group, PendingAnswer
 from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.engine.results import Generation, GenerationChunk
@@ -69,7 +70,7 @@ class Engine(Protocol):
     def model(self) -> EngineModel: ...
 
     @property
-    def recipe(self) -> Recipe: ...
+    def recipe(self) -> Recipe | RecipeOutline: ...
 
     def generate(self, prompt: Prompt, **options: Any) -> Generation: ...
 

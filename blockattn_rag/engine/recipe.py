@@ -22,6 +22,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, get_args
 
+from blockattn_rag.engine.outline import RecipeOutline
 from blockattn_rag.files import sync, temporary_name, write_json
 from blockattn_rag.kv.context import Positions
 from blockattn_rag.model.correction import Correction, read_correction, save_correction
@@ -105,16 +106,18 @@ class Recipe:
         return hashlib.sha256(json.dumps(self._fields(), sort_keys=True).encode()).hexdigest()
 
     @property
+    def outline(self) -> RecipeOutline:
+        """The recipe without the weights of its adapter."""
+        adapter = self.adapter.digest if self.adapter else ""
+        return RecipeOutline(self.sink, adapter, self.promote, self.positions)
+
+    @property
     def encoding(self) -> tuple[str, str]:
-        """The sink and the adapter's digest. Recipes with equal encodings share stored blocks."""
-        return self.sink, self.adapter.digest if self.adapter else ""
+        """See ``RecipeOutline.encoding``."""
+        return self.outline.encoding
 
     def __str__(self) -> str:
-        parts = [self.sink] if self.sink != NO_SINK else []
-        parts += [f"adapter {self.adapter.digest[:6]}"] if self.adapter else []
-        parts += [f"promote {self.promote}"] if self.promote else []
-        parts += [f"{self.positions} positions"] if self.positions != "reordered" else []
-        return " + ".join(parts) or "none"
+        return str(self.outline)
 
     def _fields(self) -> dict[str, Any]:
         return {

@@ -10,7 +10,10 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field, StrictBool, field_validator
 from pydantic.dataclasses import dataclass
 
+from blockattn_rag.engine.recipe import Recipe
+from blockattn_rag.errors import ServingError
 from blockattn_rag.kv.quantization import KVDtype
+from blockattn_rag.model.correction import Correction
 from blockattn_rag.server.profile import ModelProfile
 from blockattn_rag.server.shares import Share
 from blockattn_rag.server.validation import STRICT, Namespace, parse
@@ -36,6 +39,8 @@ class ServingConfig:
     Args:
         store: Path or address of the home store, reachable by every process.
         profile: Path of the model's profile, as ``blockattn-rag check --profile`` writes it.
+        recipe: Folder of the recipe that the profile was written with. Required if the recipe has
+            an adapter and the server encodes blocks.
         memory: Size of each rank's cache in main memory, such as ``8GiB``.
         private_memory: Total memory of all ranks for blocks that must not be stored. ``0``:
             requests with such blocks are rejected.
@@ -56,6 +61,7 @@ class ServingConfig:
 
     store: str
     profile: str
+    recipe: Annotated[str, Field(min_length=1)] | None = None
     memory: _Size = "8GiB"
     private_memory: _Size = "4GiB"
     disk: Annotated[str, Field(min_length=1)] | None = None
@@ -108,6 +114,27 @@ class ServingConfig:
                 "which is empty; set it to a long random text for every process of the server"
             )
         return secret
+
+    def adapter(self, profile: ModelProfile) -> Correction | None:
+        """Adapter that this server applies to the blocks that it encodes.
+
+        Raises:
+            ServingError: The recipe is missing, damaged, or not the profile's.
+        """
+        found = None
+        if self.recipe is not None:
+            try:
+                found = Recipe.load(self.recipe)
+            except ValueError as error:
+                raise ServingError(f"cannot read the recipe of the server: {error}") from error
+            profile.check_recipe(found)
+        adapter = None if found is None else found.adapter
+        if adapter is None and profile.adapter and self.encodes:
+            raise ServingError(
+                f"the profile {self.profile} was written with the adapter {profile.adapter[:6]}, "
+                "but the connector has no option recipe; set it to the folder of that recipe"
+            )
+        return adapter
 
     @property
     def private_bytes(self) -> int:

@@ -21,16 +21,17 @@ _SALT = re.compile(r"ba1-[0-9a-f]{40}")
 def salt(plan: BlockPlan, profile: ModelProfile, own: str | None = None) -> str:
     """Cache salt of a request: only requests with equal salts share an engine's pages.
 
-    Apart from the token ids, pages depend on the split into blocks, the model and the sink, so the
-    salt covers these. It also covers the tenant and which blocks are private, so response times do
-    not reveal what others asked.
+    Apart from the token ids, pages depend on the split into blocks, the model, the sink and the
+    adapter, so the salt covers these. It also covers the tenant and which blocks are private, so
+    response times do not reveal what others asked.
 
     Args:
         own: Salt that the client sent.
     """
     private = [place for place, keep in enumerate(plan.keep) if is_private(keep)]
     cut = [plan.op, plan.lengths, private]
-    parts = [profile.fingerprint, profile.sink_ids, plan.namespace, cut, own]
+    encoding = [profile.fingerprint, profile.sink_ids, profile.adapter]
+    parts = [*encoding, plan.namespace, cut, own]
     return "ba1-" + hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:40]
 
 
@@ -61,7 +62,7 @@ class BlockId(NamedTuple):
         place: Index of the block in the prompt.
         start: Index of its first token in the prompt.
         ids: Token ids.
-        digest: ``kv.token_digest`` of the token ids and the sink.
+        digest: ``kv.token_digest`` of the token ids, the sink and the adapter.
         namespaces: Namespaces to look the block up in, its own first.
         keys: Store key of the block in each namespace.
         keep: Where the block may be kept.
@@ -89,11 +90,11 @@ def block_keys(
 ) -> list[BlockId]:
     """Identify the context blocks of a prompt, with the same store keys as a local engine.
 
-    The first block of a prompt is encoded without the sink, all others with it.
+    The first block of a prompt is encoded without sink and adapter, all others with them.
 
     Args:
-        token_ids: Token ids of the complete prompt. With ``op="encode"``: the sink, if any, and the
-            block.
+        token_ids: Token ids of the complete prompt. With ``op="encode"``: the sink, unless the
+            block opens a prompt, and the block.
         read_namespaces: Further namespaces to look blocks up in, in order.
 
     Raises:
@@ -101,18 +102,21 @@ def block_keys(
             other than the sink.
     """
     plan.check_fits(len(token_ids))
-    start = len(token_ids) - plan.lengths[0] if plan.op == "encode" else 0
-    before = tuple(token_ids[:start])
-    if before not in ((), profile.sink_ids):
-        raise ProtocolError(
-            f"found {start} tokens before the block to be encoded, expected none, or the "
-            f"{len(profile.sink_ids)} tokens of the server's sink ({profile.sink})"
-        )
+    opens_prompt, start = plan.op == "complete", 0
+    if plan.op == "encode":
+        opens_prompt, start = plan.opens_prompt, len(token_ids) - plan.lengths[0]
+        if tuple(token_ids[:start]) != (() if opens_prompt else profile.sink_ids):
+            raise ProtocolError(
+                f"found {start} tokens before the block to be encoded, expected the "
+                f"{len(profile.sink_ids)} tokens of the server's sink ({profile.sink}), or none "
+                "with opens_prompt"
+            )
     access = Access(plan.namespace, tuple(read_namespaces))
     found = []
     for place, length in enumerate(plan.lengths):
         ids = tuple(token_ids[start : start + length])
-        digest = token_digest(ids, profile.sink_ids if place else before)
+        encoding = () if opens_prompt and not place else (profile.sink_ids, profile.adapter)
+        digest = token_digest(ids, *encoding)
         keep = plan.keep[place]
         names = access.namespaces(private=is_private(keep))
         keys = tuple(store_key(profile.fingerprint, digest, name) for name in names)

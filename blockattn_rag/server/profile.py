@@ -16,15 +16,19 @@ import torch
 from pydantic import Field, StrictBool, field_validator, model_validator
 from pydantic.dataclasses import dataclass
 
+from blockattn_rag.engine.find_recipe import check_fits
+from blockattn_rag.engine.outline import RecipeOutline
+from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.errors import ServingError, UnsupportedModelError
 from blockattn_rag.files import write_json
 from blockattn_rag.kv.quantization import KVDtype
 from blockattn_rag.kv.rope import RotaryLayout
 from blockattn_rag.model.block_model import BlockModel
-from blockattn_rag.model.probe import vocabulary_size
+from blockattn_rag.model.probe import StateOutline, vocabulary_size
 from blockattn_rag.prompts.sinks import NO_SINK, sink_ids
 from blockattn_rag.server.validation import (
     STRICT,
+    AdapterDigest,
     Count,
     Digest,
     Positive,
@@ -58,6 +62,12 @@ class LayerProfile:
     key_size: _Size
     value_size: _Size
     rotary: Count
+
+    def outlines(self, dtype: torch.dtype) -> tuple[StateOutline, StateOutline]:
+        """Outlines of the layer's keys and values."""
+        sizes = (self.key_size, self.value_size)
+        keys, values = (StateOutline(self.kv_heads, size, dtype) for size in sizes)
+        return keys, values
 
 
 @dataclass(config=STRICT, frozen=True, slots=True)
@@ -94,6 +104,7 @@ class ModelProfile:
         max_positions: Maximum tokens of a prompt and its answer for which keys are exact.
         sink: Sink of all context blocks except the first, as in ``prompts.sinks``.
         sink_ids: Token ids of the sink.
+        adapter: Digest of the adapter that is applied to these blocks; empty if there is none.
         block_tuned: Whether the model is known to be block-fine-tuned.
 
     Raises:
@@ -110,6 +121,7 @@ class ModelProfile:
     max_positions: Positive
     sink: SinkName = NO_SINK
     sink_ids: tuple[Count, ...] = ()
+    adapter: AdapterDigest = ""
     block_tuned: StrictBool = False
 
     @model_validator(mode="after")
@@ -140,6 +152,11 @@ class ModelProfile:
         return len(self.layers)
 
     @property
+    def recipe(self) -> RecipeOutline:
+        """Recipe that the profile was written with."""
+        return RecipeOutline(self.sink, self.adapter)
+
+    @property
     def torch_dtype(self) -> torch.dtype:
         return DTYPES[self.dtype]
 
@@ -162,6 +179,27 @@ class ModelProfile:
         numbers = tokens * self.bytes_per_token // self.torch_dtype.itemsize
         scales = sum(layer.kv_heads * (layer.key_size + tokens) for layer in self.layers)
         return numbers * torch.int8.itemsize + scales * torch.float32.itemsize
+
+    def check_recipe(self, recipe: Recipe) -> None:
+        """Raise ServingError if the profile was not written with this recipe."""
+        found = []
+        if recipe.outline != self.recipe:
+            found.append(f"{recipe}, expected {self.recipe}")
+        if recipe.fingerprints and self.fingerprint not in recipe.fingerprints:
+            found.append(f"fingerprints {recipe.fingerprints}, expected {self.fingerprint!r}")
+        try:
+            if recipe.adapter is not None:
+                recipe.adapter.check_shapes(
+                    [layer.outlines(self.torch_dtype) for layer in self.layers]
+                )
+        except ValueError as error:
+            found.append(str(error).rstrip("."))
+        if found:
+            raise ServingError(
+                f"the recipe {recipe.source or recipe} is not the one that the profile of "
+                f"{self.name} was written with: found {'; '.join(found)}. Write the profile with "
+                "`blockattn-rag check MODEL --recipe FOLDER --profile FILE`"
+            )
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to a JSON object."""
@@ -189,19 +227,25 @@ class ModelProfile:
         write_json(Path(path), self.to_dict())
 
 
-def profile_of(model: BlockModel, sink: str | None = None) -> ModelProfile:
+def profile_of(model: BlockModel, recipe: Recipe | None = None) -> ModelProfile:
     """Measure the profile of a model. Reads all weights, for ``BlockModel.fingerprint``.
 
     Args:
-        sink: Sink that context blocks are encoded with. Default: the sink that the model was
-            block-fine-tuned with, or none.
+        recipe: How block mode runs. Default: as the model was block-fine-tuned, or without sink.
 
     Raises:
-        ValueError: The sink is unknown.
+        ValueError: The recipe does not belong to the model, or cannot be served.
         UnsupportedModelError: Keys and values have several dtypes, or an unsupported one.
     """
-    sink = model.tuned_with.get("sink", NO_SINK) if sink is None else sink
-    ids = sink_ids(sink, model.tokenizer)
+    if recipe is None:
+        trained: dict[str, Any] = {**model.tuned_with}
+        recipe = Recipe(**trained)
+    check_fits(recipe, model)
+    if recipe.positions != "reordered" or recipe.promote:
+        raise ValueError(
+            f"found recipe {recipe}, but a server neither promotes passages nor leaves keys at "
+            "their positions; pass a recipe with promote=0 and positions='reordered'"
+        )
     with model.lock:  # the fingerprint may measure the layouts again
         fingerprint, attention = model.fingerprint, model.profile
     kinds = {kind for _, _, kind in attention.token_outline}
@@ -229,7 +273,8 @@ def profile_of(model: BlockModel, sink: str | None = None) -> ModelProfile:
         rotary=tuple(Rotary(one.pairing, tuple(one.frequencies.tolist())) for one in rotary),
         vocab_size=vocabulary_size(model.hf_model),
         max_positions=model.max_context_tokens,
-        sink=sink,
-        sink_ids=tuple(ids),
+        sink=recipe.sink,
+        sink_ids=tuple(sink_ids(recipe.sink, model.tokenizer)),
+        adapter=recipe.encoding[1],
         block_tuned=model.is_block_tuned,
     )

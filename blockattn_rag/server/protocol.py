@@ -27,10 +27,12 @@ from pydantic import (
 )
 from pydantic.dataclasses import dataclass
 
+from blockattn_rag.engine.outline import RecipeOutline
 from blockattn_rag.errors import ProtocolError
 from blockattn_rag.prompts.blocks import Keep
 from blockattn_rag.server.validation import (
     STRICT,
+    AdapterDigest,
     Count,
     Digest,
     Namespace,
@@ -71,7 +73,7 @@ class ServerInfo:
     """Description of a server, from ``INFO``.
 
     Args:
-        fingerprint, tokenizer, sink, block_tuned: See ``ModelProfile``.
+        fingerprint, tokenizer, sink, adapter, block_tuned: See ``ModelProfile``.
         models: Names of its models, the base model first.
         max_tokens: Maximum tokens of a prompt and its answer together.
         namespace: Namespace of the caller's blocks.
@@ -84,11 +86,17 @@ class ServerInfo:
     fingerprint: Digest
     tokenizer: Digest
     sink: SinkName
+    adapter: AdapterDigest
     block_tuned: StrictBool
     models: Annotated[tuple[_Name, ...], Field(min_length=1, max_length=MOST_BLOCKS)]
     max_tokens: Positive
     namespace: Namespace
     read_only: StrictBool
+
+    @property
+    def recipe(self) -> RecipeOutline:
+        """Recipe of the server."""
+        return RecipeOutline(self.sink, self.adapter)
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to a JSON object."""
@@ -107,7 +115,8 @@ class EncodeBody:
     Args:
         blocks: Token ids of each block.
         model: One of the server's models; None for the first.
-        opens_prompt: Whether the first block opens a prompt, and so is encoded without the sink.
+        opens_prompt: Whether the first block opens a prompt, and so is encoded without sink and
+            adapter.
         private: Whether to store private blocks, which only private blocks of later prompts reuse
             (``prompts.blocks.Keep``).
         only_look: Whether to encode nothing, and report blocks that are not stored as missing.
@@ -175,6 +184,8 @@ class BlockPlan:
         namespace: Namespace of the blocks, see ``store.namespaces``.
         keep: Where each block may be kept. Default: ``private`` for all, so that the KV of text
             that a client did not mark as a passage never reaches the store.
+        opens_prompt: For ``encode``: whether the block opens a prompt, and so is encoded without
+            sink and adapter.
 
     Raises:
         ValueError: A field is invalid.
@@ -188,6 +199,7 @@ class BlockPlan:
     keep: Annotated[
         tuple[Keep, ...], Field(max_length=MOST_BLOCKS, fail_fast=True, validate_default=True)
     ] = ()
+    opens_prompt: StrictBool = False
 
     @field_validator("lengths")
     @classmethod
@@ -238,6 +250,8 @@ class BlockPlan:
         fields: dict[str, Any] = {"v": VERSION, "op": self.op, "lengths": list(self.lengths)}
         if {*self.keep} != {"private"}:
             fields["keep"] = list(self.keep)
+        if self.opens_prompt:
+            fields["opens_prompt"] = True
         if secret is not None:
             fields |= {"namespace": self.namespace, "mac": self._mac(secret)}
         elif self.namespace != default:
@@ -253,7 +267,7 @@ class BlockPlan:
         return is_text and hmac.compare_digest(str(mac), self._mac(secret))
 
     def _mac(self, secret: str) -> str:
-        return code(json.dumps([VERSION, self.op, self.lengths, self.namespace, self.keep]), secret)
+        return code(json.dumps([VERSION, *asdict(self).values()]), secret)
 
 
 def code(message: str, secret: str) -> str:

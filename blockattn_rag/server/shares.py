@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NoReturn
 
@@ -16,6 +16,7 @@ import torch
 
 from blockattn_rag.errors import FingerprintMismatchError, StoreError
 from blockattn_rag.kv.block_kv import BlockKV
+from blockattn_rag.model.correction import Correction, LayerCorrection
 from blockattn_rag.server.profile import ModelProfile
 from blockattn_rag.store.base import (
     EntryPart,
@@ -102,6 +103,14 @@ class Share:
                 for layer, heads in zip(self.layers, self.heads, strict=True)
             ]
         )
+
+    def cut_adapter(self, adapter: Correction) -> Correction:
+        """Copy this share out of an adapter, for ``Correction.applied``. The digest differs."""
+        layers = [
+            LayerCorrection(*(t[heads.start : heads.stop].clone() for t in adapter.layers[layer]))
+            for layer, heads in zip(self.layers, self.heads, strict=True)
+        ]
+        return replace(adapter, layers=tuple(layers))
 
 
 def open_share(home: KVStore, share: Share, profile: ModelProfile) -> KVStore:

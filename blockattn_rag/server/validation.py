@@ -24,6 +24,7 @@ STRICT = ConfigDict(extra="forbid")
 Count = Annotated[int, Field(strict=True, ge=0, le=_MOST)]
 Positive = Annotated[int, Field(strict=True, ge=1, le=_MOST)]
 Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+AdapterDigest = Annotated[str, Field(pattern="^([0-9a-f]{64})?$")]
 SinkName = Annotated[str, Field(pattern="^[a-z0-9:-]{1,32}$")]
 Namespace = Annotated[str, AfterValidator(check_namespace)]
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 
 from blockattn_rag.check.server import ServerReport, check_server
+from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.errors import ServingError
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.kv.context import Context, place
@@ -18,6 +19,7 @@ from blockattn_rag.server.client import http
 from blockattn_rag.server.protocol import INFO, BlockPlan, ServedBlocks
 from blockattn_rag.store import MemoryStore
 from tests.models import shared_tiny_llama, tiny_model, tiny_tokenizer
+from tests.recipes import recipe_of
 from tests.server.client.fake_server import FakeServer
 
 Check = Callable[..., ServerReport]
@@ -36,6 +38,7 @@ WITHOUT_MODEL = [
 WITH_MODEL = [
     "fingerprint = local model's",
     "full mode = local model",
+    "recipe = local recipe",
     "block mode = local model",
     "greedy tokens = local model",
 ]
@@ -54,10 +57,15 @@ def check(monkeypatch: pytest.MonkeyPatch) -> Iterator[Check]:
     monkeypatch.setattr(http, "_PAUSE_S", 0.0)
     with ExitStack() as stack:
 
-        def run(server: FakeServer, local: BlockModel | None = None, seed: int = 1) -> ServerReport:
+        def run(
+            server: FakeServer,
+            local: BlockModel | None = None,
+            recipe: Recipe | None = None,
+            seed: int = 1,
+        ) -> ServerReport:
             url = server.url or stack.enter_context(server.listening())
             tokenizer = None if local is not None else tiny_tokenizer()
-            return check_server(url, local, tokenizer=tokenizer, source=random.Random(seed))
+            return check_server(url, local, recipe, tokenizer=tokenizer, source=random.Random(seed))
 
         yield run
 
@@ -71,9 +79,11 @@ def detail(report: ServerReport, name: str) -> str:
     return found
 
 
-@pytest.mark.parametrize("sink", ["none", "head:4"])
-def test_a_right_server_passes_every_check(model: BlockModel, check: Check, sink: str) -> None:
-    report = check(FakeServer(model, sink=sink), model)
+@pytest.mark.parametrize("kind", ["none", "sink", "adapter"])
+def test_a_right_server_passes_every_check(model: BlockModel, check: Check, kind: str) -> None:
+    recipes = {"none": Recipe(), "sink": Recipe("head:4"), "adapter": recipe_of(model)}
+    recipe = recipes[kind]
+    report = check(FakeServer(model, recipe=recipe), model, recipe)
     assert failed(report) == set()
     assert [row.name for row in report.rows] == WITHOUT_MODEL + WITH_MODEL + TIMES
     for row in report.rows:
@@ -83,6 +93,12 @@ def test_a_right_server_passes_every_check(model: BlockModel, check: Check, sink
     assert detail(report, "block mode after full mode").endswith("136 from own pages")
     assert detail(report, "first token: miss").startswith("seconds; 124 tokens computed, 136")
     assert detail(report, "first token: hit").startswith("seconds; 12 tokens computed, 136")
+
+
+def test_the_recipe_must_be_the_server_s(model: BlockModel, check: Check) -> None:
+    report = check(FakeServer(model, recipe=recipe_of(model)), model, Recipe("head:4"))
+    assert failed(report) == {"recipe = local recipe"}
+    assert "pass the server's recipe as --recipe" in detail(report, "recipe = local recipe")
 
 
 def test_the_model_need_not_be_here(model: BlockModel, check: Check) -> None:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from blockattn_rag.errors import ServingError
+from blockattn_rag.model import BlockModel
 from blockattn_rag.server.config import ServingConfig
+from blockattn_rag.server.profile import profile_of
 from blockattn_rag.server.shares import Share
 from blockattn_rag.store import RedisStore
+from tests.models import shared_tiny_llama, tiny_tokenizer
+from tests.recipes import recipe_of
 from tests.server.profiles import make_profile
 
 PROFILE = make_profile()
@@ -81,6 +87,7 @@ def test_a_list_names_namespaces() -> None:
         ({"private_memory": "much"}, "expected a size such as 2GiB"),
         ({"private_memory": 8}, "private_memory should be a valid string"),
         ({"disk": ""}, "disk should have at least 1 character"),
+        ({"recipe": ""}, "recipe should have at least 1 character"),
         ({"cache": "s3://kv"}, "cache: expected the address of a Redis or Valkey server"),
         ({"read_only": 1}, "read_only should be a valid boolean"),
         ({"read_namespaces": "shared"}, "read_namespaces should be a valid list"),
@@ -98,6 +105,24 @@ def test_a_wrong_option_is_refused(changed: dict[str, Any], message: str) -> Non
 def test_a_store_and_a_profile_must_be_given() -> None:
     with pytest.raises(ValueError, match="has no field 'profile'; add it"):
         ServingConfig.parse({"store": "kv"})
+
+
+def test_a_server_that_encodes_needs_the_adapter_of_its_profile(tmp_path: Path) -> None:
+    model = BlockModel(shared_tiny_llama(), tiny_tokenizer())
+    recipe = recipe_of(model)
+    recipe.save(tmp_path / "recipe")
+    profile = profile_of(model, recipe)
+    given = GIVEN | {"recipe": str(tmp_path / "recipe")}
+    assert ServingConfig.parse(given).adapter(profile) == recipe.adapter
+    reads = {"read_only": True, "private_memory": "0"}
+    assert ServingConfig.parse(GIVEN | reads).adapter(profile) is None
+    assert ServingConfig.parse(GIVEN).adapter(profile_of(model)) is None
+    with pytest.raises(ServingError, match="the connector has no option recipe"):
+        ServingConfig.parse(GIVEN).adapter(profile)
+    with pytest.raises(ServingError, match="is not the one that the profile"):
+        ServingConfig.parse(given).adapter(profile_of(model))
+    with pytest.raises(ServingError, match="Found no recipe at nowhere"):
+        ServingConfig.parse(GIVEN | {"recipe": "nowhere"}).adapter(profile)
 
 
 def test_the_secret_stands_in_the_environment_and_must_be_there(

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from blockattn_rag import Block, BlockAttentionEngine, BlockModel
+from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.errors import ProtocolError
 from blockattn_rag.kv.block_kv import token_digest
 from blockattn_rag.prompts.blocks import BlockPrompt, Span, keep_of
@@ -16,6 +17,7 @@ from blockattn_rag.server.profile import profile_of
 from blockattn_rag.server.protocol import BlockPlan
 from blockattn_rag.store import MemoryStore
 from tests.models import shared_tiny_llama, tiny_tokenizer
+from tests.recipes import recipe_of
 from tests.server.profiles import SINK_IDS, make_profile
 
 PROFILE = make_profile(vocab_size=1000)
@@ -32,6 +34,7 @@ def test_a_salt_tells_apart_all_that_decides_keys_and_values() -> None:
         salt(replace(plan, namespace="tenant-1"), PROFILE),
         salt(plan, replace(PROFILE, fingerprint="0" * 64)),
         salt(plan, replace(PROFILE, sink="head:2", sink_ids=SINK_IDS)),
+        salt(plan, replace(PROFILE, adapter="a" * 64)),
         salt(BlockPlan("encode", (3,), keep=("store",)), PROFILE),
         salt(BlockPlan("complete", (3,), keep=("store",)), PROFILE),
         salt(BlockPlan("complete", (3, 2)), PROFILE),
@@ -74,16 +77,21 @@ def engine() -> BlockAttentionEngine:
     return BlockAttentionEngine(model, store=MemoryStore(1 << 24))
 
 
-@pytest.mark.parametrize("sink", ["none", "bos", "head:4"])
+@pytest.fixture(params=["none", "bos", "head:4", "adapter none", "adapter head:4"])
+def recipe(request: pytest.FixtureRequest, engine: BlockAttentionEngine) -> Recipe:
+    kind, _, sink = request.param.rpartition(" ")
+    return recipe_of(engine.model, sink=sink) if kind else Recipe(sink)
+
+
 def test_what_the_local_engine_stored_is_found_on_a_server(
-    engine: BlockAttentionEngine, sink: str
+    engine: BlockAttentionEngine, recipe: Recipe
 ) -> None:
     store = MemoryStore(1 << 24)
-    local = BlockAttentionEngine(engine.model, store=store, recipe=sink)
+    local = BlockAttentionEngine(engine.model, store=store, recipe=recipe)
     prompt = BlockPrompt.from_texts(["first passage", "second", "first passage", "question?"])
     local.encode(prompt)
     ids = engine.model.tokenizer.prompt_ids(prompt)
-    profile = profile_of(engine.model, sink)
+    profile = profile_of(engine.model, recipe)
     plan = BlockPlan("complete", tuple(map(len, ids.context)), keep=("store",) * 3)
     found = block_keys(ids.flat, plan, profile)
     assert sorted({one.key for one in found}) == sorted(store.keys())
@@ -96,19 +104,17 @@ def test_what_the_local_engine_stored_is_found_on_a_server(
     assert [one.place for one in found] == [0, 1, 2]
 
 
-@pytest.mark.parametrize("sink", ["none", "head:4"])
 def test_what_a_server_encodes_is_found_by_the_local_engine(
-    engine: BlockAttentionEngine, sink: str
+    engine: BlockAttentionEngine, recipe: Recipe
 ) -> None:
-    profile = profile_of(engine.model, sink)
+    profile = profile_of(engine.model, recipe)
     store = MemoryStore(1 << 24)
-    local = BlockAttentionEngine(engine.model, store=store, recipe=sink)
+    local = BlockAttentionEngine(engine.model, store=store, recipe=recipe)
     for block, first in ((Block("the first of a prompt"), True), (Block("another"), False)):
         ids = engine.model.tokenizer.block_ids(block, first=first)
         before = [] if first else list(profile.sink_ids)
-        [one] = block_keys(
-            [*before, *ids], BlockPlan("encode", (len(ids),), keep=("store",)), profile
-        )
+        plan = BlockPlan("encode", (len(ids),), keep=("store",), opens_prompt=first)
+        [one] = block_keys([*before, *ids], plan, profile)
         local.encode(BlockPrompt((Block("x"), block) if not first else (block, Block("y")), "?"))
         kv = store.get(one.key)
         assert kv is not None
@@ -128,7 +134,8 @@ def test_a_block_that_stands_after_anything_but_the_sink_is_not_encoded() -> Non
     plan = BlockPlan("encode", (2,))
     profile = make_profile(sink_ids=SINK_IDS, vocab_size=1000)
     assert block_keys([*SINK_IDS, 1, 2], plan, profile)[0].start == 2
-    for before in ([256, 8], [7, 256], [256], [1, 256, 7]):
+    assert block_keys([1, 2], replace(plan, opens_prompt=True), profile)[0].start == 0
+    for before in ([], [256, 8], [7, 256], [256], [1, 256, 7]):
         with pytest.raises(ProtocolError, match="tokens before the block to be encoded"):
             block_keys([*before, 1, 2], plan, profile)
     with pytest.raises(ProtocolError, match="found 2 tokens before the block"):

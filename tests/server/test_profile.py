@@ -13,11 +13,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.errors import ProtocolError, ServingError, UnsupportedModelError
 from blockattn_rag.model import BlockModel, EncodeRequest
 from blockattn_rag.prompts.sinks import sink_ids
 from blockattn_rag.server.profile import LayerProfile, ModelProfile, Rotary, profile_of
 from tests.models import VOCABULARY, shared_tiny_llama, tiny_model, tiny_tokenizer
+from tests.recipes import recipe_of
 from tests.server.profiles import SINK_IDS, make_profile
 
 PROFILE = make_profile(sink_ids=SINK_IDS, vocab_size=1000)
@@ -104,6 +106,7 @@ def test_a_file_that_holds_none_says_how_to_make_one(tmp_path: Path, content: by
         ({"sink": "none"}, "found sink='none' and 2 sink_ids, which disagree"),
         ({"sink_ids": []}, "found sink='head:2' and 0 sink_ids"),
         ({"sink_ids": [1000, 1]}, "expected less than 1000"),
+        ({"adapter": "a"}, "adapter should match pattern"),
         ({"block_tuned": 1}, "block_tuned should be a valid boolean"),
     ],
 )
@@ -129,7 +132,7 @@ def test_a_layer_s_numbers_are_within_bounds(field: str, value: object, why: str
 
 
 def test_a_profile_lacks_no_field() -> None:
-    for name in changed().keys() - {"block_tuned"}:
+    for name in changed().keys() - {"adapter", "block_tuned"}:
         told = changed()
         del told[name]
         with pytest.raises(ProtocolError):
@@ -167,15 +170,45 @@ def test_a_profile_tells_shapes_and_rotations_of_what_the_model_encodes(family: 
 
 def test_a_profile_tells_the_sink_and_its_tokens() -> None:
     model = BlockModel(shared_tiny_llama(), tiny_tokenizer())
-    profile = profile_of(model, "head:4")
+    profile = profile_of(model, Recipe("head:4"))
     assert (profile.sink, [*profile.sink_ids]) == ("head:4", sink_ids("head:4", model.tokenizer))
     assert len(profile.sink_ids) == 4
+    assert profile.recipe == Recipe("head:4").outline
 
 
-def test_an_unknown_sink_is_refused() -> None:
+def test_a_recipe_of_another_model_or_that_no_server_applies_has_no_profile() -> None:
     model = BlockModel(shared_tiny_llama(), tiny_tokenizer())
-    with pytest.raises(ValueError, match="'head:N'"):
-        profile_of(model, "first-block")
+    other = BlockModel(tiny_model("llama", num_hidden_layers=1), tiny_tokenizer())
+    with pytest.raises(ValueError, match=r"belongs to .* with the fingerprint"):
+        profile_of(model, recipe_of(other))
+    with pytest.raises(ValueError, match="found recipe composite positions, but a server"):
+        profile_of(model, Recipe(positions="composite"))
+
+
+@pytest.mark.parametrize(
+    ("changed_recipe", "why"),
+    [
+        ({"sink": "bos"}, "found bos, expected head:4 . adapter"),
+        ({"adapter": None}, "found head:4, expected head:4 . adapter"),
+        ({"positions": "composite"}, "adapter ...... . composite positions, expected"),
+        ({"fingerprints": ("0" * 64,)}, "found fingerprints .'000"),
+    ],
+)
+def test_another_recipe_than_the_profile_s_is_refused(
+    changed_recipe: dict[str, Any], why: str
+) -> None:
+    model = BlockModel(shared_tiny_llama(), tiny_tokenizer())
+    recipe = recipe_of(model)
+    profile = ModelProfile.from_dict(profile_of(model, recipe).to_dict())
+    profile.check_recipe(recipe)
+    fields = {"adapter": recipe.adapter, **changed_recipe}
+    if "sink" in changed_recipe:
+        fields["adapter"] = None
+    with pytest.raises(ServingError, match=why):
+        profile.check_recipe(replace(recipe, **fields))
+    fewer = replace(profile, layers=profile.layers[:-1])
+    with pytest.raises(ServingError, match="correction has 3 layers, expected 2 for this model"):
+        fewer.check_recipe(recipe)
 
 
 def test_a_rare_number_type_is_refused() -> None:

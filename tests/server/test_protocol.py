@@ -44,6 +44,7 @@ nearly = st.fixed_dictionaries(
         "v": st.just(1) | anything,
         "op": st.sampled_from(["complete", "encode"]) | anything,
         "lengths": st.lists(st.integers(-1, 9) | anything, max_size=4) | anything,
+        "opens_prompt": st.booleans() | anything,
         "keep": st.lists(st.sampled_from(["store", "memory", "private"]), max_size=4) | anything,
         "namespace": st.sampled_from(["", "a", "/"]) | anything,
         "mac": st.text("0123456789abcdef", min_size=64, max_size=64) | anything,
@@ -161,6 +162,7 @@ def test_who_names_no_namespace_has_the_server_s() -> None:
         {"namespace": ""},
         {"keep": ["store", "store"]},
         {"keep": ["private", "store"]},
+        {"opens_prompt": True},
     ],
 )
 def test_a_code_holds_for_the_plan_that_it_was_made_for_alone(changed: dict[str, Any]) -> None:
@@ -247,7 +249,9 @@ def test_the_protocol_needs_no_torch() -> None:
 
 # -- routes ----------------------------------------------------------------------------------------
 
-INFO = ServerInfo("a" * 64, "b" * 64, "head:4", True, ("llama", "other"), 4096, "tenant", True)
+INFO = ServerInfo(
+    "a" * 64, "b" * 64, "head:4", "c" * 64, True, ("llama", "other"), 4096, "tenant", True
+)
 BODY = EncodeBody(((1, 2), (3,)), "llama", opens_prompt=True, private=True, only_look=True)
 ANSWER = EncodeAnswer(("found", "encoded", "missing"), 12)
 

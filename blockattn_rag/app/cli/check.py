@@ -56,14 +56,14 @@ def check(
         str | None,
         typer.Option(
             help="Also check block mode with this recipe: auto, a sink such as head:4, or a "
-            "recipe folder."
+            "recipe folder. With --server: the recipe that the server should have."
         ),
     ] = None,
     profile: Annotated[
         Path | None,
         typer.Option(
-            help="Write the profile that vLLM needs to this file: fingerprint, layout, and the "
-            "sink of --recipe.",
+            help="Write the profile that vLLM needs to this file: fingerprint, layout, and "
+            "--recipe.",
             callback=file_in_folder,
         ),
     ] = None,
@@ -76,10 +76,10 @@ def check(
     which no other prompt contains. The last line reports the entries that they leave in its store.
     """
     if server is not None:
-        if recipe is not None or profile is not None:
+        if profile is not None or (recipe is not None and model is None):
             raise typer.BadParameter("--recipe and --profile need a MODEL; a server has its own")
         with working(as_json):
-            report, fields, lines = _check_server(server, model, tokenizer, dtype)
+            report, fields, lines = _check_server(server, model, recipe, tokenizer, dtype)
     elif tokenizer:
         raise typer.BadParameter("--tokenizer needs --server")
     elif model is None:
@@ -105,26 +105,21 @@ def check(
         raise typer.Exit(1)
 
 
-def _load(model: str, dtype: str) -> BlockModel:
+def _load(model: str, dtype: str, recipe: str | None) -> tuple[BlockModel, Recipe | None]:
+    from blockattn_rag.engine.find_recipe import resolve_recipe
     from blockattn_rag.model import BlockModel
+    from blockattn_rag.store import MemoryStore
 
+    check_recipe(recipe)
     with waiting(f"loading {model}"), loading(model):
-        return BlockModel.from_pretrained(model, dtype=dtype)
+        loaded = BlockModel.from_pretrained(model, dtype=dtype)
+    return loaded, None if recipe is None else resolve_recipe(recipe, loaded, MemoryStore(1))
 
 
 def _check_model(name: str, recipe: str | None, profile: Path | None, dtype: str) -> Result:
     from blockattn_rag.check.checks import check_model
-    from blockattn_rag.engine.find_recipe import resolve_recipe
-    from blockattn_rag.store import MemoryStore
 
-    check_recipe(recipe)
-    loaded = _load(name, dtype)
-    used = None if recipe is None else resolve_recipe(recipe, loaded, MemoryStore(1))
-    if profile is not None and used is not None and used.adapter is not None:
-        raise ValueError(
-            f"found recipe {used}, but a server applies only the sink of a recipe; pass a sink, or "
-            "leave out --profile"
-        )
+    loaded, used = _load(name, dtype, recipe)
     with waiting("checking"):
         report = check_model(loaded, used)
     fields = {
@@ -143,16 +138,19 @@ def _check_model(name: str, recipe: str | None, profile: Path | None, dtype: str
 def _write_profile(file: Path, loaded: BlockModel, recipe: Recipe | None) -> None:
     from blockattn_rag.server.profile import profile_of
 
-    written = profile_of(loaded, None if recipe is None else recipe.sink)
+    written = profile_of(loaded, recipe)
     written.write(file)
-    note(f"wrote the profile {file}: {loaded.name} in {written.dtype}, sink {written.sink}")
+    note(f"wrote the profile {file}: {loaded.name} in {written.dtype}, recipe {written.recipe}")
 
 
-def _check_server(server: str, model: str | None, tokenizer: str | None, dtype: str) -> Result:
+def _check_server(
+    server: str, model: str | None, recipe: str | None, tokenizer: str | None, dtype: str
+) -> Result:
     from blockattn_rag.check.server import check_server
 
-    loaded = None if model is None else _load(model, dtype)
-    report = check_server(server, loaded, tokenizer=tokenizer, api_key=os.environ.get(_API_KEY))
+    loaded, used = (None, None) if model is None else _load(model, dtype, recipe)
+    api_key = os.environ.get(_API_KEY)
+    report = check_server(server, loaded, used, tokenizer=tokenizer, api_key=api_key)
     info = report.info
     fields = {
         "server": report.model,

@@ -14,6 +14,7 @@ from blockattn_rag.engine.fetcher import OnMiss, check_on_miss
 from blockattn_rag.engine.find_recipe import AUTO, RecipeLike
 from blockattn_rag.engine.ingest import EncodeStats
 from blockattn_rag.engine.options import GenerateOptions
+from blockattn_rag.engine.outline import RecipeOutline
 from blockattn_rag.engine.pending import MAX_BATCH, Group, PendingAnswer
 from blockattn_rag.engine.protocol import LatePrompt, Prompt, blocks_to_encode, made
 from blockattn_rag.engine.recipe import Recipe
@@ -21,7 +22,7 @@ from blockattn_rag.engine.results import Generation, GenerationChunk
 from blockattn_rag.prompts.blocks import Block, BlockPrompt, is_private, keep_of
 from blockattn_rag.server.client.http import API_KEY_VARIABLE, Client, background
 from blockattn_rag.server.client.ingest import ToEncode, batches, precompute
-from blockattn_rag.server.client.request import check_possible, sink_asked
+from blockattn_rag.server.client.request import check_possible, recipe_asked
 from blockattn_rag.server.client.server import RemoteModel, Server, count_missing_now, room_for
 from blockattn_rag.server.protocol import ServerInfo
 
@@ -41,8 +42,7 @@ class RemoteEngine:
             ``BLOCKATTN_RAG_API_KEY``.
         on_miss: ``"compute"``: the server encodes and stores missing passages. ``"error"``: they
             raise ``MissError``.
-        recipe: ``"auto"`` for the server's recipe. Any other recipe must contain only the server's
-            sink, because servers do not apply adapters and promotion yet.
+        recipe: ``"auto"`` for the server's recipe. Any other recipe must be equal to it.
         timeout_s: Seconds to wait for the next byte of an answer.
         retries: Maximum number of retries after temporary failures, until the first token of an
             answer.
@@ -69,7 +69,9 @@ class RemoteEngine:
             raise ValueError(f"timeout_s must be positive, found {timeout_s!r}")
         api_key = api_key or os.environ.get(API_KEY_VARIABLE)
         client = Client(base_url, api_key, timeout_s, retries)
-        self._server = Server(client, model, tokenizer, sink_asked(recipe), check_on_miss(on_miss))
+        self._server = Server(
+            client, model, tokenizer, recipe_asked(recipe), check_on_miss(on_miss)
+        )
 
     def __repr__(self) -> str:
         return f"RemoteEngine({self.base_url!r}, {self.model.given!r})"
@@ -80,9 +82,9 @@ class RemoteEngine:
         return self._server.model
 
     @property
-    def recipe(self) -> Recipe:
-        """The server's sink as a recipe."""
-        return Recipe(self.info.sink, source=self.base_url)
+    def recipe(self) -> RecipeOutline:
+        """The server's recipe."""
+        return self.info.recipe
 
     @property
     def base_url(self) -> str:
@@ -130,9 +132,9 @@ class RemoteEngine:
             ValueError: Blocks are missing, and the server is read-only.
             ServingError: A request failed. Blocks of earlier requests are stored.
         """
-        sink = sink_asked(recipe)
+        asked = recipe_asked(recipe)
         info = self.info
-        self._server.check_sink(sink, info)
+        self._server.check_recipe(asked, info)
         wanted = [self._to_encode(one, as_prompt and not at) for at, one in enumerate(blocks)]
         opens_prompt = as_prompt and bool(wanted and wanted[0].ids)
         wanted = [one for one in wanted if one.ids]
@@ -242,24 +244,24 @@ class RemoteEngine:
         self, prompt: LatePrompt, given: Mapping[str, Any], gate: asyncio.Semaphore | None = None
     ) -> tuple[PendingAnswer, Callable[[], None]]:
         """Create a validated request, and a function that starts it."""
-        sink = sink_asked(given.get("recipe"))
+        recipe = recipe_asked(given.get("recipe"))
         options = GenerateOptions.parse(given, Recipe())
         check_possible(options)
         if not callable(prompt):  # an invalid prompt raises now
             prompt = made(prompt)
         pending = PendingAnswer(partial(made, prompt))
-        return pending, partial(self._start, pending, options, sink, gate)
+        return pending, partial(self._start, pending, options, recipe, gate)
 
     def _start(
         self,
         pending: PendingAnswer,
         options: GenerateOptions,
-        sink: str | None,
+        recipe: RecipeOutline | None,
         gate: asyncio.Semaphore | None,
     ) -> None:
         async def answer() -> Generation:
             async with gate or nullcontext():
-                return await self._server.answer(pending, options, sink)
+                return await self._server.answer(pending, options, recipe)
 
         work = background.start(answer())
         pending.answer.add_done_callback(lambda _: work.cancel())  # if the caller has left

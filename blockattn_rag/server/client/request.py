@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, get_args
 from blockattn_rag.engine.detokenizer import Detokenizer
 from blockattn_rag.engine.find_recipe import AUTO, RecipeLike
 from blockattn_rag.engine.options import GenerateOptions
+from blockattn_rag.engine.outline import RecipeOutline
 from blockattn_rag.engine.pending import PendingAnswer
 from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.engine.results import Clock, FinishReason, Generation, Mode, ReuseStats
@@ -33,23 +34,17 @@ _LEAST_TOP_P = 1e-6
 _MOST_TOKENS = 1 << 31
 
 
-def sink_asked(recipe: RecipeLike | None) -> str | None:
-    """Sink that a recipe requires the server to use. None: any sink.
+def recipe_asked(recipe: RecipeLike | None) -> RecipeOutline | None:
+    """Recipe that the server must have. None: any recipe.
 
     Raises:
-        ValueError: The recipe contains more than a sink. Servers apply only the sink.
+        ValueError: The folder has no recipe, or the recipe is damaged.
     """
     if recipe is None or recipe == AUTO:
         return None
     if isinstance(recipe, str) and is_sink(recipe):
-        return recipe
-    found = recipe if isinstance(recipe, Recipe) else Recipe.load(recipe)
-    if found != Recipe(found.sink, fingerprints=found.fingerprints, model=found.model):
-        raise ValueError(
-            f"found recipe {found}, but a server applies only the sink of a recipe; use "
-            "recipe='auto', or load the model in this process"
-        )
-    return found.sink
+        return RecipeOutline(recipe)
+    return (recipe if isinstance(recipe, Recipe) else Recipe.load(recipe)).outline
 
 
 def check_possible(options: GenerateOptions) -> None:

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 
 from blockattn_rag.engine.fetcher import OnMiss
 from blockattn_rag.engine.options import GenerateOptions
+from blockattn_rag.engine.outline import RecipeOutline
 from blockattn_rag.engine.pending import PendingAnswer
-from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.engine.results import Generation
 from blockattn_rag.errors import ContextOverflowError, MissError, ServingError
 from blockattn_rag.kv.block_kv import token_digest
@@ -160,7 +160,7 @@ class Server:
         client: HTTP client of the server.
         model: Name of the model at the server; None for its first model.
         tokenizer: See ``RemoteModel``.
-        sink: Sink that the server must encode passages with; None for any.
+        recipe: Recipe that the server must have; None for any.
         on_miss: Whether the server may encode missing passages.
     """
 
@@ -169,12 +169,12 @@ class Server:
         client: Client,
         model: str | None,
         tokenizer: Any,
-        sink: str | None,
+        recipe: RecipeOutline | None,
         on_miss: OnMiss = "compute",
     ) -> None:
         self.client = client
         self.model = RemoteModel(model, tokenizer, self.info_now)
-        self._sink = sink
+        self._recipe = recipe
         self._on_miss = on_miss
         self._info: ServerInfo | None = None
         self._has_warned = False
@@ -208,24 +208,24 @@ class Server:
         look = replace(body, only_look=True)
         return len(outcome_lengths(look, await self.encode(look))["missing"])
 
-    def check_sink(self, sink: str | None, info: ServerInfo) -> None:
-        """Raise ValueError if the sink differs from the server's. None matches any sink."""
-        wanted = sink or self._sink
-        if wanted not in (None, info.sink):
+    def check_recipe(self, recipe: RecipeOutline | None, info: ServerInfo) -> None:
+        """Raise ValueError if the recipe differs from the server's. None matches any recipe."""
+        wanted = recipe or self._recipe
+        if wanted not in (None, info.recipe):
             raise ValueError(
-                f"found sink={wanted!r}, but {self.client.base_url} encodes passages with "
-                f"sink={info.sink!r}; leave it out, or use a server with that sink"
+                f"found recipe {wanted}, but {self.client.base_url} has the recipe {info.recipe}; "
+                "use recipe='auto', or a server with that recipe"
             )
 
     async def answer(
-        self, pending: PendingAnswer, options: GenerateOptions, sink: str | None
+        self, pending: PendingAnswer, options: GenerateOptions, recipe: RecipeOutline | None
     ) -> Generation:
-        """Answer a prompt. ``sink``: the sink that the call requires, if any.
+        """Answer a prompt. ``recipe``: the recipe that the call requires, if any.
 
         Raises the same errors as ``RemoteEngine.generate``.
         """
         info = await self.info()
-        self.check_sink(sink, info)
+        self.check_recipe(recipe, info)
         prompt = await asyncio.to_thread(lambda: self.model.tokenise(pending.prompt()))
         limit = min(room_for(len(prompt.ids), info), options.sampling.max_new_tokens)
         if options.mode == "full" or not prompt.context:
@@ -269,7 +269,7 @@ class Server:
         async def ask() -> Generation:
             nonlocal has_begun
             info = await self._checked_info()
-            name, recipe = self.model.name_at(info), str(Recipe(info.sink))
+            name, recipe = self.model.name_at(info), str(info.recipe)
             body = completion_body(name, prompt.ids, plan, limit, options.sampling)
             how = options.mode, tokenizer, options.sampling, recipe
             answer = ComingAnswer(pending, prompt, *how)

@@ -38,7 +38,7 @@ class BlockAttentionConnector(KVConnectorBase_V1):
 
     Raises:
         ValueError: An option is unknown or invalid.
-        ServingError: The profile is missing, or the engine cannot run block mode.
+        ServingError: The profile or its recipe is missing, or the engine cannot run block mode.
     """
 
     def __init__(
@@ -47,13 +47,15 @@ class BlockAttentionConnector(KVConnectorBase_V1):
         super().__init__(vllm_config, role, kv_cache_config)
         config = ServingConfig.parse(self._kv_transfer_config.kv_connector_extra_config)
         profile = ModelProfile.read(config.profile)
+        adapter = config.adapter(profile)
         check_engine(vllm_config, kv_cache_config, config, profile)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerSide(config, profile)
         else:
-            self._worker = WorkerSide(config, profile, vllm_config.cache_config.block_size)
+            page_tokens = vllm_config.cache_config.block_size
+            self._worker = WorkerSide(config, profile, page_tokens, adapter)
 
     @property
     def requires_kv_delivery(self) -> bool:

@@ -87,7 +87,8 @@ def encodables(
     """Create blocks from token ids.
 
     Args:
-        opens_prompt: Whether the first block opens its prompt, and so is encoded without the sink.
+        opens_prompt: Whether the first block opens its prompt, and so is encoded without sink and
+            adapter.
         keep: Where each block may be kept.
 
     Raises:
@@ -95,9 +96,9 @@ def encodables(
     """
     found = []
     for place, ids in enumerate(blocks):
-        before = () if opens_prompt and place == 0 else profile.sink_ids
-        token_ids = [*before, *ids]
-        plan = BlockPlan("encode", (len(ids),), namespace, (keep[place],))
+        first = opens_prompt and place == 0
+        token_ids = [*(() if first else profile.sink_ids), *ids]
+        plan = BlockPlan("encode", (len(ids),), namespace, (keep[place],), opens_prompt=first)
         (block,) = block_keys(token_ids, plan, profile, read_namespaces)
         found.append(Encodable(block, token_ids, plan))
     return found

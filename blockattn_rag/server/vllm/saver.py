@@ -1,11 +1,12 @@
-"""Saves encoded blocks: gathers them from the pages of all ranks into the store, or keeps them in
-the memory of each rank if they must not be stored."""
+"""Saves encoded blocks: applies the recipe's adapter, and gathers the pages of all ranks into the
+store, or keeps blocks in the memory of each rank if they must not be stored."""
 
 from __future__ import annotations
 
 import logging
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -16,6 +17,7 @@ from blockattn_rag.errors import StoreError
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.kv.quantization import KVDtype
 from blockattn_rag.kv.rope import shift_positions
+from blockattn_rag.model.correction import Correction
 from blockattn_rag.prompts.blocks import may_store
 from blockattn_rag.server.keys import BlockId, block_keys
 from blockattn_rag.server.profile import ModelProfile
@@ -48,6 +50,7 @@ class BlockSaver:
         share: Heads and layers of this rank.
         home: Store for blocks that may be stored. Written by background threads.
         kept: In-memory store for the shares of blocks that must not be stored.
+        adapter: Adapter of the recipe, for all blocks except those that open a prompt.
 
     Raises:
         ServingError: Values that a layer writes to its pages cannot be read back.
@@ -62,6 +65,7 @@ class BlockSaver:
         kept: KVStore,
         kv_dtype: KVDtype,
         counters: Counters,
+        adapter: Correction | None = None,
     ) -> None:
         self._pages = pages
         self._profile = profile
@@ -71,6 +75,8 @@ class BlockSaver:
         self._quantises = kv_dtype == "int8"
         self._writes = WriteQueue(QUEUE_BYTES)
         self._counters = counters
+        self._adapter = adapter and share.cut_adapter(adapter)
+        self._layouts = [profile.layouts[layer] for layer in share.layers]
         self._unsaved: dict[str, str] = {}
         self._lock = threading.Lock()
         for place, one in enumerate(pages):
@@ -83,14 +89,17 @@ class BlockSaver:
             ProtocolError: The plan does not fit the tokens.
         """
         (block,) = block_keys(save.token_ids, save.plan, self._profile)
-        own = [one.read(slots) for one in self._pages]
+        own = self._block(block, [one.read(slots) for one in self._pages])
+        if self._adapter is not None and not save.plan.opens_prompt:
+            own = self._adapter.applied(own, self._layouts)
         if not may_store(block.keep):
-            self._keep(save.request_id, self._block(block, own))
+            self._keep(save.request_id, own)
             return
-        states = self._gathered(own)
+        states = self._gathered([own.states(layer) for layer in range(own.num_layers)])
         if states is None:
             return
-        kv = self._block(block, states).copy_to(torch.device("cpu"))
+        keys, values = zip(*states, strict=True)
+        kv = replace(own, keys=keys, values=values).copy_to(torch.device("cpu"))
         if not self._writes.add(kv.key, kv, partial(self._store, save.request_id)):
             why = "blocks are encoded faster than they are stored"
             self._count_failure(save.request_id, why)
@@ -110,12 +119,10 @@ class BlockSaver:
         self._writes.close()
 
     def _block(self, block: BlockId, states: States) -> BlockKV:
-        """Build a block from keys and values, with positions counted from the start of the
-        block."""
-        layouts = [self._profile.layouts[layer] for layer in self._share.layers]
+        """Build a rank's share of a block, with positions counted from the start of the block."""
         keys = [
             shift_positions(one[:, block.start :], -block.start, layout)
-            for (one, _), layout in zip(states, layouts, strict=True)
+            for (one, _), layout in zip(states, self._layouts, strict=True)
         ]
         return BlockKV(
             keys=tuple(keys),

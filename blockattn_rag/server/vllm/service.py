@@ -85,6 +85,7 @@ class Service:
             fingerprint=profile.fingerprint,
             tokenizer=profile.tokenizer,
             sink=profile.sink,
+            adapter=profile.adapter,
             block_tuned=profile.block_tuned,
             models=self._requests.model_names,
             max_tokens=self._max_tokens,

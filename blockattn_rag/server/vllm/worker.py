@@ -18,6 +18,7 @@ from blockattn_rag.errors import LoadError, ServingError
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.kv.context import PlacedBlock, joined_states
 from blockattn_rag.kv.rope import Angles
+from blockattn_rag.model.correction import Correction
 from blockattn_rag.server.config import ServingConfig
 from blockattn_rag.server.keys import BlockId, block_keys
 from blockattn_rag.server.loader import BlockLoader, LoaderStats
@@ -74,10 +75,18 @@ class WorkerSide:
         config: Options of the connector.
         profile: Profile of the served model.
         page_tokens: Tokens of a page, as the scheduler counts them.
+        adapter: Adapter for the blocks that this server encodes.
     """
 
-    def __init__(self, config: ServingConfig, profile: ModelProfile, page_tokens: int) -> None:
+    def __init__(
+        self,
+        config: ServingConfig,
+        profile: ModelProfile,
+        page_tokens: int,
+        adapter: Correction | None = None,
+    ) -> None:
         self._config = config
+        self._adapter = adapter
         self._profile = profile
         self._page_tokens = page_tokens
         self._pages: list[LayerPages] = []
@@ -112,11 +121,11 @@ class WorkerSide:
         private_bytes = config.private_tokens(profile) * share.bytes_per_token(profile)
         kept = MemoryStore(max(private_bytes, 1), on_host=True)
         self._loader = BlockLoader(self._store, profile, share, config.load_deadline_s, kept=kept)
-        self._saver = (
-            BlockSaver(self._pages, profile, share, home, kept, config.kv_dtype, self.stats)
-            if config.encodes
-            else None
-        )
+        self._saver = None
+        if config.encodes:
+            self._saver = BlockSaver(
+                self._pages, profile, share, home, kept, config.kv_dtype, self.stats, self._adapter
+            )
 
     def execute(self, orders: Orders) -> None:
         """Start the loads of a step, and copy the blocks to be saved out of their pages."""

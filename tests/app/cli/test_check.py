@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from blockattn_rag.check.checks import CheckReport, CheckRow
+from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.model import BlockModel
 from blockattn_rag.server.profile import ModelProfile, profile_of
 from tests.app.cli.conftest import Command
@@ -54,7 +55,7 @@ def test_check_takes_a_recipe(
     assert plain["recipe"] is None
     nowhere = cli("check", model, "--recipe", "nowhere")
     assert (nowhere.status, "Found no recipe at nowhere" in nowhere.stderr) == (1, True)
-    server = cli("check", model, "--recipe", "bos", "--server", "http://127.0.0.1:9")
+    server = cli("check", "--recipe", "bos", "--server", "http://127.0.0.1:9")
     assert (server.status, "--recipe and --profile need a MODEL" in server.stderr) == (2, True)
 
 
@@ -128,7 +129,7 @@ def test_a_profile_is_written_for_the_sink_and_dtype(
     assert output.status == 0, output.stdout + output.stderr
     loaded = BlockModel.from_pretrained(model, dtype="bfloat16")
     profile = ModelProfile.read(file)
-    assert profile == profile_of(loaded, "head:4")
+    assert profile == profile_of(loaded, Recipe("head:4"))
     assert (profile.dtype, profile.sink, profile.name) == ("bfloat16", "head:4", str(model))
     assert output.json["fingerprint"] == profile.fingerprint
     assert str(file) in output.stderr
@@ -136,16 +137,21 @@ def test_a_profile_is_written_for_the_sink_and_dtype(
     assert ModelProfile.read(file).sink == "none"
 
 
-def test_a_profile_without_a_folder_or_with_an_adapter_is_refused(
-    cli: Command, model: Path, loaded: BlockModel, tmp_path: Path
-) -> None:
+def test_a_profile_without_a_folder_is_refused(cli: Command, model: Path, tmp_path: Path) -> None:
     output = cli("check", model, "--profile", tmp_path / "nowhere" / "profile.json")
     assert (output.status, "no such folder" in output.stderr) == (2, True)
-    recipe_of(loaded).save(tmp_path / "recipe")
+
+
+def test_a_profile_has_the_digest_of_an_adapter(
+    cli: Command, model: Path, loaded: BlockModel, tmp_path: Path
+) -> None:
+    recipe = recipe_of(loaded)
+    recipe.save(tmp_path / "recipe")
     file = tmp_path / "profile.json"
     output = cli("check", model, "--profile", file, "--recipe", tmp_path / "recipe")
-    assert (output.status, file.exists()) == (1, False)
-    assert "a server applies only the sink of a recipe" in output.stderr
+    assert output.status == 0, output.stdout + output.stderr
+    assert ModelProfile.read(file).recipe == recipe.outline
+    assert f"recipe {recipe}" in " ".join(output.stderr.split())
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from blockattn_rag.engine.detokenizer import Detokenizer
+from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.errors import ProtocolError
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.kv.context import Context, place
@@ -27,7 +28,6 @@ from blockattn_rag.model import BlockModel, EncodeRequest
 from blockattn_rag.model.sampling import Sampling
 from blockattn_rag.output.grammar import parse_grammar
 from blockattn_rag.prompts.blocks import may_store
-from blockattn_rag.prompts.sinks import NO_SINK
 from blockattn_rag.server.keys import BlockId, block_keys
 from blockattn_rag.server.profile import profile_of
 from blockattn_rag.server.protocol import (
@@ -95,7 +95,7 @@ class FakeServer:
     Args:
         model: what answers.
         store: where it keeps blocks.
-        sink: after which it encodes blocks.
+        recipe: by which it encodes blocks.
         name: of the model.
         api_key: without which it refuses.
         read_only: it encodes nothing for the store.
@@ -111,7 +111,7 @@ class FakeServer:
         model: BlockModel,
         store: KVStore | None = None,
         *,
-        sink: str = NO_SINK,
+        recipe: Recipe = Recipe(),  # noqa: B008 -- frozen
         name: str = "the-model",
         api_key: str | None = None,
         read_only: bool = False,
@@ -125,7 +125,8 @@ class FakeServer:
         self.store = MemoryStore(1 << 28) if store is None else store
         self.kept = MemoryStore(1 << 28)
         """Where blocks are that may not be stored."""
-        self.profile = profile_of(model, sink)
+        self.recipe = recipe
+        self.profile = profile_of(model, recipe)
         self.api_key = api_key
         self.read_only = read_only
         self.with_connector = with_connector
@@ -134,7 +135,8 @@ class FakeServer:
         self.info: dict[str, Any] = ServerInfo(
             fingerprint=self.profile.fingerprint,
             tokenizer=self.profile.tokenizer,
-            sink=sink,
+            sink=recipe.sink,
+            adapter=self.profile.adapter,
             block_tuned=block_tuned,
             models=(name, "another-model"),
             max_tokens=max_tokens or self.profile.max_positions,
@@ -176,8 +178,9 @@ class FakeServer:
             raise RefusalError(400, "blocks are encoded by the base model")
         outcomes, stored_bytes = [], 0
         for place_, ids in enumerate(body.blocks):
-            sink_ids = () if body.opens_prompt and not place_ else self.profile.sink_ids
-            plan = BlockPlan("encode", (len(ids),), namespace, (body.keep,))
+            first = body.opens_prompt and not place_
+            sink_ids = () if first else self.profile.sink_ids
+            plan = BlockPlan("encode", (len(ids),), namespace, (body.keep,), first)
             (one,) = block_keys([*sink_ids, *ids], plan, self.profile)
             if one.key in self.store:
                 outcomes.append("found")
@@ -187,12 +190,15 @@ class FakeServer:
                 raise RefusalError(409, "the server is read-only")
             else:
                 outcomes.append("encoded")
-                stored_bytes += self._encoded(one, sink_ids, self.store).nbytes
+                stored_bytes += self._encoded(one, first, self.store).nbytes
         return EncodeAnswer(tuple(outcomes), stored_bytes).to_dict()  # type: ignore[arg-type]
 
-    def _encoded(self, one: BlockId, sink_ids: Sequence[int], store: KVStore) -> BlockKV:
+    def _encoded(self, one: BlockId, first: bool, store: KVStore) -> BlockKV:
+        sink_ids = () if first else self.profile.sink_ids
         request = EncodeRequest(list(one.ids), one.digest, one.digest[:32], sink_ids)
         ((kv,),) = self.model.encode([request])
+        if self.recipe.adapter and not first:
+            kv = self.recipe.adapter.applied(kv, self.model.profile.layouts)
         kv = replace(kv, namespace=one.namespaces[0])
         assert kv.key == one.key
         store.put(kv.key, kv)
@@ -214,7 +220,7 @@ class FakeServer:
                 raise RefusalError(400, "raise private_memory in the connector's options")
             if kv is None:
                 store = self.store if may_store(one.keep) else self.kept
-                kv = self._encoded(one, self.profile.sink_ids if one.place else (), store)
+                kv = self._encoded(one, not one.place, store)
                 encoded.append(kv.num_tokens)
             found.append(kv)
         served = ServedBlocks(

@@ -23,6 +23,7 @@ from blockattn_rag.server.protocol import COMPLETIONS, ENCODE, INFO
 from tests.engines import with_settings
 from tests.holding import LONGEST_S
 from tests.models import tiny_tokenizer
+from tests.recipes import recipe_of
 from tests.server.client.conftest import Serve
 from tests.server.client.fake_server import EndError, FakeServer, HangupError, RefusalError, fault
 
@@ -439,14 +440,11 @@ def test_a_key_is_sent_and_shown_to_nobody(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            {"recipe": Recipe(promote=1)},
-            "found recipe promote 1, but a server applies only the sink",
-        ),
+        ({"recipe": Recipe(promote=1)}, "found recipe promote 1, but .* has the recipe none"),
         ({"recipe": Recipe(positions="composite")}, "found recipe composite positions"),
         ({"recipe": "no/such"}, "Found no recipe at no/such"),
         ({"num_beams": 2}, "found num_beams, which servers do not support.*repetition_penalty"),
-        ({"recipe": "head:4"}, "found sink='head:4', but .* encodes passages with sink='none'"),
+        ({"recipe": "head:4"}, "found recipe head:4, but .* has the recipe none; use"),
     ],
 )
 def test_what_a_server_cannot_do_is_refused_before_it_is_asked(
@@ -566,19 +564,22 @@ def test_a_model_that_is_not_tuned_is_told_of_once(
     assert caplog.text.count("is not known to be block-fine-tuned") == 1
 
 
-@pytest.mark.parametrize("sink", ["bos", "head:4"])
-def test_a_server_with_a_sink_answers_as_an_engine_with_it(
-    serve: Serve, block_model: Any, sink: str
+@pytest.mark.parametrize("name", ["bos", "head:4", "adapter", "adapter without sink"])
+def test_a_server_with_a_recipe_answers_as_an_engine_with_it(
+    serve: Serve, block_model: Any, name: str
 ) -> None:
-    engine = RemoteEngine(serve(sink=sink).url, tokenizer=tiny_tokenizer())
-    local = BlockAttentionEngine(block_model, recipe=sink)
+    sinks = {"adapter": "head:4", "adapter without sink": "none"}
+    recipe = recipe_of(block_model, sink=sinks[name]) if name in sinks else Recipe(name)
+    engine = RemoteEngine(serve(recipe=recipe).url, tokenizer=tiny_tokenizer())
+    local = BlockAttentionEngine(block_model, recipe=recipe)
+    assert (str(engine.recipe), engine.recipe.encoding) == (str(recipe), recipe.encoding)
     engines: list[Engine] = [local, engine]
     for one in engines:
         one.encode([A])
         one.encode(BlockPrompt((Block("A head."),), Q))
     for prompt in (["A head.", A, B, Q], ["Another head.", B, A, Q]):
         alike(
-            engine.generate(prompt, recipe=sink, max_new_tokens=NEW),
+            engine.generate(prompt, recipe=recipe, max_new_tokens=NEW),
             local.generate(prompt, max_new_tokens=NEW),
         )
 

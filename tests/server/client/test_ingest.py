@@ -122,10 +122,10 @@ def test_a_block_that_does_not_fit_is_refused_before_anything_is_sent(
     assert server.bodies(ENCODE) == []
 
 
-def test_a_recipe_with_another_sink_than_the_servers_is_refused(
+def test_another_recipe_than_the_servers_is_refused(
     engine: RemoteEngine, server: FakeServer
 ) -> None:
-    with pytest.raises(ValueError, match="found sink='head:4', but"):
+    with pytest.raises(ValueError, match="found recipe head:4, but"):
         engine.precompute(BLOCKS, recipe="head:4")
     assert server.bodies(ENCODE) == []
 

@@ -1,0 +1,142 @@
+"""Servers with a recipe encode what the local engine encodes, on any number of ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+
+from blockattn_rag import BlockAttentionEngine, Recipe
+from blockattn_rag.prompts.blocks import Keep
+from blockattn_rag.server.keys import block_keys
+from blockattn_rag.server.profile import ModelProfile, profile_of
+from blockattn_rag.server.protocol import BlockPlan
+from blockattn_rag.store import DirectoryStore, MemoryStore
+from tests.recipes import recipe_of
+from tests_vllm.engines import Engine
+from tests_vllm.reference import TELLING, TOKENS, WRITTEN_S, Case, Reference
+
+PIPELINE = {"pipeline_parallel_size": 2, "worker_extension_cls": "tests_vllm.test_ranks.Rehearsed"}
+ENGINES: dict[str, dict[str, Any]] = {
+    "one rank": {},
+    "int8": {"kv_dtype": "int8"},
+    "two ranks": {"tensor_parallel_size": 2},
+    "two stages": {**PIPELINE, "read_only": True},
+}
+"""Options of the connector and of the engine."""
+
+
+class Files(NamedTuple):
+    """A recipe's folder and the profile that was written with it, as options of the connector."""
+
+    recipe: str
+    profile: str
+
+
+@pytest.fixture(scope="module")
+def recipe(reference: Reference) -> Recipe:
+    return recipe_of(reference.model, size=0.05)
+
+
+@pytest.fixture(scope="module")
+def profile(reference: Reference, recipe: Recipe) -> ModelProfile:
+    return profile_of(reference.model, recipe)
+
+
+@pytest.fixture(scope="module")
+def files(reference: Reference, recipe: Recipe, profile: ModelProfile) -> Files:
+    folder = reference.folder / "recipes"
+    recipe.save(folder / "recipe")
+    profile.write(folder / "profile.json")
+    return Files(str(folder / "recipe"), str(folder / "profile.json"))
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def store(reference: Reference, kind: str) -> DirectoryStore:
+    return DirectoryStore(reference.folder / f"recipe of {kind}")
+
+
+@pytest.fixture(scope="module")
+def engine(
+    reference: Reference, files: Files, kind: str, store: DirectoryStore
+) -> Iterator[Engine]:
+    given = dict(ENGINES[kind])
+    names = ("kv_dtype", "read_only")
+    options = {name: given.pop(name) for name in names if name in given}
+    with pytest.MonkeyPatch.context() as environment:
+        if kind.startswith("two"):
+            environment.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+        options |= {"store": str(store.path), **files._asdict()}
+        engine = Engine(reference.options(**options), **given)
+        if kind == "two stages":
+            engine.llm.collective_rpc("rehearse")
+        yield engine
+        engine.close()
+
+
+def local(reference: Reference, recipe: Recipe, store: Any, kind: str, **more: Any) -> Any:
+    kv_dtype = "int8" if kind == "int8" else "model"
+    return BlockAttentionEngine(reference.model, store, recipe=recipe, kv_dtype=kv_dtype, **more)
+
+
+def answer(engine: Any, case: Case) -> list[int]:
+    """Greedy tokens, as ``Reference.answer``."""
+    options = {"max_new_tokens": TOKENS, "min_new_tokens": TOKENS, "temperature": 0.0}
+    return list(engine.generate(list(case.texts), **options).token_ids)
+
+
+def encode(engine: Engine, profile: ModelProfile, case: Case, keep: Keep) -> None:
+    """Have the blocks of a prompt encoded by the server."""
+    asked = []
+    for place, block in enumerate(case.blocks):
+        ids = [*(profile.sink_ids if place else ()), *block]
+        plan = BlockPlan("encode", (len(block),), keep=(keep,), opens_prompt=not place)
+        asked.append((ids, plan.to_dict()))
+    assert {one.reason for one in engine.ask_all(asked, max_tokens=1)} == {"length"}
+
+
+def wait_for(store: DirectoryStore, profile: ModelProfile, case: Case) -> None:
+    keys = [
+        one.key
+        for one in block_keys(
+            case.ids, BlockPlan("complete", case.lengths, keep=case.keep), profile
+        )
+    ]
+    until = time.monotonic() + WRITTEN_S
+    while not all(key in store for key in keys):
+        assert time.monotonic() < until, f"not stored within {WRITTEN_S} s"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("number", TELLING[:3])
+def test_what_a_server_encodes_gives_the_local_engine_s_answer_on_both_sides(
+    reference: Reference, engine: Engine, recipe: Recipe, profile: ModelProfile, kind: str,
+    store: DirectoryStore, number: int,
+) -> None:  # fmt: skip
+    case = reference.case(number, records=2)
+    expected = answer(local(reference, recipe, MemoryStore(1 << 28), kind), case)
+    assert expected != reference.answer(case, recipe=Recipe(recipe.sink))
+    keep: Keep = "memory" if kind == "two stages" else "store"
+    encode(engine, profile, case, keep)
+    if keep == "store":
+        wait_for(store, profile, case)
+    plan = BlockPlan("complete", case.lengths, keep=(keep,) * len(case.lengths))
+    assert engine.ask(case.ids, plan.to_dict()).tokens == expected
+    if keep == "store":
+        found = local(reference, recipe, DirectoryStore(store.path), kind, on_miss="error")
+        assert answer(found, case) == expected
+
+
+def test_what_the_local_engine_stores_is_found_by_a_server(
+    reference: Reference, engine: Engine, recipe: Recipe, kind: str, store: DirectoryStore
+) -> None:
+    case = reference.case(30, records=2)
+    expected = answer(local(reference, recipe, DirectoryStore(store.path), kind), case)
+    assert engine.block(case).tokens == expected

@@ -1,0 +1,93 @@
+"""``vllm serve`` with a recipe, asked by this package's client."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from blockattn_rag import BlockAttentionEngine, Recipe
+from blockattn_rag.check.server import check_server
+from blockattn_rag.prompts.blocks import Block, BlockPrompt, Span
+from blockattn_rag.server.client import RemoteEngine
+from blockattn_rag.server.profile import profile_of
+from blockattn_rag.store import DirectoryStore, MemoryStore
+from tests.recipes import recipe_of
+from tests_vllm.reference import Reference
+from tests_vllm.server import KEY, Server, serving
+
+OPTIONS: dict[str, Any] = {"max_new_tokens": 24, "min_new_tokens": 24}
+
+
+@pytest.fixture(scope="module")
+def recipe(reference: Reference) -> Recipe:
+    return recipe_of(reference.model, size=0.05)
+
+
+@pytest.fixture(scope="module")
+def server(reference: Reference, recipe: Recipe) -> Iterator[Server]:
+    folder = reference.folder / "served-recipe"
+    recipe.save(folder / "recipe")
+    profile_of(reference.model, recipe).write(folder / "profile.json")
+    files = {"recipe": str(folder / "recipe"), "profile": str(folder / "profile.json")}
+    yield from serving(reference, "served-recipe-kv", **files)
+
+
+@pytest.fixture
+def local(reference: Reference, recipe: Recipe) -> BlockAttentionEngine:
+    """Without tails, which servers do not keep."""
+    store = MemoryStore(1 << 28)
+    return BlockAttentionEngine(reference.model, store, recipe=recipe, resident_bytes=0)
+
+
+def test_answers_and_counts_are_those_of_the_local_engine(
+    reference: Reference, engine: RemoteEngine, local: BlockAttentionEngine, recipe: Recipe
+) -> None:
+    assert engine.recipe == recipe.outline
+    for case in (reference.case(11), reference.case(12, records=2)):
+        for given in ({}, {"recipe": recipe}):
+            found = engine.generate(list(case.texts), **OPTIONS, **given)
+            expected = local.generate(list(case.texts), **OPTIONS)
+            assert found.token_ids == expected.token_ids
+            assert found.stats.reuse() == expected.stats.reuse()
+            assert found.stats.recipe == expected.stats.recipe == str(recipe)
+
+
+def test_private_blocks_have_the_adapter_too(
+    reference: Reference, engine: RemoteEngine, local: BlockAttentionEngine
+) -> None:
+    passages = [Block(text) for text in reference.case(17).texts[1:4]]
+    turn = Block.of([Span("A turn of Ms Halden's own.", "conversation")])
+    head = Block.of([Span("Be brief.\n", "system")])
+    prompt = BlockPrompt((head, *passages, turn), "Question: Who?\nAnswer:")
+    for _ in range(2):
+        found, expected = (one.generate(prompt, **OPTIONS) for one in (engine, local))
+        assert found.token_ids == expected.token_ids
+        assert found.stats.reuse() == expected.stats.reuse()
+
+
+def test_lost_entries_are_encoded_again_with_the_adapter(
+    reference: Reference, engine: RemoteEngine, local: BlockAttentionEngine
+) -> None:
+    texts = list(reference.case(21, records=2).texts)
+    expected = local.generate(texts, **OPTIONS).token_ids
+    assert engine.generate(texts, **OPTIONS).token_ids == expected
+    store = DirectoryStore(reference.folder / "served-recipe-kv")
+    for key in list(store.keys()):
+        store.delete(key)
+    again = engine.generate([*texts[:-1], "Another question?"], **OPTIONS)
+    assert again.stats.misses == len(texts) - 1
+    expected = local.generate([*texts[:-1], "Another question?"], **OPTIONS).token_ids
+    assert again.token_ids == expected
+
+
+def test_the_check_of_a_server_proves_its_recipe(
+    reference: Reference, server: Server, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    url = str(server.http.base_url)
+    report = check_server(url, reference.model, recipe, api_key=KEY)
+    assert [row.name for row in report.rows if not row.passed] == []
+    report = check_server(url, reference.model, Recipe(recipe.sink), api_key=KEY)
+    assert [row.name for row in report.rows if not row.passed] == ["recipe = local recipe"]
