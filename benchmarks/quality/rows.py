@@ -1,0 +1,153 @@
+"""The ways to answer: full mode, block mode with recipes, and two baselines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from recompute import Recomputation
+from sets import Item
+from torch import Tensor
+
+from blockattn_rag import BlockAttentionEngine
+from blockattn_rag.engine.recipe import Recipe
+from blockattn_rag.lab.evaluation.fidelity import FidelityRecord
+from blockattn_rag.lab.evaluation.records import Row
+from blockattn_rag.prompts.blocks import BlockPrompt
+from blockattn_rag.prompts.formats import PromptFormat
+
+FULL, BEST = "full", "best passage only"
+SHARES = {"recompute 10 %": 0.1, "recompute 20 %": 0.2}
+"""Share of the passages' tokens that each row of sparse recomputation computes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One question answered in one row.
+
+    Args:
+        kl, agreement: See ``lab.evaluation.fidelity``. NaN where the prompt has other passages.
+        computed_tokens, prompt_tokens: Tokens of the prompt that were computed, and all of them.
+        ttft_s: Seconds to the first token. NaN for rows that are written for quality only.
+    """
+
+    set: str
+    id: str
+    row: str
+    right: int
+    f1: float
+    kl: float
+    agreement: float
+    computed_tokens: int
+    prompt_tokens: int
+    ttft_s: float
+    output: str
+
+
+class Answerer:
+    """Answers one question in every row.
+
+    Args:
+        engine: The engine, without a recipe.
+        form: Prompt format of its model.
+        recipes: Recipes of block mode by row name.
+        recomputes: Whether to run the rows of sparse recomputation.
+        max_new_tokens: Maximum length of an answer.
+    """
+
+    def __init__(
+        self,
+        engine: BlockAttentionEngine,
+        form: PromptFormat,
+        recipes: dict[str, Recipe],
+        *,
+        recomputes: bool,
+        max_new_tokens: int,
+    ) -> None:
+        self._engine = engine
+        self._form = form
+        self._recipes = recipes
+        self._recomputes = recomputes
+        self._options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": False}
+
+    @property
+    def rows(self) -> list[str]:
+        """Names of all rows."""
+        return [FULL, *self._recipes, *(SHARES if self._recomputes else ()), BEST]
+
+    def answer(self, item: Item) -> Iterator[Record]:
+        """Answer a question in every row."""
+        prompt = self._prompt(item)
+        full = self._engine.generate(prompt, mode="full", **self._options)
+        expected = self._engine.answer_logits(prompt, full.token_ids, mode="full")
+        compare = _Comparison(item, full.token_ids, expected.double().log_softmax(-1))
+        yield compare.record(FULL, full.text, expected, full.stats)
+        for name, recipe in self._recipes.items():
+            self._engine.precompute(prompt.context, as_prompt=True, recipe=recipe)
+            found = self._engine.generate(prompt, recipe=recipe, **self._options)
+            logits = self._engine.answer_logits(prompt, full.token_ids, recipe=recipe)
+            yield compare.record(name, found.text, logits, found.stats)
+        if self._recomputes:
+            yield from self._recomputed(prompt, compare)
+        best = self._prompt(replace(item, passages=(item.passages[item.best],)))
+        found = self._engine.generate(best, mode="full", **self._options)
+        yield compare.record(BEST, found.text, None, found.stats)
+
+    def _recomputed(self, prompt: BlockPrompt, compare: _Comparison) -> Iterator[Record]:
+        model = self._engine.model
+        with model.lock:
+            recomputation = Recomputation(model, prompt)
+            for name, share in SHARES.items():
+                run = recomputation.run(share)
+                logits = run.answer_logits(compare.answer)
+                ids = run.generate(self._options["max_new_tokens"])
+                text = model.tokenizer.tokenizer.decode(ids, skip_special_tokens=True)
+                record = compare.record(name, text, logits, None)
+                yield replace(
+                    record,
+                    computed_tokens=run.computed_tokens,
+                    prompt_tokens=run.position,
+                )
+
+    def _prompt(self, item: Item) -> BlockPrompt:
+        tokenizer = self._engine.model.tokenizer.tokenizer
+        return self._form.prompt(item.question, item.passages, tokenizer)
+
+
+@dataclass(frozen=True, slots=True)
+class _Comparison:
+    """A question with full mode's answer, and its log-probabilities ``[answer tokens, vocab]``."""
+
+    item: Item
+    answer: Sequence[int]
+    expected: Tensor
+
+    def record(self, row: str, output: str, logits: Tensor | None, stats: Any) -> Record:
+        kl = agreement = float("nan")
+        if logits is not None:
+            compared = FidelityRecord.compared(
+                _Named(self.item.id), Row(row), logits, self.expected
+            )
+            kl, agreement = compared.kl, compared.agreement
+        return Record(
+            set=self.item.set,
+            id=self.item.id,
+            row=row,
+            right=int(self.item.is_right(output)),
+            f1=round(self.item.f1(output), 4),
+            kl=round(kl, 6),
+            agreement=round(agreement, 4),
+            computed_tokens=stats.computed_tokens if stats else 0,
+            prompt_tokens=stats.prompt_tokens if stats else 0,
+            ttft_s=round(stats.ttft_s, 4) if stats else float("nan"),
+            output=output,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Named:
+    """Identity of a question, as ``FidelityRecord`` needs it."""
+
+    id: str
+    digest: str = ""

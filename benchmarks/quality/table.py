@@ -1,0 +1,73 @@
+"""Tables of the quality benchmark, in Markdown, with 95 % bootstrap intervals over questions."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+
+from rows import FULL, Record
+from tables import markdown
+
+from blockattn_rag.lab.evaluation.metrics import bootstrap_mean, bootstrap_ratio
+
+PLAIN = "block"
+
+
+def tables(records: Sequence[Record]) -> str:
+    """One table over all questions, and one of right answers by set."""
+    by_row: dict[str, dict[tuple[str, str], Record]] = {}
+    for one in records:
+        by_row.setdefault(one.row, {})[one.set, one.id] = one
+    head = ("", "right", "difference (95 %)", "kept of full mode's", "F1", "KL (95 %)")
+    head += ("recovered (95 %)", "agreement", "computed", "first token", "times sooner")
+    lines = [_line(name, rows, by_row) for name, rows in by_row.items()]
+    return markdown(head, lines) + "\n" + _by_set(by_row)
+
+
+Rows = dict[tuple[str, str], Record]
+
+
+def _line(name: str, rows: Rows, by_row: dict[str, Rows]) -> list[str]:
+    full, plain = by_row[FULL], by_row.get(PLAIN, {})
+    right = [one.right for one in rows.values()]
+    change = bootstrap_mean([one.right - full[key].right for key, one in rows.items()])
+    kept = [one.right for key, one in rows.items() if full[key].right]
+    size = len(rows)
+    is_full = name == FULL
+    measured = {key: one for key, one in rows.items() if not math.isnan(one.kl) and key in plain}
+    kl = recovered = agreement = "-"
+    if measured and not is_full:
+        mean, low, high = bootstrap_mean([one.kl for one in measured.values()])
+        kl = f"{mean:.3f} ({low:.3f} to {high:.3f})"
+        agreement = f"{statistics.fmean(one.agreement for one in measured.values()):.0%}"
+        if name != PLAIN:
+            gained = [plain[key].kl - one.kl for key, one in measured.items()]
+            share = bootstrap_ratio(gained, [plain[key].kl for key in measured])
+            recovered = "{:.0%} ({:.0%} to {:.0%})".format(*share)
+    computed = statistics.fmean(one.computed_tokens / one.prompt_tokens for one in rows.values())
+    timed = [(full[key].ttft_s, one.ttft_s) for key, one in rows.items()]
+    is_timed = not math.isnan(timed[0][1])
+    return [
+        name,
+        f"{sum(right)} of {size}",
+        "" if is_full else "{:+.0f} ({:+.0f} to {:+.0f})".format(*(size * x for x in change)),
+        f"{sum(kept)} of {len(kept)}",
+        f"{statistics.fmean(one.f1 for one in rows.values()):.2f}",
+        kl,
+        recovered,
+        agreement,
+        f"{computed:.0%}",
+        f"{statistics.median(own for _, own in timed):.2f} s" if is_timed else "-",
+        f"{statistics.median(a / b for a, b in timed):.1f}" if is_timed and not is_full else "-",
+    ]
+
+
+def _by_set(by_row: dict[str, Rows]) -> str:
+    names = sorted({name for rows in by_row.values() for name, _ in rows})
+    sizes = {name: sum(key[0] == name for key in by_row[FULL]) for name in names}
+    lines = [
+        [row, *(str(sum(r.right for r in rows.values() if r.set == name)) for name in names)]
+        for row, rows in by_row.items()
+    ]
+    return markdown(["right", *(f"{name}, of {sizes[name]}" for name in names)], lines)

@@ -1,0 +1,98 @@
+"""The quality benchmark: its questions, and its baseline of sparse recomputation."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path += [str(Path(__file__).parents[1] / "benchmarks" / one) for one in ("", "quality")]
+
+import sets
+from recompute import Recomputation
+from sets import Item
+
+from blockattn_rag import BlockAttentionEngine
+from blockattn_rag.engine.results import Mode
+from blockattn_rag.lab.evaluation.metrics import contains_answer
+from blockattn_rag.prompts.blocks import BlockPrompt
+from blockattn_rag.prompts.formats import CHAT, Passage
+
+MADE = {"facts": 90, "comparisons": 38, "pairs": 80, "order": 90}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_every_answer_is_in_the_passages(name: str) -> None:
+    items = getattr(sets, name)()
+    assert len(items) == len({item.id for item in items}) == MADE[name]
+    for item in items:
+        shown = " ".join(f"{passage.title} {passage.text}" for passage in item.passages)
+        assert len({passage.title for passage in item.passages}) == 6
+        assert item.is_right(" ".join(group[0] for group in item.needed))
+        assert all(contains_answer(shown, group) for group in item.needed)
+        assert item.rival not in ("", *item.needed[0]) or name != "comparisons"
+
+
+@pytest.mark.parametrize(
+    ("answer", "right"),
+    [
+        ("The Forth Bridge opened first.", True),
+        ("The Forth Bridge, before the Millau Viaduct.", True),
+        ("The Millau Viaduct, before the Forth Bridge.", False),
+        ("The Brooklyn Bridge.", False),
+    ],
+)
+def test_a_comparison_is_right_if_the_right_subject_comes_first(answer: str, right: bool) -> None:
+    item = Item("1", "comparisons", "?", (), (("Forth Bridge",),), 0, "Millau Viaduct")
+    assert item.is_right(answer) is right
+
+
+def test_a_pair_is_right_only_with_both_answers() -> None:
+    item = Item("1", "pairs", "?", (), (("Strauss",), ("1883", "eighty-three")), 0)
+    assert item.is_right("Joseph Strauss; in 1883.")
+    assert not item.is_right("Joseph Strauss.")
+
+
+def test_mixed_takes_the_sets_in_turn() -> None:
+    found = [item.set for item in sets.mixed([sets.facts(), sets.order()])][:6]
+    assert found == ["facts", "order"] * 3
+
+
+@pytest.fixture(scope="module")
+def engine() -> BlockAttentionEngine:
+    return BlockAttentionEngine.from_pretrained("bundled", store="memory:", dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def prompt(engine: BlockAttentionEngine) -> BlockPrompt:
+    passages = [
+        Passage("Halden Tower", "Halden Tower is 214 metres high."),
+        Passage("Vell Bridge", "Vell Bridge was built in 1907."),
+    ]
+    tokenizer = engine.model.tokenizer.tokenizer
+    return CHAT.prompt("How high is Halden Tower?", passages, tokenizer)
+
+
+@pytest.mark.parametrize(("share", "mode"), [(0.0, "block"), (1.0, "full")])
+def test_recomputing_no_or_all_tokens_is_block_or_full_mode(
+    engine: BlockAttentionEngine, prompt: BlockPrompt, share: float, mode: Mode
+) -> None:
+    answer = engine.generate(prompt, mode="full", max_new_tokens=6).token_ids
+    expected = engine.answer_logits(prompt, answer, mode=mode)
+    run = Recomputation(engine.model, prompt).run(share)
+    torch.testing.assert_close(run.answer_logits(answer), expected, rtol=1e-4, atol=1e-4)
+    assert run.generate(6)[:3] == expected.argmax(-1).tolist()[:3]
+
+
+def test_recomputation_chooses_among_passage_tokens_only(
+    engine: BlockAttentionEngine, prompt: BlockPrompt
+) -> None:
+    ids = engine.model.tokenizer.prompt_ids(prompt)
+    chosen = Recomputation(engine.model, prompt).chosen(0.5)
+    starts = len(ids.context[0])
+    passages = sum(map(len, ids.context[1:]))
+    assert len(chosen) == round(passages / 2)
+    assert chosen.min() >= starts
+    assert chosen.max() < starts + passages
