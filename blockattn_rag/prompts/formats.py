@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from blockattn_rag.prompts.blocks import BlockPrompt, BlockTemplate, Span
+from blockattn_rag.prompts.blocks import BlockPrompt, BlockTemplate, Span, merged
 from blockattn_rag.prompts.chat_template import Message, chat_spans, has_chat_template, render_chat
 
 _SENTINEL = "\u241e answer \u241e"
@@ -87,11 +87,7 @@ class PromptFormat:
                 f"Found {len(passages)} passages, expected at most {len(self.numbered)} in the "
                 f"prompt format {self.name!r}: retrieve fewer."
             )
-        user = (
-            Span(self.before, "system"),  # the same for every question
-            *(Span(self.canonical_text(passage), "passage") for passage in passages),
-            Span(self.after.format(question=question), "conversation"),
-        )
+        user = self.user_spans([Span(question, "conversation")], passages)
         prompt = BlockPrompt.from_spans(self._with_control(user, tokenizer), self.template)
         if not self.numbered:
             return prompt
@@ -101,6 +97,20 @@ class PromptFormat:
             for block in prompt.context
         )
         return replace(prompt, context=tuple(context))
+
+    def user_spans(self, question: Sequence[Span], passages: Sequence[Passage]) -> tuple[Span, ...]:
+        """The user's message: text before the passages, the passages, and text with the question.
+
+        Args:
+            question: The question by origin.
+            passages: Passages in the order of the prompt.
+        """
+        before, _, after = self.after.partition("{question}")
+        return (
+            Span(self.before, "system"),  # the same for every question
+            *(Span(self.canonical_text(passage), "passage") for passage in passages),
+            *merged([Span(before, "conversation"), *question, Span(after, "conversation")]),
+        )
 
     def _with_control(self, user: tuple[Span, ...], tokenizer: Any) -> tuple[Span, ...]:
         """Add control text around the text of a prompt."""

@@ -49,6 +49,9 @@ ENCODE = "/blockattn/v1/encode"
 COMPLETIONS = "/blockattn/v1/completions"
 CHAT_COMPLETIONS = "/blockattn/v1/chat/completions"
 
+OPENAI = "/blockattn/openai/v1"
+"""Base URL for clients of OpenAI's API."""
+
 TENANT_HEADER = "x-tenant-id"
 """HTTP header of the tenant. The gateway sets it, and must remove it from client requests."""
 

@@ -173,6 +173,11 @@ class RequestReader:
         token_ids, params = _prompt_of(request)
         self._prepare_grammar(request)
         if params is None:
+            if token_ids and request.echo:
+                raise ProtocolError(
+                    "echo is not possible with prompt_token_ids: vLLM would render the messages "
+                    "instead; leave it out"
+                )
             if self._secret is not None:
                 namespace = self.namespace(headers)
                 request.cache_salt = full_mode_salt(self._secret, namespace, request.cache_salt)
@@ -307,6 +312,8 @@ class RequestReader:
 def _prompt_of(request: Any) -> tuple[list[int], Mapping[str, Any] | None]:
     """Token ids of a body's prompt, and its other ``kv_transfer_params``; None for full mode.
 
+    A chat may contain token ids without a plan. It is answered in full mode.
+
     Raises:
         ProtocolError: The body requests block mode, but its prompt is not a list of token ids.
     """
@@ -318,4 +325,6 @@ def _prompt_of(request: Any) -> tuple[list[int], Mapping[str, Any] | None]:
     if not isinstance(ids, list) or not ids or any(type(one) is not int for one in ids):
         place = f"kv_transfer_params.{_CHAT_IDS}" if is_chat else "prompt"
         raise ProtocolError(f"block mode expects one prompt as a list of token ids in {place}")
-    return ids, {name: params[name] for name in params if not (is_chat and name == _CHAT_IDS)}
+    if not is_chat:
+        return ids, params
+    return ids, {name: params[name] for name in params if name != _CHAT_IDS} or None

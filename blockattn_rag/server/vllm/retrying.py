@@ -198,7 +198,8 @@ async def with_marker(
             if ticket.marker and event.startswith(_DATA) and '"finish_reason":"' in event:
                 data = json.loads(event.removeprefix(_DATA))
                 data["kv_transfer_params"] = ticket.marker
-                event = f"{_DATA}{json.dumps(data, ensure_ascii=False)}\n\n"
+                text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+                event = f"{_DATA}{text}\n\n"
             yield event
     finally:
         await events.aclose()

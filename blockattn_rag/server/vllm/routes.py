@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+import json
+from collections.abc import AsyncGenerator, Awaitable
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Body, Depends, HTTPException, Request
+from fastapi import APIRouter, Depends, HTTPException, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from prometheus_client import Counter
 from vllm import envs
@@ -20,9 +21,24 @@ from vllm.entrypoints.serve.utils.api_utils import (
 )
 from vllm.entrypoints.serve.utils.sse_keep_alive import with_sse_keep_alive
 
-from blockattn_rag.errors import BlockAttnError, GrammarError, MissError, ProtocolError
-from blockattn_rag.server.protocol import CHAT_COMPLETIONS, COMPLETIONS, ENCODE, INFO, EncodeBody
-from blockattn_rag.server.vllm.service import Create, Service
+from blockattn_rag.errors import (
+    BlockAttnError,
+    GrammarError,
+    MissError,
+    ProtocolError,
+    SegmentationError,
+)
+from blockattn_rag.server.protocol import (
+    CHAT_COMPLETIONS,
+    COMPLETIONS,
+    ENCODE,
+    INFO,
+    OPENAI,
+    EncodeBody,
+)
+from blockattn_rag.server.validation import parse
+from blockattn_rag.server.vllm.openai import ChatBody
+from blockattn_rag.server.vllm.service import Service
 
 # The name must not start with "vllm:": vLLM unregisters those when it starts an engine.
 REQUESTS = Counter(
@@ -45,6 +61,17 @@ router = APIRouter(dependencies=[Depends(_check_key)])
 _JSON = [Depends(validate_json_request)]
 
 
+async def _told(raw_request: Request) -> Any:
+    """Parse the body of a request. vLLM answers the ProtocolError with status 400."""
+    try:
+        return json.loads(await raw_request.body())
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError(f"the body is not valid JSON: {error}") from error
+
+
+_Told = Annotated[Any, Depends(_told)]
+
+
 def _service(raw_request: Request) -> Service:
     service: Service = raw_request.app.state.blockattn
     return service
@@ -61,7 +88,7 @@ async def info(raw_request: Request) -> Response:
 
 @router.post(ENCODE, dependencies=_JSON)
 @with_cancellation
-async def encode(told: Annotated[Any, Body()], raw_request: Request) -> Response:
+async def encode(told: _Told, raw_request: Request) -> Response:
     """Store blocks, or look them up."""
     try:
         body = EncodeBody.from_dict(told)
@@ -76,8 +103,9 @@ async def encode(told: Annotated[Any, Body()], raw_request: Request) -> Response
 @load_aware_call
 async def completions(request: CompletionRequest, raw_request: Request) -> Response:
     """Like ``/v1/completions``, in block mode if ``kv_transfer_params`` contain a plan."""
-    create = _service(raw_request).completions.create_completion
-    return counted(raw_request, await _answer(create, request, raw_request))
+    service = _service(raw_request)
+    create = service.completions.create_completion
+    return await _answer(service.complete(create, request, raw_request), raw_request)
 
 
 @router.post(CHAT_COMPLETIONS, dependencies=_JSON)
@@ -85,25 +113,51 @@ async def completions(request: CompletionRequest, raw_request: Request) -> Respo
 @load_aware_call
 async def chat_completions(request: ChatCompletionRequest, raw_request: Request) -> Response:
     """Like ``/v1/chat/completions``, with the prompt in ``kv_transfer_params.prompt_token_ids``."""
-    create = _service(raw_request).chat.create_chat_completion
-    return counted(raw_request, await _answer(create, request, raw_request))
+    service = _service(raw_request)
+    create = service.chat.create_chat_completion
+    return await _answer(service.complete(create, request, raw_request), raw_request)
 
 
-async def _answer(create: Create, request: Any, raw_request: Request) -> Response:
-    """Return vLLM's answer in the same form as its own routes."""
+@router.get(f"{OPENAI}/models")
+async def openai_models(raw_request: Request) -> Response:
+    """List the served models, like ``/v1/models``."""
+    models = await raw_request.app.state.openai_serving_models.show_available_models()
+    return JSONResponse(models.model_dump())
+
+
+@router.post(f"{OPENAI}/chat/completions", dependencies=_JSON)
+@with_cancellation
+@load_aware_call
+async def openai_chat(told: _Told, raw_request: Request) -> Response:
+    """Like ``/v1/chat/completions``, in block mode if the body contains passages."""
+    return await _answer(_openai_answer(told, raw_request), raw_request)
+
+
+async def _openai_answer(told: Any, raw_request: Request) -> Any:
+    body = ChatBody.from_dict(told)
     try:
-        answer = await _service(raw_request).complete(create, request, raw_request)
+        request = parse(ChatCompletionRequest, body.fields, "body")
+    except (AttributeError, LookupError, TypeError) as error:  # of vLLM's own validators
+        raise ProtocolError(f"a field of the body has a wrong type: {error}") from error
+    return await _service(raw_request).openai_chat(body, request, raw_request)
+
+
+async def _answer(answering: Awaitable[Any], raw_request: Request) -> Response:
+    """Wait for vLLM's answer, and return it in the same form as its own routes."""
+    try:
+        answer = await answering
     except BlockAttnError as error:
-        return _refusal(error)
+        return counted(raw_request, _refusal(error))
     if isinstance(answer, ErrorResponse):
-        return JSONResponse(answer.model_dump(), status_code=answer.error.code)
+        status = answer.error.code
+        return counted(raw_request, JSONResponse(answer.model_dump(), status_code=status))
     if isinstance(answer, AsyncGenerator):
         args = getattr(raw_request.app.state, "args", None)
         interval = float(getattr(args, "sse_keep_alive_interval", 0))
-        return StreamingResponse(
-            with_sse_keep_alive(answer, interval), media_type="text/event-stream"
-        )
-    return JSONResponse(answer.model_dump())
+        events = with_sse_keep_alive(answer, interval)
+        return counted(raw_request, StreamingResponse(events, media_type="text/event-stream"))
+    data = answer if isinstance(answer, dict) else answer.model_dump()
+    return counted(raw_request, JSONResponse(data))
 
 
 def _refusal(error: BlockAttnError) -> Response:
@@ -112,7 +166,7 @@ def _refusal(error: BlockAttnError) -> Response:
     400: the request is invalid. 409: blocks are missing, and this server may not encode them. 503:
     the request failed and may succeed later.
     """
-    statuses = {ProtocolError: 400, GrammarError: 400, MissError: 409}
+    statuses = {ProtocolError: 400, GrammarError: 400, SegmentationError: 400, MissError: 409}
     status = next((code for kind, code in statuses.items() if isinstance(error, kind)), 503)
     body = {"message": str(error), "type": type(error).__name__, "param": None, "code": status}
     return JSONResponse({"error": body}, status_code=status)

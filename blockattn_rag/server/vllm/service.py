@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+
 from blockattn_rag.errors import ServingError
+from blockattn_rag.model.loading import load_tokenizer
 from blockattn_rag.server.config import CONNECTOR, ServingConfig
 from blockattn_rag.server.profile import ModelProfile
 from blockattn_rag.server.protocol import EncodeAnswer, EncodeBody, ServerInfo
 from blockattn_rag.server.vllm.ensure import BlockEnsurer
+from blockattn_rag.server.vllm.openai import ChatBody, ChatPrompt, ChatPrompts, ChatReport
 from blockattn_rag.server.vllm.requests import Encodable, RequestReader
 from blockattn_rag.server.vllm.retrying import CURRENT, RetryingClient, Ticket, with_marker
 from blockattn_rag.store import open_store
@@ -50,6 +56,10 @@ class Service:
         retrying = RetryingClient(engine_client)
         self.completions = _with_client(state.openai_serving_completion, retrying)
         self.chat = _with_client(state.openai_serving_chat, retrying)
+        self._tokenizer_name: str = engine_client.model_config.tokenizer
+        self._openai = copy.copy(self.chat)
+        if self._openai is not None:
+            self._openai.enable_prompt_tokens_details = True  # the field cached_tokens
 
     @classmethod
     def of(cls, engine_client: Any, state: Any) -> Service:
@@ -132,6 +142,55 @@ class Service:
         CURRENT.set(ticket)
         answer = await create(request, raw_request)
         return with_marker(answer, ticket) if isinstance(answer, AsyncGenerator) else answer
+
+    async def openai_chat(
+        self, body: ChatBody, request: Any, raw_request: Any
+    ) -> AsyncGenerator[str, None] | dict[str, Any] | ErrorResponse:
+        """Answer a chat of an OpenAI client. Chats without passages are vLLM's own, in full mode.
+
+        Args:
+            body: Body of the chat.
+            request: The same body as vLLM's object.
+
+        Raises:
+            ProtocolError: The prompt cannot be rendered, or block mode cannot answer the request.
+            MissError, ServingError, StoreError: See ``BlockEnsurer.ensure``.
+        """
+        prompt = None
+        if body.has_passages:
+            prompt = await asyncio.to_thread(self._rendered, body, request)
+            request.kv_transfer_params = prompt.to_params()
+        report = ChatReport(prompt, str(self._profile.recipe))
+        answer = await self.complete(self._openai.create_chat_completion, request, raw_request)
+        if isinstance(answer, AsyncGenerator):
+            return report.events(answer)
+        return answer if isinstance(answer, ErrorResponse) else report.answer(answer)
+
+    def _rendered(self, body: ChatBody, request: Any) -> ChatPrompt:
+        """Render a chat with the tools and variables that vLLM would use."""
+        chat = self._openai
+        is_without = request.tool_choice == "none" and chat.exclude_tools_when_tool_choice_none
+        tools = [] if is_without else [tool.model_dump() for tool in request.tools or ()]
+        params = request.build_chat_params(chat.chat_template, chat.chat_template_content_format)
+        variables = params.with_defaults(chat.default_chat_template_kwargs).chat_template_kwargs
+        return self._chat_prompts.render(body, tools, variables)
+
+    @cached_property
+    def _chat_prompts(self) -> ChatPrompts:
+        """Renderer of chats. Raises ServingError if the tokenizer is not the profile's."""
+        try:
+            tokenizer = load_tokenizer(self._tokenizer_name)
+        except (OSError, ValueError) as error:
+            raise ServingError(f"the server cannot load its tokenizer: {error}") from error
+        if self._openai.chat_template is not None:
+            tokenizer.chat_template = self._openai.chat_template
+        prompts = ChatPrompts(tokenizer)
+        if prompts.fingerprint != self._profile.tokenizer:
+            raise ServingError(
+                f"the server's tokenizer ({prompts.fingerprint[:12]}) differs from the profile's "
+                f"({self._profile.tokenizer[:12]}); make the profile again from the served model"
+            )
+        return prompts
 
     async def _ensure(
         self, blocks: Sequence[Encodable], *, thorough: bool = False, must_store: bool = False

@@ -1,0 +1,431 @@
+"""Chats of OpenAI clients: passages in their bodies, and reports of reuse in their answers.
+
+Clients that know nothing of this package send passages as ``documents``, or as content parts of
+messages. The server renders these chats with the model's chat template and cuts them into blocks,
+like an engine in the application's process, so that both share stored blocks.
+
+Importing this module does not load vLLM.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from functools import lru_cache
+from itertools import chain
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import Field, field_validator
+from pydantic.dataclasses import dataclass
+
+from blockattn_rag.errors import ProtocolError
+from blockattn_rag.output.tool_templates import tool_template
+from blockattn_rag.output.tool_use import prompt_spans
+from blockattn_rag.prompts.blocks import PASSAGES, BlockPrompt, Span, keep_of
+from blockattn_rag.prompts.chat_template import (
+    Spans,
+    chat_spans,
+    has_chat_template,
+    origin_of,
+    template_variables,
+)
+from blockattn_rag.prompts.formats import CHAT, Passage
+from blockattn_rag.prompts.marked_text import content_spans
+from blockattn_rag.prompts.tokenization import BlockTokenizer
+from blockattn_rag.server.protocol import FIELD, MOST_BLOCKS, BlockPlan, ServedBlocks
+from blockattn_rag.server.validation import STRICT, as_object, parse, shown
+
+_MOST_NESTED = 100
+"""Deeper bodies could exceed Python's recursion limit while they are rendered."""
+
+_MOST_REMEMBERED = 4096
+"""Maximum number of blocks whose token ids are cached, because passages recur."""
+
+_TEXT_PARTS = ("text", "input_text", "output_text")
+_KEPT_FIELDS = ("name", "tool_call_id", "reasoning_content")
+_DATA = "data: "
+
+
+@dataclass(config=STRICT, frozen=True, slots=True)
+class Document:
+    """A passage in the ``documents`` of a body."""
+
+    text: str
+    title: str = ""
+
+    @field_validator("text")
+    @classmethod
+    def _has_text(cls, text: str) -> str:
+        if not text.strip():
+            raise ValueError("the text is empty; remove empty documents")
+        return text
+
+
+@dataclass(config=STRICT, frozen=True, slots=True)
+class ChatOptions:
+    """The field ``blockattn`` of a body.
+
+    Args:
+        mode: ``"full"`` computes the same prompt without blocks, for comparison.
+        parts: ``"passages"``: in each message with several content parts, all parts except the last
+            are passages. ``"text"``: content parts are joined by newlines.
+    """
+
+    mode: Literal["block", "full"] = "block"
+    parts: Literal["text", "passages"] = "text"
+
+
+_Documents = Annotated[tuple[Document, ...], Field(max_length=MOST_BLOCKS, fail_fast=True)]
+
+
+class ChatBody(NamedTuple):
+    """Body of a chat, checked.
+
+    Args:
+        messages: Messages as chat templates take them. Contents are spans.
+        documents: Passages for the first user message.
+        options: The field ``blockattn``.
+        not_text: First content part that is not text; None if there is none.
+        fields: The other fields, and the messages as they were sent, for vLLM.
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    documents: Sequence[Document]
+    options: ChatOptions
+    not_text: str | None
+    fields: Mapping[str, Any]
+
+    @classmethod
+    def from_dict(cls, value: object) -> ChatBody:
+        """Parse a JSON object. Raises ProtocolError."""
+        fields = as_object(value, "the body")
+        _check_json(fields)
+        if fields.pop("kv_transfer_params", None) is not None:
+            raise ProtocolError(
+                "kv_transfer_params are not possible on this route; leave them out, or use "
+                "/blockattn/v1/chat/completions"
+            )
+        documents = parse(_Documents, _popped(fields, "documents", ()), "documents")
+        options = parse(ChatOptions, _popped(fields, FIELD, {}), FIELD)
+        sent = fields.get("messages")
+        if not isinstance(sent, list) or not sent:
+            raise ProtocolError(f"messages should be a non-empty list, found {shown(sent)}")
+        reader = _MessageReader(options.parts == "passages")
+        messages = [reader.read(one, f"messages[{place}]") for place, one in enumerate(sent)]
+        return cls(messages, documents, options, reader.not_text, fields)
+
+    @property
+    def has_passages(self) -> bool:
+        """Whether there is a passage in the documents or messages."""
+        spans = (span for message in self.messages for span in message["content"])
+        found = (span.origin in PASSAGES and span.text.strip() for span in spans)
+        return bool(self.documents) or any(found)
+
+
+class _MessageReader:
+    """Reads messages of OpenAI's API as messages of chat templates.
+
+    Args:
+        takes_parts: Whether content parts are passages.
+    """
+
+    def __init__(self, takes_parts: bool) -> None:
+        self._takes_parts = takes_parts
+        self._tools: dict[str, str] = {}  # names of tools by call id
+        self.not_text: str | None = None
+
+    def read(self, value: object, place: str) -> dict[str, Any]:
+        """Read one message. Raises ProtocolError."""
+        sent = as_object(value, place)
+        role = _string(sent.get("role"), f"{place}.role")
+        # Both names are in use.
+        sent["reasoning_content"] = sent.get("reasoning_content") or sent.get("reasoning")
+        message: dict[str, Any] = {"role": role}
+        for name in _KEPT_FIELDS:
+            if (given := sent.get(name)) is not None:
+                message[name] = _string(given, f"{place}.{name}")
+        if calls := sent.get("tool_calls"):
+            message["tool_calls"] = _calls(calls, f"{place}.tool_calls")
+            self._tools |= {one["id"]: one["function"]["name"] for one in message["tool_calls"]}
+        if "tool_call_id" in message:
+            message.setdefault("name", self._tools.get(message["tool_call_id"], ""))
+        return {**message, "content": self._content(sent.get("content"), role, f"{place}.content")}
+
+    def _content(self, content: object, role: str, place: str) -> Spans:
+        if content is None or isinstance(content, str):
+            return tuple(content_spans(content or "", origin_of(role)))
+        if not isinstance(content, list):
+            raise ProtocolError(
+                f"{place} should be a string or a list of parts, found {shown(content)}"
+            )
+        texts = [self._text(part, f"{place}[{number}]") for number, part in enumerate(content)]
+        passages: list[str] = []
+        if self._takes_parts and role != "assistant":
+            passages, texts = texts[:-1], texts[-1:]
+        marked = (content_spans(text, "passage") for text in passages)
+        return (*chain(*marked), *content_spans("\n".join(texts), origin_of(role)))
+
+    def _text(self, part: object, place: str) -> str:
+        """Text of a content part. Empty, and noted, for an image or another part without text."""
+        if isinstance(part, str):
+            return part
+        fields = as_object(part, place)
+        kind = _string(fields.get("type"), f"{place}.type")
+        if kind in _TEXT_PARTS:
+            return _string(fields.get("text"), f"{place}.text")
+        self.not_text = self.not_text or f"{place} is of the type {shown(kind)}"
+        return ""
+
+
+def _popped(fields: dict[str, Any], name: str, default: object) -> object:
+    value = fields.pop(name, None)
+    return default if value is None else value
+
+
+def _string(value: object, place: str) -> str:
+    if not isinstance(value, str):
+        raise ProtocolError(f"{place} should be a string, found {shown(value)}")
+    return value
+
+
+def _calls(calls: object, place: str) -> list[dict[str, Any]]:
+    """Read the tool calls of an earlier answer. Chat templates take arguments as objects."""
+    if not isinstance(calls, list):
+        raise ProtocolError(f"{place} should be a list, found {shown(calls)}")
+    read = []
+    for number, value in enumerate(calls):
+        call = as_object(value, f"{place}[{number}]")
+        function = as_object(call.get("function"), f"{place}[{number}].function")
+        name = _string(function.get("name"), f"{place}[{number}].function.name")
+        arguments = _arguments(function.get("arguments"), f"{place}[{number}].function.arguments")
+        read.append(
+            {
+                "type": "function",
+                "id": _string(call.get("id") or "", f"{place}[{number}].id"),
+                "function": {"name": name, "arguments": arguments},
+            }
+        )
+    return read
+
+
+def _arguments(value: object, place: str) -> dict[str, Any]:
+    if isinstance(value, str) and value.strip():
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise ProtocolError(f"{place} should be a JSON object as a string: {error}") from None
+        _check_json(value)
+    return as_object(value or {}, place)
+
+
+def _check_json(value: object, depth: int = 0) -> None:
+    """Raise ProtocolError for values that no prompt or answer can contain."""
+    if depth > _MOST_NESTED:
+        raise ProtocolError(f"the body is nested more than {_MOST_NESTED} levels deep; flatten it")
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise ProtocolError(
+                f"the body contains a lone surrogate, \\u{ord(value[error.start]):04x}, which is "
+                "no character; replace it, for example by '?'"
+            ) from None
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise ProtocolError(f"the body contains {value}, which is no JSON number; remove it")
+    elif isinstance(value, Mapping):
+        for name, item in value.items():
+            _check_json(name, depth)
+            _check_json(item, depth + 1)
+    elif isinstance(value, list):
+        for item in value:
+            _check_json(item, depth + 1)
+
+
+class ChatPrompt(NamedTuple):
+    """A rendered chat: its token ids, and how they are split into blocks; None in full mode."""
+
+    token_ids: list[int]
+    plan: BlockPlan | None
+
+    def to_params(self) -> dict[str, Any]:
+        """``kv_transfer_params`` of the request."""
+        plan = {} if self.plan is None else self.plan.to_dict()
+        return {"prompt_token_ids": self.token_ids, **plan}
+
+
+class ChatPrompts:
+    """Renders chats with passages as token ids. Thread-safe.
+
+    Args:
+        tokenizer: Transformers tokenizer of the model, with its chat template.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = BlockTokenizer(tokenizer)
+        self._block_ids = lru_cache(_MOST_REMEMBERED)(self._tokenizer.block_ids)
+        self._variables = template_variables(tokenizer)
+
+    @property
+    def fingerprint(self) -> str:
+        """``BlockTokenizer.fingerprint``."""
+        return self._tokenizer.fingerprint
+
+    def render(
+        self, body: ChatBody, tools: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
+    ) -> ChatPrompt:
+        """Render a chat with passages.
+
+        Args:
+            body: Body of the chat.
+            tools: Definitions of its tools.
+            variables: Variables of the chat template. Variables that the template does not read are
+                ignored, as in vLLM.
+
+        Raises:
+            ProtocolError: The chat contains parts that are not text or too many passages, or the
+                chat template refuses it.
+        """
+        if body.not_text:
+            raise ProtocolError(
+                f"{body.not_text}, but prompts with passages are text only; remove the part, or "
+                "the passages"
+            )
+        prompt = self.prompt(body, tools, variables)
+        context, final = self._tokenizer.with_final_ids(prompt)
+        cut = [(one, self._block_ids(one, first=place == 0)) for place, one in enumerate(context)]
+        cut = [(block, ids) for block, ids in cut if ids]
+        token_ids = [*(token for _, ids in cut for token in ids), *final]
+        if len(cut) > MOST_BLOCKS:
+            raise ProtocolError(
+                f"the prompt has {len(cut)} blocks, expected at most {MOST_BLOCKS}; send fewer "
+                "passages"
+            )
+        if body.options.mode == "full" or not cut:
+            return ChatPrompt(token_ids, None)
+        lengths = tuple(len(ids) for _, ids in cut)
+        keep = tuple(keep_of(block.origin) for block, _ in cut)
+        return ChatPrompt(token_ids, BlockPlan("complete", lengths, keep=keep))
+
+    def prompt(
+        self, body: ChatBody, tools: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
+    ) -> BlockPrompt:
+        """Blocks of a chat. Raises ProtocolError."""
+        tokenizer = self._tokenizer.tokenizer
+        if not has_chat_template(tokenizer):
+            raise ProtocolError("the model has no chat template; use completions")
+        known = self._variables | {"add_generation_prompt", "continue_final_message"}
+        given = {name: value for name, value in variables.items() if name in known}
+        messages = with_documents(body.messages, body.documents)
+        try:
+            spans = _rendered(tokenizer, messages, tools, given)
+            return BlockPrompt.from_spans(spans, CHAT.template)
+        except Exception as error:  # templates may raise any error for unexpected messages
+            raise ProtocolError(f"the chat cannot be rendered: {error}") from error
+
+
+def _rendered(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]],
+    variables: Mapping[str, Any],
+) -> Spans:
+    if not tools:
+        return prompt_spans(tokenizer, messages, None, **variables)
+    if (template := tool_template(tokenizer)) is not None:
+        return template.spans(tokenizer, messages, tools, **variables)
+    return chat_spans(tokenizer, messages, tools=tools, **variables)
+
+
+def with_documents(
+    messages: Sequence[Mapping[str, Any]], documents: Sequence[Document]
+) -> list[Mapping[str, Any]]:
+    """Put documents into the first user message, in the prompt format ``formats.CHAT``.
+
+    The format's system message is added if the chat has none. The rest of the conversation follows
+    the passages, so it is in the final block.
+
+    Raises:
+        ProtocolError: There are documents, but no user message.
+    """
+    made = [*messages]
+    if not documents:
+        return made
+    place = next((place for place, one in enumerate(made) if one["role"] == "user"), None)
+    if place is None:
+        raise ProtocolError("documents need a message of the role 'user', found none; add it")
+    passages = [Passage(one.title, one.text) for one in documents]
+    made[place] = {**made[place], "content": CHAT.user_spans(made[place]["content"], passages)}
+    if all(origin_of(one["role"]) != "system" for one in made):
+        made.insert(0, {"role": "system", "content": (Span(CHAT.system, "system"),)})
+    return made
+
+
+class ChatReport:
+    """Rewrites an answer of vLLM for OpenAI clients.
+
+    The report on blocks replaces ``kv_transfer_params``. ``cached_tokens`` does not count blocks
+    that were encoded for this request.
+
+    Args:
+        prompt: Prompt of the request; None if vLLM rendered it.
+        recipe: Name of the server's recipe.
+    """
+
+    def __init__(self, prompt: ChatPrompt | None, recipe: str) -> None:
+        self._prompt = prompt
+        self._recipe = recipe
+        self._encoded_tokens = 0
+
+    def answer(self, answer: Any) -> dict[str, Any]:
+        """Convert a complete answer to a JSON object."""
+        data: dict[str, Any] = answer.model_dump()
+        self._end(data)
+        self._correct(data["usage"])
+        return data
+
+    async def events(self, events: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
+        """Convert a stream. The event with the finish reason contains the report."""
+        try:
+            async for event in events:
+                ends, counts = '"finish_reason":"' in event, '"usage":{' in event
+                if not (event.startswith(_DATA) and (ends or counts)):
+                    yield event
+                    continue
+                data = json.loads(event.removeprefix(_DATA))
+                if ends:
+                    self._end(data)
+                if counts:
+                    self._correct(data["usage"])
+                text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+                yield f"{_DATA}{text}\n\n"
+        finally:
+            await events.aclose()
+
+    def _end(self, data: dict[str, Any]) -> None:
+        """Replace ``kv_transfer_params`` with the report."""
+        params = data.pop("kv_transfer_params", None)
+        data[FIELD] = self._report(params)
+
+    def _report(self, params: Mapping[str, Any] | None) -> dict[str, Any]:
+        if self._prompt is None or (plan := self._prompt.plan) is None:
+            return {"mode": "full"}
+        if params is None:  # an answer that was aborted has no report
+            return {"mode": "block"}
+        served = ServedBlocks.from_dict(params)
+        self._encoded_tokens = served.encoded_tokens
+        reused = plan.context_tokens - served.encoded_tokens
+        return {
+            "mode": "block",
+            "hits": served.blocks - served.encoded,
+            "misses": served.encoded,
+            "reused_tokens": reused,
+            "computed_tokens": len(self._prompt.token_ids) - reused,
+            "recipe": self._recipe,
+        }
+
+    def _correct(self, usage: dict[str, Any]) -> None:
+        """Subtract the tokens that were encoded for this request from the cached ones."""
+        details = usage.get("prompt_tokens_details")
+        if details and details.get("cached_tokens"):
+            details["cached_tokens"] = max(details["cached_tokens"] - self._encoded_tokens, 0)

@@ -1,0 +1,272 @@
+"""Chats of OpenAI clients: their bodies as prompts of blocks, and reports in their answers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from blockattn_rag.errors import ProtocolError
+from blockattn_rag.prompts.blocks import BlockPrompt
+from blockattn_rag.prompts.formats import CHAT, Passage
+from blockattn_rag.prompts.markers import wrap
+from blockattn_rag.prompts.tokenization import BlockTokenizer
+from blockattn_rag.server.protocol import MOST_BLOCKS, BlockPlan, ServedBlocks
+from blockattn_rag.server.vllm.openai import ChatBody, ChatPrompt, ChatPrompts, ChatReport
+from tests.models import tiny_tokenizer
+
+TOKENIZER = tiny_tokenizer()
+PROMPTS = ChatPrompts(TOKENIZER)
+END = 257  # <|end|>
+DOCUMENTS = [{"title": "Halden", "text": "214 metres."}, {"text": " Tove {Halden} <|end|>"}]
+QUESTION = "How tall is {it}?"
+
+
+def user(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def text(*texts: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": one} for one in texts]
+
+
+def prompt_of(messages: list[Any], **fields: Any) -> BlockPrompt:
+    body = ChatBody.from_dict({"messages": messages, **fields})
+    return PROMPTS.prompt(body, [], {})
+
+
+def rendered(messages: list[Any], **fields: Any) -> ChatPrompt:
+    return PROMPTS.render(ChatBody.from_dict({"messages": messages, **fields}), [], {})
+
+
+def test_documents_give_the_tokens_and_cuts_of_a_prompt_in_process() -> None:
+    passages = [Passage(one.get("title", ""), one["text"]) for one in DOCUMENTS]
+    expected = BlockTokenizer(TOKENIZER).prompt_ids(CHAT.prompt(QUESTION, passages, TOKENIZER))
+    found = rendered([user(QUESTION)], documents=DOCUMENTS)
+    lengths = tuple(len(ids) for ids in expected.context)
+    assert found.token_ids == expected.flat
+    assert found.plan == BlockPlan("complete", lengths, keep=("memory", "store", "store"))
+    full = rendered([user(QUESTION)], documents=DOCUMENTS, blockattn={"mode": "full"})
+    assert full == (expected.flat, None)
+
+
+def test_a_conversation_follows_the_documents_of_its_first_question() -> None:
+    system = {"role": "system", "content": "Be brief."}
+    turns = [user("Who?"), {"role": "assistant", "content": "Tove."}, user("Why?")]
+    prompt = prompt_of([system, *turns], documents=DOCUMENTS)
+    assert [block.text for block in prompt.context] == [
+        f"<|begin|><|system|>\nBe brief.<|end|>\n<|user|>\n{CHAT.before}",
+        "title: Halden\n\n214 metres.",
+        "Tove {Halden} <|end|>",
+    ]
+    asked = CHAT.after.format(question="Who?")
+    ends = "<|end|>\n<|assistant|>\nTove.<|end|>\n<|user|>\nWhy?<|end|>\n<|assistant|>\n"
+    assert prompt.final == asked + ends
+
+
+@pytest.mark.parametrize("role", ["user", "system"])
+def test_all_parts_of_a_message_except_the_last_are_passages(role: str) -> None:
+    parts = {"role": role, "content": text("One.", " Two. ", "Three?")}
+    prompt = prompt_of([parts, user("Four?")], blockattn={"parts": "passages"})
+    head, *passages = prompt.context
+    assert (head.text, head.is_passage) == (f"<|begin|><|{role}|>\n", False)
+    assert [(one.text, one.is_passage) for one in passages] == [("One.", True), ("Two.", True)]
+    assert prompt.final.startswith("Three?")
+
+
+@pytest.mark.parametrize(
+    ("message", "options"),
+    [
+        (user(text("One.", "Two.")), {}),
+        (user(text("One.")), {"parts": "passages"}),
+        ({"role": "assistant", "content": text("One.", "Two.")}, {"parts": "passages"}),
+        (user(text(" ", "Two.")), {"parts": "passages"}),
+    ],
+)
+def test_other_texts_are_no_passages(message: Any, options: dict[str, str]) -> None:
+    body = ChatBody.from_dict({"messages": [message], "blockattn": options})
+    assert not body.has_passages
+
+
+def test_marked_texts_are_passages_in_strings_and_parts() -> None:
+    for content in (f"A {wrap('One.')} B", text(f"A {wrap('One.')} B"), text(wrap("One."), "B")):
+        options = {"parts": "passages"} if len(content) == 2 else {}
+        prompt = prompt_of([user(content)], blockattn=options)
+        assert [block.text for block in prompt.context if block.is_passage] == ["One."]
+
+
+def test_calls_and_results_of_tools_are_rendered_as_in_process() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = (
+        "{% for tool in tools %}{{ tool | tojson }}{% endfor %}{% for m in messages %}"
+        "<|{{ m.role }}|>{{ m.name }}{{ m.tool_call_id }}{{ m.content }}"
+        "{% for call in m.tool_calls %}{{ call.function.arguments | tojson }}{% endfor %}"
+        "<|end|>{% endfor %}{% if think %}<think>{% endif %}"
+    )
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": [1]}'}}
+    messages = [
+        user("Who?"),
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": text("One.", "Two.")},
+    ]
+    body = ChatBody.from_dict({"messages": messages, "blockattn": {"parts": "passages"}})
+    tools = [{"type": "function", "function": {"name": "f<|end|>"}}]
+    prompt = ChatPrompts(tokenizer).prompt(body, tools, {"think": True, "unread": 1})
+    assert prompt.text.startswith('{"type": "function", "function": {"name": "f<|end|>"}}<|user|>')
+    assert '<|assistant|>{"a": [1]}<|end|><|tool|>fc1One.\n\nTwo.<|end|><think>' in prompt.text
+    ids = ChatPrompts(tokenizer).render(body, tools, {}).token_ids
+    assert ids.count(END) == 3
+
+
+BAD: list[tuple[Any, str]] = [
+    ([], "the body should be an object"),
+    ({}, "messages should be a non-empty list, found None"),
+    ({"messages": []}, "messages should be a non-empty list"),
+    ({"messages": [5]}, r"messages\[0\] should be an object, found 5"),
+    ({"messages": [{"content": "x"}]}, r"messages\[0\].role should be a string, found None"),
+    ({"messages": [user(5)]}, r"messages\[0\].content should be a string or a list of parts"),
+    ({"messages": [user([5])]}, r"content\[0\] should be an object, found 5"),
+    ({"messages": [user([{"type": 1}])]}, r"content\[0\].type should be a string, found 1"),
+    ({"messages": [user([{"type": "text"}])]}, r"content\[0\].text should be a string"),
+    ({"documents": 5}, "documents should be a valid list, found 5"),
+    ({"documents": ["x"]}, r"documents\[0\] should be an object, found 'x'"),
+    ({"documents": [{"title": "x"}]}, r"documents\[0\] has no field 'text'"),
+    ({"documents": [{"text": 5}]}, r"documents\[0\].text should be a valid string, found 5"),
+    ({"documents": [{"text": " "}]}, "the text is empty; remove empty documents"),
+    ({"documents": [{"text": "x", "url": "y"}]}, "unknown field 'url'; remove it"),
+    ({"documents": [{"text": "x"}] * (MOST_BLOCKS + 1)}, "at most 256 items"),
+    ({"documents": [{"text": "\ud800"}]}, r"lone surrogate, \\ud800"),
+    ({"blockattn": {"mode": "fast"}}, "blockattn.mode should be 'block' or 'full'"),
+    ({"blockattn": {"part": "passages"}}, "unknown field 'part'"),
+    ({"temperature": float("nan")}, "nan, which is no JSON number"),
+    ({"kv_transfer_params": {}}, "kv_transfer_params are not possible on this route"),
+    ({"documents": DOCUMENTS, "messages": [{"role": "system", "content": "x"}]}, "role 'user'"),
+    ({"documents": DOCUMENTS, "messages": [user([{"type": "image_url"}])]}, "text only; remove"),
+    ({"documents": DOCUMENTS, "messages": [user("x"), {"role": "<|x|>"}]}, "cannot be rendered"),
+    (
+        {"messages": [user(text(*"ab" * MOST_BLOCKS))], "blockattn": {"parts": "passages"}},
+        "the prompt has 512 blocks, expected at most 256",
+    ),
+]
+
+
+@pytest.mark.parametrize(("body", "message"), BAD)
+def test_malformed_bodies_are_refused_with_a_reason(body: Any, message: str) -> None:
+    value = {"messages": [user("x")], **body} if isinstance(body, dict) and body else body
+    with pytest.raises(ProtocolError, match=message):
+        PROMPTS.render(ChatBody.from_dict(value), [], {})
+
+
+def test_a_body_that_is_nested_too_deeply_is_refused() -> None:
+    nested: Any = "x"
+    for _ in range(200):
+        nested = [nested]
+    with pytest.raises(ProtocolError, match="nested more than 100 levels"):
+        ChatBody.from_dict({"messages": [user(nested)]})
+    arguments = '{"a":' * 200 + "1" + "}" * 200
+    calls = [{"function": {"name": "f", "arguments": arguments}}]
+    with pytest.raises(ProtocolError, match="nested more than 100 levels"):
+        ChatBody.from_dict({"messages": [{"role": "assistant", "tool_calls": calls}]})
+
+
+WORDS = st.sampled_from(
+    ["text", "type", "role", "user", "content", "passages", "<|end|>", "\ud800"]
+)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | WORDS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(WORDS, inner, max_size=3),
+    max_leaves=8,
+)
+CALL = st.fixed_dictionaries(
+    {}, optional={"id": JSON, "function": st.fixed_dictionaries({"name": JSON, "arguments": JSON})}
+)
+MESSAGE: st.SearchStrategy[Any] = st.fixed_dictionaries(
+    {"role": st.sampled_from(["user", "system", "tool", "assistant"]) | JSON},
+    optional={
+        "content": st.text(max_size=9) | JSON | st.lists(st.builds(dict, type=WORDS, text=JSON)),
+        "tool_calls": st.lists(CALL, max_size=2) | JSON,
+        "tool_call_id": JSON,
+        "reasoning": JSON,
+    },
+)
+BODY: st.SearchStrategy[Any] = st.fixed_dictionaries(
+    {"messages": st.lists(MESSAGE | JSON, max_size=3) | JSON},
+    optional={
+        "documents": st.lists(st.builds(dict, text=st.text(max_size=9)), max_size=2) | JSON,
+        "blockattn": st.builds(dict, parts=st.just("passages")) | JSON,
+        "kv_transfer_params": st.none() | JSON,
+    },
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(BODY | JSON)
+def test_no_body_fails_in_another_way(value: Any) -> None:
+    with suppress(ProtocolError):
+        body = ChatBody.from_dict(value)
+        if body.has_passages:
+            assert PROMPTS.render(body, [], {}).token_ids
+
+
+PLAN = BlockPlan("complete", (4, 6))
+PARAMS = ServedBlocks(2, 10, 0, encoded=1, encoded_tokens=6).to_dict()
+REPORT = {
+    "mode": "block",
+    "hits": 1,
+    "misses": 1,
+    "reused_tokens": 4,
+    "computed_tokens": 11,
+    "recipe": "head:4",
+}
+
+
+def report(plan: BlockPlan | None = PLAN) -> ChatReport:
+    return ChatReport(ChatPrompt([1] * 15, plan), "head:4")
+
+
+def test_the_report_replaces_what_is_internal_in_an_answer() -> None:
+    usage = {"prompt_tokens": 15, "prompt_tokens_details": {"cached_tokens": 12}}
+    data = {"choices": [{}], "kv_transfer_params": PARAMS, "usage": usage}
+    answer = report().answer(SimpleNamespace(model_dump=lambda: data))
+    assert answer == {
+        "choices": [{}],
+        "blockattn": REPORT,
+        "usage": {"prompt_tokens": 15, "prompt_tokens_details": {"cached_tokens": 6}},
+    }
+
+
+def streamed(events: list[str], shaped: ChatReport) -> list[Any]:
+    async def source() -> AsyncGenerator[str, None]:
+        for event in events:
+            yield event
+
+    async def read() -> list[str]:
+        return [event async for event in shaped.events(source())]
+
+    found = asyncio.run(read())
+    assert found.pop() == "data: [DONE]\n\n"
+    return [json.loads(event.removeprefix("data: ")) for event in found]
+
+
+def event(data: Mapping[str, Any]) -> str:
+    return f"data: {json.dumps(data, separators=(',', ':'))}\n\n"
+
+
+@pytest.mark.parametrize("plan", [PLAN, None])
+def test_the_report_is_in_the_event_that_ends_a_streamed_answer(plan: BlockPlan | None) -> None:
+    said = {"choices": [{"delta": {"content": '"finish_reason":"'}, "finish_reason": None}]}
+    choices = [{"delta": {}, "finish_reason": "stop"}]
+    end = {"choices": choices, **({"kv_transfer_params": PARAMS} if plan else {})}
+    usage = {"choices": [], "usage": {"prompt_tokens_details": {"cached_tokens": 12}}}
+    events = [event(said), event(end), event(usage), "data: [DONE]\n\n"]
+    found = streamed(events, report(plan))
+    assert found[0] == said
+    assert found[1] == {"choices": choices, "blockattn": REPORT if plan else {"mode": "full"}}
+    assert found[2]["usage"]["prompt_tokens_details"]["cached_tokens"] == (6 if plan else 12)

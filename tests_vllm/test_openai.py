@@ -1,0 +1,222 @@
+"""The routes for OpenAI clients: passages in their bodies are blocks, and answers are vLLM's."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+from blockattn_rag.prompts.formats import CHAT, Passage
+from blockattn_rag.server.client import RemoteEngine
+from blockattn_rag.server.protocol import OPENAI
+from blockattn_rag.store import DirectoryStore
+from tests_vllm.reference import Reference
+from tests_vllm.server import KEY, NAME, Server, serving
+
+CHATS = f"{OPENAI}/chat/completions"
+SECRET = "a long secret of this server"
+GREEDY = {"temperature": 0, "max_tokens": 24}
+
+
+@pytest.fixture(scope="module")
+def server(reference: Reference) -> Iterator[Server]:
+    yield from serving(
+        reference,
+        "openai",
+        "--structured-outputs-config",
+        '{"backend": "xgrammar", "disable_any_whitespace": true}',
+        *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
+        environment={"TENANT_SECRET": SECRET},
+        tenant_secret_env="TENANT_SECRET",
+    )
+
+
+@pytest.fixture
+def client(server: Server, monkeypatch: pytest.MonkeyPatch) -> openai.OpenAI:
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    return openai.OpenAI(base_url=str(server.http.base_url.join(OPENAI)), api_key=KEY)
+
+
+def asked(reference: Reference, number: int, **more: Any) -> dict[str, Any]:
+    """Body with the passages of a record of the bundled data as documents."""
+    _, *passages, question = reference.case(number).texts
+    return {
+        "messages": [{"role": "user", "content": question}],
+        "documents": [{"title": f"Note {number}", "text": text} for text in passages],
+        **GREEDY,
+        **more,
+    }
+
+
+def answered(server: Server, body: dict[str, Any], **headers: str) -> Any:
+    response = server.post(CHATS, body, **headers)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def said(answer: Any) -> str:
+    return str(answer["choices"][0]["message"]["content"])
+
+
+def test_the_models_are_listed_and_the_key_is_checked(server: Server) -> None:
+    listed = server.http.get(f"{OPENAI}/models").json()
+    assert [one["id"] for one in listed["data"]] == [NAME]
+    assert server.http.get(f"{OPENAI}/models", headers={"Authorization": ""}).status_code == 401
+    assert server.post(CHATS, {"messages": []}, Authorization="").status_code == 401
+
+
+def test_documents_are_answered_like_the_same_passages_of_our_client(
+    reference: Reference, server: Server, engine: RemoteEngine
+) -> None:
+    body = asked(reference, 11)
+    passages = [Passage(one["title"], one["text"]) for one in body["documents"]]
+    tokenizer = reference.model.tokenizer.tokenizer
+    prompt = CHAT.prompt(body["messages"][0]["content"], passages, tokenizer)
+    expected = engine.generate(prompt, temperature=0.0, max_new_tokens=24)
+    context = sum(len(ids) for ids in reference.model.tokenizer.prompt_ids(prompt).context)
+    answer = answered(server, body)
+    assert said(answer) == expected.text
+    assert answer["blockattn"] == {
+        "mode": "block",
+        "hits": len(passages) + 1,
+        "misses": 0,
+        "reused_tokens": context,
+        "computed_tokens": expected.stats.prompt_tokens - context,
+        "recipe": "none",
+    }
+    usage = answer["usage"]
+    assert usage["prompt_tokens"] == expected.stats.prompt_tokens
+    assert usage["prompt_tokens_details"]["cached_tokens"] >= context
+    assert "kv_transfer_params" not in answer
+    full = answered(server, {**body, "blockattn": {"mode": "full"}})
+    local = engine.generate(prompt, mode="full", temperature=0.0, max_new_tokens=24)
+    assert (said(full), full["blockattn"]) == (local.text, {"mode": "full"})
+    assert full["usage"]["prompt_tokens"] == usage["prompt_tokens"]
+
+
+def test_passages_are_computed_once_and_other_text_is_not_stored(
+    reference: Reference, server: Server
+) -> None:
+    store = DirectoryStore(reference.folder / "openai")
+    before, body = {*store.keys()}, asked(reference, 12)
+    body["documents"] = body["documents"][:2]
+    first, second = (answered(server, body) for _ in range(2))
+    assert said(first) == said(second)
+    assert [one["blockattn"]["misses"] for one in (first, second)] == [2, 0]
+    cached = [one["usage"]["prompt_tokens_details"]["cached_tokens"] for one in (first, second)]
+    assert cached[0] == first["blockattn"]["reused_tokens"] < cached[1]
+    assert len({*store.keys()} - before) == 2
+
+
+def test_a_stream_gives_the_same_answer_and_counts(
+    reference: Reference, server: Server, client: openai.OpenAI
+) -> None:
+    body = asked(reference, 13)
+    answered(server, body)  # stores the passages
+    whole = answered(server, body)
+    extra = {"documents": body.pop("documents")}
+    chunks = [
+        *client.chat.completions.create(
+            model=NAME,
+            stream=True,
+            stream_options={"include_usage": True},
+            extra_body=extra,
+            **body,
+        )
+    ]
+    texts = [one.choices[0].delta.content or "" for one in chunks if one.choices]
+    assert "".join(texts) == said(whole)
+    ends = [one for one in chunks if one.choices and one.choices[0].finish_reason]
+    assert [one.model_extra["blockattn"] for one in ends if one.model_extra] == [whole["blockattn"]]
+    usage = chunks[-1].usage
+    assert usage is not None
+    assert usage.prompt_tokens_details is not None
+    cached = whole["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert usage.prompt_tokens_details.cached_tokens == cached
+    assert not any("kv_transfer_params" in (one.model_extra or {}) for one in chunks)
+
+
+def test_a_chat_without_passages_is_the_one_of_vllm(server: Server, client: openai.OpenAI) -> None:
+    messages: Any = [{"role": "user", "content": "How tall is Halden Tower?"}]
+    answer = client.chat.completions.create(model=NAME, messages=messages, **GREEDY)  # type: ignore[call-overload]
+    plain = server.post("/v1/chat/completions", {"messages": messages, **GREEDY}).json()
+    assert answer.choices[0].message.content == said(plain)
+    assert answer.model_extra["blockattn"] == {"mode": "full"}
+    assert answer.usage.prompt_tokens_details.cached_tokens is not None
+
+
+def test_parts_of_a_message_are_passages(reference: Reference, server: Server) -> None:
+    _, *passages, question = reference.case(14).texts
+    parts = [{"type": "text", "text": text} for text in (*passages, question)]
+    body = {"messages": [{"role": "user", "content": parts}], "blockattn": {"parts": "passages"}}
+    answered(server, {**body, **GREEDY})
+    answer = answered(server, {**body, **GREEDY})
+    assert answer["blockattn"]["hits"] == len(passages) + 1
+    turned = {"messages": [{"role": "user", "content": [*parts[-2::-1], parts[-1]]}]}
+    again = answered(server, {**body, **turned, **GREEDY})
+    assert again["blockattn"] == answer["blockattn"]
+
+
+def test_tenants_share_neither_passages_nor_counts(reference: Reference, server: Server) -> None:
+    body = asked(reference, 16)
+    misses = []
+    for tenant in ("a", "b", "a"):
+        answer = answered(server, body, **{"x-tenant-id": tenant})
+        misses.append(answer["blockattn"]["misses"])
+        cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert (cached == 0) == (answer["blockattn"]["misses"] > 0)
+    assert misses == [len(body["documents"]) + 1] * 2 + [0]
+
+
+JUNK: list[Any] = [
+    *(None, True, -1, 0, 10**30, 1e308, "", "x", "\u0000", [], {}, [[]], [None], {"": {}}),
+    *(["x"] * 3, {"type": "x"}, [{"type": "text"}], {"role": "user"}, "<|end|>", "\ud800"),
+]
+FIELDS = [*ChatCompletionRequest.model_fields, "blockattn", "unknown"]
+
+
+def _malformed(reference: Reference, seed: int) -> dict[str, Any]:
+    """A valid body, with or without passages, of which some fields are replaced by junk."""
+    choose = random.Random(seed)
+    body = asked(reference, 17, max_tokens=2)
+    if choose.random() < 0.5:
+        del body["documents"]
+    for field in choose.sample(FIELDS, choose.choice((1, 1, 2))):
+        body[field] = choose.choice(JUNK)
+    if choose.random() < 0.3:
+        message = {"role": "user", "content": "x"}
+        message[choose.choice(("role", "content", "tool_calls", "name"))] = choose.choice(JUNK)
+        body["messages"] = [message, {"role": "user", "content": "x"}]
+    return body
+
+
+def test_no_malformed_body_causes_an_internal_error(reference: Reference, server: Server) -> None:
+    for seed in range(400):
+        body = _malformed(reference, seed)
+        content = json.dumps({"model": NAME, **body})
+        response = server.http.post(
+            CHATS, content=content, headers={"Content-Type": "application/json"}
+        )
+        assert response.status_code in (200, 400, 404), (response.text, content)
+        if response.status_code != 200:
+            error = response.json()["error"]
+            assert error["message"]
+            assert "Traceback" not in response.text
+            assert error["code"] == response.status_code
+    assert said(answered(server, asked(reference, 17)))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"[" * 100_000, b'"x"', b"\xff", b'{"messages": NaN}', b"1" * 5000],
+)
+def test_a_body_that_is_no_object_is_refused(server: Server, content: bytes) -> None:
+    headers = {"Content-Type": "application/json"}
+    response = server.http.post(CHATS, content=content, headers=headers)
+    assert response.status_code == 400
+    assert response.json()["error"]["message"]
