@@ -79,6 +79,7 @@ def accept(words: list[str]) -> None:
         assert name in command.commands, f"no command {name}"
         command = command.commands[name]
     known = {option for parameter in command.params for option in parameter.opts}
+    words = words[: words.index("--")] if "--" in words else words
     unknown = [word for word in words if word.startswith("--") and word.split("=")[0] not in known]
     assert not unknown, f"{name} has no {', '.join(unknown)}"
 

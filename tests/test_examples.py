@@ -11,13 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import yaml
 from llama_index.core import Settings
 
 import blockattn_rag.langchain as langchain
 import blockattn_rag.llama_index as llama_index
 from blockattn_rag.model import BlockModel
-from blockattn_rag.server.config import CONNECTOR, ServingConfig
 from blockattn_rag.server.protocol import COMPLETIONS, ENCODE
 from tests.server.client.fake_server import FakeServer
 
@@ -50,13 +48,6 @@ def test_an_example_answers_by_a_server(server: FakeServer, name: str) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[0] == ANSWER
     assert len(server.bodies(ENCODE)) == len(server.bodies(COMPLETIONS)) == 1
-
-
-def test_the_options_of_the_example_are_those_of_the_connector() -> None:
-    options = yaml.safe_load((EXAMPLES / "serve_bundled.yaml").read_text("utf-8"))
-    transfer = options["kv-transfer-config"]
-    assert transfer["kv_connector"] == CONNECTOR
-    assert ServingConfig.parse(transfer["kv_connector_extra_config"]).profile == "profile.json"
 
 
 @pytest.fixture

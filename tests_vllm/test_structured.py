@@ -5,22 +5,19 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-import yaml
 from pydantic import BaseModel, Field
 
 from blockattn_rag.errors import IncompleteAnswerError, ServingError
 from blockattn_rag.output import FORMATS, parse_answer
 from blockattn_rag.output.tool_formats import calls_grammar
 from blockattn_rag.server.client import RemoteEngine
+from blockattn_rag.server.launch import STRUCTURED_OUTPUTS
 from blockattn_rag.server.protocol import CHAT_COMPLETIONS, COMPLETIONS
 from tests_vllm.reference import Reference
 from tests_vllm.server import Server, serving
-
-EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 class Height(BaseModel):
@@ -32,8 +29,7 @@ class Height(BaseModel):
 
 @pytest.fixture(scope="module")
 def server(reference: Reference) -> Iterator[Server]:
-    example = yaml.safe_load((EXAMPLES / "serve_bundled.yaml").read_text("utf-8"))
-    more = ("--structured-outputs-config", json.dumps(example["structured-outputs-config"]))
+    more = ("--structured-outputs-config", json.dumps(STRUCTURED_OUTPUTS))
     yield from serving(reference, "structured", *more)
 
 

@@ -164,10 +164,13 @@ def _places(store: Path | None, models: Iterable[str], folder: Path | None) -> I
             yield one / RECIPE_FOLDER
 
 
-def known_digests(given: RecipeLike, store: str | Path | None, model: str) -> list[str]:
+def known_digests(
+    given: RecipeLike, store: str | Path | None, model: str, folder: Path | None = None
+) -> list[str]:
     """Digests of the recipes that an engine may use, found without loading its model.
 
-    ``"auto"`` returns those of all recipes next to the store and the model, others a single digest.
+    ``"auto"`` returns those of all recipes next to the database in ``folder``, the store and the
+    model, others a single digest.
 
     Raises:
         ValueError: ``given`` is not a recipe.
@@ -177,7 +180,7 @@ def known_digests(given: RecipeLike, store: str | Path | None, model: str) -> li
     if isinstance(given, str) and is_sink(given):
         return [Recipe(given).digest]
     path = None if store is None else Path(store).expanduser()
-    places = _places(path, [model], None) if given == AUTO else [Path(given).expanduser()]
+    places = _places(path, [model], folder) if given == AUTO else [Path(given).expanduser()]
     return [read_fields(place)["digest"] for place in places]
 
 

@@ -20,6 +20,7 @@ from blockattn_rag.app.cli import (
     ingest,
     plan,
     repair,
+    serve,
     store,
     train,
 )
@@ -113,6 +114,7 @@ app.command("eval")(evaluate.evaluate)
 app.command()(check.check)
 app.command()(plan.plan)
 app.add_typer(store.app, name="store")
+app.command(cls=serve.WithVllmOptions)(serve.serve)
 app.command()(bench.bench)
 
 

@@ -20,6 +20,8 @@ from blockattn_rag.app.cli.progress import waiting
 from blockattn_rag.app.rag.names import check_recipe, existing_model, loading
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from blockattn_rag.check.checks import CheckReport
     from blockattn_rag.check.server import ServerReport
     from blockattn_rag.engine.recipe import Recipe
@@ -87,6 +89,15 @@ def check(
     else:
         with working(as_json):
             report, fields, lines = _check_model(model, recipe, profile, dtype)
+    title = str(fields.get("server", fields["model"]))
+    data = {**fields, "passed": report.passed, "rows": [asdict(row) for row in report.rows]}
+    emit(as_json, data, rows_table(title, report), *lines)
+    if not report.passed:
+        raise typer.Exit(1)
+
+
+def rows_table(title: str, report: CheckReport) -> RenderableType:
+    """Table of the rows of a report."""
     rows = [
         (
             row.name,
@@ -97,12 +108,7 @@ def check(
         )
         for row in report.rows
     ]
-    columns = ("check", "passed", "found", "allowed", "detail")
-    title = str(fields.get("server", fields["model"]))
-    data = {**fields, "passed": report.passed, "rows": [asdict(row) for row in report.rows]}
-    emit(as_json, data, table(title, columns, rows, left=(0, 4)), *lines)
-    if not report.passed:
-        raise typer.Exit(1)
+    return table(title, ("check", "passed", "found", "allowed", "detail"), rows, left=(0, 4))
 
 
 def _load(model: str, dtype: str, recipe: str | None) -> tuple[BlockModel, Recipe | None]:

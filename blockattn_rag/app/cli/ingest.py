@@ -16,7 +16,7 @@ from blockattn_rag.app.cli.options import (
     KVDtypeName,
     RecipeOption,
     absolute_recipe,
-    absolute_store,
+    lasting_store,
 )
 from blockattn_rag.app.cli.output import count, duration, emit, note, size, working
 from blockattn_rag.app.cli.progress import progress, stages, waiting
@@ -37,7 +37,6 @@ from blockattn_rag.app.rag.passages import (
     orphaned_sources,
 )
 from blockattn_rag.store.namespaces import check_namespace
-from blockattn_rag.store.urls import lasts
 
 LARGE_BYTES = 1 << 30
 """Size of keys and values, in bytes, from which int8 is suggested."""
@@ -52,13 +51,6 @@ def _known_namespace(name: str | None) -> str | None:
         return name and check_namespace(name)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-
-
-def _lasting_store(address: str | None) -> str | None:
-    store = absolute_store(address)
-    if store and not lasts(store):
-        raise typer.BadParameter("a store in memory ends with this command; pass a lasting store")
-    return store
 
 
 def ingest(
@@ -97,7 +89,7 @@ def ingest(
         typer.Option(
             help="Store of keys and values: a folder, or an address such as s3://bucket/kv. "
             "Default: the database's, or its folder kv.",
-            callback=_lasting_store,
+            callback=lasting_store,
         ),
     ] = None,
     dtype: Annotated[

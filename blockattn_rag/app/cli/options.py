@@ -57,6 +57,16 @@ def absolute_store(address: str | None) -> str | None:
         raise typer.BadParameter(str(error)) from error
 
 
+def lasting_store(address: str | None) -> str | None:
+    """Like ``absolute_store``, but refuses stores in memory."""
+    from blockattn_rag.store.urls import lasts
+
+    store = absolute_store(address)
+    if store and not lasts(store):
+        raise typer.BadParameter("a store in memory ends with this command; pass a lasting store")
+    return store
+
+
 def absolute_recipe(name: str | None) -> str | None:
     """Make the folder of a recipe an absolute path. Other names stay unchanged."""
     return str(Path(name).resolve()) if name and Path(name).is_dir() else name

@@ -21,6 +21,7 @@ COMMANDS = (
     "ask",
     "remove",
     "repair",
+    "serve",
     "train",
     "eval",
     "check",

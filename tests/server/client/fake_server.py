@@ -339,6 +339,9 @@ class FakeServer:
 
     def answer(self, handler: Handler, path: str, body: Any) -> None:
         """Answer one request."""
+        if path == "/health":
+            handler.send_json(200, {})
+            return
         if self.api_key and handler.headers["Authorization"] != f"Bearer {self.api_key}":
             raise RefusalError(401, "Unauthorized")
         namespace = self.namespace(handler.headers[TENANT_HEADER])

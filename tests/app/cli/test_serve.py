@@ -1,0 +1,163 @@
+"""``blockattn-rag serve``, with a stand-in for vLLM."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from blockattn_rag.app.serving import Served
+from blockattn_rag.model import BlockModel
+from blockattn_rag.server.profile import profile_of
+from tests.app.cli.conftest import Command
+from tests.holding import LONGEST_S
+from tests.server.client.fake_server import FakeServer
+from tests.server.fake_vllm import FakeVllm, fake_vllm
+
+
+@pytest.fixture
+def vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeVllm:
+    fake = fake_vllm(tmp_path)
+    monkeypatch.syspath_prepend(fake.folder)
+    for name in ("PYTHONPATH", "FAKE_TOLD"):
+        monkeypatch.setenv(name, fake.environment[name])
+    return fake
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def loaded(model: Path) -> BlockModel:
+    return BlockModel.from_pretrained(model, device="cpu")
+
+
+@pytest.fixture
+def server(
+    loaded: BlockModel, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[FakeServer]:
+    """What answers behind the stand-in."""
+    fake = FakeServer(loaded, name=str(model), api_key="the-secret")
+    with fake.listening():
+        monkeypatch.setenv("FAKE_UPSTREAM", fake.url.rpartition(":")[2])
+        monkeypatch.setenv("VLLM_API_KEY", "the-secret")
+        yield fake
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+def test_a_served_model_is_checked_and_stopped_by_a_signal(
+    server: FakeServer, vllm: FakeVllm, loaded: BlockModel, model: Path, port: int, tmp_path: Path,
+    number: int, status: int,
+) -> None:  # fmt: skip
+    profile = tmp_path / "profile.json"
+    profile_of(loaded).write(profile)
+    serve = [sys.executable, "-m", "blockattn_rag", "serve", str(model), "--store", "kv"]
+    options = ["--profile", str(profile), "--port", str(port), "--", "--max-model-len", "64"]
+    process = subprocess.Popen(
+        [*serve, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path
+    )
+    try:
+        assert process.stdout is not None
+        address, curl = process.stdout.readline(), process.stdout.readline()
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=LONGEST_S)
+    finally:
+        process.kill()
+    assert process.returncode == status, errors
+    assert address == f"{model} is served at http://127.0.0.1:{port}\n"
+    assert curl.startswith(f'curl http://127.0.0.1:{port}/v1/chat/completions -H "Authorization: ')
+    assert "the log of the fake" in errors
+    assert "the server answers as it should" in errors
+    assert "the-secret" not in errors + address + curl
+    told = vllm.told()
+    assert told["options"][-2:] == ["--max-model-len", "64"]
+    assert told["environment"]["VLLM_PLUGINS"] == "blockattn"
+    vllm.assert_ended()
+
+
+def test_a_server_with_wrong_answers_is_stopped(
+    cli: Command, server: FakeServer, vllm: FakeVllm, loaded: BlockModel, model: Path, port: int,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(server, "page_key", lambda ids, _, salt: (tuple(ids), salt))
+    profile = tmp_path / "profile.json"
+    profile_of(loaded).write(profile)
+    output = cli("serve", model, "--store", tmp_path / "kv", "--profile", profile, "--port", port)
+    assert output.status == 1
+    assert "NO" in output.stderr
+    assert "the server does not answer as it should, and is stopped" in output.stderr
+    vllm.assert_ended()
+
+
+def test_a_database_is_served_with_its_settings(
+    cli: Command, vllm: FakeVllm, database: Path, port: int, monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("BLOCKATTN_RAG_HOME", str(tmp_path / "home"))
+    manifest = database / "blockattn.json"
+    fields = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps({**fields, "namespace": "team", "kv_dtype": "int8"}))
+    output = cli("serve", "--db", database, "--port", port, "--", "--die", "now")
+    assert output.status == 1
+    assert "vLLM ended with status 3 before it was ready: ServingError: the cause" in output.stderr
+    options = vllm.told()["options"]
+    found = dict(itertools.pairwise(options))
+    extra = "--kv-transfer-config.kv_connector_extra_config"
+    assert found["--model"] == fields["model"]
+    assert json.loads(found[f"{extra}.store"]) == str(database / "kv")
+    assert json.loads(found[f"{extra}.namespace"]) == "team"
+    assert json.loads(found[f"{extra}.kv_dtype"]) == "int8"
+    served = Served.of_database(database)
+    assert (served.recipe, served.folder) == ("auto", database)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "expected a MODEL and a --store, or a database as --db"),
+        (("bundled", "--store", "memory:"), "pass a lasting store"),
+        (("--db", "{database}", "--dtype", "float32"), "a database has its own model, store"),
+        (("--db", "nowhere"), "nowhere is not a database"),
+        (("bundled", "--store", "kv", "--", "--port", "1"), "pass --port before --"),
+        (("bundled", "--store", "kv", "--port", "{port}"), "in use; choose another"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_vllm_starts(
+    cli: Command, vllm: FakeVllm, database: Path, port: int, arguments: tuple[str, ...],
+    message: str,
+) -> None:  # fmt: skip
+    with socket.create_server(("127.0.0.1", port)):
+        given = [one.format(database=database, port=port) for one in arguments]
+        output = cli("serve", *given)
+    assert output.status != 0
+    assert message in " ".join(output.stderr.replace("│", " ").split())
+    assert not (vllm.folder / "told.json").exists()
+
+
+def test_a_database_of_a_server_is_refused(cli: Command, vllm: FakeVllm, database: Path) -> None:
+    manifest = database / "blockattn.json"
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "server": "http://gpu"}))
+    output = cli("serve", "--db", database)
+    assert output.status == 1
+    assert "uses the server http://gpu" in output.stderr
+
+
+def test_a_missing_vllm_is_reported_with_what_to_install(
+    cli: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    output = cli("serve", "bundled", "--store", "kv")
+    assert output.status == 1
+    [line] = output.stderr.splitlines()
+    assert "needs vLLM, which is not installed: run `pip install" in line

@@ -1,0 +1,170 @@
+"""vLLM as a child process: its command, its start, and its end."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from blockattn_rag.errors import ServingError
+from blockattn_rag.server import launch
+from blockattn_rag.server.launch import (
+    VllmServer,
+    check_options,
+    require_port,
+    vllm_command,
+    vllm_environment,
+)
+from tests.server.fake_vllm import COMMAND, FakeVllm, fake_vllm
+
+Start = Callable[..., VllmServer]
+
+
+@pytest.fixture
+def vllm(tmp_path: Path) -> FakeVllm:
+    return fake_vllm(tmp_path)
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+@pytest.fixture
+def log() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def start(vllm: FakeVllm, port: int, log: list[str]) -> Start:
+    def started(*more: str) -> VllmServer:
+        command = [*COMMAND, "--host", "127.0.0.1", "--port", str(port), *more]
+        return VllmServer(command, vllm.environment, log.append)
+
+    return started
+
+
+def test_the_command_has_the_connector_and_vllm_s_options_come_last() -> None:
+    command = vllm_command(
+        "/models/llama",
+        name="llama",
+        dtype="bfloat16",
+        connector={"store": "2026", "profile": "p.json"},
+        host="::",
+        port=9000,
+        options=["--served-model-name", "other"],
+    )
+    pairs = dict(itertools.pairwise(command))
+    assert pairs["--model"] == "/models/llama"
+    assert pairs["--dtype"] == "bfloat16"
+    assert (pairs["--host"], pairs["--port"]) == ("::", "9000")
+    assert pairs["--kv-transfer-config.kv_connector"] == '"BlockAttentionConnector"'
+    assert pairs["--kv-transfer-config.kv_role"] == '"kv_both"'
+    # A store's name is no number.
+    assert pairs["--kv-transfer-config.kv_connector_extra_config.store"] == '"2026"'
+    assert json.loads(pairs["--structured-outputs-config"])["backend"] == "guidance"
+    assert command[-2:] == ["--served-model-name", "other"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--port", "9"], "found --port .*pass --port before --"),
+        (["--api_key=secret"], "found --api-key among the options of vLLM: set .*VLLM_API_KEY"),
+        (["--kv-transfer-config", "{}"], "change single options of the connector"),
+    ],
+)
+def test_options_of_vllm_that_are_set_already_are_refused(options: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        check_options(["--max-model-len", "64", *options])
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("given", ["--config={}", "--config {}"])
+def test_a_connector_in_a_config_file_is_refused(given: str, tmp_path: Path) -> None:
+    file = tmp_path / "serve.yaml"
+    options = given.format(file).split()
+    file.write_text("tensor-parallel-size: 2\n")
+    check_options(options)
+    file.write_text("tensor-parallel-size: 2\nkv_transfer_config:\n  kv_role: kv_both\n")
+    with pytest.raises(ValueError, match="remove it; change single options"):
+        check_options(options)
+
+
+def test_the_environment_adds_the_plugin_and_space_for_pages() -> None:
+    made = vllm_environment({"PATH": "/bin", "VLLM_PLUGINS": "mine"})
+    assert made["VLLM_PLUGINS"] == "mine,blockattn"
+    assert 1 <= int(made["VLLM_CPU_KVCACHE_SPACE"]) <= 16
+    assert made["PATH"] == "/bin"
+    given = {"VLLM_PLUGINS": "blockattn", "VLLM_CPU_KVCACHE_SPACE": "3"}
+    assert vllm_environment(given) == given
+
+
+def test_a_port_in_use_is_refused(port: int) -> None:
+    require_port("127.0.0.1", port)
+    with (
+        socket.create_server(("127.0.0.1", port)),
+        pytest.raises(ServingError, match=f"port {port}: .*in use; choose another"),
+    ):
+        require_port("127.0.0.1", port)
+
+
+def test_a_healthy_server_is_stopped_with_its_children(
+    start: Start, vllm: FakeVllm, port: int, log: list[str]
+) -> None:
+    with start() as server:
+        server.wait_until_healthy("127.0.0.1", port, lambda _: None)
+    vllm.assert_ended()
+    assert log == ["the log of the fake"]
+    require_port("127.0.0.1", port)
+
+
+def test_a_server_that_dies_is_reported_with_its_cause(
+    start: Start, vllm: FakeVllm, port: int
+) -> None:
+    message = "vLLM ended with status 3 before it was ready: ServingError: the cause$"
+    with start("--die", "") as server, pytest.raises(ServingError, match=message):
+        server.wait_until_healthy("127.0.0.1", port, lambda _: None)
+    vllm.assert_ended()
+
+
+def test_a_server_that_never_answers_is_given_up(
+    start: Start, vllm: FakeVllm, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "_REPORT_S", 0.0)
+    waited: list[float] = []
+    with (
+        start("--never-healthy", "") as server,
+        pytest.raises(ServingError, match=f"was not ready after 1 s: .*:{port}/health does not"),
+    ):
+        server.wait_until_healthy("127.0.0.1", port, waited.append, limit_s=1)
+    vllm.assert_ended()
+    assert waited == sorted(waited)
+    assert waited
+
+
+def test_a_server_that_ends_later_is_reported(start: Start, vllm: FakeVllm, port: int) -> None:
+    with start() as server:
+        server.wait_until_healthy("127.0.0.1", port, lambda _: None)
+        server._process.kill()
+        with pytest.raises(ServingError, match="ended with status -9 while it was serving"):
+            server.run()
+    vllm.assert_ended()
+
+
+def test_a_server_that_ignores_sigterm_is_killed(
+    log: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "STOP_S", 0.5)
+    code = "import signal, time; signal.signal(15, signal.SIG_IGN); print(1, flush=True)\n"
+    with VllmServer([COMMAND[0], "-c", f"{code}time.sleep(300)"], {}, log.append) as server:
+        while not log:
+            pass
+    assert server._process.returncode == -9
+    assert log[-1].startswith("vLLM did not stop within")

@@ -1,0 +1,62 @@
+"""``blockattn-rag serve`` starts vLLM, whose answers are right, and leaves no process behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from blockattn_rag.server.client import RemoteEngine
+from tests_vllm.reference import MODEL, Reference
+
+
+def test_a_model_is_served_by_one_command(
+    reference: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    log = tmp_path / "log"
+    serve = [sys.executable, "-m", "blockattn_rag", "serve", "bundled", "--port", str(port)]
+    vllm = ["--enforce-eager", "--max-model-len", "2048"]
+    vllm += ["--kv-transfer-config.kv_connector_extra_config.memory", "64MiB"]
+    process = subprocess.Popen(
+        [*serve, "--store", str(tmp_path / "kv"), "--", *vllm],
+        env={**os.environ, "BLOCKATTN_RAG_HOME": str(tmp_path / "home")},
+        stdout=subprocess.PIPE,
+        stderr=log.open("w"),
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        address, curl = process.stdout.readline(), process.stdout.readline()
+        assert address == f"bundled is served at http://127.0.0.1:{port}\n", log.read_text()
+        words = shlex.split(curl)
+        with httpx.Client(trust_env=False, timeout=60) as client:
+            answer = client.post(words[1], json=json.loads(words[-1]))
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["choices"][0]["message"]["content"]
+        case = reference.case(11)
+        engine = RemoteEngine(f"http://127.0.0.1:{port}", tokenizer=MODEL)
+        found = engine.generate(list(case.texts), max_new_tokens=24, min_new_tokens=24)
+        assert list(found.token_ids) == reference.answer(case)
+        started = psutil.Process(process.pid).children(recursive=True)
+        assert len(started) > 1
+        process.send_signal(signal.SIGINT)
+        assert process.wait(90) == 130
+    finally:
+        process.kill()
+    assert [one for one in started if one.is_running()] == []
+    errors = log.read_text()
+    assert "the server answers as it should" in errors
+    assert "Traceback" not in errors
