@@ -17,7 +17,7 @@ from blockattn_rag.app.rag.names import existing_model, loading
 
 if TYPE_CHECKING:
     from blockattn_rag.lab.planning import Machine, Plan, Tier
-    from blockattn_rag.lab.trace import Outcome
+    from blockattn_rag.lab.replay import Outcome
 
 GIB = 1 << 30
 _DEVICE_BYTES_PER_S = {"cpu": 10e9, "cuda": 2e12}
@@ -177,7 +177,8 @@ def _replayed(
 ) -> tuple[int, list[Outcome]]:
     """Replays a trace under all policies; the number of its requests, and the outcomes."""
     from blockattn_rag.lab.planning import footprint
-    from blockattn_rag.lab.trace import LABELS, Clock, plot_rooms, read_trace, replay
+    from blockattn_rag.lab.replay import LABELS, Clock, plot_rooms, replay
+    from blockattn_rag.lab.trace import read_trace
 
     requests = read_trace(trace)
     config = config.get_text_config(decoder=True)
@@ -241,7 +242,7 @@ def _shown(settings: dict[str, Any], found: Plan, machine: Machine) -> list[Any]
 def _shown_outcomes(
     settings: dict[str, Any], outcomes: Sequence[Outcome], machine: Machine
 ) -> list[Any]:
-    from blockattn_rag.lab.trace import LABELS
+    from blockattn_rag.lab.replay import LABELS
 
     rows = [
         (

@@ -13,16 +13,8 @@ from hypothesis import strategies as st
 from blockattn_rag.errors import DataError
 from blockattn_rag.lab.efficiency.shapes import prefill_flops, shape_config
 from blockattn_rag.lab.planning import Footprint, Machine
-from blockattn_rag.lab.trace import (
-    BlockCache,
-    Clock,
-    PrefixCache,
-    Request,
-    Segment,
-    plot_rooms,
-    read_trace,
-    replay,
-)
+from blockattn_rag.lab.replay import BlockCache, Clock, PrefixCache, plot_rooms, replay
+from blockattn_rag.lab.trace import Request, Segment, read_trace
 
 LENGTHS = {"s": 16, "a": 24, "b": 8, "c": 40, "d": 1, "q": 5, "r": 16}
 FOOTPRINT = Footprint(weight_bytes=0, bytes_per_token=1)
