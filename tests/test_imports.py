@@ -26,7 +26,7 @@ FLOORS = {
     "attention": "kv",
     "prompts": "errors files",
     "output": "errors lazy prompts",
-    "store": "errors files kv lazy",
+    "store": "errors files kv lazy prompts",
     "model": "attention errors files kv lazy output prompts",
     "engine": "attention errors files kv lazy model output prompts store",
     "server": "engine errors files kv lazy model output prompts store",

@@ -25,6 +25,7 @@ from blockattn_rag.model import BlockModel
 from blockattn_rag.prompts.blocks import Block, BlockPrompt
 from blockattn_rag.store import DEFAULT_RESIDENT_BYTES, KVStore, open_store
 from blockattn_rag.store.namespaces import Access
+from blockattn_rag.store.passage_index import PassageIndex
 
 if TYPE_CHECKING:
     import torch
@@ -157,6 +158,15 @@ class BlockAttentionEngine:
     def recipe(self) -> Recipe:
         """How the model runs in block mode."""
         return self._recipe
+
+    @property
+    def passages(self) -> PassageIndex:
+        """Index of the encoded passages, which finds them in prompts without markers.
+
+        Raises:
+            ValueError: The store cannot keep an index.
+        """
+        return self._fetcher.passages or PassageIndex(self.store)
 
     # -- ingestion ---------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from blockattn_rag.prompts.blocks import Block, Keep
 from blockattn_rag.store.base import Found, KVStore, is_damage
 from blockattn_rag.store.device_cache import DeviceCache, with_device_cache
 from blockattn_rag.store.namespaces import OPEN, Access
+from blockattn_rag.store.passage_index import PassageIndex
 
 logger = logging.getLogger("blockattn_rag")
 
@@ -81,6 +82,7 @@ class BlockFetcher:
         on_miss: OnMiss = "compute",
     ) -> None:
         self.store = store
+        self.passages = None if store.sidecar is None else PassageIndex(store)
         self.access = access
         self.kv_dtype = check_kv_dtype(kv_dtype)
         kinds = {kind for _, _, kind in model.profile.token_outline}

@@ -15,6 +15,7 @@ from blockattn_rag.engine.lookup import PLAIN, Wanted, distinct
 from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.prompts.blocks import Block
+from blockattn_rag.prompts.recognition import entries_of
 
 _Batch = list[tuple[Wanted, BlockKV]]
 Run = Callable[[Callable[[], _Batch | None]], _Batch | None]
@@ -55,6 +56,8 @@ def precompute(
     recipe: Recipe = PLAIN,
 ) -> EncodeStats:
     """Compute and store missing blocks. An interruption loses at most one batch.
+
+    The passages are then added to the store's index, by which prompts without markers find them.
 
     Args:
         fetcher: Computes and stores blocks.
@@ -100,4 +103,7 @@ def precompute(
                         bar.update()
                     if on_progress is not None:
                         on_progress(stats.reused + stats.computed, len(wanted))
+    if fetcher.passages is not None and not fetcher.access.read_only:
+        texts = [one.text for one in blocks[as_prompt:] if one.origin == "passage"]
+        fetcher.passages.add(entries_of(texts), fetcher.access.namespace)
     return replace(stats, seconds=time.perf_counter() - started)

@@ -30,6 +30,7 @@ from pydantic.dataclasses import dataclass
 from blockattn_rag.engine.outline import RecipeOutline
 from blockattn_rag.errors import ProtocolError
 from blockattn_rag.prompts.blocks import Keep
+from blockattn_rag.prompts.recognition import HEX_DIGITS
 from blockattn_rag.server.validation import (
     STRICT,
     AdapterDigest,
@@ -62,6 +63,7 @@ FIELD = "blockattn"
 MOST_BLOCKS = 256
 
 _Name = Annotated[str, Field(min_length=1)]
+_IndexEntry = Annotated[str, Field(pattern=f"^([0-9a-f]{{{HEX_DIGITS}}})?$")]
 _Ids = Annotated[tuple[Count, ...], Field(min_length=1, fail_fast=True)]
 
 Op = Literal["complete", "encode"]
@@ -123,9 +125,14 @@ class EncodeBody:
         private: Whether to store private blocks, which only private blocks of later prompts reuse
             (``prompts.blocks.Keep``).
         only_look: Whether to encode nothing, and report blocks that are not stored as missing.
+        index: Index entry of each block (``prompts.recognition.to_hex``), by which the server
+            recognizes its text in plain prompts; empty for a block to leave out. ``()``: none. The
+            server cannot verify an entry, as it receives no text. It finds only the exact text that
+            an entry describes, so a wrong entry can only change where prompts of the same namespace
+            are cut into blocks.
 
     Raises:
-        ValueError: A field is invalid, or a block is empty.
+        ValueError: A field is invalid, a block is empty, or a private block has an index entry.
     """
 
     blocks: Annotated[tuple[_Ids, ...], Field(min_length=1, max_length=MOST_BLOCKS, fail_fast=True)]
@@ -133,6 +140,16 @@ class EncodeBody:
     opens_prompt: StrictBool = False
     private: StrictBool = False
     only_look: StrictBool = False
+    index: Annotated[tuple[_IndexEntry, ...], Field(max_length=MOST_BLOCKS, fail_fast=True)] = ()
+
+    @model_validator(mode="after")
+    def _index_agrees(self) -> Self:
+        if self.index and (self.private or len(self.index) != len(self.blocks)):
+            raise ValueError(
+                f"index has {len(self.index)} entries, expected one for each of "
+                f"{len(self.blocks)} blocks, which must not be private"
+            )
+        return self
 
     @property
     def keep(self) -> Keep:

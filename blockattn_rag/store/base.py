@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar, NamedTuple, TypeAlias, TypeGuard
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeAlias, TypeGuard
 
 from torch import Tensor
 
@@ -20,6 +20,9 @@ from blockattn_rag.store.checks import check_finite, check_storable
 from blockattn_rag.store.format import decode, encode
 from blockattn_rag.store.header import FormatError, Header
 from blockattn_rag.store.layout import ByteRange
+
+if TYPE_CHECKING:
+    from blockattn_rag.store.sidecar import Sidecar
 
 logger = logging.getLogger("blockattn_rag")
 
@@ -90,6 +93,11 @@ class KVStore(ABC):
 
     records_use: ClassVar[bool] = True
     """Whether ``touch`` changes the time of use of an entry."""
+
+    @property
+    def sidecar(self) -> Sidecar | None:
+        """Small files beside the entries, such as the index of passages. None: not supported."""
+        return None
 
     def get(self, key: str) -> BlockKV | None:
         """Return the entry of a key, or None. Counts as a use of the entry.

@@ -36,6 +36,7 @@ from blockattn_rag.store.base import (
 from blockattn_rag.store.concurrency import Readers
 from blockattn_rag.store.header import FORMAT, VERSION, Header, read_header
 from blockattn_rag.store.layout import ByteRange
+from blockattn_rag.store.sidecar import SIDECAR
 
 T = TypeVar("T")
 
@@ -108,6 +109,10 @@ class DirectoryStore(MaintainedStore):
     def __repr__(self) -> str:
         bound = "" if self.max_bytes is None else f", max_bytes={self.max_bytes}"
         return f"DirectoryStore({str(self.path)!r}{bound})"
+
+    @property
+    def sidecar(self) -> files.FolderSidecar:
+        return files.FolderSidecar(self.path / SIDECAR, self.fsync)
 
     def get(self, key: str) -> BlockKV | None:
         return self._load(key, use=True)
@@ -217,7 +222,8 @@ class DirectoryStore(MaintainedStore):
 
     def leftovers(self) -> Iterator[Path]:
         own = (self.path / name for name in files.names_in(self.path))
-        return (path for path in itertools.chain(own, self._names()) if is_temporary(path.name))
+        found = (path for path in itertools.chain(own, self._names()) if is_temporary(path.name))
+        return itertools.chain(found, self.sidecar.leftovers())
 
     def _load(self, key: str, *, use: bool) -> BlockKV | None:
         path = self.entry_path(key)
@@ -305,7 +311,7 @@ class DirectoryStore(MaintainedStore):
 
     def _foreign(self) -> Iterator[str]:
         """Names that do not belong to a store."""
-        known = (_OBJECTS, RECIPE_FOLDER)
+        known = (_OBJECTS, RECIPE_FOLDER, SIDECAR)
         own = files.names_in(self.path)
         yield from (name for name in own if name not in known and not is_temporary(name))
         shards = files.names_in(self._objects)

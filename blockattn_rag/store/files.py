@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 
 from blockattn_rag.errors import CorruptEntryError, StoreError
-from blockattn_rag.files import temporary_name
+from blockattn_rag.files import is_temporary, replacing, temporary_name
 from blockattn_rag.store.base import StoredEntry, age_s, check_max_bytes, damage_reported
 from blockattn_rag.store.header import FormatError
+from blockattn_rag.store.sidecar import Sidecar
 
 FILE_MODE = 0o600
 _FOLDER_MODE = 0o700
@@ -233,3 +234,50 @@ class SizeBound:
                     break
             self._room = nbytes + min(share, most - left)
         self._room -= nbytes
+
+
+class FolderSidecar(Sidecar):
+    """Files in a folder of a directory store.
+
+    Args:
+        root: The folder. Created by the first write.
+        fsync: Whether to flush each file to disk.
+    """
+
+    def __init__(self, root: Path, fsync: bool) -> None:
+        self._root = root
+        self._fsync = fsync
+
+    def names(self, folder: str) -> list[str]:
+        top = self._root / folder
+        return [str(path.relative_to(top)) for path in self._files(top, temporary=False)]
+
+    def leftovers(self) -> Iterator[Path]:
+        """Temporary files of running and of killed writers."""
+        return self._files(self._root, temporary=True)
+
+    def read(self, paths: Sequence[str]) -> list[bytes | None]:
+        return [self._read(self._root / path) for path in paths]
+
+    def write(self, path: str, content: bytes) -> None:
+        target = self._root / path
+        with explained("write", target):
+            make_folder(target.parent, parents=True)
+            with replacing(target, mode=FILE_MODE, fsync=self._fsync) as file:
+                file.write(content)
+
+    def delete(self, path: str) -> None:
+        target = self._root / path
+        with explained("delete", target):
+            target.unlink(missing_ok=True)
+
+    def _read(self, path: Path) -> bytes | None:
+        with opened(path) as file:
+            return None if file is None else file.read()
+
+    def _files(self, top: Path, *, temporary: bool) -> Iterator[Path]:
+        with explained("list", top):
+            for folder, _, names in os.walk(top):
+                for name in sorted(names):
+                    if is_temporary(name) == temporary:
+                        yield Path(folder) / name

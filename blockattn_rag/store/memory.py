@@ -16,6 +16,7 @@ from blockattn_rag.store.base import (
     check_max_bytes,
     warn_of_refused,
 )
+from blockattn_rag.store.sidecar import MemorySidecar
 
 
 class MemoryStore(KVStore):
@@ -42,9 +43,14 @@ class MemoryStore(KVStore):
         self._total_bytes = 0
         self._evictions = 0
         self._refused = 0
+        self._sidecar = MemorySidecar()
 
     def __repr__(self) -> str:
         return f"MemoryStore(max_bytes={self.max_bytes})"
+
+    @property
+    def sidecar(self) -> MemorySidecar:
+        return self._sidecar
 
     def get(self, key: str) -> BlockKV | None:
         with self._lock:

@@ -18,6 +18,7 @@ from blockattn_rag.errors import CorruptEntryError, StoreError
 from blockattn_rag.lazy import missing_extra
 from blockattn_rag.store.concurrency import Readers, deadline, outcome, remaining
 from blockattn_rag.store.layout import ByteRange
+from blockattn_rag.store.sidecar import SIDECAR, Sidecar
 from blockattn_rag.store.urls import reason
 
 if TYPE_CHECKING:
@@ -229,6 +230,29 @@ class ObjectClient:
             yield
         except (BaseError, OSError, ValueError) as error:
             raise StoreError(f"cannot {doing} {self.place(path)}: {reason(error)}") from None
+
+
+class ObjectSidecar(Sidecar):
+    """Files in a bucket, one object each."""
+
+    def __init__(self, client: ObjectClient) -> None:
+        self._client = client
+
+    def names(self, folder: str) -> list[str]:
+        start = f"{SIDECAR}/{folder}"
+        return [found["path"].removeprefix(f"{start}/") for found in self._client.list(start)]
+
+    def read(self, paths: Sequence[str]) -> list[bytes | None]:
+        found = self._client.read_many([f"{SIDECAR}/{path}" for path in paths])
+        if failed := next((one for one in found if isinstance(one, StoreError)), None):
+            raise failed
+        return [one.numpy().tobytes() if isinstance(one, Tensor) else None for one in found]
+
+    def write(self, path: str, content: bytes) -> None:
+        self._client.write(f"{SIDECAR}/{path}", content)
+
+    def delete(self, path: str) -> None:
+        self._client.delete(f"{SIDECAR}/{path}")
 
 
 _first_user: list[int] = []  # id of the first process that used the client library

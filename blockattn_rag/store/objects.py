@@ -29,7 +29,7 @@ from blockattn_rag.store.base import (
 from blockattn_rag.store.concurrency import check_seconds
 from blockattn_rag.store.header import Header, header_end, read_header
 from blockattn_rag.store.layout import ByteRange
-from blockattn_rag.store.object_client import ObjectClient, connect
+from blockattn_rag.store.object_client import ObjectClient, ObjectSidecar, connect
 from blockattn_rag.store.urls import check_no_credentials
 
 if TYPE_CHECKING:
@@ -102,6 +102,10 @@ class ObjectStore(MaintainedStore):
                 "be pickled; open the store by its address alone"
             )
         return self._reopen, ()
+
+    @property
+    def sidecar(self) -> ObjectSidecar:
+        return ObjectSidecar(self._client)
 
     def get_many(self, keys: Sequence[str]) -> list[Found]:
         """Read several entries concurrently, with one deadline."""

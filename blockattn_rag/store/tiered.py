@@ -25,6 +25,7 @@ from blockattn_rag.store.base import (
 from blockattn_rag.store.checks import check_finite
 from blockattn_rag.store.concurrency import SingleFlight, WriteQueue, check_seconds
 from blockattn_rag.store.opening import open_spec
+from blockattn_rag.store.sidecar import Sidecar
 from blockattn_rag.store.tier import CircuitBreaker, Tier
 
 logger = logging.getLogger("blockattn_rag")
@@ -87,6 +88,11 @@ class TieredStore(KVStore):
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+    @property
+    def sidecar(self) -> Sidecar | None:
+        """Files beside the entries of the home."""
+        return self._home.store.sidecar
 
     def get_many(self, keys: Sequence[str]) -> list[Found]:
         """Read several entries, with one call to each tier.

@@ -253,11 +253,12 @@ INFO = ServerInfo(
     "a" * 64, "b" * 64, "head:4", "c" * 64, True, ("llama", "other"), 4096, "tenant", True
 )
 BODY = EncodeBody(((1, 2), (3,)), "llama", opens_prompt=True, private=True, only_look=True)
+INDEXED = EncodeBody(((1, 2), (3,)), index=("", "0a" * 36))
 ANSWER = EncodeAnswer(("found", "encoded", "missing"), 12)
 
 
 @pytest.mark.parametrize(
-    "said", [INFO, BODY, ANSWER, EncodeBody(((1,),)), EncodeAnswer(("found",))]
+    "said", [INFO, BODY, INDEXED, ANSWER, EncodeBody(((1,),)), EncodeAnswer(("found",))]
 )
 def test_what_is_said_goes_through_json_and_back(said: Any) -> None:
     assert type(said).from_dict(json.loads(json.dumps(said.to_dict()))) == said
@@ -283,6 +284,9 @@ def test_what_is_not_asked_for_is_left_out() -> None:
         (BODY, "blocks", [[-1]], r"blocks\[0\]\[0\] should be greater than or equal to 0"),
         (BODY, "only_look", "yes", "only_look should be a valid boolean"),
         (BODY, "path", "/etc", "body has the unknown field 'path'"),
+        (INDEXED, "index", ["", "0A" * 36], r"index\[1\] should match pattern"),
+        (INDEXED, "index", [""], "index has 1 entries, expected one for each of 2 blocks"),
+        (INDEXED, "private", True, "2 blocks, which must not be private"),
         (ANSWER, "blocks", ["there"], r"answer.blocks\[0\] should be 'found', 'encoded' or"),
         (ANSWER, "stored_bytes", -1, "stored_bytes should be greater than or equal to 0"),
     ],

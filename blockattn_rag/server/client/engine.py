@@ -20,6 +20,7 @@ from blockattn_rag.engine.protocol import LatePrompt, Prompt, blocks_to_encode, 
 from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.engine.results import Generation, GenerationChunk
 from blockattn_rag.prompts.blocks import Block, BlockPrompt, is_private, keep_of
+from blockattn_rag.prompts.recognition import entries_of, to_hex
 from blockattn_rag.server.client.http import API_KEY_VARIABLE, Client, background
 from blockattn_rag.server.client.ingest import ToEncode, batches, precompute
 from blockattn_rag.server.client.request import check_possible, recipe_asked
@@ -238,7 +239,9 @@ class RemoteEngine:
 
     def _to_encode(self, block: Block, first: bool) -> ToEncode:
         keep = keep_of(block.origin, on_purpose=True)
-        return ToEncode(self.model.tokenised(block, first).ids, is_private(keep))
+        is_passage = block.origin == "passage" and not first
+        entry = "".join(to_hex(entries_of([block.text]))) if is_passage else ""
+        return ToEncode(self.model.tokenised(block, first).ids, is_private(keep), entry)
 
     def _pending(
         self, prompt: LatePrompt, given: Mapping[str, Any], gate: asyncio.Semaphore | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import nullcontext
 from dataclasses import replace
@@ -27,10 +27,11 @@ Encode = Callable[[EncodeBody], Coroutine[Any, Any, EncodeAnswer]]
 
 
 class ToEncode(NamedTuple):
-    """Token ids of a block to encode, and whether the block is private."""
+    """Token ids of a block to encode, whether the block is private, and its index entry."""
 
     ids: Sequence[int]
     private: bool = False
+    entry: str = ""
 
 
 def batches(
@@ -46,15 +47,20 @@ def batches(
         yield EncodeBody((tuple(blocks[0].ids),), opens_prompt=True, private=blocks[0].private)
     most = batch_tokens or BATCH_TOKENS
     for private in (False, True):
-        batch: list[tuple[int, ...]] = []
-        same = (tuple(one.ids) for one in blocks[as_prompt:] if one.private == private)
-        for ids in dict.fromkeys(same):
+        batch: dict[tuple[int, ...], str] = {}
+        same = {tuple(one.ids): one.entry for one in blocks[as_prompt:] if one.private == private}
+        for ids, entry in same.items():
             if batch and (len(batch) == _BATCH_BLOCKS or sum(map(len, batch)) + len(ids) > most):
-                yield EncodeBody(tuple(batch), private=private)
-                batch = []
-            batch.append(ids)
+                yield _body(batch, private)
+                batch = {}
+            batch[ids] = entry
         if batch:
-            yield EncodeBody(tuple(batch), private=private)
+            yield _body(batch, private)
+
+
+def _body(batch: Mapping[tuple[int, ...], str], private: bool) -> EncodeBody:
+    index = tuple(batch.values())
+    return EncodeBody(tuple(batch), private=private, index=index if any(index) else ())
 
 
 def precompute(

@@ -12,6 +12,7 @@ from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 
 from blockattn_rag.errors import ServingError
 from blockattn_rag.model.loading import load_tokenizer
+from blockattn_rag.prompts.recognition import from_hex
 from blockattn_rag.server.config import CONNECTOR, ServingConfig
 from blockattn_rag.server.profile import ModelProfile
 from blockattn_rag.server.protocol import EncodeAnswer, EncodeBody, ServerInfo
@@ -20,6 +21,7 @@ from blockattn_rag.server.vllm.openai import ChatBody, ChatPrompt, ChatPrompts, 
 from blockattn_rag.server.vllm.requests import Encodable, RequestReader
 from blockattn_rag.server.vllm.retrying import CURRENT, RetryingClient, Ticket, with_marker
 from blockattn_rag.store import open_store
+from blockattn_rag.store.passage_index import PassageIndex
 
 if TYPE_CHECKING:
     from fastapi.datastructures import Headers
@@ -53,6 +55,7 @@ class Service:
         )
         home = open_store(config.store)
         self._ensurer = BlockEnsurer(engine_client, home, config, profile)
+        self.passages = None if home.sidecar is None else PassageIndex(home)
         retrying = RetryingClient(engine_client)
         self.completions = _with_client(state.openai_serving_completion, retrying)
         self.chat = _with_client(state.openai_serving_chat, retrying)
@@ -115,6 +118,9 @@ class Service:
             there = await self._ensurer.found(blocks)
             return EncodeAnswer(tuple("found" if one else "missing" for one in there))
         encoded = await self._ensure(blocks, must_store=True)
+        if body.index and self.passages is not None and not self._config.read_only:
+            namespace = self._requests.namespace(headers)
+            await asyncio.to_thread(self.passages.add, from_hex(body.index), namespace)
         return EncodeAnswer(
             tuple("encoded" if one.key in encoded else "found" for one in blocks),
             sum(self._profile.block_bytes(n, self._config.kv_dtype) for n in encoded.values()),

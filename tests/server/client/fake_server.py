@@ -28,6 +28,7 @@ from blockattn_rag.model import BlockModel, EncodeRequest
 from blockattn_rag.model.sampling import Sampling
 from blockattn_rag.output.grammar import parse_grammar
 from blockattn_rag.prompts.blocks import may_store
+from blockattn_rag.prompts.recognition import from_hex
 from blockattn_rag.server.keys import BlockId, block_keys
 from blockattn_rag.server.profile import profile_of
 from blockattn_rag.server.protocol import (
@@ -43,6 +44,7 @@ from blockattn_rag.server.protocol import (
     parse_plan,
 )
 from blockattn_rag.store import KVStore, MemoryStore
+from blockattn_rag.store.passage_index import PassageIndex
 from tests.holding import LONGEST_S
 from tests.scripted import Script, Told
 
@@ -123,6 +125,7 @@ class FakeServer:
     ) -> None:
         self.model = model
         self.store = MemoryStore(1 << 28) if store is None else store
+        self.passages = PassageIndex(self.store)
         self.kept = MemoryStore(1 << 28)
         """Where blocks are that may not be stored."""
         self.recipe = recipe
@@ -191,6 +194,8 @@ class FakeServer:
             else:
                 outcomes.append("encoded")
                 stored_bytes += self._encoded(one, first, self.store).nbytes
+        if body.index and not body.only_look:
+            self.passages.add(from_hex(body.index), namespace)
         return EncodeAnswer(tuple(outcomes), stored_bytes).to_dict()  # type: ignore[arg-type]
 
     def _encoded(self, one: BlockId, first: bool, store: KVStore) -> BlockKV:

@@ -10,11 +10,13 @@ import pytest
 from blockattn_rag import BlockAttentionEngine
 from blockattn_rag.engine.ingest import EncodeStats
 from blockattn_rag.errors import ContextOverflowError, ProtocolError, ServingError
-from blockattn_rag.prompts.blocks import Block, BlockPrompt
+from blockattn_rag.prompts.blocks import Block, BlockPrompt, Span
 from blockattn_rag.server.client import RemoteEngine
 from blockattn_rag.server.client import ingest as ingestion
 from blockattn_rag.server.client.ingest import AT_ONCE, ToEncode, batches
 from blockattn_rag.server.protocol import ENCODE
+from blockattn_rag.store.namespaces import OPEN
+from blockattn_rag.store.passage_index import PassageIndex
 from tests.models import tiny_tokenizer
 from tests.server.client.conftest import Serve
 from tests.server.client.fake_server import FakeServer, RefusalError, fault
@@ -53,6 +55,22 @@ def test_the_first_block_of_a_prompt_is_stored_as_such(
     assert not engine.contains(BLOCKS[1], first=True)
     assert not engine.contains(BLOCKS[2])
     assert len(list(server.store.keys())) == 3  # to look encodes nothing
+
+
+def test_encoded_passages_are_recognized_in_plain_text(
+    engine: RemoteEngine, local: BlockAttentionEngine, server: FakeServer
+) -> None:
+    long = [f"Passage {n}, whose text is long enough for the index." for n in range(4)]
+    spoken = [Block.of([Span(f"{long[n]} So {n} said.", "conversation")]) for n in range(2)]
+    blocks = [*map(Block, long[:2]), *spoken, BLOCKS[0], Block(f"\n{long[1]}")]
+    prompt = BlockPrompt((Block(f"{long[2]} It opens a prompt."), Block(long[3])), "A question?")
+    for one in (engine, local):
+        one.precompute(blocks)
+        one.encode(prompt)
+    text = [Span(" - ".join([*long, *(one.text for one in [*spoken, *blocks])]), "conversation")]
+    for store in (server.store, local.store):
+        spans = PassageIndex(store).split(text, OPEN)
+        assert {span.text for span in spans if span.origin == "passage"} == {*long[:2], long[3]}
 
 
 def test_progress_is_told_and_shown(

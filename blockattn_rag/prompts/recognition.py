@@ -1,0 +1,207 @@
+"""Recognition of known passages in plain text, so that a prompt needs no markers.
+
+A passage is indexed by two polynomial hashes, of its first ``WINDOW`` characters and of all of
+them, its length, and its handle. A scan computes the hash of every window of a text in one pass. A
+window that starts an indexed passage leads to candidates, whose text is compared by its handle, so
+a wrong entry can only cost time.
+
+Importing this module does not load torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from blockattn_rag.prompts.blocks import PASSAGES, Span, handle_of, merged
+
+WINDOW = 32
+"""Characters whose hash starts a lookup. Shorter passages are not indexed."""
+
+MOST_PASSAGES = 127
+"""Maximum passages of a prompt after recognition. With text between them, a prompt has at most 256
+blocks, which a server accepts."""
+
+ENTRY = np.dtype([("window", "<u8"), ("whole", "<u8"), ("chars", "<u4"), ("handle", "u1", (16,))])
+"""Index entry of a passage: hash of its first ``WINDOW`` characters, hash of all of its characters,
+number of characters, and handle."""
+
+HEX_DIGITS = 2 * ENTRY.itemsize
+
+_BASE, _SCALE = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93
+_MASK = (1 << 64) - 1
+_MOST_PAIRS = 1 << 18  # compared hashes of one scan: bounds the work for passages that start alike
+_WASTED = 8  # a scan stops after hashing this multiple of its text in vain
+
+Entries = NDArray[np.void]
+"""Index entries, ``ENTRY [passages]``."""
+
+Integers = NDArray[Any]
+
+
+def _powers(base: int, first: int, count: int) -> Integers:
+    powers = np.full(count, base, np.uint64)
+    powers[0] = first
+    return np.multiply.accumulate(powers)
+
+
+class _Powers:
+    """Powers of the hash's base, and scaled powers of its inverse, for texts of any length."""
+
+    def __init__(self) -> None:
+        self._known = self._made(1 << 16)
+
+    def upto(self, count: int) -> tuple[Integers, Integers]:
+        if len(self._known[0]) < count:
+            self._known = self._made(1 << count.bit_length())
+        return self._known
+
+    def _made(self, count: int) -> tuple[Integers, Integers]:
+        return _powers(_BASE, 1, count), _powers(pow(_BASE, -1, 1 << 64), _SCALE, count)
+
+
+_POWERS = _Powers()
+
+
+def _characters(text: str) -> Integers:
+    encoded = text.encode("utf-32-le", "surrogatepass")
+    return np.frombuffer(encoded, "<u4").astype(np.uint64)
+
+
+def entries_of(texts: Iterable[str]) -> Entries:
+    """Index entries of passages. Passages shorter than ``WINDOW`` are skipped.
+
+    Args:
+        texts: Texts of passages. White space around them is ignored, as in prompts.
+    """
+    rows = []
+    for text in (text.strip() for text in texts):
+        if len(text) >= WINDOW:
+            terms = _characters(text) * _POWERS.upto(len(text))[0][: len(text)]
+            window, whole = (int(part.sum()) * _SCALE & _MASK for part in (terms[:WINDOW], terms))
+            rows.append((window, whole, len(text), [*bytes.fromhex(handle_of(text))]))
+    return np.array(rows, ENTRY)
+
+
+class PassageMatcher:
+    """Finds indexed passages in texts. Thread-safe.
+
+    Args:
+        entries: Index entries, ``ENTRY [passages]``, in any order. Duplicates are allowed.
+    """
+
+    def __init__(self, entries: Entries) -> None:
+        self._entries = entries[np.argsort(entries["window"], kind="stable")]
+        self._windows = np.ascontiguousarray(self._entries["window"])
+        # A table of hash prefixes rejects most windows of a text before the binary search.
+        bits = min(26, max(12, (32 * len(entries)).bit_length()))
+        self._shift = np.uint64(64 - bits)
+        self._seen = np.zeros(1 << bits, np.bool_)
+        self._seen[(self._windows >> self._shift).view(np.int64)] = True
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def split(self, spans: Iterable[Span]) -> tuple[Span, ...]:
+        """Split the passages of a prompt out of its text.
+
+        The longest passages are found first, and passages do not overlap. Text of the chat template
+        and existing passages stay unchanged, and so does a passage that starts or ends within a
+        word, because its tokens would differ.
+        """
+        given = merged(spans)
+        room = MOST_PASSAGES - sum(span.origin in PASSAGES for span in given)
+        lengths = [len(span.text) for span in given]
+        ends = np.cumsum(lengths, dtype=np.int64)
+        if not len(self) or room < 1 or not lengths or ends[-1] < WINDOW:
+            return given
+        is_plain = np.array([span.origin not in (*PASSAGES, "template") for span in given])
+        text = "".join(span.text for span in given)
+        found = self._found(text, ends, is_plain, room)
+        if not found:
+            return given
+        pieces: list[Span] = []
+        for span, end, length in zip(given, ends.tolist(), lengths, strict=True):
+            at = end - length
+            while found and found[0][0] < end:
+                start, stop = found.pop(0)
+                pieces += Span(text[at:start], span.origin), Span(text[start:stop], "passage")
+                at = stop
+            pieces.append(span if at == end - length else Span(text[at:end], span.origin))
+        return merged(pieces)
+
+    def _found(
+        self, text: str, ends: Integers, is_plain: Integers, most: int
+    ) -> list[tuple[int, int]]:
+        """Start and end of at most ``most`` passages, in order."""
+        starts, rows = self._candidates(text)
+        stops = starts + self._entries["chars"][rows]
+        place = np.searchsorted(ends, starts, "right")
+        inside = is_plain[place] & (stops <= ends[place])
+        starts, stops, rows, place = (one[inside] for one in (starts, stops, rows, place))
+        first = np.concatenate([[0], ends])[place]
+        last = ends[place]
+        taken, found, wasted = bytearray(len(text)), [], 0
+        for one in np.lexsort((starts, starts - stops)).tolist():
+            start, stop = int(starts[one]), int(stops[one])
+            if taken[start] or taken[stop - 1]:  # by a passage that is as long or longer
+                continue
+            if _in_word(text, start, first[one]) or (stop < last[one] and _in_word(text, stop, 0)):
+                continue
+            if handle_of(text[start:stop]) != self._entries["handle"][rows[one]].tobytes().hex():
+                wasted += stop - start
+                if wasted > _WASTED * len(text):
+                    break
+                continue
+            taken[start:stop] = bytes([1]) * (stop - start)
+            found.append((start, stop))
+            if len(found) == most:
+                break
+        return sorted(found)
+
+    def _candidates(self, text: str) -> tuple[Integers, Integers]:
+        """Positions in a text, and the rows of the entries whose hashes match there."""
+        size = len(text)
+        powers, inverses = _POWERS.upto(size + 1)
+        sums = np.zeros(size + 1, np.uint64)
+        np.cumsum(_characters(text) * powers[:size], out=sums[1:])
+        windows = (sums[WINDOW:] - sums[:-WINDOW]) * inverses[: size - WINDOW + 1]
+        at = np.flatnonzero(self._seen.take((windows >> self._shift).view(np.int64)))
+        left = np.searchsorted(self._windows, windows[at], "left")
+        counts = np.searchsorted(self._windows, windows[at], "right") - left
+        kept = np.flatnonzero((counts > 0) & (np.cumsum(counts) <= _MOST_PAIRS))
+        at, left, counts = at[kept], left[kept], counts[kept]
+        starts = np.repeat(at, counts)
+        ends = np.cumsum(counts)
+        rows = np.arange(len(starts)) + np.repeat(left - ends + counts, counts)
+        stops = starts + self._entries["chars"][rows]
+        fits = np.flatnonzero(stops <= size)
+        starts, stops, rows = starts[fits], stops[fits], rows[fits]
+        hashes = (sums[stops] - sums[starts]) * inverses[starts]
+        same = np.flatnonzero(hashes == self._entries["whole"][rows])
+        return starts[same], rows[same]
+
+
+def _in_word(text: str, at: int, first: int) -> bool:
+    """Whether a cut at ``at`` is within a word. ``first``: start of the text around it."""
+    return at > first and text[at - 1].isalnum() and text[at].isalnum()
+
+
+def joined(parts: Sequence[Entries]) -> Entries:
+    """Merge index entries, without duplicates."""
+    entries = np.concatenate([np.empty(0, ENTRY), *parts])
+    rows = np.unique(entries.view(np.dtype((np.void, ENTRY.itemsize))))
+    return rows.view(ENTRY)
+
+
+def to_hex(entries: Entries) -> list[str]:
+    """Index entries as JSON strings of ``HEX_DIGITS`` digits."""
+    return [row.tobytes().hex() for row in entries]
+
+
+def from_hex(strings: Iterable[str]) -> Entries:
+    """Parse the strings of ``to_hex``."""
+    return np.frombuffer(bytes.fromhex("".join(strings)), ENTRY)

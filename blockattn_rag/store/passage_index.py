@@ -1,0 +1,207 @@
+"""Index of the passages in a store, which finds them in prompts without markers.
+
+Each namespace has its own index, so that recognition reveals nothing about other tenants. The index
+consists of immutable files beside the entries (``store.sidecar``): each writer adds files, and
+``compact`` merges them. A file is named after the digest of its content, which is verified.
+
+An index entry whose passage was deleted is harmless: the passage is encoded again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+
+from blockattn_rag.errors import StoreError
+from blockattn_rag.prompts.blocks import Span
+from blockattn_rag.prompts.recognition import ENTRY, Entries, PassageMatcher, joined
+from blockattn_rag.store.base import KVStore
+from blockattn_rag.store.namespaces import Access
+from blockattn_rag.store.sidecar import Sidecar
+
+logger = logging.getLogger("blockattn_rag")
+
+_FOLDER = "passages-1"  # with the version of the format
+_SUFFIX = ".safetensors"
+_ATTEMPTS = 3  # a compaction may delete files between their listing and their reading
+_MOST_NAMESPACES = 64
+_versions = itertools.count()
+
+
+class PassageIndex:
+    """Index of the passages in a store. Thread-safe.
+
+    Args:
+        store: The store.
+        refresh_s: Seconds for which passages that other processes add may stay unknown.
+
+    Raises:
+        ValueError: The store cannot keep an index.
+
+    Example::
+
+        index = PassageIndex(store)
+        spans = index.split(spans, Access(namespace))  # then BlockPrompt.from_spans(spans)
+    """
+
+    def __init__(self, store: KVStore, *, refresh_s: float = 5.0) -> None:
+        if (sidecar := store.sidecar) is None:
+            raise ValueError(
+                f"{store!r} cannot keep an index of passages: use a folder or an object store, or "
+                "a TieredStore with one of them as its home"
+            )
+        self._sidecar: Sidecar = sidecar
+        self._refresh_s = refresh_s
+        self._lock = threading.Lock()
+        self._segments: OrderedDict[str, _Segments] = OrderedDict()
+        self._matchers: OrderedDict[tuple[str, ...], tuple[list[int], PassageMatcher]] = (
+            OrderedDict()
+        )
+
+    def split(self, spans: Iterable[Span], access: Access) -> tuple[Span, ...]:
+        """Split known passages out of a prompt's text; see ``PassageMatcher.split``.
+
+        Reads new index files at most every ``refresh_s`` seconds, so call it in a thread if the
+        store is remote. If the index cannot be read, what was read before is used; this is logged.
+
+        Args:
+            access: Namespaces whose passages may be found.
+        """
+        return self._matcher(access.namespaces(private=False)).split(spans)
+
+    def add(self, entries: Entries, namespace: str) -> int:
+        """Add index entries (``entries_of``), after their passages were stored.
+
+        Returns:
+            Number of entries that were new.
+
+        Raises:
+            StoreError: The index cannot be written.
+        """
+        with self._lock:
+            segments = self._known(namespace)
+            segments.refresh(self._refresh_s)
+            fresh = segments.without_known(joined([entries]))
+            if len(fresh):
+                segments.write(fresh)
+        return len(fresh)
+
+    def _matcher(self, namespaces: tuple[str, ...]) -> PassageMatcher:
+        with self._lock:
+            known = [self._known(name) for name in namespaces]
+            for segments in known:
+                try:
+                    segments.refresh(self._refresh_s)
+                except StoreError as error:
+                    logger.warning("the index of passages cannot be read: %s", error)
+            versions = [segments.version for segments in known]
+            made = self._matchers.pop(namespaces, None)
+            if made is None or made[0] != versions:
+                parts = [part for segments in known for part in segments.parts.values()]
+                made = versions, PassageMatcher(joined(parts))
+            self._matchers[namespaces] = made
+            _keep_most(self._matchers)
+            return made[1]
+
+    def _known(self, namespace: str) -> _Segments:
+        segments = self._segments.pop(namespace, None) or _Segments(self._sidecar, namespace)
+        self._segments[namespace] = segments
+        _keep_most(self._segments)
+        return segments
+
+
+class _Segments:
+    """Index files of a namespace, as far as they were read."""
+
+    def __init__(self, sidecar: Sidecar, namespace: str) -> None:
+        self._sidecar = sidecar
+        self._folder = folder_of(namespace)
+        self._read_s: float | None = None
+        self._rows: set[bytes] | None = None
+        self.parts: dict[str, Entries] = {}
+        self.version = next(_versions)
+
+    def refresh(self, every_s: float) -> None:
+        """Read new files, at most every ``every_s`` seconds."""
+        now_s = time.monotonic()
+        if self._read_s is not None and now_s - self._read_s < every_s:
+            return
+        self._read_s = now_s
+        for _ in range(_ATTEMPTS):
+            listed = self._sidecar.names(self._folder)
+            new = [name for name in listed if name not in self.parts]
+            paths = [f"{self._folder}/{name}" for name in new]
+            contents = self._sidecar.read(paths) if paths else []
+            if new or len(listed) != len(self.parts):
+                kept = {name: part for name, part in self.parts.items() if name in listed}
+                for name, content in zip(new, contents, strict=True):
+                    if content is not None:
+                        kept[name] = _decoded(name, content)
+                self._change(kept)
+            if None not in contents:
+                return
+
+    def without_known(self, entries: Entries) -> Entries:
+        """The entries that no file has."""
+        if self._rows is None:
+            self._rows = {row for part in self.parts.values() for row in _rows(part)}
+        is_new = [row not in self._rows for row in _rows(entries)]
+        return entries[np.array(is_new, np.bool_)]
+
+    def write(self, entries: Entries) -> None:
+        """Add a file."""
+        name, content = _encoded(entries)
+        self._sidecar.write(f"{self._folder}/{name}", content)
+        self._change({**self.parts, name: entries})
+
+    def _change(self, parts: dict[str, Entries]) -> None:
+        self.parts = parts
+        self._rows = None
+        self.version = next(_versions)
+
+
+def folder_of(namespace: str) -> str:
+    """Folder of a namespace's index files. Differs on file systems that ignore case, too."""
+    return f"{_FOLDER}/n{namespace.encode().hex()}"
+
+
+def _rows(entries: Entries) -> list[bytes]:
+    content, size = entries.tobytes(), ENTRY.itemsize
+    return [content[at : at + size] for at in range(0, len(content), size)]
+
+
+def _encoded(entries: Entries) -> tuple[str, bytes]:
+    """Name and content of an index file."""
+    names = ENTRY.names or ()
+    content = save({name: np.ascontiguousarray(entries[name]) for name in names})
+    return f"{hashlib.sha256(content).hexdigest()[:32]}{_SUFFIX}", content
+
+
+def _decoded(name: str, content: bytes) -> Entries:
+    """Entries of an index file. A damaged file counts as empty, and is logged."""
+    try:
+        if hashlib.sha256(content).hexdigest()[:32] != name.removesuffix(_SUFFIX):
+            raise ValueError("its content does not match its name")
+        columns = load(content)
+        entries = np.empty(len(columns["chars"]), ENTRY)
+        for column in ENTRY.names or ():
+            entries[column] = columns[column]
+    except (SafetensorError, ValueError, KeyError) as error:
+        logger.warning("the index file %s is damaged: %s; `store index` rebuilds it", name, error)
+        return np.empty(0, ENTRY)
+    return entries
+
+
+def _keep_most(cached: OrderedDict[Any, Any]) -> None:
+    while len(cached) > _MOST_NAMESPACES:
+        cached.popitem(last=False)

@@ -1,0 +1,166 @@
+"""Recognition of passages in plain text."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from blockattn_rag.prompts.blocks import BlockPrompt, Span
+from blockattn_rag.prompts.formats import BLANK_LINE
+from blockattn_rag.prompts.marked_text import content_spans
+from blockattn_rag.prompts.markers import wrap
+from blockattn_rag.prompts.recognition import (
+    MOST_PASSAGES,
+    WINDOW,
+    PassageMatcher,
+    entries_of,
+    from_hex,
+    joined,
+    to_hex,
+)
+
+WORDS = [f"{a}{b}{c}" for a in "bdgklm" for b in "aeiou" for c in "nrst"]
+
+
+def passage(seed: int, words: int = 30) -> str:
+    return " ".join(random.Random(seed).choices(WORDS, k=words)) + "."
+
+
+A, B, C = (passage(seed) for seed in range(3))
+
+
+def found(text: str, *passages: str) -> list[str]:
+    spans = PassageMatcher(entries_of(passages)).split([Span(text, "conversation")])
+    assert "".join(span.text for span in spans) == text
+    return [span.text for span in spans if span.origin == "passage"]
+
+
+@pytest.mark.parametrize(
+    ("text", "passages", "expected"),
+    [
+        (f"Use this:\n\n{A}\n\n{B}\n\nQuestion?", [A, B, C], [A, B]),
+        (A, [A], [A]),
+        (f"{A} and then", [A], [A]),
+        (f"before {A}", [A], [A]),
+        (f"{B}{A}", [A, B], [B, A]),
+        (f"{A}\n{A}\n{A}", [A], [A, A, A]),
+        (f"x {A} y", [f"  {A}\n"], [A]),
+        (f"- {A} {B}", [A, B, f"{A} {B}"], [f"{A} {B}"]),
+        (f"{A} {B} {C}", [f"{A} {B}", f"{B} {C}"], [f"{A} {B}"]),
+        (f"{A} {B} {C}", [f"{A} {B}", f"{B} {C}. "[:-3]], [f"{A} {B}"]),
+        (A.replace(" ", "\r\n"), [A.replace(" ", "\n")], []),
+        (A[:-1], [A], []),
+        (f"{A[:-1]}s", [A[:-1]], []),
+        (f"un{A}", [A], []),
+        (f"日本語 {'漢字と🜁 ' * 20}終わり", ["漢字と🜁 " * 20], [("漢字と🜁 " * 20).strip()]),
+        (f"\ud800{A}\udfff", [A], [A]),
+        (A[: WINDOW - 1], [A[: WINDOW - 1]], []),
+        (f"{'ab ' * 200}", ["ab " * 20], [("ab " * 20).strip()] * 10),
+        ("", [A], []),
+        ("short", [A], []),
+        (A, [], []),
+    ],
+)
+def test_known_passages_are_found(text: str, passages: list[str], expected: list[str]) -> None:
+    assert found(text, *passages) == expected
+
+
+def test_only_plain_text_is_split() -> None:
+    marked = content_spans(f"{wrap(B)} {A}", "conversation")
+    spans = [Span(f"<|im_start|>{C}", "template"), *marked, Span(f"{C} {B}", "system")]
+    matcher = PassageMatcher(entries_of([A, B, C]))
+    assert matcher.split(spans) == (
+        Span(f"<|im_start|>{C}", "template"),
+        Span(B, "passage"),
+        Span(" ", "conversation"),
+        Span(A, "passage"),
+        Span(C, "passage"),
+        Span(" ", "system"),
+        Span(B, "passage"),
+    )
+
+
+def test_a_passage_across_two_spans_stays_text() -> None:
+    spans = (Span(A[:50], "system"), Span(A[50:], "conversation"))
+    assert PassageMatcher(entries_of([A])).split(spans) == spans
+
+
+def test_a_recognized_prompt_equals_the_prompt_with_markers() -> None:
+    plain, marked = (
+        f"Context:\n\n{one}\n\nQuestion: <|im_end|> why?"
+        for one in (f"{A}\n\n{B}", f"{wrap(A)}\n\n{wrap(B)}")
+    )
+    spans = PassageMatcher(entries_of([A, B, C])).split([Span(plain, "conversation")])
+    expected = BlockPrompt.from_spans(content_spans(marked, "conversation"), BLANK_LINE)
+    assert BlockPrompt.from_spans(spans, BLANK_LINE) == expected
+
+
+@given(st.data())
+def test_the_longest_passages_are_found_first(data: st.DataObject) -> None:
+    """Compares with a search for each passage."""
+    letters = st.text("ab ", min_size=WINDOW, max_size=WINDOW + 6).map(str.strip)
+    passages = data.draw(st.lists(letters, max_size=6))
+    others = st.text("ab .", max_size=9)
+    parts = st.lists(st.sampled_from(passages) | others if passages else others, max_size=8)
+    text = "".join(data.draw(parts))
+    taken = [False] * len(text)
+    expected = []
+    longest = sorted({one for one in passages if len(one) >= WINDOW}, key=len, reverse=True)
+    sizes = sorted({len(one) for one in longest}, reverse=True)
+    for size in sizes:
+        for at in range(len(text) - size + 1):
+            end = at + size
+            cuts = [(at > 0, at), (end < len(text), end)]
+            in_word = any(
+                inside and text[cut - 1].isalnum() and text[cut].isalnum() for inside, cut in cuts
+            )
+            if text[at:end] in longest and not any(taken[at:end]) and not in_word:
+                taken[at:end] = [True] * size
+                expected.append((at, text[at:end]))
+    assert found(text, *passages) == [one for _, one in sorted(expected)]
+
+
+def test_prompts_without_known_passages_have_no_match() -> None:
+    matcher = PassageMatcher(entries_of(passage(seed) for seed in range(5_000)))
+    for seed in range(10_000, 11_000):
+        spans = (Span(passage(seed, 200), "conversation"),)
+        assert matcher.split(spans) == spans
+
+
+def test_an_entry_with_a_wrong_handle_matches_nothing() -> None:
+    entries = entries_of([A])
+    entries["handle"][0, 0] ^= 1
+    spans = (Span(A * 3, "conversation"),)
+    assert PassageMatcher(entries).split(spans) == spans
+
+
+def test_passages_that_start_alike_are_found_in_bounded_time() -> None:
+    head = "a " * WINDOW
+    passages = [head + passage(seed) for seed in range(3_000)]
+    assert found(f"Use {passages[7]}\n\n{passages[2_900]} Why?", *passages) == [
+        passages[7],
+        passages[2_900],
+    ]
+    began = time.perf_counter()
+    assert found(head * 1_000, *passages) == []
+    assert time.perf_counter() - began < 2
+
+
+def test_a_prompt_gets_no_more_blocks_than_a_server_accepts() -> None:
+    text = "\n".join(f"{n}: {A}" for n in range(MOST_PASSAGES + 20))
+    spans = PassageMatcher(entries_of([A])).split([Span(text, "conversation")])
+    prompt = BlockPrompt.from_spans(spans)
+    assert sum(block.is_passage for block in prompt.context) == MOST_PASSAGES
+    assert len(prompt.context) <= 256
+
+
+def test_entries_survive_as_json() -> None:
+    entries = joined([entries_of([A, B]), entries_of([B, C, "short"])])
+    assert len(entries) == 3
+    assert np.array_equal(joined([from_hex(to_hex(entries))]), entries)
+    assert len(from_hex([])) == len(joined([])) == len(entries_of([])) == 0

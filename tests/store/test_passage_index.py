@@ -1,0 +1,138 @@
+"""The index of passages that stores keep."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from blockattn_rag.errors import StoreError
+from blockattn_rag.prompts.blocks import Span
+from blockattn_rag.prompts.recognition import entries_of
+from blockattn_rag.store import DirectoryStore, KVStore, MemoryStore, ObjectStore, TieredStore
+from blockattn_rag.store.namespaces import OPEN, Access
+from blockattn_rag.store.passage_index import PassageIndex, folder_of
+from tests.store.conftest import objects_in_memory
+from tests.store.kvs import make_kv
+
+TEXTS = [f"Passage {n} of the index, which has enough characters: {n}." for n in range(8)]
+KINDS = ("memory", "folder", "objects", "s3", "tiers")
+
+
+@pytest.fixture(params=KINDS)
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> KVStore:
+    made: dict[str, Callable[[], KVStore]] = {
+        "memory": lambda: MemoryStore(1 << 20),
+        "folder": lambda: DirectoryStore(tmp_path / "kv"),
+        "objects": objects_in_memory,
+        "s3": lambda: ObjectStore(request.getfixturevalue("s3")),
+        "tiers": lambda: TieredStore("memory:1MiB", tmp_path / "kv"),
+    }
+    return made[request.param]()
+
+
+def found(index: PassageIndex, *texts: str, access: Access = OPEN) -> list[str]:
+    spans = index.split([Span("\n\n".join(texts), "conversation")], access)
+    return [span.text for span in spans if span.origin == "passage"]
+
+
+def add(index: PassageIndex, *texts: str, namespace: str = "") -> int:
+    return index.add(entries_of(texts), namespace)
+
+
+def test_passages_are_found_again_by_another_process(store: KVStore) -> None:
+    assert add(PassageIndex(store), *TEXTS[:3]) == 3
+    index = PassageIndex(store, refresh_s=0)
+    assert found(index, *TEXTS) == TEXTS[:3]
+    assert add(PassageIndex(store), *TEXTS[2:5]) == 2
+    assert found(index, *TEXTS) == TEXTS[:5]
+
+
+def test_an_index_is_read_again_only_after_a_while(store: KVStore) -> None:
+    index = PassageIndex(store, refresh_s=3600)
+    assert found(index, *TEXTS) == []
+    add(PassageIndex(store), TEXTS[0])
+    assert found(index, *TEXTS) == []
+    add(index, TEXTS[1])
+    assert found(index, *TEXTS) == [TEXTS[1]]
+
+
+def test_only_namespaces_that_may_be_read_are_searched(store: KVStore) -> None:
+    index = PassageIndex(store)
+    names = ["", "tenant", "Tenant", "public"]
+    for text, name in zip(TEXTS, names, strict=False):
+        add(index, text, namespace=name)
+    for text, name in zip(TEXTS, names, strict=False):
+        assert found(index, *TEXTS, access=Access(name)) == [text]
+    access = Access("tenant", ["public"])
+    assert found(index, *TEXTS, access=access) == [TEXTS[1], TEXTS[3]]
+
+
+def test_several_writers_lose_nothing(store: KVStore) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda text: add(PassageIndex(store), text), TEXTS))
+    assert found(PassageIndex(store), *TEXTS) == TEXTS
+
+
+def test_stores_without_files_beside_the_entries_are_refused() -> None:
+    class Plain(MemoryStore):
+        sidecar = None  # type: ignore[assignment]
+
+    with pytest.raises(ValueError, match="cannot keep an index of passages: use a folder"):
+        PassageIndex(Plain(1))
+
+
+def files_of(store: DirectoryStore, namespace: str = "") -> list[Path]:
+    return sorted((store.path / "sidecar" / folder_of(namespace)).iterdir())
+
+
+def test_a_damaged_file_counts_as_empty(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = DirectoryStore(tmp_path)
+    add(PassageIndex(store), TEXTS[0])
+    add(PassageIndex(store), TEXTS[1])
+    damaged = files_of(store)[0]
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    assert len(found(PassageIndex(store), *TEXTS)) == 1
+    assert f"{damaged.name} is damaged" in caplog.text
+
+
+def test_an_unreadable_index_is_logged_and_leaves_what_is_known(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = DirectoryStore(tmp_path)
+    index = PassageIndex(store, refresh_s=0)
+    add(index, TEXTS[0])
+
+    def fail(*_: object) -> list[str]:
+        raise StoreError("cannot list")
+
+    monkeypatch.setattr(type(store.sidecar), "names", fail)
+    assert found(index, *TEXTS) == [TEXTS[0]]
+    assert "the index of passages cannot be read: cannot list" in caplog.text
+
+
+def test_the_files_are_private_and_no_entries(tmp_path: Path) -> None:
+    store = DirectoryStore(tmp_path / "kv")
+    kv = make_kv()
+    store.put(kv.key, kv)
+    add(PassageIndex(store), *TEXTS)
+    (file,) = files_of(store)
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert TEXTS[0].encode() not in file.read_bytes()
+    assert [*store.keys()] == [kv.key]
+    (store.path / "format.json").unlink()
+    again = DirectoryStore(store.path)  # the index does not make it a foreign folder
+    assert found(PassageIndex(pickle.loads(pickle.dumps(again))), *TEXTS) == TEXTS
+
+
+def test_killed_writers_leave_files_that_maintenance_lists(tmp_path: Path) -> None:
+    store = DirectoryStore(tmp_path)
+    add(PassageIndex(store), TEXTS[0])
+    (file,) = files_of(store)
+    left = file.with_name(f".{file.name}.{'0' * 16}.tmp")
+    left.write_bytes(b"half")
+    assert [*store.leftovers()] == [left]
+    assert found(PassageIndex(store), *TEXTS) == [TEXTS[0]]
