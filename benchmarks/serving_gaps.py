@@ -143,7 +143,7 @@ def main(
     per_round: int = 8,
     pace_s: float = 0.5,
     model: str = "smollm2",
-    sink: str = "head:4",
+    recipe: str = "auto",
     dtype: str = "bfloat16",
     memory: str = "6GiB",
     more: str = "",
@@ -151,7 +151,7 @@ def main(
     folder.mkdir(parents=True, exist_ok=True)
     path = resolve_name(model)
     trace = load_trace(path, corpus, asked, questions + 1, passages, 1.0)
-    servers = Systems(systems.split(","), path, folder, dtype, sink, memory, more)
+    servers = Systems(systems.split(","), path, folder, dtype, recipe, memory, more)
     with servers.running():
         servers.store_blocks(trace["retrieved"])
         figures = rows(asyncio.run(measure(servers, trace, per_round, pace_s)))

@@ -10,7 +10,6 @@ import contextlib
 import itertools
 import os
 import shlex
-import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import httpx
 from serving_load import ENVIRONMENT, Answer, ask
 
+from blockattn_rag.app.serving import Served, profile_file
 from blockattn_rag.server.keys import block_keys
 from blockattn_rag.server.profile import ModelProfile
 from blockattn_rag.server.protocol import COMPLETIONS, ENCODE, BlockPlan
@@ -106,7 +106,7 @@ class Systems:
         model: Folder of the model.
         folder: Folder of the store, the profile and the servers' logs.
         dtype: Type that vLLM computes in.
-        sink: Prefix tokens that passages are encoded with.
+        recipe: Recipe that passages are encoded with; see ``Served``.
         memory: Size of the block cache in main memory.
         more: Further arguments of each server, in shell syntax.
     """
@@ -117,7 +117,7 @@ class Systems:
         model: str,
         folder: Path,
         dtype: str,
-        sink: str,
+        recipe: str,
         memory: str,
         more: str = "",
     ) -> None:
@@ -126,10 +126,10 @@ class Systems:
         self.store = folder / f"kv-{dtype}"
         self._model = model
         self._dtype = dtype
-        self._sink = sink
+        self._served = Served(model=model, store=str(self.store), recipe=recipe, dtype=dtype)
         self._memory = memory
         self._more = shlex.split(more)
-        self._profile = folder / f"profile-{dtype}.json"
+        self._connector: dict[str, Any] = {}
         self._servers: dict[str, Server] = {}
 
     @contextlib.contextmanager
@@ -138,7 +138,7 @@ class Systems:
         with contextlib.ExitStack() as stack:
             needed = dict.fromkeys(SYSTEMS[name].server for name in self.names)
             if needed.keys() & {"memory", "disk", "s3"}:
-                self._make_profile()
+                self._connector = self._served.connector(profile_file(self._served))
             if "s3" in needed:
                 os.environ |= S3_ENVIRONMENT | {"MOTO_S3_DEFAULT_KEY_BUFFER_SIZE": "65536"}
                 os.environ["AWS_ENDPOINT_URL"] = stack.enter_context(s3_server())
@@ -149,7 +149,7 @@ class Systems:
             yield self
 
     def _started(self, name: str) -> Server:
-        options = {"profile": str(self._profile), "memory": NOTHING_KEPT, "store": str(self.store)}
+        options = self._connector | {"memory": NOTHING_KEPT}
         changed: dict[str, Any] = {
             "memory": {"memory": self._memory},
             "s3": {"store": f"s3://{BUCKET}/kv"},
@@ -170,12 +170,6 @@ class Systems:
                 "VLLM_SERVER_DEV_MODE": "1",  # for the route that empties the cache
             },
         )
-
-    def _make_profile(self) -> None:
-        if not self._profile.exists():
-            made = ("check", self._model, "--recipe", self._sink, "--dtype", self._dtype)
-            command = [sys.executable, "-m", "blockattn_rag", *made, "--profile"]
-            subprocess.run([*command, str(self._profile)], check=True)
 
     def forget(self) -> None:
         """Empty the servers' prefix caches."""
@@ -213,7 +207,10 @@ class Systems:
 
     def _copy_to_s3(self, questions: Sequence[Question]) -> None:
         """Copy the blocks of these prompts from the store into the bucket."""
-        profile, bucket = ModelProfile.read(self._profile), ObjectStore(f"s3://{BUCKET}/kv")
+        profile, bucket = (
+            ModelProfile.read(self._connector["profile"]),
+            ObjectStore(f"s3://{BUCKET}/kv"),
+        )
         store, done = DirectoryStore(self.store), set[str]()
         for one in questions:
             for block in block_keys(one.ids, one.plan, profile):

@@ -257,14 +257,14 @@ def main(
     tokens: Annotated[int, typer.Option(help="Tokens of each answer.")] = 24,
     per_round: int = 20,
     model: str = "smollm2",
-    sink: str = "head:4",
+    recipe: str = "auto",
     dtype: str = "bfloat16",
     memory: str = "6GiB",
     more: Annotated[str, typer.Option(help="Further arguments of each server.")] = "",
 ) -> None:
     given = {
         "systems": systems, "questions": questions, "passages": passages, "exponent": exponent,
-        "tokens": tokens, "per_round": per_round, "model": model, "sink": sink, "dtype": dtype,
+        "tokens": tokens, "per_round": per_round, "model": model, "recipe": recipe, "dtype": dtype,
         "more": more,
     }  # fmt: skip
     results = Results(output, given)
@@ -277,7 +277,7 @@ def main(
         final_tokens=statistics.median(len(one.final_ids) for one in trace["retrieved"]),
     )
     if left := results.missing([int(count) for count in clients.split(",")]):
-        servers = Systems(systems.split(","), path, folder, dtype, sink, memory, more)
+        servers = Systems(systems.split(","), path, folder, dtype, recipe, memory, more)
         with servers.running():
             stored = servers.store_blocks(trace["retrieved"])
             results.add(ingest=stored if stored["blocks"] else results.data.get("ingest"))
