@@ -23,6 +23,21 @@ SECRET = "a long secret of this server"
 GREEDY = {"temperature": 0, "max_tokens": 24}
 
 
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "measure",
+        "strict": True,
+        "parameters": {
+            "type": "object",
+            "properties": {"metres": {"type": "integer", "minimum": 0, "maximum": 999}},
+            "required": ["metres"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
 @pytest.fixture(scope="module")
 def server(reference: Reference) -> Iterator[Server]:
     yield from serving(
@@ -160,6 +175,32 @@ def test_parts_of_a_message_are_passages(reference: Reference, server: Server) -
     turned = {"messages": [{"role": "user", "content": [*parts[-2::-1], parts[-1]]}]}
     again = answered(server, {**body, **turned, **GREEDY})
     assert again["blockattn"] == answer["blockattn"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tools_and_schemas_constrain_answers_from_passages(
+    reference: Reference, server: Server, stream: bool
+) -> None:
+    schema = {"name": "height", "schema": TOOL["function"]["parameters"]}  # type: ignore[index]
+    # The penalty ends runs of blanks, which the grammar of calls allows.
+    body = asked(reference, 15, max_tokens=128, frequency_penalty=2.0)
+    for more in (
+        {"response_format": {"type": "json_schema", "json_schema": schema}},
+        {"tools": [TOOL], "tool_choice": "required"},
+        {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "measure"}}},
+    ):
+        if stream:
+            events = [*server.events(CHATS, body | more)]
+            deltas = [choice["delta"] for one in events for choice in one["choices"]]
+            calls = [call for one in deltas for call in one.get("tool_calls") or ()]
+            text = "".join(call["function"].get("arguments") or "" for call in calls)
+            text = text or "".join(one.get("content") or "" for one in deltas)
+        else:
+            message = answered(server, body | more)["choices"][0]["message"]
+            calls = message.get("tool_calls") or ()
+            text = calls[0]["function"]["arguments"] if calls else message["content"]
+        assert bool(calls) == ("tools" in more)
+        assert [*json.loads(text)] == ["metres"]
 
 
 def test_tenants_share_neither_passages_nor_counts(reference: Reference, server: Server) -> None:

@@ -85,7 +85,8 @@ def check_version(value: object, field: str, version: int, name: str) -> dict[st
 def _explained(error: ValidationError, name: str) -> str:
     """Message for the first error of a validation."""
     first = error.errors(include_url=False)[0]
-    *path, last = first["loc"] or ("",)
+    # vLLM's models have wrapped validators, which pydantic names function-wrap[...].
+    *path, last = [part for part in first["loc"] if not str(part).startswith("function-")] or ("",)
     place = name + "".join(f"[{p}]" if type(p) is int else f".{p}" for p in path if p != "")
     if first["type"] == "missing":
         return f"{place} has no field {last!r}; add it"
