@@ -6,7 +6,7 @@ import asyncio
 import logging
 import pickle
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,10 +20,11 @@ from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.errors import SegmentationError
 from blockattn_rag.model.loading import load_config, load_tokenizer
 from blockattn_rag.model.probe import position_limit
-from blockattn_rag.prompts.blocks import Block, BlockPrompt, Span
+from blockattn_rag.prompts.blocks import Block, BlockPrompt, BlockTemplate, Span
 from blockattn_rag.prompts.marked_text import content_spans, holds_orphans
 from blockattn_rag.prompts.tokenization import BlockTokenizer
 from blockattn_rag.store import KVStore
+from blockattn_rag.store.passage_index import PassageIndex
 from blockattn_rag.store.urls import lasts
 
 logger = logging.getLogger("blockattn_rag")
@@ -271,6 +272,32 @@ class EngineSource:
         if self._hints is not None:
             self._hints.look_at(prompt)
         return prompt
+
+    def check_recognizes(self) -> None:
+        """Raise ValueError if the engine cannot recognize passages in plain text."""
+        if not self._is_local:
+            raise ValueError(
+                "recognize=True needs the model in this process. A server recognizes passages by "
+                "itself: start it with --recognize, and use its OpenAI routes"
+            )
+        if isinstance(self._kv_store, KVStore):
+            PassageIndex(self._kv_store)
+
+    def prompt_of(
+        self, spans: Iterable[Span], template: BlockTemplate, *, recognize: bool = False
+    ) -> BlockPrompt:
+        """Create a prompt from spans.
+
+        Args:
+            template: Text around each passage.
+            recognize: Whether to also find passages of the store in text without markers. The first
+                such prompt loads the model.
+        """
+        if recognize:
+            engine = self.engine
+            assert isinstance(engine, BlockAttentionEngine)  # see check_recognizes
+            spans = engine.passages.split(spans, engine.access)
+        return BlockPrompt.from_spans(spans, template)
 
     def string_spans(self, prompt: str, *, parse_special_tokens: bool) -> list[Span]:
         """Split a prompt string into spans by origin.

@@ -40,7 +40,8 @@ class ReuseHints:
                     "be reused. LlamaIndex: put BlockKVPostprocessor() last in "
                     "node_postprocessors, call configure(llm) so that passages are not cut, and "
                     "use BlockCitationQueryEngine for citations. "
-                    "LangChain: format documents with format_blocks or BlockDocumentPrompt",
+                    "LangChain: format documents with format_blocks or BlockDocumentPrompt. "
+                    "Or find passages without markers by recognize=True",
                     _UNMARKED_PROMPTS,
                 )
         if marked:

@@ -233,7 +233,7 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
             )
         variables = template_variables(self, chat_template_kwargs)
         spans = chat_spans(self, chat_turns(messages), tools, variables)
-        return BlockPrompt.from_spans(spans, self.block_template)
+        return self.source.prompt_of(spans, self.block_template, recognize=self.recognize)
 
     def engine_options(self, stop: list[str] | None, call: dict[str, Any]) -> dict[str, Any]:
         options, tools = super().engine_options(stop, call), tools_of(self, call)

@@ -49,9 +49,8 @@ class BlockAttentionLLM(GenerationFields, BaseLLM):  # type: ignore[misc]
             parse_special_tokens: Whether to parse control tokens in the prompt. Default: the value
                 in ``generate_kwargs``, or False.
         """
-        return BlockPrompt.from_spans(
-            self._spans(prompt, parse_special_tokens), self.block_template
-        )
+        spans = self._spans(prompt, parse_special_tokens)
+        return self.source.prompt_of(spans, self.block_template, recognize=self.recognize)
 
     def _spans(self, prompt: str, parse_special_tokens: bool | None) -> list[Span]:
         if parse_special_tokens is None:

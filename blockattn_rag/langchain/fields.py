@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, closing
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Self, cast
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models.base import LangSmithParams
@@ -136,7 +136,8 @@ class GenerationFields(EngineFields):
         max_tokens (or max_new_tokens): Maximum number of tokens in an answer.
         temperature: Sampling temperature. None or 0: greedy decoding.
         stop (or stop_sequences): Strings that end the answer. The answer excludes them.
-        streaming: Whether ``invoke`` streams internally, so that callbacks receive tokens early.
+        recognize: Whether to also find ingested passages in text without markers. Prompts then need
+            no ``format_blocks``. Not with ``base_url``, because a server has its own option.
         generate_kwargs: Further options of every call, such as ``top_p``, ``top_k`` and ``seed``,
             and the arguments of transformers' ``generate``.
     """
@@ -149,8 +150,14 @@ class GenerationFields(EngineFields):
     max_tokens: int = Field(default=256, alias="max_new_tokens", gt=0)
     temperature: float | None = Field(default=None, ge=0)
     stop: list[str] | None = Field(default=None, alias="stop_sequences")
-    streaming: bool = False
+    recognize: bool = False
     generate_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _check_recognizes(self) -> Self:
+        if self.recognize:
+            self.source.check_recognizes()
+        return self
 
     @property
     def _identifying_params(self) -> dict[str, Any]:

@@ -55,7 +55,6 @@ class BlockAttentionLLM(PromptMaking, StructuredPrediction, CustomLLM, FunctionC
 
     Args:
         model_name: Path, hub id, or ``"bundled"``.
-        tokenizer_name: Name or path of the tokenizer. Default: the model's tokenizer.
         engine: An existing engine, instead of the arguments for loading one.
         kv_store: KV store: a directory, an address such as ``"s3://bucket/kv"`` (see
             ``store.open_store``), or a store object. Default: 1 GiB of memory.
@@ -67,6 +66,8 @@ class BlockAttentionLLM(PromptMaking, StructuredPrediction, CustomLLM, FunctionC
         api_key: API key of the server. Default: ``BLOCKATTN_RAG_API_KEY`` of the environment.
         mode: ``"block"`` reuses passages; ``"full"`` is ordinary attention over the same tokens.
         block_template: Text around each passage. ``BlockKVTransform`` must use the same template.
+        recognize: Whether to also find ingested passages in text without markers. Prompts then need
+            no postprocessor. Not with ``api_base``, because a server has its own option.
         context_window: Maximum number of tokens in prompt and answer. Default: the model's context
             window.
         max_new_tokens: Maximum number of tokens in an answer.
@@ -81,7 +82,8 @@ class BlockAttentionLLM(PromptMaking, StructuredPrediction, CustomLLM, FunctionC
             ``is_function_calling_model`` (default: whether the template supports tools). If
             ``is_function_calling_model`` is True and the template supports no tools, required
             calls, such as the calls of Pydantic selectors, use a grammar, and optional calls raise
-            an error.
+            an error. Also ``tokenizer_name``, the name or path of the tokenizer (default: the
+            model's tokenizer).
 
     Each call, and ``generate_kwargs`` for all calls, accepts ``max_new_tokens``, ``temperature``,
     ``top_p``, ``top_k``, ``stop``, ``seed``, ``mode``, ``recipe`` (for comparisons), the arguments
@@ -116,7 +118,6 @@ class BlockAttentionLLM(PromptMaking, StructuredPrediction, CustomLLM, FunctionC
         self,
         model_name: str | None = None,
         *,
-        tokenizer_name: str | None = None,
         engine: Engine | None = None,
         kv_store: KVStore | str | Path | None = None,
         recipe: RecipeLike = AUTO,
@@ -124,6 +125,7 @@ class BlockAttentionLLM(PromptMaking, StructuredPrediction, CustomLLM, FunctionC
         api_key: str | None = None,
         mode: Mode = "block",
         block_template: BlockTemplate = BLANK_LINE,
+        recognize: bool = False,
         context_window: int | None = None,
         max_new_tokens: int = 256,
         generate_kwargs: dict[str, Any] | None = None,
@@ -132,13 +134,17 @@ class BlockAttentionLLM(PromptMaking, StructuredPrediction, CustomLLM, FunctionC
         **llm_fields: Any,
     ) -> None:
         check_known(type(self), llm_fields, [*type(self).model_fields, "engine", "api_key"])
+        tokenizer_name = llm_fields.pop("tokenizer_name", None)
         loading = (engine, model_name, tokenizer_name, kv_store, device_map, model_kwargs)
         source = EngineSource(*loading, api_base, api_key, recipe)
+        if recognize:
+            source.check_recognizes()
         own = ("is_chat_model", "is_function_calling_model")
         fields = {
             **source.fields(),
             "mode": mode,
             "block_template": block_template,
+            "recognize": recognize,
             "context_window": context_window,
             "max_new_tokens": max_new_tokens,
             "generate_kwargs": generate_kwargs or {},

@@ -33,6 +33,7 @@ class PromptMaking(EngineComponent, LLM):
     """LLM that converts prompts to blocks. For the fields see ``BlockAttentionLLM``."""
 
     block_template: BlockTemplate = Field(description="Text around each passage.")
+    recognize: bool = Field(description="Whether to find passages without markers.")
     is_chat_model: bool | None = Field(description="None: if there is a chat template.")
     is_function_calling_model: bool | None = Field(
         description="None: if the chat template supports tools."
@@ -81,7 +82,7 @@ class PromptMaking(EngineComponent, LLM):
         if parse_special_tokens is None:
             parse_special_tokens = self.generate_kwargs.get("parse_special_tokens", False)
         spans = self._spans(prompt, formatted, tools, variables, parse_special_tokens)
-        return BlockPrompt.from_spans(spans, self.block_template)
+        return self._source.prompt_of(spans, self.block_template, recognize=self.recognize)
 
     def _spans(
         self,

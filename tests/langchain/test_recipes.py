@@ -27,7 +27,7 @@ MESSAGES = [("system", format_blocks(passages())), ("human", "Which?")]
 def test_the_constructors_have_few_arguments() -> None:
     own = {
         "model", "engine", "kv_store", "recipe", "block_template", "base_url", "api_key",
-        "model_kwargs", "mode", "max_tokens", "temperature", "stop", "streaming", "generate_kwargs",
+        "model_kwargs", "mode", "max_tokens", "temperature", "stop", "recognize", "generate_kwargs",
     }  # fmt: skip
     inherited = set(BaseChatModel.model_fields)
     fields = {
