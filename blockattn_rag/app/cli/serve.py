@@ -32,6 +32,11 @@ if TYPE_CHECKING:
     from blockattn_rag.app.serving import Served
 
 _KEY = "VLLM_API_KEY"
+_CHAT: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "What is the height of Halden Tower?"}],
+    "documents": [{"text": "The height of Halden Tower is 214 metres."}],
+    "temperature": 0,
+}
 
 
 class WithVllmOptions(TyperCommand):
@@ -95,8 +100,8 @@ def serve(
             server.wait_until_healthy(
                 address, port, lambda seconds: note(f"waiting for vLLM: {duration(seconds)}")
             )
-            _check(url, address, served)
-            emit(False, {}, f"{served.model} is served at {url}", _curl(url, served))
+            name = _check(url, address, served)
+            emit(False, {}, f"{name} is served at {url}", _curl(url, name, served))
             note("Ctrl-C stops the server")
             server.run()
 
@@ -140,8 +145,12 @@ def _command(served: Served, file: Path, host: str, port: int, options: list[str
     )
 
 
-def _check(url: str, address: str, served: Served) -> None:
-    """Run the self-check. Raises ServingError if the server does not answer as it should."""
+def _check(url: str, address: str, served: Served) -> str:
+    """Run the self-check, and return the model's name in requests.
+
+    Raises:
+        ServingError: The server does not answer as it should.
+    """
     from blockattn_rag.check.server import check_server
 
     # A proxy for other hosts must not answer for this one.
@@ -153,12 +162,20 @@ def _check(url: str, address: str, served: Served) -> None:
         stderr.print(rows_table(url, report))
         raise ServingError("the server does not answer as it should, and is stopped")
     note(f"the server answers as it should: {count(len(report.rows), 'check')} passed")
+    return report.info.models[0]
 
 
-def _curl(url: str, served: Served) -> str:
-    body = {"model": served.model, "messages": [{"role": "user", "content": "Hello"}]}
+def _curl(url: str, name: str, served: Served) -> str:
+    """Command that asks the server, with a passage if the model has a chat template."""
+    from blockattn_rag.model.loading import load_tokenizer
+    from blockattn_rag.server.protocol import OPENAI
+
+    path, body = "/v1/completions", {"model": name, "prompt": "Hello"}
+    if load_tokenizer(served.source).chat_template:
+        path = f"{OPENAI}/chat/completions"
+        body = {"model": name, **_CHAT}
     key = [f'-H "Authorization: Bearer ${_KEY}"'] if os.environ.get(_KEY) else []
-    words = [f"curl {url}/v1/chat/completions", *key, "-H 'Content-Type: application/json'"]
+    words = [f"curl {url}{path}", *key, "-H 'Content-Type: application/json'"]
     return " ".join([*words, "-d", shlex.quote(json.dumps(body))])
 
 

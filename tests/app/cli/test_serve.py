@@ -16,6 +16,7 @@ import pytest
 from blockattn_rag.app.serving import Served
 from blockattn_rag.model import BlockModel
 from blockattn_rag.server.profile import profile_of
+from blockattn_rag.server.protocol import OPENAI
 from tests.app.cli.conftest import Command
 from tests.holding import LONGEST_S
 from tests.server.client.fake_server import FakeServer
@@ -76,7 +77,7 @@ def test_a_served_model_is_checked_and_stopped_by_a_signal(
         process.kill()
     assert process.returncode == status, errors
     assert address == f"{model} is served at http://127.0.0.1:{port}\n"
-    assert curl.startswith(f'curl http://127.0.0.1:{port}/v1/chat/completions -H "Authorization: ')
+    assert curl.startswith(f'curl http://127.0.0.1:{port}{OPENAI}/chat/completions -H "Auth')
     assert "the log of the fake" in errors
     assert "the server answers as it should" in errors
     assert "the-secret" not in errors + address + curl
