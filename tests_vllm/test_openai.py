@@ -11,7 +11,8 @@ import openai
 import pytest
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
-from blockattn_rag.prompts.formats import CHAT, Passage
+from blockattn_rag.prompts.blocks import Block
+from blockattn_rag.prompts.formats import BLANK_LINE, CHAT, Passage
 from blockattn_rag.server.client import RemoteEngine
 from blockattn_rag.server.protocol import OPENAI
 from blockattn_rag.store import DirectoryStore
@@ -48,6 +49,7 @@ def server(reference: Reference) -> Iterator[Server]:
         *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
         environment={"TENANT_SECRET": SECRET},
         tenant_secret_env="TENANT_SECRET",
+        recognize=True,
     )
 
 
@@ -212,6 +214,24 @@ def test_tenants_share_neither_passages_nor_counts(reference: Reference, server:
         cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
         assert (cached == 0) == (answer["blockattn"]["misses"] > 0)
     assert misses == [len(body["documents"]) + 1] * 2 + [0]
+
+
+def test_known_passages_are_recognized_in_plain_text_by_their_tenant_alone(
+    reference: Reference, server: Server, engine: RemoteEngine
+) -> None:
+    _, ingested, sent, *_, question = (text.strip() for text in reference.case(18).texts)
+    engine.precompute([Block(ingested, BLANK_LINE)])
+    text = f"Context:\n<source>{ingested}</source>\n<source>{sent}</source>\n{question}"
+    plain = {"messages": [{"role": "user", "content": text}], **GREEDY}
+    first = answered(server, plain)
+    assert (first["blockattn"]["hits"], first["blockattn"]["misses"]) == (1, 1)
+    answered(server, {**plain, "documents": [{"text": sent}]})
+    second = answered(server, plain)
+    assert (second["blockattn"]["hits"], second["blockattn"]["misses"]) == (3, 1)
+    assert answered(server, plain)["blockattn"]["misses"] == 0
+    other = answered(server, plain, **{"x-tenant-id": "e"})
+    assert other["blockattn"] == {"mode": "full"}
+    assert other["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
 
 JUNK: list[Any] = [

@@ -52,6 +52,7 @@ class ServingConfig:
         read_only: Store nothing.
         tenant_secret_env: Name of the environment variable with the secret that authenticates
             tenants. The secret itself is not an option, because engines log their options.
+        recognize: Whether the routes for OpenAI clients find stored passages in plain text.
         load_deadline_s: Seconds that a load may take.
         kv_dtype: Format in which this server stores blocks.
 
@@ -70,6 +71,7 @@ class ServingConfig:
     read_namespaces: tuple[Namespace, ...] = ()
     read_only: StrictBool = False
     tenant_secret_env: Annotated[str, Field(min_length=1)] | None = None
+    recognize: StrictBool = False
     load_deadline_s: Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)] = 10.0
     kv_dtype: KVDtype = "model"
 

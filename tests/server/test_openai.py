@@ -17,6 +17,7 @@ from blockattn_rag.errors import ProtocolError
 from blockattn_rag.prompts.blocks import BlockPrompt
 from blockattn_rag.prompts.formats import CHAT, Passage
 from blockattn_rag.prompts.markers import wrap
+from blockattn_rag.prompts.recognition import PassageMatcher, entries_of
 from blockattn_rag.prompts.tokenization import BlockTokenizer
 from blockattn_rag.server.protocol import MOST_BLOCKS, BlockPlan, ServedBlocks
 from blockattn_rag.server.vllm.openai import ChatBody, ChatPrompt, ChatPrompts, ChatReport
@@ -42,18 +43,20 @@ def prompt_of(messages: list[Any], **fields: Any) -> BlockPrompt:
     return PROMPTS.prompt(body, [], {})
 
 
-def rendered(messages: list[Any], **fields: Any) -> ChatPrompt:
-    return PROMPTS.render(ChatBody.from_dict({"messages": messages, **fields}), [], {})
+def rendered(body: Any) -> ChatPrompt:
+    read = ChatBody.from_dict(body)
+    return PROMPTS.render(read, PROMPTS.prompt(read, [], {}))
 
 
 def test_documents_give_the_tokens_and_cuts_of_a_prompt_in_process() -> None:
     passages = [Passage(one.get("title", ""), one["text"]) for one in DOCUMENTS]
     expected = BlockTokenizer(TOKENIZER).prompt_ids(CHAT.prompt(QUESTION, passages, TOKENIZER))
-    found = rendered([user(QUESTION)], documents=DOCUMENTS)
+    body = {"messages": [user(QUESTION)], "documents": DOCUMENTS}
+    found = rendered(body)
     lengths = tuple(len(ids) for ids in expected.context)
     assert found.token_ids == expected.flat
     assert found.plan == BlockPlan("complete", lengths, keep=("memory", "store", "store"))
-    full = rendered([user(QUESTION)], documents=DOCUMENTS, blockattn={"mode": "full"})
+    full = rendered({**body, "blockattn": {"mode": "full"}})
     assert full == (expected.flat, None)
 
 
@@ -92,7 +95,7 @@ def test_all_parts_of_a_message_except_the_last_are_passages(role: str) -> None:
 )
 def test_other_texts_are_no_passages(message: Any, options: dict[str, str]) -> None:
     body = ChatBody.from_dict({"messages": [message], "blockattn": options})
-    assert not body.has_passages
+    assert not body.passages
 
 
 def test_marked_texts_are_passages_in_strings_and_parts() -> None:
@@ -100,6 +103,16 @@ def test_marked_texts_are_passages_in_strings_and_parts() -> None:
         options = {"parts": "passages"} if len(content) == 2 else {}
         prompt = prompt_of([user(content)], blockattn=options)
         assert [block.text for block in prompt.context if block.is_passage] == ["One."]
+
+
+def test_known_passages_are_recognized_in_plain_text() -> None:
+    known = "Halden Tower is 214 metres tall."
+    matcher = PassageMatcher(entries_of([known]))
+    body = ChatBody.from_dict({"messages": [user(f"<source>{known}</source>\nWho?")]})
+    prompt = PROMPTS.prompt(body, [], {}, matcher.split)
+    assert [block.text for block in prompt.context if block.is_passage] == [known]
+    assert prompt.final.startswith("</source>\nWho?")
+    assert not body.passages
 
 
 def test_calls_and_results_of_tools_are_rendered_as_in_process() -> None:
@@ -121,7 +134,7 @@ def test_calls_and_results_of_tools_are_rendered_as_in_process() -> None:
     prompt = ChatPrompts(tokenizer).prompt(body, tools, {"think": True, "unread": 1})
     assert prompt.text.startswith('{"type": "function", "function": {"name": "f<|end|>"}}<|user|>')
     assert '<|assistant|>{"a": [1]}<|end|><|tool|>fc1One.\n\nTwo.<|end|><think>' in prompt.text
-    ids = ChatPrompts(tokenizer).render(body, tools, {}).token_ids
+    ids = ChatPrompts(tokenizer).render(body, prompt).token_ids
     assert ids.count(END) == 3
 
 
@@ -145,6 +158,7 @@ BAD: list[tuple[Any, str]] = [
     ({"documents": [{"text": "\ud800"}]}, r"lone surrogate, \\ud800"),
     ({"blockattn": {"mode": "fast"}}, "blockattn.mode should be 'block' or 'full'"),
     ({"blockattn": {"part": "passages"}}, "unknown field 'part'"),
+    ({"stream_interval": 10**30}, "a number of 100 bits, expected at most 63"),
     ({"temperature": float("nan")}, "nan, which is no JSON number"),
     ({"kv_transfer_params": {}}, "kv_transfer_params are not possible on this route"),
     ({"documents": DOCUMENTS, "messages": [{"role": "system", "content": "x"}]}, "role 'user'"),
@@ -161,7 +175,7 @@ BAD: list[tuple[Any, str]] = [
 def test_malformed_bodies_are_refused_with_a_reason(body: Any, message: str) -> None:
     value = {"messages": [user("x")], **body} if isinstance(body, dict) and body else body
     with pytest.raises(ProtocolError, match=message):
-        PROMPTS.render(ChatBody.from_dict(value), [], {})
+        rendered(value)
 
 
 def test_a_body_that_is_nested_too_deeply_is_refused() -> None:
@@ -210,9 +224,7 @@ BODY: st.SearchStrategy[Any] = st.fixed_dictionaries(
 @given(BODY | JSON)
 def test_no_body_fails_in_another_way(value: Any) -> None:
     with suppress(ProtocolError):
-        body = ChatBody.from_dict(value)
-        if body.has_passages:
-            assert PROMPTS.render(body, [], {}).token_ids
+        assert rendered(value).token_ids
 
 
 PLAN = BlockPlan("complete", (4, 6))

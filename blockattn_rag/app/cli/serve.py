@@ -78,6 +78,9 @@ def serve(
             dir_okay=False,
         ),
     ] = None,
+    recognize: Annotated[
+        bool, typer.Option(help="Find stored passages in the plain text of OpenAI clients.")
+    ] = False,
 ) -> None:
     """Serve a model with vLLM, which reuses the stored passages. Ctrl-C stops it.
 
@@ -92,7 +95,9 @@ def serve(
     launch.require_port(host, port)
     served = _served(model, store, db, recipe, dtype)
     with _ending_on_signals():
-        command = _command(served, profile or _measured(served), host, port, ctx.args)
+        file = profile or _measured(served)
+        connector = {**served.connector(file), **({"recognize": True} if recognize else {})}
+        command = _command(served, file, connector, host, port, ctx.args)
         note(shlex.join(command))
         with launch.VllmServer(command, launch.vllm_environment(os.environ), _log) as server:
             address = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
@@ -130,7 +135,14 @@ def _measured(served: Served) -> Path:
         return profile_file(served)
 
 
-def _command(served: Served, file: Path, host: str, port: int, options: list[str]) -> list[str]:
+def _command(
+    served: Served,
+    file: Path,
+    connector: dict[str, Any],
+    host: str,
+    port: int,
+    options: list[str],
+) -> list[str]:
     from blockattn_rag.server.launch import vllm_command
     from blockattn_rag.server.profile import ModelProfile
 
@@ -138,7 +150,7 @@ def _command(served: Served, file: Path, host: str, port: int, options: list[str
         served.source,
         name=served.model,
         dtype=ModelProfile.read(file).dtype,
-        connector=served.connector(file),
+        connector=connector,
         host=host,
         port=port,
         options=options,

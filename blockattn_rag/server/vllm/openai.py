@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain
 from typing import Annotated, Any, Literal, NamedTuple
@@ -38,6 +38,9 @@ from blockattn_rag.server.validation import STRICT, as_object, parse, shown
 
 _MOST_NESTED = 100
 """Deeper bodies could exceed Python's recursion limit while they are rendered."""
+
+_MOST_BITS = 63
+"""Larger integers fail in vLLM's engine."""
 
 _MOST_REMEMBERED = 4096
 """Maximum number of blocks whose token ids are cached, because passages recur."""
@@ -83,15 +86,13 @@ class ChatBody(NamedTuple):
     """Body of a chat, checked.
 
     Args:
-        messages: Messages as chat templates take them. Contents are spans.
-        documents: Passages for the first user message.
+        messages: Messages as chat templates take them, with the documents. Contents are spans.
         options: The field ``blockattn``.
         not_text: First content part that is not text; None if there is none.
         fields: The other fields, and the messages as they were sent, for vLLM.
     """
 
     messages: Sequence[Mapping[str, Any]]
-    documents: Sequence[Document]
     options: ChatOptions
     not_text: str | None
     fields: Mapping[str, Any]
@@ -113,14 +114,13 @@ class ChatBody(NamedTuple):
             raise ProtocolError(f"messages should be a non-empty list, found {shown(sent)}")
         reader = _MessageReader(options.parts == "passages")
         messages = [reader.read(one, f"messages[{place}]") for place, one in enumerate(sent)]
-        return cls(messages, documents, options, reader.not_text, fields)
+        return cls(with_documents(messages, documents), options, reader.not_text, fields)
 
     @property
-    def has_passages(self) -> bool:
-        """Whether there is a passage in the documents or messages."""
+    def passages(self) -> list[Span]:
+        """Passages of the documents and messages."""
         spans = (span for message in self.messages for span in message["content"])
-        found = (span.origin in PASSAGES and span.text.strip() for span in spans)
-        return bool(self.documents) or any(found)
+        return [span for span in spans if span.origin in PASSAGES and span.text.strip()]
 
 
 class _MessageReader:
@@ -231,6 +231,8 @@ def _check_json(value: object, depth: int = 0) -> None:
                 f"the body contains a lone surrogate, \\u{ord(value[error.start]):04x}, which is "
                 "no character; replace it, for example by '?'"
             ) from None
+    elif type(value) is int and value.bit_length() > _MOST_BITS:
+        raise ProtocolError(f"the body contains {shown(value)}, expected at most {_MOST_BITS} bits")
     elif isinstance(value, float) and not math.isfinite(value):
         raise ProtocolError(f"the body contains {value}, which is no JSON number; remove it")
     elif isinstance(value, Mapping):
@@ -271,27 +273,8 @@ class ChatPrompts:
         """``BlockTokenizer.fingerprint``."""
         return self._tokenizer.fingerprint
 
-    def render(
-        self, body: ChatBody, tools: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
-    ) -> ChatPrompt:
-        """Render a chat with passages.
-
-        Args:
-            body: Body of the chat.
-            tools: Definitions of its tools.
-            variables: Variables of the chat template. Variables that the template does not read are
-                ignored, as in vLLM.
-
-        Raises:
-            ProtocolError: The chat contains parts that are not text or too many passages, or the
-                chat template refuses it.
-        """
-        if body.not_text:
-            raise ProtocolError(
-                f"{body.not_text}, but prompts with passages are text only; remove the part, or "
-                "the passages"
-            )
-        prompt = self.prompt(body, tools, variables)
+    def render(self, body: ChatBody, prompt: BlockPrompt) -> ChatPrompt:
+        """Convert the blocks of a chat to token ids. Raises ProtocolError if there are too many."""
         context, final = self._tokenizer.with_final_ids(prompt)
         cut = [(one, self._block_ids(one, first=place == 0)) for place, one in enumerate(context)]
         cut = [(block, ids) for block, ids in cut if ids]
@@ -308,20 +291,40 @@ class ChatPrompts:
         return ChatPrompt(token_ids, BlockPlan("complete", lengths, keep=keep))
 
     def prompt(
-        self, body: ChatBody, tools: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
+        self,
+        body: ChatBody,
+        tools: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any],
+        recognize: Callable[[Spans], Spans] | None = None,
     ) -> BlockPrompt:
-        """Blocks of a chat. Raises ProtocolError."""
+        """Render a chat as blocks.
+
+        Args:
+            body: Body of the chat.
+            tools: Definitions of its tools.
+            variables: Variables of the chat template. Variables that the template does not read are
+                ignored, as in vLLM.
+            recognize: Splits known passages out of text.
+
+        Raises:
+            ProtocolError: The chat contains parts that are not text, or the chat template refuses
+                it.
+        """
+        if body.not_text:
+            raise ProtocolError(
+                f"{body.not_text}, but prompts with passages are text only; remove the part, or "
+                "the passages"
+            )
         tokenizer = self._tokenizer.tokenizer
         if not has_chat_template(tokenizer):
             raise ProtocolError("the model has no chat template; use completions")
         known = self._variables | {"add_generation_prompt", "continue_final_message"}
         given = {name: value for name, value in variables.items() if name in known}
-        messages = with_documents(body.messages, body.documents)
         try:
-            spans = _rendered(tokenizer, messages, tools, given)
-            return BlockPrompt.from_spans(spans, CHAT.template)
+            spans = _rendered(tokenizer, body.messages, tools, given)
         except Exception as error:  # templates may raise any error for unexpected messages
             raise ProtocolError(f"the chat cannot be rendered: {error}") from error
+        return BlockPrompt.from_spans(recognize(spans) if recognize else spans, CHAT.template)
 
 
 def _rendered(

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 
-from blockattn_rag.errors import ServingError
+from blockattn_rag.errors import ProtocolError, ServingError
 from blockattn_rag.model.loading import load_tokenizer
-from blockattn_rag.prompts.recognition import from_hex
+from blockattn_rag.prompts.recognition import entries_of, from_hex
 from blockattn_rag.server.config import CONNECTOR, ServingConfig
 from blockattn_rag.server.profile import ModelProfile
 from blockattn_rag.server.protocol import EncodeAnswer, EncodeBody, ServerInfo
@@ -21,6 +21,7 @@ from blockattn_rag.server.vllm.openai import ChatBody, ChatPrompt, ChatPrompts, 
 from blockattn_rag.server.vllm.requests import Encodable, RequestReader
 from blockattn_rag.server.vllm.retrying import CURRENT, RetryingClient, Ticket, with_marker
 from blockattn_rag.store import open_store
+from blockattn_rag.store.namespaces import Access
 from blockattn_rag.store.passage_index import PassageIndex
 
 if TYPE_CHECKING:
@@ -55,7 +56,8 @@ class Service:
         )
         home = open_store(config.store)
         self._ensurer = BlockEnsurer(engine_client, home, config, profile)
-        self.passages = None if home.sidecar is None else PassageIndex(home)
+        is_indexed = home.sidecar is not None or config.recognize
+        self.passages = PassageIndex(home) if is_indexed else None
         retrying = RetryingClient(engine_client)
         self.completions = _with_client(state.openai_serving_completion, retrying)
         self.chat = _with_client(state.openai_serving_chat, retrying)
@@ -163,8 +165,10 @@ class Service:
             MissError, ServingError, StoreError: See ``BlockEnsurer.ensure``.
         """
         prompt = None
-        if body.has_passages:
-            prompt = await asyncio.to_thread(self._rendered, body, request)
+        if body.passages or self._config.recognize:
+            namespace = self._requests.namespace(raw_request.headers)
+            prompt = await asyncio.to_thread(self._rendered, body, request, namespace)
+        if prompt is not None:
             request.kv_transfer_params = prompt.to_params()
         report = ChatReport(prompt, str(self._profile.recipe))
         answer = await self.complete(self._openai.create_chat_completion, request, raw_request)
@@ -172,14 +176,28 @@ class Service:
             return report.events(answer)
         return answer if isinstance(answer, ErrorResponse) else report.answer(answer)
 
-    def _rendered(self, body: ChatBody, request: Any) -> ChatPrompt:
-        """Render a chat with the tools and variables that vLLM would use."""
+    def _rendered(self, body: ChatBody, request: Any, namespace: str) -> ChatPrompt | None:
+        """Render a chat with the tools and variables that vLLM would use. None: no passages."""
         chat = self._openai
         is_without = request.tool_choice == "none" and chat.exclude_tools_when_tool_choice_none
         tools = [] if is_without else [tool.model_dump() for tool in request.tools or ()]
         params = request.build_chat_params(chat.chat_template, chat.chat_template_content_format)
         variables = params.with_defaults(chat.default_chat_template_kwargs).chat_template_kwargs
-        return self._chat_prompts.render(body, tools, variables)
+        index, config = self.passages if self._config.recognize else None, self._config
+        access = Access(namespace, config.read_namespaces)
+        recognize = None if index is None else partial(index.split, access=access)
+        try:
+            prompt = self._chat_prompts.prompt(body, tools, variables, recognize)
+        except ProtocolError:
+            if body.passages:
+                raise
+            return None  # vLLM can render it, or refuses it
+        if not any(block.is_passage for block in prompt.context):
+            return None
+        if index is not None and not config.read_only:
+            marked = (span.text for span in body.passages if span.origin == "passage")
+            index.add(entries_of(marked), namespace)
+        return self._chat_prompts.render(body, prompt)
 
     @cached_property
     def _chat_prompts(self) -> ChatPrompts:
