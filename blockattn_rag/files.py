@@ -112,7 +112,7 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     with path.open("rb") as raw:
         zipped = raw.read(2) == _GZIP  # the file's name may lack .gz
     if path.suffix == ".gz" and not zipped:
-        raise DataError(f"{path} is named .gz, but is not a gzip file; name it .jsonl")
+        raise DataError(f"{path} is named .gz, but is not a gzip file; rename it to .jsonl")
     number = 0
     with gzip.open(path) if zipped else path.open("rb") as file:
         try:

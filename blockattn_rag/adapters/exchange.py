@@ -135,7 +135,7 @@ class Step:
 
     @property
     def generation(self) -> Generation | None:
-        """The complete generation, if the answer ends here."""
+        """The complete generation if this is the last step, else None."""
         output = self.output
         return output if isinstance(output, Generation) else output.generation
 

@@ -34,8 +34,8 @@ class JoinLimits(NamedTuple):
     answer ends. 0 disables joining.
 
     Args:
-        prefill_tokens: Limit for prefill, which processes all queries of a prompt in one forward.
-        decode_tokens: Limit for decoding, which runs one forward per token.
+        prefill_tokens: Limit for prefill, which processes all queries of a prompt at once.
+        decode_tokens: Limit for decoding, which processes one token at a time.
     """
 
     prefill_tokens: int

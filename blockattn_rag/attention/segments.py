@@ -147,7 +147,7 @@ class SegmentTable:
         return chosen.expand(pairs, *query.shape[1:])
 
     def by_request(self, parts: Sequence[Partial]) -> list[Partial]:
-        """Regroup partial results from one per segment, over its pairs, to ``[R, ...]`` each."""
+        """Regroup partial results of segments, one row per pair, to results ``[R, ...]``."""
         if self.is_one_each or not parts:
             return list(parts)
         found = Partial(*map(torch.cat, zip(*parts, strict=True)))

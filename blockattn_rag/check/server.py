@@ -112,7 +112,7 @@ def check_server(
 
 
 class _Full(NamedTuple):
-    """Full-mode answers: ``whole`` (cold), ``again`` (cached pages), ``here`` (our endpoint)."""
+    """Full-mode answers: ``whole`` (cold), ``again`` (cached pages), ``here`` (own endpoint)."""
 
     whole: Answer
     again: Answer

@@ -117,7 +117,7 @@ class Answer:
         self._give()
 
     def push_batched(self, token: int) -> bool:
-        """``push`` for a row of a batch. Tokens after the end of the answer are padding: ignored.
+        """``push`` for a row of a batch. Padding after the end of the answer is ignored.
 
         Returns:
             Whether the answer has ended.

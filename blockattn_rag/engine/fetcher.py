@@ -264,13 +264,13 @@ class BlockFetcher:
         """Raise ``StoreError`` if a block is not the requested one."""
         if kv.key != key:
             raise StoreError(
-                f"The store entry {key} is of another block or another model (found digest "
+                f"The store entry {key} belongs to another block or another model (found digest "
                 f"{kv.digest[:12]}, fingerprint {kv.fingerprint[:12]})"
             )
         if kv in self._checked:
             return
         if kv.token_ids.tolist() != ids:
-            raise StoreError(f"The store entry {key} has the KV of other tokens")
+            raise StoreError(f"The store entry {key} contains the KV of other tokens")
         if not self._model.could_have_computed(kv):
             raise StoreError(
                 f"The store entry {key} has keys and values whose shape does not fit this model"

@@ -169,8 +169,8 @@ def known_digests(
 ) -> list[str]:
     """Digests of the recipes that an engine may use, found without loading its model.
 
-    ``"auto"`` returns those of all recipes next to the database in ``folder``, the store and the
-    model, others a single digest.
+    ``"auto"`` may use any recipe in ``folder``, next to the store or in the model's folder. Any
+    other ``given`` has a single digest.
 
     Raises:
         ValueError: ``given`` is not a recipe.

@@ -42,7 +42,7 @@ class Recipe:
         sink: Prefix tokens that passages are encoded with: ``"none"``, ``"bos"`` or ``"head:N"``;
             see ``prompts.sinks``.
         adapter: Correction of passages' keys and values after encoding, fitted to ``sink``.
-        promote: Number of passages, those that the question attends to most, to recompute with it.
+        promote: Number of passages to recompute with the question: those that it attends to most.
         positions: ``"reordered"`` re-encodes keys for their place in the prompt; ``"composite"``
             does not (the papers' ablation).
         fingerprints: Fingerprints of the models that the recipe belongs to. Empty: any model.
@@ -97,7 +97,7 @@ class Recipe:
         if self.adapter.sink != self.sink:
             raise ValueError(
                 f"The adapter was fitted to sink={self.adapter.sink!r}, found sink={self.sink!r}: "
-                "use that sink, or fit an adapter to this one."
+                "use the adapter's sink, or fit another adapter."
             )
 
     @cached_property

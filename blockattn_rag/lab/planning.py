@@ -70,13 +70,13 @@ class Footprint:
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """A place for blocks.
+    """A storage tier for blocks: GPU memory, main memory, disk or a shared store.
 
     Args:
         name: Name of the tier.
-        passages: Passages that fit.
-        ttft_s: Time to first token with blocks from there.
-        pays: Whether that is less than a full prefill takes.
+        passages: Number of passages that fit.
+        ttft_s: Seconds to the first token if the blocks are read from this tier.
+        pays: Whether ``ttft_s`` is shorter than a full prefill.
     """
 
     name: str
@@ -96,7 +96,7 @@ class Plan:
         full_ttft_s: Seconds of the full prefill that reuse saves.
         break_even_bytes_per_s: Bandwidth of a store at which reuse is as fast as a full prefill.
             None: reuse saves nothing even from memory.
-        tiers: Places for blocks.
+        tiers: Storage tiers, fastest first.
         machine: The machine that was planned for.
     """
 
@@ -156,10 +156,10 @@ def plan(
     question_tokens: int = 50,
     kv_dtype: KVDtype = "model",
 ) -> Plan:
-    """Plan a collection.
+    """Estimate storage and times for a collection of passages.
 
-    A forward takes as long as its operations, or as reading weights and blocks, whichever is
-    longer; fetching blocks comes on top. This is an estimate; ``blockattn-rag bench`` measures.
+    A forward pass takes as long as its operations, or as reading weights and blocks, whichever is
+    longer. Fetching blocks takes additional time. ``blockattn-rag bench`` measures real times.
 
     Args:
         config: Config of a model with gated feed-forward layers.

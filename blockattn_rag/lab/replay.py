@@ -1,4 +1,4 @@
-"""What prefix caching and block reuse save on a trace, by replaying it."""
+"""Replay of a trace, which estimates what prefix caching and block reuse save."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from blockattn_rag.lab.trace import Request, Segment, distinct_blocks
 PAGE_TOKENS = 16
 """Tokens of a page of a prefix cache: vLLM's default."""
 _BEAM = 8
-"""Cached prefixes that are continued at once in search of the longest one."""
+"""Width of the beam search for the longest cached prefix."""
 
 Policy = Literal["full", "prefix", "prefix-sorted", "blocks", "blocks-ingested"]
 LABELS: dict[Policy, str] = {
@@ -33,11 +33,11 @@ LABELS: dict[Policy, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What a cache gave to a request.
+    """A request that was looked up in a cache.
 
     Args:
         request: The request.
-        reused: Tokens that need not be computed, for each of its segments.
+        reused: Number of reused tokens in each segment.
         read_bytes: Bytes of the blocks that were read.
     """
 
@@ -53,28 +53,30 @@ class _Run:
 
 
 class PrefixCache:
-    """Prefix cache as in vLLM: pages of 16 tokens; the least recently used one is evicted.
+    """Prefix cache as in vLLM: pages of 16 tokens, with eviction of the least recently used page.
 
-    A page is reused if all tokens up to its end are those of an earlier request. The last token is
-    always computed. Of a request, the last page is evicted first. Only full pages of prompts take
-    room here, which is slightly in favour of this cache: answers and partial pages take none.
+    A page is reused if an earlier request had the same tokens up to the end of the page. The last
+    token of a request is always computed. The pages of a request are evicted from last to first.
+    Only full pages of prompts take room. vLLM also needs room for answers and partial pages, so the
+    simulation slightly favours the prefix cache.
 
-    Pages are counted in runs: a run are the pages that end in one segment after one prefix. All of
-    them are used at once, so this is exact, and takes time and memory per segment, not per page.
+    Pages are counted in runs. A run consists of the pages that end in the same segment after the
+    same prefix. They are always used together, so counting runs is exact, and takes time and memory
+    per segment instead of per page.
 
     Args:
-        room_pages: Pages that fit. Default: no limit.
+        room_pages: Number of pages that fit. Default: no limit.
     """
 
     def __init__(self, room_pages: int | None = None) -> None:
         self._room_pages = room_pages
         self._used_pages = 0
-        # By the number of the run before and the segment's id; the least recently used one first.
+        # Keys: number of the preceding run, id of the segment. Least recently used run first.
         self._runs: OrderedDict[tuple[int, str], _Run] = OrderedDict()
         self._numbers = itertools.count(1)
 
     def serve(self, request: Request) -> Served:
-        """Look up a request's pages, then keep all of them."""
+        """Look up a request's pages, then cache all of them."""
         keys: list[tuple[int, str]] = []
         before, end, hits, is_hit = 0, 0, 0, True
         for segment in request:
@@ -101,14 +103,14 @@ class PrefixCache:
         return Served(request, reused)
 
     def reordered(self, request: Request, gains: Mapping[str, int]) -> Request:
-        """The request with its blocks in the best order found for this cache.
+        """Reorder the blocks of a request to reuse as many pages as possible.
 
-        First the blocks that continue a cached prefix as far as possible in any order (a beam
-        search), then the others, those with the largest gains first.
+        A beam search finds the blocks that form the longest cached prefix. They come first. The
+        other blocks follow, sorted by gain, largest first.
 
         Args:
-            request: The request; its last segment stays last.
-            gains: What it brings to have a block early in a prompt, by its id.
+            request: The request. Its last segment stays last.
+            gains: Benefit of placing a block early in a prompt, by block id.
         """
         blocks = sorted(request[:-1], key=lambda block: -gains[block.id])
         best: tuple[int, ...] = ()
@@ -136,11 +138,11 @@ class PrefixCache:
 
 
 class BlockCache:
-    """Store of blocks; the least recently used one is evicted.
+    """Store of blocks, with eviction of the least recently used block.
 
     Args:
-        footprint: Bytes of the model's blocks.
-        room_bytes: Bytes that fit; a larger block is not kept. Default: no limit.
+        footprint: Sizes of the model's blocks.
+        room_bytes: Capacity in bytes. A larger block is not stored. Default: no limit.
     """
 
     def __init__(self, footprint: Footprint, room_bytes: int | None = None) -> None:
@@ -150,7 +152,7 @@ class BlockCache:
         self.used_bytes = 0
 
     def put(self, segment: Segment) -> None:
-        """Keep a block."""
+        """Store a block."""
         if segment.id in self._blocks:
             return
         size = self._footprint.block_bytes(segment.tokens)
@@ -163,7 +165,7 @@ class BlockCache:
         self.used_bytes += size
 
     def serve(self, request: Request) -> Served:
-        """Look up all blocks, then keep the missing ones; a repeated block is computed once."""
+        """Look up all blocks, then store the missing ones. A repeated block is computed once."""
         reused, missing = [], {}
         read: dict[str, int] = {}
         for block in request[:-1]:
@@ -181,11 +183,11 @@ class BlockCache:
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """Models times to first token, as ``planning.plan`` does.
+    """Estimates times to first token, as ``planning.plan`` does.
 
     Args:
         config: Config of a model with gated feed-forward layers.
-        footprint: Bytes of the model and its blocks.
+        footprint: Sizes of the model and its blocks.
         machine: The machine.
     """
 
@@ -195,25 +197,25 @@ class Clock:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of a page of a prefix cache, which is not quantised."""
+        """Size of a page of the prefix cache in bytes. Pages are not quantised."""
         model = self.footprint
         return PAGE_TOKENS * (model.dequantised_bytes_per_token or model.bytes_per_token)
 
     @property
     def block_room_bytes(self) -> int:
-        """Bytes of main memory that blocks can take."""
+        """Main memory that is available for blocks, in bytes."""
         weights = self.footprint.weight_bytes if self.machine.gpu_bytes is None else 0
         return self.machine.memory_bytes - weights
 
     def prefix_s(self, served: Served) -> float:
-        """Seconds with a prefix cache on the device."""
+        """Seconds to the first token with a prefix cache on the device."""
         cached = sum(served.reused)
         new = sum(segment.tokens for segment in served.request) - cached
         read = cached * self.page_bytes // PAGE_TOKENS
         return self._forward_s(prefill_flops(self.config, new, cached), read)
 
     def blocks_s(self, served: Served, *, from_disk: bool) -> float:
-        """Seconds with blocks that are read from memory or disk, or encoded."""
+        """Seconds to the first token if blocks are read from memory or disk, or encoded."""
         *blocks, final = served.request
         context = sum(block.tokens for block in blocks)
         hits = [tokens > 0 for tokens in served.reused[:-1]]
@@ -235,17 +237,17 @@ class Clock:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a policy saves on a trace.
+    """Result of replaying a trace under one policy.
 
     Args:
         policy: The policy; see ``LABELS``.
-        room_bytes: Bytes that the cache may take. None: no limit.
-        passage_hits: Share of passage tokens that were reused. None: the trace has none.
+        room_bytes: Capacity of the cache in bytes. None: no limit.
+        passage_hits: Share of passage tokens that were reused. None: the trace has no passages.
         hits: Share of all tokens that were reused.
-        computed_tokens: Tokens computed per request, mean.
-        read_bytes: Bytes of blocks read per request, mean.
-        from_disk: Whether the blocks exceed the memory, so that the time counts reading a disk.
-        ttft_s, ttft_p95_s: Modelled time to first token, median and 95th percentile.
+        computed_tokens: Mean number of tokens computed per request.
+        read_bytes: Mean number of bytes of blocks read per request.
+        from_disk: Whether the blocks exceed main memory, so that times include reading the disk.
+        ttft_s, ttft_p95_s: Estimated time to first token in seconds, median and 95th percentile.
     """
 
     policy: Policy
@@ -267,10 +269,10 @@ def replay(
     Args:
         requests: The trace; see ``read_trace``.
         policy: ``"full"`` computes everything, ``"prefix"`` has a prefix cache, and
-            ``"prefix-sorted"`` also sorts the blocks: see ``PrefixCache.reordered``. ``"blocks"``
+            ``"prefix-sorted"`` also sorts the blocks (``PrefixCache.reordered``). ``"blocks"``
             reuses blocks, and ``"blocks-ingested"`` encodes all passages before the first request.
-        clock: Models the times.
-        room_bytes: Bytes that the cache may take. Default: no limit.
+        clock: Estimates the times.
+        room_bytes: Capacity of the cache in bytes. Default: no limit.
     """
     from_disk = False
     if policy in ("blocks", "blocks-ingested"):
@@ -307,7 +309,7 @@ def replay(
 
 
 def _tokens(served: Sequence[Served], kind: str | None = None) -> tuple[int, int]:
-    """Tokens of all segments or of one kind, and how many of them were reused."""
+    """Number of tokens in all segments, or in segments of one kind, and how many were reused."""
     found = [
         (segment.tokens, reused)
         for one in served
@@ -318,7 +320,7 @@ def _tokens(served: Sequence[Served], kind: str | None = None) -> tuple[int, int
 
 
 def _gains(requests: Sequence[Request]) -> dict[str, int]:
-    """Tokens that each block has in all requests together."""
+    """Total number of tokens of each block over all requests, by block id."""
     gains: Counter[str] = Counter()
     for request in requests:
         for block in request[:-1]:
@@ -327,12 +329,12 @@ def _gains(requests: Sequence[Request]) -> dict[str, int]:
 
 
 def plot_rooms(requests: Sequence[Request], clock: Clock, file: Path) -> None:
-    """Plot the share of passage tokens that is reused over the cache's room.
+    """Plot the share of reused passage tokens over the capacity of the cache.
 
     Args:
         requests: The trace.
-        clock: Gives the bytes of blocks.
-        file: File to write; its ending is the format.
+        clock: Provides the sizes of blocks.
+        file: File to write. Its extension determines the format.
 
     Raises:
         ImportError: matplotlib is not installed.

@@ -1,13 +1,13 @@
 """Traces: logs of requests, without their texts.
 
-A trace is a file of JSON lines, one request a line, whose segments come in prompt order::
+A trace is a JSON Lines file with one request per line. Its segments are in prompt order::
 
     {"segments": [{"id": "rules", "tokens": 212, "kind": "system"},
                   {"id": "doc-17", "tokens": 254, "kind": "passage"},
                   {"id": "q-1", "tokens": 19, "kind": "question"}]}
 
-Equal ids stand for equal text. Passages are the segments of kind ``passage``; other kinds have no
-meaning here. The last segment is the final block, and each one before it is a block.
+Segments with equal ids have equal text. Segments of kind ``passage`` are passages; all other kinds
+are treated alike. The last segment is the final block, and every other segment is a context block.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Segment:
     """A part of a prompt.
 
     Args:
-        id: Identity of its text.
-        tokens: Number of its tokens.
-        kind: ``"passage"``, or anything else.
+        id: Identity of the text.
+        tokens: Number of tokens.
+        kind: ``"passage"``, or any other string.
     """
 
     id: str
@@ -42,11 +42,11 @@ Request = tuple[Segment, ...]
 def read_trace(path: str | Path) -> list[Request]:
     """Read a trace from a ``.jsonl`` or ``.jsonl.gz`` file.
 
-    Requests share the objects of equal segments, so a request takes a pointer per segment.
+    To save memory, equal segments are one object, which all requests share.
 
     Raises:
-        DataError: A line is malformed, or gives a segment another number of tokens than an earlier
-            line (the message names file and line); or the file is missing, damaged or empty.
+        DataError: A line is malformed, or an id has another number of tokens than on an earlier
+            line (the message gives file and line); or the file is missing, damaged or empty.
     """
     known: dict[str, Segment] = {}
     return [request for _, request in parsed_lines(path, lambda line, _: _request(line, known))]
@@ -73,13 +73,13 @@ def _segment(record: Record, known: dict[str, Segment]) -> Segment:
     first = known.setdefault(found.id, found)
     if first.tokens != tokens:
         raise DataError(
-            f"found {tokens} tokens for the id {found.id!r}, but {first.tokens} before; expected "
-            "another id for another text"
+            f"found {tokens} tokens for the id {found.id!r}, which had {first.tokens} before; give "
+            "each text its own id"
         )
     return first if first == found else found
 
 
 def distinct_blocks(requests: Sequence[Request], kind: str | None = None) -> list[Segment]:
-    """The blocks of a trace, or those of one kind, each once."""
+    """The distinct context blocks of a trace, or only the blocks of one kind."""
     blocks = {block.id: block for request in requests for block in request[:-1]}
     return [block for block in blocks.values() if kind in (None, block.kind)]

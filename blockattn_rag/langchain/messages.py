@@ -41,8 +41,8 @@ _ROLES: dict[type[BaseMessage], str] = {
     FunctionMessage: "tool",
 }
 
-# Content parts of assistant messages that fields of the message repeat, or that chat templates do
-# not show.
+# Content parts of assistant messages that are skipped, because a field of the message contains the
+# same content, or because chat templates do not render them.
 _UNSEEN_PARTS = (
     *("reasoning", "thinking", "tool_call", "tool_call_chunk", "tool_use"),
     "invalid_tool_call",

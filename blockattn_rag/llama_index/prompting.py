@@ -155,8 +155,8 @@ class PromptMaking(EngineComponent, LLM):
                 copies.append(message.model_copy(update=shown))
             return str((self._own_template or generic_messages_to_prompt)(copies))
 
-        # messages_to_prompt may also show additional_kwargs, which may come from someone else than
-        # the user.
+        # messages_to_prompt may also render additional_kwargs, which are as untrusted as the
+        # contents of messages.
         pairs = zip(turns, messages, strict=True)
         return trace(render, [{**t, "additional_kwargs": m.additional_kwargs} for t, m in pairs])
 

@@ -382,7 +382,7 @@ class BlockModel:
         room = self.max_context_tokens - prompt_tokens
         if room < 1:
             raise ContextOverflowError(
-                f"the prompt has {prompt_tokens} tokens, but the model holds at most "
+                f"the prompt has {prompt_tokens} tokens, but the model accepts at most "
                 f"{self.max_context_tokens}, including the answer; retrieve fewer or shorter "
                 "passages"
             )

@@ -88,7 +88,7 @@ class Correction:
         """Check that the correction fits a model's number of layers and shapes.
 
         Args:
-            layers: of a model, its keys and values; ``AttentionProfile.layer_outlines``.
+            layers: Outlines of the model's keys and values (``AttentionProfile.layer_outlines``).
 
         Raises:
             ValueError: the model has other shapes.

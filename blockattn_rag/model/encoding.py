@@ -44,7 +44,7 @@ def batches(
         first = order[0]
         sink = f" after a sink of {len(first.sink_ids)} tokens" if first.sink_ids else ""
         raise ContextOverflowError(
-            f"a block has {len(first.token_ids)} tokens{sink}, but the model holds at most "
+            f"a block has {len(first.token_ids)} tokens{sink}, but the model accepts at most "
             f"{limit}; split the passage into smaller chunks{', or shorten the sink' * bool(sink)}"
         )
     while order:
@@ -72,7 +72,7 @@ def encode_batch(
     fingerprint: str,
     layouts: Sequence[RotaryLayout],
 ) -> list[BlockKV]:
-    """Encode blocks in one forward. Causal attention ignores the padding on the right.
+    """Encode blocks in one forward pass. Causal attention ignores the padding on the right.
 
     The ``s`` tokens of a sink come first, at positions 0..s-1, and the block's keys are rotated
     back by ``s`` positions afterwards. Negative positions for the sink are not possible, because

@@ -93,7 +93,7 @@ def turn_to_draw(lock: ModelLock, *, alone: bool) -> Iterator[None]:
 
 
 class _Draws:
-    """Admits one thread alone, or any number of threads together.
+    """Lock that admits one thread alone, or any number of threads together.
 
     A thread that is inside may enter again, in the mode in which it first entered.
     """

@@ -80,7 +80,7 @@ def pack_linears(hf_model: nn.Module) -> int:
 
 
 def _can_pack(module: nn.Module) -> TypeGuard[nn.Linear]:
-    """Whether a module is a plain linear layer with its original ``forward`` or ours."""
+    """Whether a module is a plain linear layer, with the original or the packed ``forward``."""
     if type(module) is not nn.Linear:
         return False
     forward = vars(module).get("forward")

@@ -174,7 +174,7 @@ def _measure(
     offsets = offsets or [max(1, limit - _PROBE_TOKENS)]
     home = probe_states(hf_model)
     if len(home) != num_layers:
-        raise _refusal(hf_model, f"{len(home)} of {num_layers} layers fill the KV cache")
+        raise _refusal(hf_model, f"only {len(home)} of {num_layers} layers fill the KV cache")
     away = [(offset, probe_states(hf_model, offset)) for offset in offsets]
     candidates = _frequencies(hf_model)
     tolerance = _STATES.get(hf_model.dtype, _STATES_OF_OTHER_DTYPES)

@@ -275,7 +275,8 @@ def _ll_tokenizer(tokenizer: Any, ends: Sequence[int], name: str) -> LLTokenizer
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise UnsupportedModelError(
-            f"{name} has a {type(tokenizer).__name__}; grammars need one of the tokenizers library"
+            f"the tokenizer of {name} is a {type(tokenizer).__name__}; grammars need one of the "
+            "tokenizers library"
         )
     backend = copy.copy(backend)
     backend.no_padding()

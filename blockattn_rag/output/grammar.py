@@ -23,8 +23,8 @@ class Grammar:
         kind: Kind of ``text``, as vLLM names it.
         text: JSON schema, regular expression, JSON list of texts, grammar, or structural tags in
             JSON.
-        name: Name in messages.
-        asked: Option of a call that requests this grammar, here and on a server.
+        name: Name of the grammar in messages.
+        asked: Options of a call, local or remote, that request this grammar.
 
     Raises:
         GrammarError: The text is longer than ``MOST_CHARACTERS``.

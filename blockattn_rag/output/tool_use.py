@@ -87,9 +87,9 @@ class ToolUse:
             raise ValueError(
                 f"the chat template of {model_name or 'this model'} supports no tools, or writes "
                 "calls in an unknown format (known: Hermes and Qwen, Llama 3, Mistral, Granite, "
-                "SmolLM3). Use a model whose template does, give the tokenizer a chat_template "
-                "that does, require a call (tool_choice), or leave the tools out: RetrieveFirst "
-                "retrieves passages without the model's help (docs/guides/agents.md)"
+                "SmolLM3). Use another model, set the tokenizer's chat_template to one that "
+                "supports tools, require a call (tool_choice), or leave out the tools: "
+                "RetrieveFirst retrieves passages without tool calls (docs/guides/agents.md)"
             )
         return cls(
             template,
@@ -280,14 +280,14 @@ def with_default_calls(defaults: Mapping[str, Any], call: Mapping[str, Any]) -> 
     given = {name: value for name, value in defaults.items() if name in TOOL_OPTIONS}
     if others := [name for name in given if name != "tool_calls"]:
         raise ValueError(
-            f"found {others[0]} in generate_kwargs: the only option for tools that it accepts is "
-            "tool_calls; pass the others with each call, or bind them"
+            f"found {others[0]} in generate_kwargs, which accepts no option for tools except "
+            f"tool_calls; pass {others[0]} with each call, or bind it"
         )
     return {**given, **call}
 
 
 def without_tool_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a request without those for tools."""
+    """Options of a request without the options for tools."""
     return {name: value for name, value in given.items() if name not in TOOL_OPTIONS}
 
 

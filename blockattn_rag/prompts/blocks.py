@@ -55,7 +55,7 @@ def keep_of(origin: Origin, *, on_purpose: bool = False) -> Keep:
 
 
 def is_private(keep: Keep) -> bool:
-    """Whether only private blocks can hit a block."""
+    """Whether a block is private: only lookups of private blocks find it."""
     return keep in ("private", "private-store")
 
 

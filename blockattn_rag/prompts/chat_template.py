@@ -365,8 +365,8 @@ def check_template_kwargs(tokenizer: Any, given: Mapping[str, Any] | None) -> di
         )
     if taken := sorted(_RESERVED & {*given}):
         raise ValueError(
-            f"chat_template_kwargs sets {', '.join(taken)}, which this package sets itself: "
-            "messages, tools and passages come with the call"
+            f"chat_template_kwargs sets {', '.join(taken)}, which this package sets itself: pass "
+            "messages, tools and passages as arguments of the call"
         )
     known = template_variables(tokenizer)
     if unknown := sorted({*given} - known):

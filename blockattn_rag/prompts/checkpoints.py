@@ -88,8 +88,8 @@ CHECKPOINTS: dict[str, Checkpoint] = {
         Checkpoint("hxia7/Llama-3.1-8B-Block-FT", "llama3-block", confirmed=False),
         Checkpoint("hxia7/Llama-3-8B-block", "llama3-block"),
         Checkpoint("hxia7/Qwen3-8B-Block-FT", None, confirmed=False),
-        # The format is that of their evaluation. Their training data have other system messages and
-        # the question in a separate turn.
+        # This is the format of the authors' evaluation. The training data have other system
+        # messages, and the question in a separate turn.
         Checkpoint("Shiyu-Lab/Llama1B-KVLink5", "kvlink", link_tokens=KVLINK_LINKS),
         Checkpoint("Shiyu-Lab/Llama3B-KVLink5", "kvlink", link_tokens=KVLINK_LINKS),
     )

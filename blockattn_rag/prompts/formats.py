@@ -196,7 +196,7 @@ BLOCK_ATTENTION = PromptFormat(
 )
 
 TULU3_BLOCK = replace(
-    # BLOCK_ATTENTION in the frame of Tulu 3, like the training data of Tulu3-Block-FT
+    # BLOCK_ATTENTION with the control text of Tulu 3, as in the training data of Tulu3-Block-FT
     # (TemporaryLoRA/Block-Attention, data_process/rag/step2_to_tulu_format.py). The example in the
     # README of that repository has no blank line before the instruction.
     BLOCK_ATTENTION,

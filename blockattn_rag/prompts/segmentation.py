@@ -118,8 +118,8 @@ def _blocks(turn: _Turn, limit: int) -> list[Block]:
     ]
 
 
-# A text is split at the first of these that it contains: paragraphs, rules, indented lines, lines.
-# Lines may end with \r\n, and empty lines may contain spaces.
+# Separators, coarsest first: paragraphs, rules, indented lines, lines. A text is split at the first
+# one that it contains. Lines may end with \r\n, and empty lines may contain spaces.
 _SEPARATORS = (r"\n[ \t]*\r?\n\s*", r"-{3,}\s*", r"={3,}\s*", r"\n\t\s*", r"\n\s*")
 
 

@@ -270,7 +270,9 @@ def test_new_tokens_are_capped_by_the_window_and_a_prompt_that_fills_it_is_refus
     answer = small.generate(["x" * 40, "y" * 20], mode=mode, max_new_tokens=50)
     assert len(answer.token_ids) == 3
     assert answer.finish_reason == "length"
-    with pytest.raises(ContextOverflowError, match="has 64 tokens, but the model holds at most 64"):
+    with pytest.raises(
+        ContextOverflowError, match="has 64 tokens, but the model accepts at most 64"
+    ):
         small.generate(["x" * 40, "y" * 23], mode=mode)
     with pytest.raises(ContextOverflowError):
         small.generate_batch([["x", "y"], ["x" * 40, "y" * 23]], mode=mode, max_new_tokens=1)

@@ -218,7 +218,7 @@ def test_unknown_arguments_raise(llm: BlockAttentionLLM, engine: RecordingEngine
 
 
 def test_a_prompt_beyond_the_window_is_refused_with_advice(llm: BlockAttentionLLM) -> None:
-    with pytest.raises(ContextOverflowError, match=r"holds at most 8192.*retrieve fewer"):
+    with pytest.raises(ContextOverflowError, match=r"accepts at most 8192.*retrieve fewer"):
         llm.complete("x" * 9000)
 
 

@@ -105,7 +105,7 @@ def ask(
             database = Database.open(db, model=model, recipe=recipe, remembers=not compare)
             if not database.collection.count():
                 raise ValueError(
-                    f"{db} holds no passages; run `blockattn-rag ingest PATH --db {db}`"
+                    f"{db} contains no passages; run `blockattn-rag ingest PATH --db {db}`"
                 )
             assistant = Assistant(
                 database,

@@ -81,10 +81,15 @@ def bench(
         str | None, typer.Option(help="Tokens per block. decode and ingest accept a list.")
     ] = None,
     batch_sizes: Annotated[
-        str | None, typer.Option(help="Batch sizes, comma-separated. For batch and shared.")
+        str | None,
+        typer.Option(
+            help="Batch sizes, comma-separated. Only for the benchmarks batch and shared."
+        ),
     ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs; medians are reported.")] = 3,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    dtype: Annotated[
+        str, typer.Option(help="Type of the weights: float32, bfloat16 or float16.")
+    ] = "float32",
     plot: PlotOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -108,7 +113,7 @@ def _sizes(measured: Measured, defaults: Sizes, given: Mapping[str, str | None])
             continue
         option = f"--{name.replace('_', '-')}"
         if name not in defaults:
-            raise typer.BadParameter(f"{measured} has no such option", param_hint=option)
+            raise typer.BadParameter(f"{measured} does not support this option", param_hint=option)
         found[name] = _numbers(text, option)
         if len(defaults[name]) == 1 < len(found[name]):
             message = f"found {text!r}, but {measured} accepts only one number"

@@ -74,8 +74,9 @@ def check(
 ) -> None:
     """Check that block mode is exact for a model, or that a server answers correctly.
 
-    The exit status is 0 if every check passes, else 1. The server answers prompts of random tokens,
-    which no other prompt contains. The last line reports the entries that they leave in its store.
+    The exit status is 0 if every check passes, else 1. The check sends prompts of random tokens,
+    which no other prompt contains. The last line reports the entries that these prompts leave in
+    the server's store.
     """
     if server is not None:
         if profile is not None or (recipe is not None and model is None):

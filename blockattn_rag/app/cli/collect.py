@@ -30,7 +30,7 @@ _USERS = "a database folder, a folder of embedded Chroma, or a Chroma server (ht
 
 def live(
     users: Annotated[
-        list[str], typer.Argument(metavar="USER...", help=f"What uses the store: {_USERS}.")
+        list[str], typer.Argument(metavar="USER...", help=f"User of the store: {_USERS}.")
     ],
 ) -> None:
     """Print the handles of all passages in Chroma, for `store gc --handles FILE` elsewhere.
@@ -49,7 +49,7 @@ def gc(
     store: StoreArgument,
     db: Annotated[
         list[str] | None,
-        typer.Option(help=f"What uses the store: {_USERS}. Its passages are kept. Repeatable."),
+        typer.Option(help=f"User of the store: {_USERS}. Its passages are kept. Repeatable."),
     ] = None,
     handles: Annotated[
         list[Path] | None,
@@ -64,8 +64,8 @@ def gc(
     ttl: Annotated[
         str | None,
         typer.Option(
-            help="Also delete entries not used for this time, even if passages refer to them. In "
-            "object stores: not written for this time."
+            help="Also delete entries that were not used for this time, even if passages refer to "
+            "them. In object stores, the time since an entry was written counts."
         ),
     ] = None,
     namespace: Annotated[
@@ -203,9 +203,9 @@ def _refuse_empty(paths: list[Path], lists: list[kv_store.LiveHandles]) -> None:
     """
     if empty := [str(path) for path, handles in zip(paths, lists, strict=True) if not handles]:
         raise ValueError(
-            f"found no handle in the list {', '.join(empty)}, so every entry that it should keep "
-            "would be deleted; check whether the program that wrote it failed, leave it out, or "
-            "pass --force"
+            f"found no handle in the list {', '.join(empty)}, so every entry that the list should "
+            "keep would be deleted; check that the program that wrote the list succeeded, leave "
+            "out the list, or pass --force"
         )
 
 

@@ -212,7 +212,7 @@ def _manifest(db: Path, **wanted: Any) -> Manifest:
     """Complete the given options with the database's settings and the defaults."""
     old = Manifest.read(db)
     if old is None and not wanted["model"]:
-        raise typer.BadParameter("a new database needs a model", param_hint="--model")
+        raise typer.BadParameter("required for a new database", param_hint="--model")
     other = wanted["model"] and old is not None and not _is_model_of(old, wanted["model"])
     if old is not None and other and has_passages(db, old):
         raise ValueError(
@@ -224,7 +224,7 @@ def _manifest(db: Path, **wanted: Any) -> Manifest:
     own = ("recipe", "namespace", "dtype", "kv_dtype", "store")
     if given.get("server") and (found := [name for name in own if name in given]):
         raise typer.BadParameter(
-            f"a server has its own {' and '.join(found)}; leave it out",
+            f"cannot be combined with --server, which has its own {' and '.join(found)}",
             param_hint=f"--{found[0].replace('_', '-')}",
         )
     return replace(old, **given) if old else Manifest(**given, fingerprint="")
@@ -233,7 +233,8 @@ def _manifest(db: Path, **wanted: Any) -> Manifest:
 def _is_model_of(old: Manifest, model: str) -> bool:
     """Whether this is the database's model.
 
-    Any model may be, if the folder of the database's model no longer exists: it may have moved.
+    If the folder of the database's model no longer exists, any model is accepted: the folder may
+    have moved.
     """
     path, was = Path(model).expanduser(), Path(old.model)
     whole = str(path.resolve()) if path.exists() else model
@@ -259,7 +260,7 @@ def remove(
         wanted = {path: _at_or_below(path, known) for path in paths}
         if absent := [str(path) for path, found in wanted.items() if not found]:
             listed = f"it has {known[0]} and {len(known) - 1} more" if known else "it is empty"
-            raise ValueError(f"{db} has nothing from {', '.join(absent)} ({listed})")
+            raise ValueError(f"{db} has no passages from {', '.join(absent)} ({listed})")
         sources = sorted({source for found in wanted.values() for source in found})
         ids = list(ids_of(collection, sources))
         delete_passages(collection, ids)

@@ -63,7 +63,10 @@ def lasting_store(address: str | None) -> str | None:
 
     store = absolute_store(address)
     if store and not lasts(store):
-        raise typer.BadParameter("a store in memory ends with this command; pass a lasting store")
+        raise typer.BadParameter(
+            "a store in memory is lost when this command ends; pass a folder or an address such as "
+            "s3://bucket/kv"
+        )
     return store
 
 
@@ -87,7 +90,8 @@ def check_plot(file: Path | None) -> None:
     """Check the file of a plot before anything is measured.
 
     Raises:
-        BadParameter: No format for a plot, no such folder, or matplotlib is not installed.
+        BadParameter: The file has another extension, its folder does not exist, or matplotlib is
+            not installed.
     """
     if file is None:
         return

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 GIB = 1 << 30
 _DEVICE_BYTES_PER_S = {"cpu": 10e9, "cuda": 2e12}
-"""Memory bandwidths of a usual machine and of a data centre's GPU."""
+"""Memory bandwidths of a typical machine and of a data centre GPU."""
 
 
 _OF_A_COLLECTION = ("passages", "tokens", "top_k", "network")
@@ -36,7 +36,7 @@ def plan(
     trace: Annotated[
         Path | None,
         typer.Option(
-            help="Replay a log of requests instead, .jsonl or .jsonl.gz, one per line: "
+            help="Log of requests to replay, .jsonl or .jsonl.gz, one request per line: "
             '{"segments": [{"id": "...", "tokens": 123, "kind": "passage"}, ...]}, with segments '
             "in prompt order, the question last."
         ),
@@ -65,17 +65,21 @@ def plan(
     ] = None,
     tflops: Annotated[
         float | None,
-        typer.Option(help="Speed in 10^12 operations per second. Default: measured here."),
+        typer.Option(
+            help="Speed in 10^12 operations per second. Default: measured on this machine."
+        ),
     ] = None,
     network: Annotated[
         float | None,
-        typer.Option(help="GB/s from a shared store such as S3. Default: no shared store."),
+        typer.Option(
+            help="Bandwidth of a shared store such as S3, in GB/s. Default: no shared store."
+        ),
     ] = None,
     room: Annotated[
         float | None,
         typer.Option(
             min=0,
-            help="With --trace: also replay it with caches that are bounded to this many GiB.",
+            help="With --trace: also replay the trace with caches of this size in GiB.",
         ),
     ] = None,
     plot: PlotOption = None,
@@ -83,7 +87,7 @@ def plan(
 ) -> None:
     """Estimate storage, ingestion time and time to first token from a model's config.
 
-    No weights are needed. The estimate assumes the disk space that is free here, 25 GB/s from
+    No weights are needed. The estimate assumes the free disk space of this machine, 25 GB/s from
     memory to a GPU, 2 GB/s from disk, and 0.1 s to the first byte of a shared store.
     """
     for option, value in (("--tflops", tflops), ("--network", network)):
@@ -125,7 +129,7 @@ def plan(
 
 
 def _check_subject(context: typer.Context, passages: int | None, trace: Path | None) -> None:
-    """Checks that there is a collection or a trace, and no option that belongs to the other."""
+    """Require --passages or --trace, and refuse options that belong to the other one."""
     if passages is None and trace is None:
         raise typer.BadParameter("found neither --passages nor --trace, expected one of them")
     kind, others = ("--passages", _OF_A_TRACE) if trace is None else ("--trace", _OF_A_COLLECTION)
@@ -133,7 +137,7 @@ def _check_subject(context: typer.Context, passages: int | None, trace: Path | N
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
             option = f"--{name.replace('_', '-')}"
-            raise typer.BadParameter(f"{kind} does not take it", param_hint=option)
+            raise typer.BadParameter(f"cannot be combined with {kind}", param_hint=option)
 
 
 def _machine(
@@ -143,7 +147,7 @@ def _machine(
     tflops: float | None,
     network: float | None,
 ) -> Machine:
-    """The machine to plan for: given, or else measured here."""
+    """The machine to plan for. Unset options are measured on this machine."""
     import psutil
     import torch
 
@@ -153,7 +157,7 @@ def _machine(
     device = "cuda" if on_gpu else "cpu"
     if tflops is None and on_gpu and not torch.cuda.is_available():
         raise ValueError(
-            "found --gpu-memory, but no GPU to measure: add --tflops with the speed that it "
+            "found --gpu-memory, but no GPU to measure: also pass --tflops, the speed that the GPU "
             "reaches in practice (about 600 for an H100 in bfloat16, 100 for an RTX 4090)"
         )
     return Machine(
@@ -175,7 +179,7 @@ def _replayed(
     rooms: Sequence[int | None],
     file: Path | None,
 ) -> tuple[int, list[Outcome]]:
-    """Replays a trace under all policies; the number of its requests, and the outcomes."""
+    """Replay a trace under all policies. Returns the number of requests, and the outcomes."""
     from blockattn_rag.lab.planning import footprint
     from blockattn_rag.lab.replay import LABELS, Clock, plot_rooms, replay
     from blockattn_rag.lab.trace import read_trace
@@ -206,7 +210,7 @@ def _config(model: str, dtype: str | None, *, on_gpu: bool) -> tuple[Any, Any]:
             config = shape_config(model) if model in SHAPES else load_config(model)
     except OSError as error:
         raise ValueError(
-            f"{model!r} is not one of the shapes {', '.join(SHAPES)}, and not a model: {error}"
+            f"{model!r} is neither a model nor one of the shapes {', '.join(SHAPES)}: {error}"
         ) from error
     if dtype:
         return config, floating_type(dtype)

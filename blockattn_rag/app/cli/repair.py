@@ -148,7 +148,7 @@ def _of_database(db: Path, model: str | None, questions: Path | None, output: Pa
     engine, find = database.local_engine, retriever(database)
     texts = all_passages(database)
     if not texts:
-        raise ValueError(f"{db} holds no passages; run `blockattn-rag ingest PATH --db {db}`")
+        raise ValueError(f"{db} contains no passages; run `blockattn-rag ingest PATH --db {db}`")
     made = prompt_maker(database)
 
     def nearest(text: str, number: int) -> list[Passage]:

@@ -26,14 +26,18 @@ def train(
     learning_rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 2e-5,
     batch_size: Annotated[int, typer.Option(min=1, help="Samples per optimizer step.")] = 64,
     blocks_per_turn: Annotated[
-        int, typer.Option(min=1, help='Blocks that a turn of "messages" may be split into.')
+        int, typer.Option(min=1, help='Maximum number of blocks per turn of "messages".')
     ] = 1,
     lora: Annotated[
         bool, typer.Option("--lora", help="Train LoRA adapters instead of all weights.")
     ] = False,
     bf16: Annotated[bool, typer.Option("--bf16", help="Compute in bfloat16 (autocast).")] = False,
     gradient_checkpointing: Annotated[
-        bool, typer.Option("--gradient-checkpointing", help="Save memory at the cost of time.")
+        bool,
+        typer.Option(
+            "--gradient-checkpointing",
+            help="Recompute activations in the backward pass: less memory, more time.",
+        ),
     ] = False,
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue an interrupted run from its last checkpoint.")

@@ -245,7 +245,9 @@ def measure_shared(
     check_sizes(**{"new_tokens less one": new_tokens - 1, "batch": min(batch_sizes, default=0)})
     _check_batches(engine)
     if not engine.model.supports_relay:
-        raise ValueError(f"{engine.model.name} does not share blocks: relay is not exact for it")
+        raise ValueError(
+            f"{engine.model.name} cannot share blocks: relay attention is not exact for this model"
+        )
     turns = Turns(repeats, len(batch_sizes) * len(system_tokens), on_progress)
     engines = {path: on_path(engine, path) for path in ("copy", "relay")}
     rows = []

@@ -60,7 +60,7 @@ class Row:
 def rows_of(
     engine: BlockAttentionEngine, first: Row, recipes: Recipes, closed_book: bool = False
 ) -> list[Row]:
-    """Return the first row, a row for each recipe, and with ``closed_book`` a row without passages.
+    """Return ``first``, a row for each recipe, and with ``closed_book`` a row without passages.
 
     Recipes are resolved for the engine's model.
 
@@ -73,7 +73,7 @@ def rows_of(
     if len(set(names)) < len(names) or not {FULL, CLOSED_BOOK}.isdisjoint(names):
         raise ValueError(
             f"found the recipes {names}, expected distinct names other than {FULL!r} and "
-            f"{CLOSED_BOOK!r}, which are rows of their own"
+            f"{CLOSED_BOOK!r}, which are reserved"
         )
     rows = [Row(name, resolve_recipe(one, engine.model, engine.store)) for name, one in pairs]
     return [first, *rows, *([Row(CLOSED_BOOK, closed_book=True)] if closed_book else [])]
@@ -206,7 +206,7 @@ class RecordFile(Generic[R]):
         first, *lines = whole.splitlines() or [data]
         found = self._json(1, first)
         if not isinstance(found, dict) or found.keys() != header.keys():
-            raise self._refusal(1, "not a record file (no settings there)")
+            raise self._refusal(1, "not a record file (no settings on this line)")
         if found != json.loads(start):
             raise DataError(
                 f"{path} has records made with other settings. Found: {_dump(found).strip()}, "

@@ -32,8 +32,9 @@ one is used."""
 TokenBlocks = Sequence[Sequence[int]]
 """Token ids of a prompt's blocks."""
 
-# Squared differences below this share of the squared states are considered rounding. _ROUNDING is
-# for sums in float32, and _ROUNDING_EPS2, in units of the squared precision, for the states' dtype.
+# A squared difference counts as rounding if its share of the squared states is below a threshold.
+# _ROUNDING allows for sums in float32. _ROUNDING_EPS2, times the squared machine epsilon of the
+# states' dtype, allows for the states themselves.
 _ROUNDING = 1e-9
 _ROUNDING_EPS2 = 4
 
@@ -119,7 +120,7 @@ def fit_correction(
     every = [*contexts, *held_out]
     if not contexts or not held_out or any(len(context) < 2 for context in every):
         raise ValueError(
-            f"found {len(contexts)} prompts to fit a correction to and {len(held_out)} held out, "
+            f"found {len(contexts)} prompts to fit to and {len(held_out)} held-out prompts, "
             "expected at least one of each, all with a passage after the first block"
         )
     before = sink_ids(sink, model.tokenizer)

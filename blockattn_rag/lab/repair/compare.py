@@ -69,7 +69,7 @@ def free_recipes(
 
 
 def promoting(model: BlockModel, free: Mapping[str, Recipe], losses: Losses) -> dict[str, Recipe]:
-    """The best candidate, with one passage promoted. Empty if the model does not support it."""
+    """The best candidate with one promoted passage. Empty if the model cannot promote."""
     if not model.supports_relay:
         return {}
     best = min(free, key=lambda name: losses[name].mean())

@@ -241,7 +241,7 @@ class Repair:
         return self.folder / "plan.json"
 
     def _plan(self, questions: Sequence[Question]) -> Plan:
-        """The plan. It is made once, and a resumed run reads it."""
+        """The plan of the repair, made once. A resumed run reads it from the work folder."""
         minutes = self.budget_s / 60
 
         def make() -> dict[str, Any]:
@@ -263,7 +263,7 @@ class Repair:
         return Plan(**kept)
 
     def _replanned(self, plan: Plan, questions: Sequence[Question]) -> Plan:
-        """The plan with as much training as fits at the current speeds. It is also made once."""
+        """The plan with as much training as current speeds allow. Made once, before training."""
 
         def make() -> dict[str, Any]:
             speeds = self.speeds(questions[-2:])
@@ -278,7 +278,7 @@ class Repair:
         return self.started + (1 - _RESERVE_SHARE) * self.budget_s
 
     def speeds(self, questions: Sequence[Question]) -> Speeds:
-        """Measure the seconds of a prompt, after a warm-up with another prompt."""
+        """Measure the seconds of each step for one prompt, after a warm-up with another prompt."""
         student = Student(self.model, no_correction(self.model, self.sink))
         self.model.hf_model.requires_grad_(False)
         most = self.limits.passages
@@ -302,8 +302,8 @@ class Repair:
     ) -> tuple[list[Sample], list[Sample]]:
         """Draw samples to fit to, with one or more passages, and held-out samples.
 
-        Held-out samples have as many passages as ``ask`` retrieves. There are as many samples as
-        the limits allow, and the first are used, as many as fit into the time.
+        Held-out samples have as many passages as ``ask`` retrieves. The number of samples to fit to
+        is the maximum of the limits. The fits use the first samples, as many as the time allows.
         """
         held, rest = questions[: plan.held_out], questions[plan.held_out :]
         most = self.limits.passages
@@ -349,7 +349,7 @@ class Repair:
         held: Sequence[BlockPrompt],
         plan: Plan,
     ) -> tuple[Correction | None, list[dict[str, float]]]:
-        """Train a correction. Returns it with its loss curve. None: there is no time for it."""
+        """Train a correction. Returns it and its losses; None and no losses if there is no time."""
         path, curve = self.folder / "trained.safetensors", self.folder / "curve.json"
         if not plan.samples:
             return None, []

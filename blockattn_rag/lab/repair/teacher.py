@@ -156,7 +156,7 @@ class Teacher:
         if tokens + self._max_new_tokens > most:
             raise ContextOverflowError(
                 f"a prompt of {tokens} tokens and an answer of {self._max_new_tokens} do not fit "
-                f"in the model's {most}; show fewer or shorter passages"
+                f"in the context window of {most} tokens; use fewer or shorter passages"
             )
 
     def _keep(self, path: Path, answer: TeacherAnswer) -> None:

@@ -95,10 +95,12 @@ class FinetuneConfig:
             raise ValueError(f"train_data must be a list of files, found {self.train_data!r}")
         distinct = set(self.modes)
         if not distinct or len(distinct) < len(self.modes) or not distinct <= set(get_args(Mode)):
-            raise ValueError(f"modes must be distinct, of {get_args(Mode)}, found {self.modes!r}")
+            raise ValueError(
+                f"modes must be distinct values from {get_args(Mode)}, found {self.modes!r}"
+            )
         for name, choices in _choices().items():
             if (found := getattr(self, name)) not in choices:
-                raise ValueError(f"{name} must be of {choices}, found {found!r}")
+                raise ValueError(f"{name} must be one of {choices}, found {found!r}")
         self._check_bounds()
         if self.adam_beta2 >= 1 or self.seed >= 2**32:  # the limit of numpy's seeds
             raise ValueError(
@@ -106,13 +108,15 @@ class FinetuneConfig:
                 "below 1 and seed below 4294967296"
             )
         if check_sink(self.sink) != NO_SINK and "block" not in self.modes:
-            raise ValueError(f"sink is {self.sink!r}, which needs 'block' in modes")
+            raise ValueError(
+                f"sink={self.sink!r} needs block mode: add 'block' to modes, or leave out sink"
+            )
         chosen = format_for(self.prompt_format, self.model).name
         object.__setattr__(self, "prompt_format", chosen)  # recorded for resuming
         if not Path(self.output).name.strip("."):
             raise ValueError(f"output must name a folder, found {str(self.output)!r}")
         if self.resume and self.overwrite:
-            raise ValueError("resume and overwrite exclude each other")
+            raise ValueError("resume and overwrite cannot be combined")
 
     def _check_bounds(self) -> None:
         for name in (*_LEAST, *_ABOVE):

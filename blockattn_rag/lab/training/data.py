@@ -175,8 +175,8 @@ class SampleEncoder:
             raise DataError("found no response: the last of two or more messages must have "
                             "the role 'assistant'")  # fmt: skip
         if messages[-2]["role"] == "assistant":
-            raise DataError("found two answers of the role 'assistant' one after the other at the "
-                            "end; join them, or put a message between")  # fmt: skip
+            raise DataError("the last two messages both have the role 'assistant'; join them, or "
+                            "put a user's message between them")  # fmt: skip
         *asked, answer = messages
         prompt = conversation(asked, self.hf_tokenizer, blocks_per_turn=self.blocks_per_turn)
         return Sample(prompt, answer["content"])
@@ -232,12 +232,12 @@ def _block(item: object, where: str) -> Block:
     fields: Record = {"text": item} if isinstance(item, str) else of_kind(item, dict, where)
     if unknown := fields.keys() - {"text", "before", "after", "control"}:
         raise DataError(f"found {where} with keys {listed(unknown)}, expected 'text', and "
-                        "if wanted 'before', 'after', 'control'")  # fmt: skip
+                        "optionally 'before', 'after', 'control'")  # fmt: skip
     before, after = (fields.get(key, "") for key in ("before", "after"))
     control = fields.get("control", False)
     if not (isinstance(before, str) and isinstance(after, str) and isinstance(control, bool)):
         raise DataError(
-            f"expected strings for 'before' and 'after' of {where} and true or false for 'control'"
+            f"expected strings for 'before' and 'after' of {where}, and true or false for 'control'"
         )
     text = text_of(fields, "text", f"{where}.")
     span = Span(text, "prompt" if control else "passage")

@@ -106,7 +106,9 @@ def check_folders(config: FinetuneConfig) -> dict[str, Any]:
     used = (config.model, resolve_name(config.model), *config.train_data, *config.eval_data)
     for path in map(Path, used):
         if path.resolve().is_relative_to(output.resolve()):
-            raise ValueError(f"{output} contains {path}, which is used; choose another output")
+            raise ValueError(
+                f"{output} contains {path}, which this run reads; choose another output"
+            )
     # A resumed run replaces an earlier result if the interrupted one was to.
     return {**settings, "overwrite": config.overwrite}
 
@@ -247,7 +249,9 @@ def _load_model(config: FinetuneConfig) -> Any:
     if Path(name).is_dir():
         name = str(Path(name).resolve())  # adapters refer to their base by this path
     if (Path(name) / "adapter_config.json").is_file():
-        raise ValueError(f"{name} is a LoRA adapter; merge it into its base before training on")
+        raise ValueError(
+            f"{name} is a LoRA adapter; merge it into its base before further training"
+        )
     model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
     profile_attention(model)
     # With a mask and gradients, eager attention is faster than SDPA on CPUs.

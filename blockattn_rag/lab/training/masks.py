@@ -104,7 +104,7 @@ class ModelMasks:
             )
         if getattr(config, "use_bidirectional_attention", False):
             raise UnsupportedModelError(
-                "found a model with bidirectional attention; expected causal"
+                "found a model with bidirectional attention; expected causal attention"
             )
         self._windows = {kind: known[kind] for kind in kinds}
 
@@ -117,7 +117,7 @@ class ModelMasks:
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
     def _as_taken(self, mask: Tensor, dtype: torch.dtype) -> Tensor:
-        """Convert the mask for eager attention: add 0 to allowed scores, else the lowest number."""
+        """The mask as eager attention expects it: 0 where visible, else the dtype's minimum."""
         if not self._is_eager:
             return mask
         lowest = torch.finfo(dtype).min

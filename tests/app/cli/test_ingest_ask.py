@@ -405,7 +405,7 @@ def test_questions_need_words_and_passages(
     (database / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
     output = cli("ask", "How?", "--db", database)
     assert output.status == 1
-    assert "holds no passages" in output.stderr
+    assert "contains no passages" in output.stderr
 
 
 @pytest.mark.parametrize(

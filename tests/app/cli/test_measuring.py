@@ -185,7 +185,7 @@ def test_every_benchmark_shows_and_plots_its_rows(
     [
         (("ttft", "--lengths", "512,4k"), "expected whole numbers above 0"),
         (("ttft", "--lengths", "0"), "expected whole numbers above 0"),
-        (("ttft", "--batch-sizes", "2"), "ttft has no such option"),
+        (("ttft", "--batch-sizes", "2"), "ttft does not support this option"),
         (("ttft", "--block-tokens", "8,16"), "but ttft accepts only one number"),
         (("ttft", "--plot", "none/x.svg"), "no such folder"),
         (("ttft", "--plot", "x.txt"), "expected a name ending in .svg"),
@@ -289,9 +289,9 @@ def test_plan_replays_a_trace(cli: Command, tmp_path: Path) -> None:
     ("options", "message"),
     [
         ((), "found neither --passages nor --trace"),
-        (("--passages", 3, "--room", 1), "--passages does not take it"),
-        (("--trace", "t.jsonl", "--passages", 3), "--trace does not take it"),
-        (("--trace", "t.jsonl", "--top-k", 10), "--trace does not take it"),
+        (("--passages", 3, "--room", 1), "cannot be combined with --passages"),
+        (("--trace", "t.jsonl", "--passages", 3), "cannot be combined with --trace"),
+        (("--trace", "t.jsonl", "--top-k", 10), "cannot be combined with --trace"),
         (("--trace", "t.jsonl", "--plot", "x.txt"), "expected a name ending in .svg"),
     ],
 )

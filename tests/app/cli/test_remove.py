@@ -47,7 +47,7 @@ def test_a_folder_stands_for_all_that_was_read_below_it(
     assert cli("remove", documents, "--db", database, "--json").json["removed"] == 2
     output = cli("ask", "How?", "--db", database)
     assert output.status == 1
-    assert "holds no passages" in output.stderr
+    assert "contains no passages" in output.stderr
 
 
 def test_what_was_never_ingested_is_an_error_and_nothing_is_removed(
@@ -55,7 +55,7 @@ def test_what_was_never_ingested_is_an_error_and_nothing_is_removed(
 ) -> None:
     output = cli("remove", documents / "tower.txt", tmp_path / "other.txt", "--db", database)
     assert output.status == 1
-    assert f"has nothing from {tmp_path / 'other.txt'}" in output.stderr
+    assert f"has no passages from {tmp_path / 'other.txt'}" in output.stderr
     report = cli("remove", documents / "tower.txt", "--db", database, "--json")
     assert json.loads(report.stdout)["removed"] == 1
     assert cli("remove", "x.txt", "--db", tmp_path).status == 1  # no database

@@ -74,9 +74,12 @@ def test_another_recipe_than_the_servers_is_refused(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--store", "kv"), "a server has its own store"),
-        (("--recipe", "head:4", "--kv-dtype", "int8"), "a server has its own recipe and kv_dtype"),
-        (("--dtype", "bfloat16"), "a server has its own dtype"),
+        (("--store", "kv"), "cannot be combined with --server, which has its own store"),
+        (
+            ("--recipe", "head:4", "--kv-dtype", "int8"),
+            "cannot be combined with --server, which has its own recipe and kv_dtype",
+        ),
+        (("--dtype", "bfloat16"), "cannot be combined with --server, which has its own dtype"),
     ],
 )
 def test_what_a_server_decides_is_refused(

@@ -103,7 +103,7 @@ def test_every_option_reaches_the_config(cli: Command, runs: list[FinetuneConfig
     ("options", "status", "message"),
     [
         (("--learning-rate", 0), 1, "learning_rate is 0.0, expected above 0"),
-        (("--resume", "--overwrite"), 1, "resume and overwrite exclude each other"),
+        (("--resume", "--overwrite"), 1, "resume and overwrite cannot be combined"),
         (("--batch-size", 0), 2, "--batch-size"),
     ],
 )

@@ -127,7 +127,7 @@ def test_shared_rows_hold_rates_gains_and_the_bound() -> None:
 def test_a_model_that_cannot_share_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = tiny_engine()
     monkeypatch.setattr(type(engine.model), "supports_relay", False)
-    with pytest.raises(ValueError, match="does not share blocks"):
+    with pytest.raises(ValueError, match="cannot share blocks"):
         measure_shared(engine, [2])
 
 

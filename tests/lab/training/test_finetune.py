@@ -313,7 +313,7 @@ class TestRefusals:
             "train.jsonl": {"train_data": [str(out / "train.jsonl")]},
             "eval.jsonl": {"eval_data": [str(out / "eval.jsonl")]},
         }
-        with pytest.raises(ValueError, match="which is used"):
+        with pytest.raises(ValueError, match="which this run reads"):
             finetune(config(settings(folder, overwrite=True, **paths[used])))
         assert (out / used).exists()
 
@@ -387,10 +387,10 @@ class TestRefusals:
             ({"modes": ("block", "block")}, "modes must be distinct"),
             ({"positions": "none"}, "positions"),
             ({"sink": "tail"}, "Unknown sink 'tail': expected 'none', 'bos' or 'head:N'"),
-            ({"sink": "bos", "modes": ("full",)}, "sink is 'bos', which needs 'block' in modes"),
+            ({"sink": "bos", "modes": ("full",)}, "sink='bos' needs block mode"),
             ({"sink": "head:999"}, "the head of a prompt has"),
             ({"train_data": "a.jsonl"}, "a list of files"),
-            ({"resume": True, "overwrite": True}, "exclude each other"),
+            ({"resume": True, "overwrite": True}, "cannot be combined"),
             ({"epochs": 0.0}, "epochs is 0.0, expected above 0"),
             ({"epochs": math.inf}, "epochs is inf"),
             ({"learning_rate": math.nan}, "learning_rate is nan"),
@@ -399,7 +399,7 @@ class TestRefusals:
             ({"batch_size": 0}, "batch_size is 0, expected 1 or more"),
             ({"seed": -1}, "seed is -1"),
             ({"seed": 2**32}, "seed below 4294967296"),
-            ({"lr_scheduler": "cosine_with_min_lr"}, "lr_scheduler must be of"),
+            ({"lr_scheduler": "cosine_with_min_lr"}, "lr_scheduler must be one of"),
         ],
     )
     def test_invalid_settings_are_refused(
