@@ -104,6 +104,7 @@ def test_documents_are_answered_like_the_same_passages_of_our_client(
         "misses": 0,
         "reused_tokens": context,
         "computed_tokens": expected.stats.prompt_tokens - context,
+        "promoted_tokens": 0,
         "recipe": "none",
     }
     usage = answer["usage"]

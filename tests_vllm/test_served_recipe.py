@@ -20,25 +20,33 @@ from tests_vllm.server import KEY, Server, serving
 OPTIONS: dict[str, Any] = {"max_new_tokens": 24, "min_new_tokens": 24}
 
 
-@pytest.fixture(scope="module")
-def recipe(reference: Reference) -> Recipe:
-    return recipe_of(reference.model, size=0.05)
+@pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
+def recipe(request: pytest.FixtureRequest, reference: Reference) -> Recipe:
+    """As many passages are promoted as the server has ranks."""
+    return recipe_of(reference.model, size=0.05, promote=request.param)
 
 
 @pytest.fixture(scope="module")
 def server(reference: Reference, recipe: Recipe) -> Iterator[Server]:
-    folder = reference.folder / "served-recipe"
+    ranks = str(recipe.promote)
+    folder = reference.folder / f"served-recipe-{ranks}"
     recipe.save(folder / "recipe")
     profile_of(reference.model, recipe).write(folder / "profile.json")
     files = {"recipe": str(folder / "recipe"), "profile": str(folder / "profile.json")}
-    yield from serving(reference, "served-recipe-kv", **files)
+    bind = {"VLLM_CPU_OMP_THREADS_BIND": "nobind" if ranks == "1" else "0|1"}
+    more = ("--tensor-parallel-size", ranks)
+    yield from serving(reference, folder.name + "-kv", *more, environment=bind, **files)
+
+
+def fresh(reference: Reference, recipe: Recipe) -> BlockAttentionEngine:
+    """An engine with an empty store, and without tails, which servers do not keep."""
+    store = MemoryStore(1 << 28)
+    return BlockAttentionEngine(reference.model, store, recipe=recipe, resident_bytes=0)
 
 
 @pytest.fixture
 def local(reference: Reference, recipe: Recipe) -> BlockAttentionEngine:
-    """Without tails, which servers do not keep."""
-    store = MemoryStore(1 << 28)
-    return BlockAttentionEngine(reference.model, store, recipe=recipe, resident_bytes=0)
+    return fresh(reference, recipe)
 
 
 def test_answers_and_counts_are_those_of_the_local_engine(
@@ -68,18 +76,17 @@ def test_private_blocks_have_the_adapter_too(
 
 
 def test_lost_entries_are_encoded_again_with_the_adapter(
-    reference: Reference, engine: RemoteEngine, local: BlockAttentionEngine
+    reference: Reference, engine: RemoteEngine, recipe: Recipe
 ) -> None:
     texts = list(reference.case(21, records=2).texts)
-    expected = local.generate(texts, **OPTIONS).token_ids
-    assert engine.generate(texts, **OPTIONS).token_ids == expected
-    store = DirectoryStore(reference.folder / "served-recipe-kv")
-    for key in list(store.keys()):
-        store.delete(key)
-    again = engine.generate([*texts[:-1], "Another question?"], **OPTIONS)
-    assert again.stats.misses == len(texts) - 1
-    expected = local.generate([*texts[:-1], "Another question?"], **OPTIONS).token_ids
-    assert again.token_ids == expected
+    store = DirectoryStore(reference.folder / f"served-recipe-{recipe.promote}-kv")
+    for question in (texts[-1], "Question: What is near the lake?\nAnswer:"):
+        for key in list(store.keys()):
+            store.delete(key)
+        found = engine.generate([*texts[:-1], question], **OPTIONS)
+        expected = fresh(reference, recipe).generate([*texts[:-1], question], **OPTIONS)
+        assert found.token_ids == expected.token_ids
+        assert found.stats.reuse() == expected.stats.reuse()
 
 
 def test_the_check_of_a_server_proves_its_recipe(

@@ -15,6 +15,7 @@ from blockattn_rag.prompts.blocks import Keep, may_store
 from blockattn_rag.server.client.http import background
 from blockattn_rag.server.client.request import completion_body
 from blockattn_rag.server.client.server import Server
+from blockattn_rag.server.promotion import reuse_of
 from blockattn_rag.server.protocol import (
     COMPLETIONS,
     BlockPlan,
@@ -111,18 +112,20 @@ class Asker:
 
     def __init__(self, server: Server) -> None:
         self._server = server
-        self._name = server.model.name_at(server.info_now())
+        info = server.info_now()
+        self._name, self._promote = server.model.name_at(info), info.promote
 
-    def block(self, probe: Probe) -> Answer:
-        """Request an answer in block mode.
+    def block(self, probe: Probe, passages: tuple[int, ...] = ()) -> Answer:
+        """Request an answer in block mode. ``passages``: blocks that the server may promote, except
+        the first.
 
         Raises:
-            ProtocolError: the response does not report that all blocks were used.
+            ProtocolError: the response does not report that all blocks were used or promoted.
         """
         lengths = tuple(len(ids) for ids in probe.blocks)
-        plan = BlockPlan("complete", lengths, keep=probe.keep)
+        plan = BlockPlan("complete", lengths, keep=probe.keep, passages=passages)
         answer = self._answer(COMPLETIONS, probe.ids, plan)
-        answer.served.check_complete(lengths)
+        reuse_of(answer.served, probe.ids, plan, self._promote, ())
         return answer
 
     def full(

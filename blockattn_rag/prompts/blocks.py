@@ -247,6 +247,11 @@ class BlockPrompt:
         return "".join(block.rendered for block in self.context) + self.final
 
 
+def most_attended(places: Sequence[int], attention: Sequence[float], count: int) -> list[int]:
+    """Up to ``count`` of the places with the most attention, the most attended last."""
+    return sorted(places, key=lambda place: -attention[place])[:count][::-1]
+
+
 def promoted(
     context: Sequence[Block], attention: Sequence[float], count: int
 ) -> tuple[list[Block], list[Block]]:
@@ -264,8 +269,7 @@ def promoted(
     Returns:
         The remaining blocks in order, and the promoted passages, the most attended last.
     """
-    places = [place for place, block in enumerate(context) if block.is_passage]
-    places.sort(key=lambda place: -attention[place])
-    best = places[:count]
+    passages = [place for place, block in enumerate(context) if block.is_passage]
+    best = most_attended(passages, attention, count)
     stay = [block for place, block in enumerate(context) if place not in best]
-    return stay, [context[place] for place in reversed(best)]
+    return stay, [context[place] for place in best]

@@ -102,7 +102,7 @@ def block_keys(
             other than the sink.
     """
     plan.check_fits(len(token_ids))
-    opens_prompt, start = plan.op == "complete", 0
+    opens_prompt, start = plan.op != "encode", 0
     if plan.op == "encode":
         opens_prompt, start = plan.opens_prompt, len(token_ids) - plan.lengths[0]
         if tuple(token_ids[:start]) != (() if opens_prompt else profile.sink_ids):

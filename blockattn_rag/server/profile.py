@@ -105,6 +105,8 @@ class ModelProfile:
         sink: Sink of all context blocks except the first, as in ``prompts.sinks``.
         sink_ids: Token ids of the sink.
         adapter: Digest of the adapter that is applied to these blocks; empty if there is none.
+        promote: Number of passages to compute with the question, chosen by its attention.
+        prefix_ids: Token ids that every prompt starts with, such as BOS.
         block_tuned: Whether the model is known to be block-fine-tuned.
 
     Raises:
@@ -122,6 +124,8 @@ class ModelProfile:
     sink: SinkName = NO_SINK
     sink_ids: tuple[Count, ...] = ()
     adapter: AdapterDigest = ""
+    promote: Count = 0
+    prefix_ids: tuple[Count, ...] = ()
     block_tuned: StrictBool = False
 
     @model_validator(mode="after")
@@ -154,7 +158,7 @@ class ModelProfile:
     @property
     def recipe(self) -> RecipeOutline:
         """Recipe that the profile was written with."""
-        return RecipeOutline(self.sink, self.adapter)
+        return RecipeOutline(self.sink, self.adapter, self.promote)
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -241,10 +245,10 @@ def profile_of(model: BlockModel, recipe: Recipe | None = None) -> ModelProfile:
         trained: dict[str, Any] = {**model.tuned_with}
         recipe = Recipe(**trained)
     check_fits(recipe, model)
-    if recipe.positions != "reordered" or recipe.promote:
+    if recipe.positions != "reordered":
         raise ValueError(
-            f"found recipe {recipe}, but a server neither promotes passages nor leaves keys at "
-            "their positions; pass a recipe with promote=0 and positions='reordered'"
+            f"found recipe {recipe}, but a server rotates keys to their positions in the prompt; "
+            "pass a recipe with positions='reordered'"
         )
     with model.lock:  # the fingerprint may measure the layouts again
         fingerprint, attention = model.fingerprint, model.profile
@@ -276,5 +280,7 @@ def profile_of(model: BlockModel, recipe: Recipe | None = None) -> ModelProfile:
         sink=recipe.sink,
         sink_ids=tuple(sink_ids(recipe.sink, model.tokenizer)),
         adapter=recipe.encoding[1],
+        promote=recipe.promote,
+        prefix_ids=tuple(model.tokenizer.prefix_ids),
         block_tuned=model.is_block_tuned,
     )

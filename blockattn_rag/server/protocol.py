@@ -66,8 +66,9 @@ _Name = Annotated[str, Field(min_length=1)]
 _IndexEntry = Annotated[str, Field(pattern=f"^([0-9a-f]{{{HEX_DIGITS}}})?$")]
 _Ids = Annotated[tuple[Count, ...], Field(min_length=1, fail_fast=True)]
 
-Op = Literal["complete", "encode"]
-"""``complete``: answer from blocks. ``encode``: compute and keep the KV of one block."""
+Op = Literal["complete", "score", "encode"]
+"""``complete``: answer from blocks. ``score``: measure the attention of the final block to each
+context block. ``encode``: compute and keep the KV of one block."""
 
 Outcome = Literal["found", "encoded", "missing"]
 """Outcome for a block: already stored, stored by this request, or not stored."""
@@ -78,7 +79,7 @@ class ServerInfo:
     """Description of a server, from ``INFO``.
 
     Args:
-        fingerprint, tokenizer, sink, adapter, block_tuned: See ``ModelProfile``.
+        fingerprint, tokenizer, sink, adapter, promote, block_tuned: See ``ModelProfile``.
         models: Names of its models, the base model first.
         max_tokens: Maximum tokens of a prompt and its answer together.
         namespace: Namespace of the caller's blocks.
@@ -92,6 +93,7 @@ class ServerInfo:
     tokenizer: Digest
     sink: SinkName
     adapter: AdapterDigest
+    promote: Count
     block_tuned: StrictBool
     models: Annotated[tuple[_Name, ...], Field(min_length=1, max_length=MOST_BLOCKS)]
     max_tokens: Positive
@@ -101,7 +103,7 @@ class ServerInfo:
     @property
     def recipe(self) -> RecipeOutline:
         """Recipe of the server."""
-        return RecipeOutline(self.sink, self.adapter)
+        return RecipeOutline(self.sink, self.adapter, self.promote)
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to a JSON object."""
@@ -198,39 +200,50 @@ class BlockPlan:
 
     Args:
         op: Operation.
-        lengths: Number of tokens of each context block, in order. ``complete``: the prompt starts
-            with the blocks, and at least one token follows. ``encode``: one block at the end of the
-            prompt.
+        lengths: Number of tokens of each context block, in order. ``complete`` and ``score``: the
+            prompt starts with the blocks, and at least one token follows. ``encode``: one block at
+            the end of the prompt.
         namespace: Namespace of the blocks, see ``store.namespaces``.
         keep: Where each block may be kept. Default: ``private`` for all, so that the KV of text
             that a client did not mark as a passage never reaches the store.
         opens_prompt: For ``encode``: whether the block opens a prompt, and so is encoded without
             sink and adapter.
+        passages: Indices of the blocks that are passages, in order. A server whose recipe promotes
+            passages chooses among these.
 
     Raises:
         ValueError: A field is invalid.
     """
 
     op: Op
-    lengths: Annotated[
-        tuple[Positive, ...], Field(min_length=1, max_length=MOST_BLOCKS, fail_fast=True)
-    ]
+    lengths: Annotated[tuple[Positive, ...], Field(max_length=MOST_BLOCKS, fail_fast=True)]
     namespace: Namespace = ""
     keep: Annotated[
         tuple[Keep, ...], Field(max_length=MOST_BLOCKS, fail_fast=True, validate_default=True)
     ] = ()
     opens_prompt: StrictBool = False
+    passages: Annotated[tuple[Count, ...], Field(max_length=MOST_BLOCKS, fail_fast=True)] = ()
 
     @field_validator("lengths")
     @classmethod
     def _one_block_to_encode(
         cls, lengths: tuple[int, ...], info: ValidationInfo
     ) -> tuple[int, ...]:
-        if info.data.get("op") == "encode" and len(lengths) > 1:
+        if info.data.get("op") == "encode" and len(lengths) != 1:
             raise ValueError(
                 f"op='encode' takes one block, found {len(lengths)}; send a request for each"
             )
         return lengths
+
+    @field_validator("passages")
+    @classmethod
+    def _are_blocks(cls, passages: tuple[int, ...], info: ValidationInfo) -> tuple[int, ...]:
+        blocks = len(info.data.get("lengths", ()))
+        if sorted({*passages}) != [*passages] or max(passages, default=-1) >= blocks:
+            raise ValueError(
+                f"expected increasing indices of {blocks} blocks, found {shown(passages)}"
+            )
+        return passages
 
     @field_validator("keep")
     @classmethod
@@ -248,13 +261,13 @@ class BlockPlan:
 
     def check_fits(self, num_prompt_tokens: int) -> None:
         """Raise ProtocolError if the blocks, and for answers one more token, exceed the prompt."""
-        most = num_prompt_tokens - (self.op == "complete")
+        most = num_prompt_tokens - (self.op != "encode")
         if self.context_tokens > most:
             raise ProtocolError(
                 f"lengths add up to {self.context_tokens} tokens, expected at most {most}: the "
                 f"prompt has {num_prompt_tokens}"
                 + ", and its last token must not be in a block"
-                * (self.op == "complete")
+                * (self.op != "encode")
             )
 
     def to_dict(self, secret: str | None = None, default: str = "") -> dict[str, Any]:
@@ -272,6 +285,8 @@ class BlockPlan:
             fields["keep"] = list(self.keep)
         if self.opens_prompt:
             fields["opens_prompt"] = True
+        if self.passages:
+            fields["passages"] = list(self.passages)
         if secret is not None:
             fields |= {"namespace": self.namespace, "mac": self._mac(secret)}
         elif self.namespace != default:
@@ -349,6 +364,10 @@ class ServedBlocks:
         encoded_tokens: Tokens of these encoded blocks.
         fetch_s: Seconds to load the blocks.
         int8_blocks: Blocks loaded in int8.
+        promoted: Indices of the passages that moved into the final block, the most attended last.
+            They are not among ``blocks``.
+        dropped, dropped_tokens: Blocks that were encoded for this request before they moved, and
+            their tokens. They are not among ``encoded``.
         cut_short: Whether a stop string ended the answer. The engine then reports nothing, so
             ``loaded_tokens``, ``local_tokens``, ``fetch_s`` and ``int8_blocks`` are unknown and 0.
 
@@ -363,6 +382,9 @@ class ServedBlocks:
     encoded_tokens: Count = 0
     fetch_s: Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)] = 0.0
     int8_blocks: Count = 0
+    promoted: Annotated[tuple[Count, ...], Field(max_length=MOST_BLOCKS)] = ()
+    dropped: Count = 0
+    dropped_tokens: Count = 0
     cut_short: StrictBool = False
 
     @model_validator(mode="after")

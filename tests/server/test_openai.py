@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from blockattn_rag.engine.outline import RecipeOutline
 from blockattn_rag.errors import ProtocolError
 from blockattn_rag.prompts.blocks import BlockPrompt
 from blockattn_rag.prompts.formats import CHAT, Passage
@@ -55,7 +56,9 @@ def test_documents_give_the_tokens_and_cuts_of_a_prompt_in_process() -> None:
     found = rendered(body)
     lengths = tuple(len(ids) for ids in expected.context)
     assert found.token_ids == expected.flat
-    assert found.plan == BlockPlan("complete", lengths, keep=("memory", "store", "store"))
+    assert found.plan == BlockPlan(
+        "complete", lengths, keep=("memory", "store", "store"), passages=(1, 2)
+    )
     full = rendered({**body, "blockattn": {"mode": "full"}})
     assert full == (expected.flat, None)
 
@@ -235,12 +238,13 @@ REPORT = {
     "misses": 1,
     "reused_tokens": 4,
     "computed_tokens": 11,
+    "promoted_tokens": 0,
     "recipe": "head:4",
 }
 
 
 def report(plan: BlockPlan | None = PLAN) -> ChatReport:
-    return ChatReport(ChatPrompt([1] * 15, plan), "head:4")
+    return ChatReport(ChatPrompt([1] * 15, plan), RecipeOutline("head:4"))
 
 
 def test_the_report_replaces_what_is_internal_in_an_answer() -> None:

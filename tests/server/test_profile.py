@@ -132,7 +132,7 @@ def test_a_layer_s_numbers_are_within_bounds(field: str, value: object, why: str
 
 
 def test_a_profile_lacks_no_field() -> None:
-    for name in changed().keys() - {"adapter", "block_tuned"}:
+    for name in changed().keys() - {"adapter", "promote", "prefix_ids", "block_tuned"}:
         told = changed()
         del told[name]
         with pytest.raises(ProtocolError):
@@ -181,7 +181,7 @@ def test_a_recipe_of_another_model_or_that_no_server_applies_has_no_profile() ->
     other = BlockModel(tiny_model("llama", num_hidden_layers=1), tiny_tokenizer())
     with pytest.raises(ValueError, match=r"belongs to .* with the fingerprint"):
         profile_of(model, recipe_of(other))
-    with pytest.raises(ValueError, match="found recipe composite positions, but a server"):
+    with pytest.raises(ValueError, match="found recipe composite positions, but a server rotates"):
         profile_of(model, Recipe(positions="composite"))
 
 
@@ -190,6 +190,7 @@ def test_a_recipe_of_another_model_or_that_no_server_applies_has_no_profile() ->
     [
         ({"sink": "bos"}, "found bos, expected head:4 . adapter"),
         ({"adapter": None}, "found head:4, expected head:4 . adapter"),
+        ({"promote": 1}, "promote 1, expected head:4 . adapter"),
         ({"positions": "composite"}, "adapter ...... . composite positions, expected"),
         ({"fingerprints": ("0" * 64,)}, "found fingerprints .'000"),
     ],

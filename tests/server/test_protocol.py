@@ -37,14 +37,15 @@ anything = st.recursive(
     max_leaves=8,
 )
 names = st.sampled_from(["v", "op", "lengths", "namespace", "mac", "mode", "blocks", "fetch_s"])
-values = anything | st.sampled_from([1, "complete", "encode", "block", "", "a" * 64])
+values = anything | st.sampled_from([1, "complete", "score", "encode", "block", "", "a" * 64])
 nearly = st.fixed_dictionaries(
     {},
     optional={
         "v": st.just(1) | anything,
-        "op": st.sampled_from(["complete", "encode"]) | anything,
+        "op": st.sampled_from(["complete", "score", "encode"]) | anything,
         "lengths": st.lists(st.integers(-1, 9) | anything, max_size=4) | anything,
         "opens_prompt": st.booleans() | anything,
+        "passages": st.lists(st.integers(-1, 4), max_size=4) | anything,
         "keep": st.lists(st.sampled_from(["store", "memory", "private"]), max_size=4) | anything,
         "namespace": st.sampled_from(["", "a", "/"]) | anything,
         "mac": st.text("0123456789abcdef", min_size=64, max_size=64) | anything,
@@ -89,10 +90,14 @@ def test_parameters_of_others_hold_no_plan(params: Any) -> None:
         (asked(lengths=None), "blockattn has no field 'lengths'; add it"),
         (asked(v=2), "found version 2 of blockattn, expected 1"),
         (asked(v=True), "found version True"),
-        (asked(op="delete"), "blockattn.op should be 'complete' or 'encode', found 'delete'"),
-        (asked(op=["complete"]), "op should be 'complete' or"),
+        (asked(op="delete"), "op should be 'complete', 'score' or 'encode', found 'delete'"),
+        (asked(op=["complete"]), "op should be 'complete', 'score' or"),
         (asked(lengths="32"), "lengths should be a valid list, found '32'"),
-        (asked(lengths=[]), "lengths should have at least 1 item, found"),
+        (asked(op="encode", lengths=[]), "takes one block, found 0"),
+        (asked(passages=[2]), "passages: expected increasing indices of 2 blocks, found"),
+        (asked(passages=[1, 0]), "passages: expected increasing indices of 2 blocks, found"),
+        (asked(passages=[1, 1]), "passages: expected increasing indices of 2 blocks, found"),
+        (asked(passages=[-1]), r"passages.0. should be greater than or equal to 0"),
         (asked(lengths=[1] * (MOST_BLOCKS + 1)), "at most 256 items, found"),
         (asked(lengths=[3, 0]), r"lengths\[1\] should be greater than or equal to 1, found 0"),
         (asked(lengths=[True]), "found True"),
@@ -131,7 +136,9 @@ def test_whatever_a_client_sends_it_is_a_plan_within_bounds_or_refused(params: A
         return
     assert plan.namespace == "own", "no client names its namespace"
     assert all(type(n) is int and n >= 1 for n in plan.lengths)
-    assert 1 <= len(plan.lengths) <= (1 if plan.op == "encode" else MOST_BLOCKS)
+    least, most = (1, 1) if plan.op == "encode" else (0, MOST_BLOCKS)
+    assert least <= len(plan.lengths) <= most
+    assert all(place in range(len(plan.lengths)) for place in plan.passages)
     assert plan.context_tokens <= (6 if plan.op == "encode" else 5)
     assert parse_plan(plan.to_dict(secret=SECRET), 6, secret=SECRET) == plan
 
@@ -163,6 +170,7 @@ def test_who_names_no_namespace_has_the_server_s() -> None:
         {"keep": ["store", "store"]},
         {"keep": ["private", "store"]},
         {"opens_prompt": True},
+        {"passages": [1]},
     ],
 )
 def test_a_code_holds_for_the_plan_that_it_was_made_for_alone(changed: dict[str, Any]) -> None:
@@ -250,7 +258,7 @@ def test_the_protocol_needs_no_torch() -> None:
 # -- routes ----------------------------------------------------------------------------------------
 
 INFO = ServerInfo(
-    "a" * 64, "b" * 64, "head:4", "c" * 64, True, ("llama", "other"), 4096, "tenant", True
+    "a" * 64, "b" * 64, "head:4", "c" * 64, 1, True, ("llama", "other"), 4096, "tenant", True
 )
 BODY = EncodeBody(((1, 2), (3,)), "llama", opens_prompt=True, private=True, only_look=True)
 INDEXED = EncodeBody(((1, 2), (3,)), index=("", "0a" * 36))

@@ -17,6 +17,7 @@ from blockattn_rag.errors import ProtocolError, ServingError
 from blockattn_rag.model.sampling import Sampling
 from blockattn_rag.prompts.blocks import Block
 from blockattn_rag.prompts.sinks import is_sink
+from blockattn_rag.server.promotion import reuse_of
 from blockattn_rag.server.protocol import BlockPlan, ServedBlocks
 from blockattn_rag.server.validation import shown
 
@@ -68,12 +69,13 @@ class TokenPrompt(NamedTuple):
     """A prompt as token ids.
 
     ``blocks``: context blocks that have tokens; ``context``: their tokens, the first one with BOS;
-    ``final``: token ids of the final block, at least one.
+    ``final``: token ids of the final block, at least one; ``prefix_ids``: BOS, if there is one.
     """
 
     blocks: list[Block]
     context: list[Tokenised]
     final: list[int]
+    prefix_ids: list[int]
 
     @property
     def ids(self) -> list[int]:
@@ -84,6 +86,11 @@ class TokenPrompt(NamedTuple):
     def lengths(self) -> tuple[int, ...]:
         """Tokens of each context block."""
         return tuple(len(one.ids) for one in self.context)
+
+    @property
+    def passages(self) -> tuple[int, ...]:
+        """Indices of the passages among the context blocks."""
+        return tuple(place for place, block in enumerate(self.blocks) if block.is_passage)
 
 
 def completion_body(
@@ -132,6 +139,7 @@ class ComingAnswer:
     Args:
         request: Request to emit text to.
         prompt: Prompt of the request.
+        plan: How the prompt is split into blocks; None if there are none, or in full mode.
         mode: Requested mode.
         tokenizer: A transformers tokenizer.
         sampling: Stop strings, and control tokens to keep.
@@ -142,16 +150,18 @@ class ComingAnswer:
         self,
         request: PendingAnswer,
         prompt: TokenPrompt,
+        plan: BlockPlan | None,
         mode: Mode,
         tokenizer: Any,
         sampling: Sampling,
-        recipe: str,
+        recipe: RecipeOutline,
     ) -> None:
         self._request = request
         self._prompt = prompt
+        self._plan = plan
         self._mode = mode
         self._detokenizer = Detokenizer(tokenizer, sampling.stop, sampling.keep_tokens)
-        self._recipe = "" if mode == "full" else recipe
+        self._recipe = recipe
         self._clock = Clock(request.started)
         self._sent = time.perf_counter()
         self._ids: list[int] = []
@@ -207,22 +217,18 @@ class ComingAnswer:
 
     def _stats(self) -> ReuseStats:
         """Reuse as the server reports it."""
-        prompt = self._prompt
-        computed, tokens = len(prompt.final), sum(prompt.lengths)
-        if self._mode == "full" or not prompt.context:
+        prompt, plan, recipe = self._prompt, self._plan, self._recipe
+        if plan is None:
             self._clock.assembling = self._clock.prefilling = self._sent
-            total = computed + tokens
-            return ReuseStats(self._mode, computed_tokens=total, recipe=self._recipe)
+            name = "" if self._mode == "full" else str(recipe)
+            return ReuseStats(self._mode, computed_tokens=len(prompt.ids), recipe=name)
         served = ServedBlocks.from_dict(self._params)
-        served.check_complete(prompt.lengths)
+        counts = reuse_of(served, prompt.ids, plan, recipe.promote, prompt.prefix_ids)
         self._clock.assembling = self._clock.prefilling = self._sent + served.fetch_s
         return ReuseStats(
             "block",
-            hits=served.blocks - served.encoded,
-            misses=served.encoded,
-            reused_tokens=tokens - served.encoded_tokens,
-            computed_tokens=computed + served.encoded_tokens,
+            **counts,
             fetch_s=served.fetch_s,
             int8_blocks=served.int8_blocks,
-            recipe=self._recipe,
+            recipe=str(recipe),
         )

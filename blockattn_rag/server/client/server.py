@@ -114,7 +114,8 @@ class RemoteModel:
         context, final = self.tokenizer.with_final_ids(prompt)
         tokenised = [self.tokenised(block, index == 0) for index, block in enumerate(context)]
         there = [place for place, one in enumerate(tokenised) if one.ids]
-        return TokenPrompt([context[i] for i in there], [tokenised[i] for i in there], final)
+        blocks, prefix_ids = [context[i] for i in there], self.tokenizer.prefix_ids
+        return TokenPrompt(blocks, [tokenised[i] for i in there], final, prefix_ids)
 
     @cached_property
     def tokenised(self) -> Callable[[Block, bool], Tokenised]:
@@ -235,7 +236,9 @@ class Server:
                 f"found {len(prompt.lengths)} blocks in the prompt, expected at most {MOST_BLOCKS} "
                 "for a server; retrieve fewer passages"
             )
-        plan = BlockPlan("complete", prompt.lengths, keep=self._keep(prompt))
+        passages = prompt.passages if info.promote else ()
+        keep = self._keep(prompt)
+        plan = BlockPlan("complete", prompt.lengths, keep=keep, passages=passages)
         self._warn_if_untuned(info)
         if self._on_miss == "error":
             await self._check_nothing_missing(prompt)
@@ -269,10 +272,10 @@ class Server:
         async def ask() -> Generation:
             nonlocal has_begun
             info = await self._checked_info()
-            name, recipe = self.model.name_at(info), str(info.recipe)
-            body = completion_body(name, prompt.ids, plan, limit, options.sampling)
-            how = options.mode, tokenizer, options.sampling, recipe
-            answer = ComingAnswer(pending, prompt, *how)
+            name, sampling = self.model.name_at(info), options.sampling
+            body = completion_body(name, prompt.ids, plan, limit, sampling)
+            how = options.mode, tokenizer, sampling, info.recipe
+            answer = ComingAnswer(pending, prompt, plan, *how)
             async with aclosing(self.client.events(COMPLETIONS, body)) as events:
                 async for event in events:
                     answer.take(event)

@@ -155,17 +155,25 @@ class WorkerReport(KVConnectorWorkerMetadata):
 
     Args:
         fetches: Finished loads by request id.
+        attention: Attention to each context block of a measurement, by request id. See
+            ``AttentionMeter.end``.
         unsaved: Why encoded blocks could not be stored, by the name of the encoding request.
     """
 
     fetches: Mapping[str, Fetch] = field(default_factory=dict)
     unsaved: Mapping[str, str] = field(default_factory=dict)
+    attention: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
-        """Combine the reports of two ranks. The slower of a request's loads counts."""
+        """Combine the reports of two ranks. The slower of a request's loads counts. The ranks have
+        different layers or heads, so their attention is added."""
         if not isinstance(other, WorkerReport):
             raise TypeError(f"expected the report of another rank, found {type(other).__name__}")
         both = dict(self.fetches)
         for request_id, fetch in other.fetches.items():
             both[request_id] = max(both.get(request_id, fetch), fetch)
-        return WorkerReport(both, {**self.unsaved, **other.unsaved})
+        attention = dict(self.attention)
+        for request_id, sums in other.attention.items():
+            mine = attention.get(request_id, (0.0,) * len(sums))
+            attention[request_id] = tuple(map(sum, zip(mine, sums, strict=True)))
+        return WorkerReport(both, {**self.unsaved, **other.unsaved}, attention)

@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Field, field_validator
 from pydantic.dataclasses import dataclass
 
+from blockattn_rag.engine.outline import RecipeOutline
 from blockattn_rag.errors import ProtocolError
 from blockattn_rag.output.tool_templates import tool_template
 from blockattn_rag.output.tool_use import prompt_spans
@@ -33,6 +34,7 @@ from blockattn_rag.prompts.chat_template import (
 from blockattn_rag.prompts.formats import CHAT, Passage
 from blockattn_rag.prompts.marked_text import content_spans
 from blockattn_rag.prompts.tokenization import BlockTokenizer
+from blockattn_rag.server.promotion import reuse_of
 from blockattn_rag.server.protocol import FIELD, MOST_BLOCKS, BlockPlan, ServedBlocks
 from blockattn_rag.server.validation import STRICT, as_object, parse, shown
 
@@ -288,7 +290,9 @@ class ChatPrompts:
             return ChatPrompt(token_ids, None)
         lengths = tuple(len(ids) for _, ids in cut)
         keep = tuple(keep_of(block.origin) for block, _ in cut)
-        return ChatPrompt(token_ids, BlockPlan("complete", lengths, keep=keep))
+        passages = tuple(place for place, (block, _) in enumerate(cut) if block.is_passage)
+        plan = BlockPlan("complete", lengths, keep=keep, passages=passages)
+        return ChatPrompt(token_ids, plan)
 
     def prompt(
         self,
@@ -372,12 +376,16 @@ class ChatReport:
 
     Args:
         prompt: Prompt of the request; None if vLLM rendered it.
-        recipe: Name of the server's recipe.
+        recipe: The server's recipe.
+        prefix_ids: See ``promotion.promote``.
     """
 
-    def __init__(self, prompt: ChatPrompt | None, recipe: str) -> None:
+    def __init__(
+        self, prompt: ChatPrompt | None, recipe: RecipeOutline, prefix_ids: Sequence[int] = ()
+    ) -> None:
         self._prompt = prompt
         self._recipe = recipe
+        self._prefix_ids = prefix_ids
         self._encoded_tokens = 0
 
     def answer(self, answer: Any) -> dict[str, Any]:
@@ -417,15 +425,9 @@ class ChatReport:
             return {"mode": "block"}
         served = ServedBlocks.from_dict(params)
         self._encoded_tokens = served.encoded_tokens
-        reused = plan.context_tokens - served.encoded_tokens
-        return {
-            "mode": "block",
-            "hits": served.blocks - served.encoded,
-            "misses": served.encoded,
-            "reused_tokens": reused,
-            "computed_tokens": len(self._prompt.token_ids) - reused,
-            "recipe": self._recipe,
-        }
+        recipe, token_ids = self._recipe, self._prompt.token_ids
+        counts = reuse_of(served, token_ids, plan, recipe.promote, self._prefix_ids)
+        return {"mode": "block", **counts, "recipe": str(recipe)}
 
     def _correct(self, usage: dict[str, Any]) -> None:
         """Subtract the tokens that were encoded for this request from the cached ones."""

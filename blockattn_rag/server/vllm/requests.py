@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blockattn_rag.errors import ProtocolError
 from blockattn_rag.output.grammar import MOST_CHARACTERS, choice_grammar
-from blockattn_rag.prompts.blocks import Keep, is_private, may_store
+from blockattn_rag.prompts.blocks import Keep, is_private, may_store, most_attended
 from blockattn_rag.server.config import ServingConfig
 from blockattn_rag.server.keys import BlockId, block_keys, full_mode_salt
 from blockattn_rag.server.profile import ModelProfile
+from blockattn_rag.server.promotion import promote
 from blockattn_rag.server.protocol import TENANT_HEADER, BlockPlan, EncodeBody, parse_plan
 from blockattn_rag.server.validation import Namespace, parse
 
@@ -106,8 +107,9 @@ def encodables(
 
 @dataclass(frozen=True, slots=True)
 class BlockRequest:
-    """Completion or chat in block mode: how its prompt is split, and its context blocks."""
+    """Completion or chat in block mode: its prompt, how it is split, and its context blocks."""
 
+    token_ids: list[int]
     plan: BlockPlan
     blocks: Sequence[Encodable]
 
@@ -188,15 +190,35 @@ class RequestReader:
                 "kv_transfer_params must contain blockattn with op='complete'; leave them out for "
                 "full mode"
             )
-        self._check(request, len(token_ids))
+        self._check(request, plan, len(token_ids))
+        return self._planned(request, token_ids, plan)
+
+    def promote(
+        self, request: Any, prompt: BlockRequest, attention: Sequence[float]
+    ) -> tuple[BlockRequest, tuple[int, ...]]:
+        """Move passages into the final block of a request.
+
+        Returns:
+            The new prompt, and the indices of the promoted blocks in the old one.
+        """
+        plan, profile = prompt.plan, self._profile
+        promoted = tuple(most_attended(plan.passages, attention, profile.promote))
+        new = promote(prompt.token_ids, plan.lengths, promoted, profile.prefix_ids)
+        keep = tuple(plan.keep[place] for place in new.stay)
+        changed = replace(plan, lengths=new.lengths, keep=keep, passages=())
+        return self._planned(request, new.token_ids, changed), promoted
+
+    def _planned(self, request: Any, token_ids: list[int], plan: BlockPlan) -> BlockRequest:
+        """Put a prompt and its signed plan into a request for vLLM's handlers."""
         tokens = iter(token_ids)
         cut = [tuple(islice(tokens, length)) for length in plan.lengths]
         blocks = self._encodables(cut, plan.namespace, opens_prompt=True, keep=plan.keep)
-        request.kv_transfer_params = {
-            **({_CHAT_IDS: token_ids} if hasattr(request, "messages") else {}),
-            **plan.to_dict(self._secret, self._config.namespace),
-        }
-        return BlockRequest(plan, blocks)
+        signed = plan.to_dict(self._secret, self._config.namespace)
+        if hasattr(request, "messages"):
+            request.kv_transfer_params = {_CHAT_IDS: token_ids, **signed}
+        else:
+            request.prompt, request.kv_transfer_params = token_ids, signed
+        return BlockRequest(token_ids, plan, blocks)
 
     def namespace(self, headers: Headers) -> str:
         """Namespace of a request: its tenant's, which the gateway sets, or the server's default.
@@ -239,7 +261,7 @@ class RequestReader:
             opens_prompt=opens_prompt,
             keep=keep,
         )
-        longest = max(len(one.token_ids) for one in found)
+        longest = max((len(one.token_ids) for one in found), default=0)
         if longest >= self._max_tokens:
             raise ProtocolError(
                 f"a block has {longest} tokens including the sink, expected fewer than the "
@@ -278,16 +300,17 @@ class RequestReader:
                 grammar, choice=None, grammar=choice_grammar(grammar.choice)
             )
 
-    def _check(self, request: Any, num_prompt_tokens: int) -> None:
+    def _check(self, request: Any, plan: BlockPlan, num_prompt_tokens: int) -> None:
         """Raise ProtocolError for a request that block mode cannot answer."""
         for name, why in _UNSUPPORTED.items():
             value = getattr(request, name, None)
             if value is not None and value is not False:
                 raise ProtocolError(f"{name} is not possible in block mode: {why}; leave it out")
-        if num_prompt_tokens >= self._max_tokens:
+        least = 2 if self._profile.promote and plan.passages else 1  # tokens to be generated
+        if num_prompt_tokens + least > self._max_tokens:
             raise ProtocolError(
-                f"the prompt has {num_prompt_tokens} tokens, expected fewer than the server's "
-                f"max_model_len, {self._max_tokens}"
+                f"the prompt has {num_prompt_tokens} tokens, expected at most "
+                f"{self._max_tokens - least}: the server's max_model_len is {self._max_tokens}"
             )
         held = getattr(request, "structured_outputs", None)
         if held is not None and _DIALECT in (held.grammar or "") and self._backend != "guidance":

@@ -46,14 +46,11 @@ class BlockSaver:
     memory before ``save`` returns.
 
     Args:
-        pages: Pages of all layers of the share.
+        pages: Pages of all layers of the share, with measured layouts.
         share: Heads and layers of this rank.
         home: Store for blocks that may be stored. Written by background threads.
         kept: In-memory store for the shares of blocks that must not be stored.
         adapter: Adapter of the recipe, for all blocks except those that open a prompt.
-
-    Raises:
-        ServingError: Values that a layer writes to its pages cannot be read back.
     """
 
     def __init__(
@@ -79,8 +76,6 @@ class BlockSaver:
         self._layouts = [profile.layouts[layer] for layer in share.layers]
         self._unsaved: dict[str, str] = {}
         self._lock = threading.Lock()
-        for place, one in enumerate(pages):
-            one.share_layout(pages[:place])
 
     def save(self, save: Save, slots: Tensor) -> None:
         """Copy a block out of its pages. ``slots`` ``[tokens]`` covers the complete prompt.

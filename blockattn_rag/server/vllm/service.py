@@ -18,8 +18,9 @@ from blockattn_rag.server.profile import ModelProfile
 from blockattn_rag.server.protocol import EncodeAnswer, EncodeBody, ServerInfo
 from blockattn_rag.server.vllm.ensure import BlockEnsurer
 from blockattn_rag.server.vllm.openai import ChatBody, ChatPrompt, ChatPrompts, ChatReport
-from blockattn_rag.server.vllm.requests import Encodable, RequestReader
+from blockattn_rag.server.vllm.requests import BlockRequest, Encodable, RequestReader
 from blockattn_rag.server.vllm.retrying import CURRENT, RetryingClient, Ticket, with_marker
+from blockattn_rag.server.vllm.scoring import Scorer
 from blockattn_rag.store import open_store
 from blockattn_rag.store.namespaces import Access
 from blockattn_rag.store.passage_index import PassageIndex
@@ -56,6 +57,7 @@ class Service:
         )
         home = open_store(config.store)
         self._ensurer = BlockEnsurer(engine_client, home, config, profile)
+        self._scorer = Scorer(engine_client, config)
         is_indexed = home.sidecar is not None or config.recognize
         self.passages = PassageIndex(home) if is_indexed else None
         retrying = RetryingClient(engine_client)
@@ -101,6 +103,7 @@ class Service:
             tokenizer=profile.tokenizer,
             sink=profile.sink,
             adapter=profile.adapter,
+            promote=profile.promote,
             block_tuned=profile.block_tuned,
             models=self._requests.model_names,
             max_tokens=self._max_tokens,
@@ -146,7 +149,15 @@ class Service:
         if prompt is None:
             return await create(request, raw_request)
         encoded = await self._ensure(prompt.blocks)
-        ticket = Ticket(prompt.plan, lambda: self._ensure(prompt.blocks, thorough=True), encoded)
+        promoted: tuple[int, ...] = ()
+        if self._profile.promote and prompt.plan.passages:
+            attention, lost = await self._attention(prompt)
+            prompt, promoted = self._requests.promote(request, prompt, attention)
+            encoded |= {**lost, **await self._ensure(prompt.blocks)}
+        blocks = prompt.blocks
+        used = {key: encoded.pop(key) for key in {one.key for one in blocks} & encoded.keys()}
+        again = partial(self._ensure, blocks, thorough=True)
+        ticket = Ticket(prompt.plan, again, used, promoted, dropped=encoded)
         CURRENT.set(ticket)
         answer = await create(request, raw_request)
         return with_marker(answer, ticket) if isinstance(answer, AsyncGenerator) else answer
@@ -170,7 +181,7 @@ class Service:
             prompt = await asyncio.to_thread(self._rendered, body, request, namespace)
         if prompt is not None:
             request.kv_transfer_params = prompt.to_params()
-        report = ChatReport(prompt, str(self._profile.recipe))
+        report = ChatReport(prompt, self._profile.recipe, self._profile.prefix_ids)
         answer = await self.complete(self._openai.create_chat_completion, request, raw_request)
         if isinstance(answer, AsyncGenerator):
             return report.events(answer)
@@ -215,6 +226,23 @@ class Service:
                 f"({self._profile.tokenizer[:12]}); make the profile again from the served model"
             )
         return prompts
+
+    async def _attention(self, prompt: BlockRequest) -> tuple[Sequence[float], dict[str, int]]:
+        """Attention of the final block to each context block, and the tokens of blocks that were
+        lost and encoded again, by key.
+
+        Raises:
+            ServingError: The engine failed twice.
+        """
+        if (attention := await self._scorer.attention(prompt)) is not None:
+            return attention, {}
+        lost = await self._ensure(prompt.blocks, thorough=True)
+        if (attention := await self._scorer.attention(prompt)) is not None:
+            return attention, lost
+        raise ServingError(
+            "the engine failed twice to measure the attention of the question, which decides what "
+            "to promote; see the server's log"
+        )
 
     async def _ensure(
         self, blocks: Sequence[Encodable], *, thorough: bool = False, must_store: bool = False

@@ -27,10 +27,11 @@ from blockattn_rag.kv.context import Context, place
 from blockattn_rag.model import BlockModel, EncodeRequest
 from blockattn_rag.model.sampling import Sampling
 from blockattn_rag.output.grammar import parse_grammar
-from blockattn_rag.prompts.blocks import may_store
+from blockattn_rag.prompts.blocks import may_store, most_attended
 from blockattn_rag.prompts.recognition import from_hex
 from blockattn_rag.server.keys import BlockId, block_keys
 from blockattn_rag.server.profile import profile_of
+from blockattn_rag.server.promotion import promote
 from blockattn_rag.server.protocol import (
     COMPLETIONS,
     ENCODE,
@@ -140,6 +141,7 @@ class FakeServer:
             tokenizer=self.profile.tokenizer,
             sink=recipe.sink,
             adapter=self.profile.adapter,
+            promote=self.profile.promote,
             block_tuned=block_tuned,
             models=(name, "another-model"),
             max_tokens=max_tokens or self.profile.max_positions,
@@ -149,6 +151,8 @@ class FakeServer:
         self.requests: list[tuple[str, Any]] = []
         """What was asked: the path, and the body."""
         self.authorizations: list[str | None] = []
+        self.encoded: dict[str, int] = {}
+        """Tokens of the blocks that were encoded, by key."""
         self.faults: deque[Fault | None] = deque()
         """What goes wrong with the next requests, in their order, that to INFO aside."""
         self.marker: Callable[[dict[str, Any]], dict[str, Any] | None] = lambda told: told
@@ -207,6 +211,7 @@ class FakeServer:
         kv = replace(kv, namespace=one.namespaces[0])
         assert kv.key == one.key
         store.put(kv.key, kv)
+        self.encoded[kv.key] = kv.num_tokens
         return kv
 
     def _found(self, one: BlockId) -> BlockKV | None:
@@ -214,6 +219,32 @@ class FakeServer:
         if kept is not None and may_store(one.keep) and not self.read_only:
             self.store.put(one.key, kept)
         return kept or self.store.get(one.key)
+
+    def _promoted(
+        self, ids: list[int], plan: BlockPlan
+    ) -> tuple[list[int], Context, ServedBlocks | None]:
+        """The prompt after promotion, what its answer reads, and what is said of it."""
+        before = {*self.encoded}
+        blocks, _ = self._blocks(ids, plan)
+        attention = self.model.attention_to_blocks(place(blocks), ids[plan.context_tokens :])
+        promoted = tuple(most_attended(plan.passages, attention, self.profile.promote))
+        new = promote(ids, plan.lengths, promoted, self.profile.prefix_ids)
+        keep = tuple(plan.keep[at] for at in new.stay)
+        plan = replace(plan, lengths=new.lengths, keep=keep, passages=())
+        blocks, served = self._blocks(new.token_ids, plan)
+        used = {one.key for one in block_keys(new.token_ids, plan, self.profile)}
+        made = {key: tokens for key, tokens in self.encoded.items() if key not in before}
+        encoded = [tokens for key, tokens in made.items() if key in used]
+        dropped = [tokens for key, tokens in made.items() if key not in used]
+        served = replace(
+            served,
+            encoded=len(encoded),
+            encoded_tokens=sum(encoded),
+            promoted=promoted,
+            dropped=len(dropped),
+            dropped_tokens=sum(dropped),
+        )
+        return new.token_ids, place(blocks), served
 
     def _blocks(self, ids: list[int], plan: BlockPlan) -> tuple[list[BlockKV], ServedBlocks]:
         encoded, found = [], []
@@ -272,7 +303,10 @@ class FakeServer:
         except ProtocolError as error:
             raise RefusalError(400, str(error)) from error
         assert plan is None or path == COMPLETIONS
-        context, served = self.context(ids, plan, body.get("cache_salt"))
+        if plan and plan.passages and self.profile.promote:
+            ids, context, served = self._promoted(ids, plan)
+        else:
+            context, served = self.context(ids, plan, body.get("cache_salt"))
         reason = self._write_tokens(ids, context, body, fail, write)
         end: dict[str, Any] = {"choices": [self._choice([], reason)]}
         if served is not None and (params := self.marker(served.to_dict())) is not None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from blockattn_rag import BlockAttentionEngine, BlockModel, DirectoryStore
+from blockattn_rag import BlockAttentionEngine, BlockModel, DirectoryStore, MemoryStore
 from blockattn_rag.engine.protocol import Engine
 from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.engine.results import Generation, GenerationChunk
@@ -582,6 +582,39 @@ def test_a_server_with_a_recipe_answers_as_an_engine_with_it(
             engine.generate(prompt, recipe=recipe, max_new_tokens=NEW),
             local.generate(prompt, max_new_tokens=NEW),
         )
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+@pytest.mark.parametrize("has_head", [True, False])
+def test_a_server_promotes_the_passages_that_a_local_engine_promotes(
+    serve: Serve, block_model: Any, count: int, has_head: bool
+) -> None:
+    recipe = recipe_of(block_model, promote=count)
+    engine = RemoteEngine(serve(recipe=recipe).url, tokenizer=tiny_tokenizer())
+    local = BlockAttentionEngine(block_model, MemoryStore(1 << 28), recipe=recipe, resident_bytes=0)
+    head = [Block.of([Span("A head.", "system")])] if has_head else []
+    for passages in ([A, B, "Who built it?"], [B, A], [A, A], [A]):
+        prompt = BlockPrompt((*head, *map(Block, passages)), Q)
+        for _ in range(2):
+            found = engine.generate(prompt, max_new_tokens=NEW)
+            expected = local.generate(prompt, max_new_tokens=NEW)
+            assert found.token_ids == expected.token_ids
+            assert found.stats.reuse() == expected.stats.reuse()
+            assert found.stats.recipe == expected.stats.recipe == str(recipe)
+    found = engine.generate(BlockPrompt((*head,), Q), max_new_tokens=NEW)
+    assert found.stats.promoted_tokens == 0
+
+
+@pytest.mark.parametrize("promoted", [(), (0,), (1, 2), (1, 1), (3,)])
+def test_a_server_that_promotes_what_it_should_not_is_refused(
+    serve: Serve, block_model: Any, promoted: tuple[int, ...]
+) -> None:
+    server = serve(recipe=Recipe(promote=1))
+    engine = RemoteEngine(server.url, tokenizer=tiny_tokenizer())
+    server.marker = lambda told: {"blockattn": {**told["blockattn"], "promoted": promoted}}
+    head = Block.of([Span("A head.", "system")])
+    with pytest.raises(ProtocolError, match=r"expected 1 of the passages .1, 2."):
+        engine.generate(BlockPrompt((head, Block(A), Block(B)), Q), max_new_tokens=1)
 
 
 def test_figures_have_the_names_that_local_ones_have(
