@@ -33,7 +33,7 @@ class Start(NamedTuple):
     Args:
         base: Fingerprint and context that the states depend on. None: no tail is used or kept.
         tokens: Length of the prefix in tokens.
-        states: Keys and values of the prefix, possibly followed by those of other tokens.
+        states: Keys and values of the prefix, possibly followed by other tokens' keys and values.
     """
 
     base: tuple[str, Hashable] | None = None

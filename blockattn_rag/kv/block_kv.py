@@ -66,7 +66,7 @@ class BlockKV:
         return self.keys[layer], self.values[layer], *(of_scales or ())
 
     def with_tensors(self, layers: Sequence[Sequence[Tensor]]) -> BlockKV:
-        """Copy of this block with other tensors: per layer, those that ``tensors`` returns."""
+        """Copy of this block with other tensors, per layer in the order of ``tensors``."""
         keys, values, *scales = zip(*layers, strict=True)
         return replace(
             self,

@@ -126,7 +126,8 @@ _SEPARATORS = (r"\n[ \t]*\r?\n\s*", r"-{3,}\s*", r"={3,}\s*", r"\n\t\s*", r"\n\s
 def _split(text: str, limit: int) -> list[str]:
     """Split a stripped text after its coarsest separator into at most ``limit`` pieces.
 
-    No character is lost. If there are too many cuts, those nearest to equal pieces are kept.
+    No character is lost. If there are too many cuts, the cuts that give the most equal pieces are
+    kept.
     """
     found = ([cut.end() for cut in re.finditer(one, text)] for one in _SEPARATORS)
     cuts = [end for end in next(filter(None, found), []) if end < len(text)]

@@ -176,7 +176,7 @@ def _chroma(user: str) -> ClientAPI:
 
 
 def _namespaces(named: list[str], users: list[str]) -> set[str] | None:
-    """The namespaces to clean: the named ones, or by default those of the databases. None: all.
+    """Namespaces to clean: the given ones, or else the namespaces of the databases. None: all.
 
     Raises:
         ValueError: A name is invalid.

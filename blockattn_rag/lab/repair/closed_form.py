@@ -32,9 +32,8 @@ one is used."""
 TokenBlocks = Sequence[Sequence[int]]
 """Token ids of a prompt's blocks."""
 
-# A squared difference counts as rounding if its share of the squared states is below a threshold.
-# _ROUNDING allows for sums in float32. _ROUNDING_EPS2, times the squared machine epsilon of the
-# states' dtype, allows for the states themselves.
+# A squared difference is rounding if it is below a fraction of the squared states: the larger of
+# _ROUNDING (sums in float32) and _ROUNDING_EPS2 times the squared epsilon of the states' dtype.
 _ROUNDING = 1e-9
 _ROUNDING_EPS2 = 4
 

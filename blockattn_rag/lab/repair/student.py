@@ -60,8 +60,8 @@ class BlockSource:
 class Student(nn.Module):
     """Predictions of block mode for given answers, differentiable in the correction.
 
-    The module's parameters are those of the correction. The model is not a submodule: its weights
-    must be frozen, and are not trained, moved or saved with the module.
+    The module has only the correction's parameters. The model is not a submodule: its weights must
+    be frozen, and are not trained, moved or saved with the module.
 
     Args:
         model: The model.
