@@ -177,11 +177,11 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
                 as ``"json_schema"``.
             include_raw: Whether to return ``{"raw": message, "parsed": object, "parsing_error":
                 error}``.
-            strict: Value of ``strict`` for a server. Answers follow the schema with any value.
-            kwargs: Not used.
+            strict: Value of ``strict`` in requests to a server. Answers always follow the schema.
+            kwargs: Ignored.
 
         Raises:
-            IncompleteAnswerError: Raised by calls if the answer was cut.
+            IncompleteAnswerError: Raised by calls if the answer was cut off.
             GrammarError: Raised by calls if the schema cannot be compiled.
             TypeError: An argument is unknown.
         """

@@ -33,7 +33,7 @@ class StructuredPrediction(LLM):
     The schema is appended to the last message, and a grammar constrains the answer to the schema.
 
     Raises:
-        IncompleteAnswerError: Raised by calls if the answer was cut.
+        IncompleteAnswerError: Raised by calls if the answer was cut off.
         GrammarError: Raised by calls if the schema cannot be compiled.
     """
 

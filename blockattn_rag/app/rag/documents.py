@@ -116,7 +116,7 @@ def _read(file: Path) -> list[Document]:
         with file.open("rb") as raw:
             if b"\0" in raw.read(_SNIFFED_BYTES):
                 raise UnreadableFileError(
-                    "binary, in an unknown format (text in UTF-16 must be saved as UTF-8)"
+                    "is binary, in an unknown format (text in UTF-16 must be saved as UTF-8)"
                 )
     try:
         # By default, bytes that are not UTF-8 are dropped silently.

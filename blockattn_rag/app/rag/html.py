@@ -170,7 +170,7 @@ def _decoded(page: bytes) -> str:
         text = _decoded_without_mark(page)
     if "\0" in text:
         raise ValueError(
-            "NUL characters: binary, or UTF-16 without a byte order mark; save it as UTF-8"
+            "contains NUL characters: it is binary, or UTF-16 without a byte order mark; save it as UTF-8"
         )
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
@@ -195,7 +195,7 @@ def _decoded_as(encoding: str, page: bytes) -> str:
         return page.decode(encoding)
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"bytes that are not in its encoding, {encoding}; save it as UTF-8"
+            f"contains bytes that are invalid in its encoding, {encoding}; save it as UTF-8"
         ) from error
 
 
