@@ -156,7 +156,7 @@ class GrammarCompiler:
         _compilers.add(self)
 
     def renew(self) -> None:
-        """Drop the cache and running compilations. Forked processes do not have their threads."""
+        """Drop the cache and running compilations: a forked process lacks their threads."""
         self._lock = threading.Lock()
         self._known_lock = threading.Lock()
         self._compiled: OrderedDict[Grammar, Future[Matcher | str]] = OrderedDict()

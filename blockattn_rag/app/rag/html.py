@@ -170,7 +170,8 @@ def _decoded(page: bytes) -> str:
         text = _decoded_without_mark(page)
     if "\0" in text:
         raise ValueError(
-            "contains NUL characters: it is binary, or UTF-16 without a byte order mark; save it as UTF-8"
+            "contains NUL characters: it is binary, or UTF-16 without a byte order mark; "
+            "save it as UTF-8"
         )
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
