@@ -1,9 +1,10 @@
 """Recognition of known passages in plain text, so that a prompt needs no markers.
 
-A passage is indexed by two polynomial hashes, of its first ``WINDOW`` characters and of all of
-them, its length, and its handle. A scan computes the hash of every window of a text in one pass. A
-window that starts an indexed passage leads to candidates, whose text is compared by its handle, so
-a wrong entry can only cost time.
+A passage is indexed by two polynomial hashes, of its ``WINDOW`` characters in the middle and of all
+of its characters, its length, and its handle. Many passages start or end alike, with a header or a
+footer, but few have the same middle. A scan computes the hash of every window of a text in one
+pass. A window that is in the index leads to candidates, whose text is compared by its handle, so a
+wrong entry can only cost time.
 
 Importing this module does not load torch.
 """
@@ -19,21 +20,22 @@ from numpy.typing import NDArray
 from blockattn_rag.prompts.blocks import PASSAGES, Span, handle_of, merged
 
 WINDOW = 32
-"""Characters whose hash starts a lookup. Shorter passages are not indexed."""
+"""Characters in the middle of a passage whose hash starts a lookup. Shorter passages are not
+indexed."""
 
 MOST_PASSAGES = 127
 """Maximum passages of a prompt after recognition. With text between them, a prompt has at most 256
 blocks, which a server accepts."""
 
 ENTRY = np.dtype([("window", "<u8"), ("whole", "<u8"), ("chars", "<u4"), ("handle", "u1", (16,))])
-"""Index entry of a passage: hash of its first ``WINDOW`` characters, hash of all of its characters,
-number of characters, and handle."""
+"""Index entry of a passage: hash of its window, hash of all characters, number of characters, and
+handle."""
 
 HEX_DIGITS = 2 * ENTRY.itemsize
 
 _BASE, _SCALE = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93
 _MASK = (1 << 64) - 1
-_MOST_PAIRS = 1 << 18  # compared hashes of one scan: bounds the work for passages that start alike
+_MOST_PAIRS = 1 << 17  # compared hashes of one scan: bounds the work for passages that are alike
 _WASTED = 8  # a scan stops after hashing this multiple of its text in vain
 
 Entries = NDArray[np.void]
@@ -81,7 +83,9 @@ def entries_of(texts: Iterable[str]) -> Entries:
     for text in (text.strip() for text in texts):
         if len(text) >= WINDOW:
             terms = _characters(text) * _POWERS.upto(len(text))[0][: len(text)]
-            window, whole = (int(part.sum()) * _SCALE & _MASK for part in (terms[:WINDOW], terms))
+            at, whole = _middle(len(text)), int(terms.sum()) * _SCALE & _MASK
+            inside = int(terms[at : at + WINDOW].sum())
+            window = inside * int(_POWERS.upto(at + 1)[1][at]) & _MASK
             rows.append((window, whole, len(text), [*bytes.fromhex(handle_of(text))]))
     return np.array(rows, ENTRY)
 
@@ -96,11 +100,14 @@ class PassageMatcher:
     def __init__(self, entries: Entries) -> None:
         self._entries = entries[np.argsort(entries["window"], kind="stable")]
         self._windows = np.ascontiguousarray(self._entries["window"])
-        # A table of hash prefixes rejects most windows of a text before the binary search.
-        bits = min(26, max(12, (32 * len(entries)).bit_length()))
+        self._chars = self._entries["chars"].astype(np.int64)
+        # One bit for each of the first bits of a hash rejects most windows without a search. The
+        # table has 8 bytes per passage, so that it stays in the processor's cache.
+        bits = min(30, max(12, (64 * len(entries)).bit_length()))
         self._shift = np.uint64(64 - bits)
-        self._seen = np.zeros(1 << bits, np.bool_)
-        self._seen[(self._windows >> self._shift).view(np.int64)] = True
+        seen = np.zeros(1 << bits, np.bool_)
+        seen[(self._windows >> self._shift).view(np.int64)] = True
+        self._seen = np.packbits(seen, bitorder="little")
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -163,26 +170,36 @@ class PassageMatcher:
         return sorted(found)
 
     def _candidates(self, text: str) -> tuple[Integers, Integers]:
-        """Positions in a text, and the rows of the entries whose hashes match there."""
+        """Starts of passages in a text, and the rows of the entries whose hashes match there."""
         size = len(text)
         powers, inverses = _POWERS.upto(size + 1)
         sums = np.zeros(size + 1, np.uint64)
         np.cumsum(_characters(text) * powers[:size], out=sums[1:])
         windows = (sums[WINDOW:] - sums[:-WINDOW]) * inverses[: size - WINDOW + 1]
-        at = np.flatnonzero(self._seen.take((windows >> self._shift).view(np.int64)))
+        at = self._seen_at(windows)
         left = np.searchsorted(self._windows, windows[at], "left")
         counts = np.searchsorted(self._windows, windows[at], "right") - left
         kept = np.flatnonzero((counts > 0) & (np.cumsum(counts) <= _MOST_PAIRS))
         at, left, counts = at[kept], left[kept], counts[kept]
-        starts = np.repeat(at, counts)
-        ends = np.cumsum(counts)
-        rows = np.arange(len(starts)) + np.repeat(left - ends + counts, counts)
-        stops = starts + self._entries["chars"][rows]
-        fits = np.flatnonzero(stops <= size)
+        rows = np.arange(counts.sum()) + np.repeat(left - np.cumsum(counts) + counts, counts)
+        starts = np.repeat(at, counts) - _middle(self._chars[rows])
+        stops = starts + self._chars[rows]
+        fits = np.flatnonzero((starts >= 0) & (stops <= size))
         starts, stops, rows = starts[fits], stops[fits], rows[fits]
         hashes = (sums[stops] - sums[starts]) * inverses[starts]
         same = np.flatnonzero(hashes == self._entries["whole"][rows])
         return starts[same], rows[same]
+
+    def _seen_at(self, windows: Integers) -> Integers:
+        """Places of the hashes that may be indexed."""
+        prefixes = windows >> self._shift
+        seen = self._seen.take((prefixes >> np.uint64(3)).view(np.int64))
+        return np.flatnonzero((seen >> (prefixes.astype(np.uint8) & 7)) & 1)
+
+
+def _middle(chars: Any) -> Any:
+    """Start of the window of passages with this many characters."""
+    return (chars - WINDOW) // 2
 
 
 def _in_word(text: str, at: int, first: int) -> bool:
