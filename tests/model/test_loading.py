@@ -78,6 +78,10 @@ def test_an_adapter_is_merged_into_its_base(saved: Path, tmp_path: Path) -> None
     assert loaded.fingerprint == merged.fingerprint
     plain = BlockModel(shared_tiny_llama(), tiny_tokenizer())
     assert loaded.fingerprint != plain.fingerprint
+    loaded.hf_model.save_pretrained(tmp_path / "merged")
+    loaded.tokenizer.tokenizer.save_pretrained(tmp_path / "merged")
+    again = BlockModel.from_pretrained(tmp_path / "merged", device="cpu")
+    assert (again.fingerprint, again.is_block_tuned) == (loaded.fingerprint, True)
     assert load_config(tmp_path).hidden_size == 32
 
 
