@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from blockattn_rag import Recipe
 from blockattn_rag.check.checks import placed_context
 from blockattn_rag.prompts.sinks import sink_ids
 from blockattn_rag.server.profile import profile_of
 from blockattn_rag.server.protocol import BlockPlan
+from blockattn_rag.server.vllm import attention
+from blockattn_rag.server.vllm.attention import AttentionMeter, block_shares
+from blockattn_rag.server.vllm.scheduler import Score
 from tests.recipes import recipe_of
 from tests_vllm.engines import Engine
 from tests_vllm.reference import TELLING, Case, Reference
@@ -19,7 +25,12 @@ from tests_vllm.reference import TELLING, Case, Reference
 PIPELINE = {"pipeline_parallel_size": 2, "worker_extension_cls": "tests_vllm.test_ranks.Rehearsed"}
 ENGINES: dict[str, dict[str, Any]] = {
     "one rank": {},
-    "few pages": {"max_num_batched_tokens": 192, "num_gpu_blocks_override": 22},
+    "few pages": {
+        "max_num_batched_tokens": 192,
+        "num_gpu_blocks_override": 20,
+        "max_model_len": 1024,
+        "enable_prefix_caching": False,
+    },
     "two ranks": {"tensor_parallel_size": 2},
     "two stages": PIPELINE,
 }
@@ -66,9 +77,63 @@ def test_attention_is_the_local_engine_s(
     wanted = [expected(reference, recipe, case) for case in cases]
     plans = [BlockPlan("score", case.lengths, keep=case.keep).to_dict() for case in cases]
     asked = [(case.ids, plan) for case, plan in zip(cases, plans, strict=True)]
-    said = engine.ask_all(asked, max_tokens=2)
+    has_few = "few pages" in request.node.name
+    said = engine.ask_all(asked, max_tokens=200 if has_few else 2)
     for one, shares in zip(said, wanted, strict=True):
         assert one.blocks is not None
         assert one.blocks["attention"] == pytest.approx(shares, abs=1e-5)
-    if "few pages" in request.node.name:
+    if has_few:
         assert engine.counted("vllm:num_preemptions") > 0
+
+
+PAGE = 4
+LENGTHS, PROMPT_TOKENS = (5, 7), 21
+
+
+class _Pages:
+    """Pages of a layer, in which tokens lie where requests put them."""
+
+    def __init__(self, slots: int) -> None:
+        self.keys = torch.randn(2, slots, 8)
+
+    def read(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        return self.keys[:, slots], self.keys[:, slots]
+
+
+def slots_of(pages: Sequence[int], tokens: int) -> Tensor:
+    starts = PAGE * torch.tensor(pages)
+    return (starts[:, None] + torch.arange(PAGE)).flatten()[:tokens]
+
+
+def test_a_token_that_is_computed_twice_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = [
+        SimpleNamespace(
+            layer_name=str(index),
+            impl=SimpleNamespace(scale=0.5, forward=lambda _, query: query),
+        )
+        for index in range(2)
+    ]
+    pages: list[Any] = [_Pages(100), _Pages(100)]
+    meter = AttentionMeter(layers, pages, slots_of)
+    queries = torch.randn(2, PROMPT_TOKENS, 4, 8)  # of each layer and token
+    old, new = [3, 1, 4, 0, 5, 9], [2, 6, 8, 7, 10, 11]
+    for one in pages:
+        one.keys[:, slots_of(new, 24)] = one.keys[:, slots_of(old, 24)]
+    final_tokens = PROMPT_TOKENS - sum(LENGTHS)
+    said = []
+    for used, start, stop in ((old, 12, 16), (new, 12, 18), (new, 18, 21)):
+        meter.begin([Score("r", LENGTHS, final_tokens, used, start, stop)])
+        # Tokens of another request come first.
+        slots = torch.cat([torch.tensor([60, 61, 62]), slots_of(used, stop)[start:]])
+        context = SimpleNamespace(slot_mapping={"0": slots, "1": slots})
+        monkeypatch.setattr(attention, "get_forward_context", lambda context=context: context)
+        for layer, of_layer in zip(layers, queries, strict=True):
+            layer.impl.forward(layer, torch.cat([torch.randn(3, 4, 8), of_layer[start:stop]]))
+        said.append(meter.end([]))
+    assert said[:2] == [{}, {}]
+    wanted = sum(
+        block_shares(of_layer[12:], one.keys[:, slots_of(old, 12)], LENGTHS, 0.5)
+        for of_layer, one in zip(queries, pages, strict=True)
+    )
+    assert said[2]["r"] == pytest.approx(wanted.tolist(), abs=1e-5)  # type: ignore[union-attr]
+    assert sum(said[2]["r"]) == pytest.approx(2 * final_tokens)

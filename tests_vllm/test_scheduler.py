@@ -56,6 +56,7 @@ def test_a_block_is_stored_if_its_request_came_to_its_end(
         (COMPLETE, {}, {"lora_request": LoRARequest("b", 2, "/b")}),
         (COMPLETE, {}, {"mm_features": [SimpleNamespace()]}),
         (COMPLETE, {}, {"resumable": True}),
+        (BlockPlan("score", (2, 2), keep=("store",) * 2).to_dict(), {}, {}),
         (BlockPlan("encode", (4,), keep=("store",)).to_dict(), {}, {}),
     ],
 )

@@ -240,7 +240,8 @@ class SchedulerSide:
         """Orders for the workers in this step."""
         orders, self._orders = self._orders, Orders()
         orders.is_idle = step.total_num_scheduled_tokens == 0
-        orders.scores += self._scores(step)
+        if self._profile.promote:
+            orders.scores += self._scores(step)
         return orders
 
     def _scores(self, step: SchedulerOutput) -> Iterator[Score]:
@@ -321,6 +322,8 @@ class SchedulerSide:
             reason = "blocks are encoded and read without any LoRA adapter"
         elif plan.op == "encode":
             reason = self._why_not_kept(plan)
+        elif plan.op == "score" and not self._profile.promote:
+            reason = "the recipe of this server promotes nothing"
         if reason is not None:
             raise ProtocolError(f"block mode is not possible for op={plan.op!r}: {reason}")
         if plan.op == "encode":
