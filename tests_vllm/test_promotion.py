@@ -27,8 +27,8 @@ ENGINES: dict[str, dict[str, Any]] = {
     "one rank": {},
     "few pages": {
         "max_num_batched_tokens": 192,
-        "num_gpu_blocks_override": 20,
-        "max_model_len": 1024,
+        "num_gpu_blocks_override": 22,
+        "max_model_len": 1536,
         "enable_prefix_caching": False,
     },
     "two ranks": {"tensor_parallel_size": 2},
