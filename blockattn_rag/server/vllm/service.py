@@ -151,9 +151,11 @@ class Service:
         encoded = await self._ensure(prompt.blocks)
         promoted: tuple[int, ...] = ()
         if self._profile.promote and prompt.plan.passages:
+            ensured = {one.key for one in prompt.blocks}
             attention, lost = await self._attention(prompt)
             prompt, promoted = self._requests.promote(request, prompt, attention)
-            encoded |= {**lost, **await self._ensure(prompt.blocks)}
+            new = [one for one in prompt.blocks if one.key not in ensured]
+            encoded |= {**lost, **await self._ensure(new)}
         blocks = prompt.blocks
         used = {key: encoded.pop(key) for key in {one.key for one in blocks} & encoded.keys()}
         again = partial(self._ensure, blocks, thorough=True)
