@@ -19,6 +19,7 @@ from blockattn_rag.store.base import TierStats
 PLAIN = {
     "answers": "Requests answered in block mode, except those that a stop string ended.",
     "refused": "Requests in block mode that the engine refused.",
+    "scores": "Questions whose attention was measured to promote passages.",
     "loaded_tokens": "Context tokens of answered requests whose keys and values were loaded.",
     "local_tokens": "Context tokens of answered requests found in the engine's own cache.",
     "loads": "Requests whose blocks were loaded, summed over ranks.",

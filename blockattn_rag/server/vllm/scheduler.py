@@ -302,6 +302,7 @@ class SchedulerSide:
             self._orders.saves.append(save)
             return True, None
         if known.plan.op == "score":
+            self.stats.count("scores")
             return False, {FIELD: {ATTENTION: known.attention}}
         self.stats.count("answers")
         self.stats.count("loaded_tokens", known.served.loaded_tokens)
