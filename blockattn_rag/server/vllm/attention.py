@@ -94,8 +94,7 @@ class AttentionMeter:
             measured = _Measured(sums, [0] * len(self._pages))
             self._measured[score.request_id] = measured
         first = sum(score.lengths) + measured.tokens[index]
-        row = self._row(layer, score)
-        if row is None or not score.start <= first < score.stop:
+        if not score.start <= first < score.stop or (row := self._row(layer, score)) is None:
             return
         queries = query[row + first - score.start : row + score.stop - score.start]
         keys, _ = self._pages[index].read(self._slots(score.pages, sum(score.lengths)))

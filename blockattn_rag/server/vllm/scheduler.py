@@ -245,7 +245,7 @@ class SchedulerSide:
         return orders
 
     def _scores(self, step: SchedulerOutput) -> Iterator[Score]:
-        """Orders for the measurements that a step computes tokens of."""
+        """Orders for the measurements whose prompts a step computes tokens of."""
         cached = step.scheduled_cached_reqs
         computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         pages = dict(zip(cached.req_ids, cached.new_block_ids, strict=True))
@@ -262,8 +262,9 @@ class SchedulerSide:
             known.pages = [*(known.pages if request_id in continued else ()), *added]
             stop = min(start + step.num_scheduled_tokens[request_id], known.prompt_tokens)
             final_tokens = known.prompt_tokens - known.plan.context_tokens
-            lengths = known.plan.lengths
-            yield Score(request_id, lengths, final_tokens, known.pages, start, stop)
+            if start < stop:
+                lengths = known.plan.lengths
+                yield Score(request_id, lengths, final_tokens, known.pages, start, stop)
 
     def take(self, output: KVConnectorOutput) -> None:
         """Record the workers' reports on finished loads, on measured attention and on blocks that
