@@ -328,12 +328,13 @@ class Server:
         return await self.client.retried(checked, may_retry)
 
     def _warn_if_untuned(self, info: ServerInfo) -> None:
-        if info.block_tuned or self._has_warned:
+        if info.block_tuned or info.adapter or self._has_warned:
             return
         self._has_warned = True
         logger.warning(
-            "%s at %s is not known to be block-fine-tuned, so its answers in block mode may be "
-            "less accurate than in full mode; use mode='full' where that matters",
+            "%s at %s is not known to be block-fine-tuned, and its recipe has no adapter, so its "
+            "answers in block mode may be less accurate than in full mode; serve a recipe of "
+            "`blockattn-rag repair`, or use mode='full' where that matters",
             self.model.name_at(info), self.client.base_url,
         )  # fmt: skip
 

@@ -554,8 +554,10 @@ def test_a_server_stores_what_an_engine_of_this_process_stores(
 
 
 def test_a_model_that_is_not_tuned_is_told_of_once(
-    serve: Serve, caplog: pytest.LogCaptureFixture
+    serve: Serve, block_model: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
+    repaired = serve(block_tuned=False, recipe=recipe_of(block_model))
+    RemoteEngine(repaired.url, tokenizer=tiny_tokenizer()).generate([A, Q], max_new_tokens=1)
     engine = RemoteEngine(serve(block_tuned=False).url, tokenizer=tiny_tokenizer())
     engine.generate([A, Q], mode="full", max_new_tokens=1)
     assert caplog.text == ""
