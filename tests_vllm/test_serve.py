@@ -18,6 +18,8 @@ import pytest
 from blockattn_rag.server.client import RemoteEngine
 from tests_vllm.reference import MODEL, Reference
 
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
 
 def test_a_model_is_served_by_one_command(
     reference: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -49,6 +51,14 @@ def test_a_model_is_served_by_one_command(
                 assert "214" in answer["choices"][0]["message"]["content"]
                 cached.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
         assert cached[0] < cached[1]
+        base_url = words[1].removesuffix("/chat/completions")
+        asking = [sys.executable, str(EXAMPLES / "ask_openai.py"), base_url]
+        lines = subprocess.run(asking, capture_output=True, text=True, check=True).stdout
+        said, first, again, second = lines.splitlines()
+        assert said == again == "The height of Halden Tower is 214 metres."
+        assert "'misses': 1" in first
+        assert "'misses': 0" in second
+        assert int(first.split()[0]) < int(second.split()[0])
         case = reference.case(11)
         engine = RemoteEngine(f"http://127.0.0.1:{port}", tokenizer=MODEL)
         found = engine.generate(list(case.texts), max_new_tokens=24, min_new_tokens=24)
