@@ -264,7 +264,7 @@ def test_nothing_is_encoded_for_a_request_that_is_refused(
     fresh = reference.case(33)
     long = [*fresh.ids, *fresh.ids[-1:] * 2048]
     for changed, message in (
-        ({"prompt": long}, "expected fewer than the server's max_model_len, 2048"),
+        ({"prompt": long}, "expected at most 2047: the server's max_model_len is 2048"),
         ({"model": "another"}, "found the model 'another', expected one of bundled"),
     ):
         response = server.post(COMPLETIONS, fresh.body(**changed))
