@@ -1,6 +1,6 @@
 """Efficiency benchmarks, which compare times, throughput and memory of all paths in one run."""
 
-from blockattn_rag.lab.efficiency.requests import (
+from blockattn_rag.lab.efficiency.latency import (
     measure_batch,
     measure_decode,
     measure_shared,

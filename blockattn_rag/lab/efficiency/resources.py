@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import DynamicCache
 
 from blockattn_rag.engine.engine import BlockAttentionEngine
-from blockattn_rag.lab.efficiency.requests import PATHS, on_path, paths_of
+from blockattn_rag.lab.efficiency.latency import PATHS, on_path, paths_of
 from blockattn_rag.lab.efficiency.shapes import random_prompt
 from blockattn_rag.lab.efficiency.timing import OnProgress, Turns, check_sizes
 from blockattn_rag.model import BlockModel, EncodeRequest

@@ -125,7 +125,8 @@ def measure_decode(
         One row for each length and block size: ``length``, ``block_tokens``, ``<path>_s`` (median
         seconds per token) with ``<path>_min_s`` and ``<path>_max_s``, and ``relay_over_copy``.
     """
-    check_sizes(question_tokens=question_tokens, **{"new_tokens less one": new_tokens - 1})
+    check_sizes(question_tokens=question_tokens)
+    _check_new_tokens(new_tokens)
     check_sizes(**{"the shortest length": min(lengths), "block_tokens": min(block_tokens)})
     turns = Turns(repeats, len(lengths) * len(block_tokens), on_progress)
     engines = {path: on_path(engine, path) for path in paths_of(engine)}
@@ -152,6 +153,12 @@ def _per_token(
     stats = engine.generate(prompt, max_new_tokens=new_tokens, **PATHS[path]).stats
     _check_full_length(stats, new_tokens)
     return (stats.total_s - stats.ttft_s) / (new_tokens - 1)
+
+
+def _check_new_tokens(new_tokens: int) -> None:
+    """Raise ``ValueError`` if there is no token after the first."""
+    if new_tokens < 2:
+        raise ValueError(f"new_tokens must be at least 2, found {new_tokens}")
 
 
 def _check_full_length(stats: ReuseStats, new_tokens: int) -> None:
@@ -242,7 +249,8 @@ def measure_shared(
         the leading terms of RelayAttention's equation 10.
     """
     check_sizes(context_tokens=context_tokens, question_tokens=question_tokens)
-    check_sizes(**{"new_tokens less one": new_tokens - 1, "batch": min(batch_sizes, default=0)})
+    check_sizes(batch=min(batch_sizes, default=0))
+    _check_new_tokens(new_tokens)
     _check_batches(engine)
     if not engine.model.supports_relay:
         raise ValueError(

@@ -12,7 +12,7 @@ from blockattn_rag.lab.efficiency import (
     measure_shared,
     measure_ttft,
 )
-from blockattn_rag.lab.efficiency.requests import sharing_prompts
+from blockattn_rag.lab.efficiency.latency import sharing_prompts
 from blockattn_rag.lab.efficiency.shapes import random_prompt
 from blockattn_rag.model.repetition import TEXT_TOKENS
 from tests.lab.efficiency.engines import repeating_engine, tiny_engine
