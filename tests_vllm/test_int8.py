@@ -18,7 +18,7 @@ from blockattn_rag.server.protocol import BlockPlan, EncodeBody
 from blockattn_rag.server.vllm.service import Service
 from blockattn_rag.store import DirectoryStore
 from tests_vllm.engines import Engine
-from tests_vllm.reference import TELLING, TOKENS, Case, Reference
+from tests_vllm.reference import MODEL, TELLING, TOKENS, Case, Reference
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +133,7 @@ def test_a_block_that_stays_in_memory_is_kept_in_int8(
 class Client:
     """The engine as the API server's process has it."""
 
-    model_config = SimpleNamespace(max_model_len=2048)
+    model_config = SimpleNamespace(max_model_len=2048, tokenizer=MODEL)
     vllm_config = SimpleNamespace(structured_outputs_config=SimpleNamespace(backend="auto"))
 
     def __init__(self, engine: Engine) -> None:
