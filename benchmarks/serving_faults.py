@@ -4,7 +4,8 @@
 
 vLLM serves the bundled model from an S3 store (moto's) through a proxy that injects faults. Phase
 by phase, the store is slow, corrupts data, loses entries, damages entries and is down, and the
-server is killed and restarted. In each phase, some clients disconnect early and some use full mode.
+server is killed and restarted. In each phase, some clients disconnect early, some use full mode,
+and some send documents to the routes for OpenAI clients.
 Exit status 1 if an answer differs from that of this package's own engine, a client waits longer
 than the deadline, an error has no reason, or pages or requests remain.
 
@@ -34,7 +35,8 @@ import typer
 from serving_load import ENVIRONMENT, FailedAnswerError, ask, host, write
 from tables import markdown
 
-from blockattn_rag.server.protocol import COMPLETIONS
+from blockattn_rag.prompts.formats import CHAT, Passage
+from blockattn_rag.server.protocol import COMPLETIONS, OPENAI
 from blockattn_rag.store import ObjectStore
 from blockattn_rag.store.objects import entry_path
 from tests.store.faults import Fault, FaultyServer, faulty
@@ -54,10 +56,20 @@ Breaker = Callable[["Site"], Coroutine[Any, Any, None]]
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """A prompt, and the correct tokens of its answers in block and full mode."""
+    """A prompt, and the correct tokens of its answers in block and full mode, and as a chat with
+    documents."""
 
     case: Case
     right: Mapping[str, list[int]]
+
+    @property
+    def chat(self) -> dict[str, Any]:
+        """Body of the chat."""
+        _, *passages, question = self.case.texts
+        return {
+            "documents": [{"text": text} for text in passages],
+            "messages": [{"role": "user", "content": question}],
+        }
 
 
 @dataclass(slots=True)
@@ -164,10 +176,15 @@ def known_cases(reference: Reference, most: int) -> list[Known]:
     for number in range(most):
         system, *passages, question = reference.case(number).texts
         case = reference.case_of((system, *passages[:3], question))
+        tokenizer = reference.model.tokenizer.tokenizer
+        documents = [Passage("", text) for text in passages[:3]]
+        chat = CHAT.prompt(question, documents, tokenizer)
         right = {}
-        for mode in ("block", "full"):
-            right[mode] = reference.answer(case, mode, TOKENS)
-            logits = reference.engine.answer_logits([*case.texts], right[mode], mode=mode)
+        for mode in ("block", "full", "chat"):
+            prompt, how = (chat, "block") if mode == "chat" else ([*case.texts], mode)
+            given = {"max_new_tokens": TOKENS, "min_new_tokens": TOKENS, "temperature": 0.0}
+            right[mode] = reference.engine.generate(prompt, mode=how, **given).token_ids
+            logits = reference.engine.answer_logits(prompt, right[mode], mode=how)
             best = logits.topk(2).values
             if (best[:, 0] - best[:, 1]).min() < LEAST_MARGIN:
                 break
@@ -215,7 +232,8 @@ class Campaign:
                 group.create_task(client(number))
 
     async def _outcome(self, http: httpx.AsyncClient, choose: random.Random) -> str:
-        one, mode = choose.choice(self._known), "full" if choose.random() < 0.1 else "block"
+        one = choose.choice(self._known)
+        (mode,) = choose.choices(("block", "full", "chat"), (6, 1, 3))
         leaves = choose.randint(1, TOKENS - 1) if choose.random() < 0.1 else None
         return await self._outcome_of(http, one, mode, leaves)
 
@@ -239,15 +257,16 @@ class Campaign:
     ) -> list[int]:
         """The tokens of an answer. ``leaves``: Tokens after which the client disconnects."""
         server = self._site.server
-        body: dict[str, Any] = {
-            "model": NAME,
-            "prompt": one.case.ids,
-            "max_tokens": TOKENS,
-            "min_tokens": TOKENS,
+        bodies: dict[str, tuple[str, dict[str, Any]]] = {
+            "block": (
+                COMPLETIONS,
+                {"prompt": one.case.ids, "kv_transfer_params": one.case.params},
+            ),
+            "full": ("/v1/completions", {"prompt": one.case.ids}),
+            "chat": (f"{OPENAI}/chat/completions", one.chat),
         }
-        if mode == "block":
-            body["kv_transfer_params"] = one.case.params
-        path = COMPLETIONS if mode == "block" else "/v1/completions"
+        path, prompt = bodies[mode]
+        body = {"model": NAME, "max_tokens": TOKENS, "min_tokens": TOKENS, **prompt}
         headers = {"Authorization": f"Bearer {KEY}"}
         url = f"{server.http.base_url}{path}"
         return (await ask(http, url, body, headers=headers, leave_after=leaves)).tokens

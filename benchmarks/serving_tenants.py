@@ -34,7 +34,7 @@ from serving_load import ENVIRONMENT, host, write
 from tables import markdown
 
 from blockattn_rag.server.keys import salt
-from blockattn_rag.server.protocol import COMPLETIONS, ENCODE, BlockPlan
+from blockattn_rag.server.protocol import COMPLETIONS, ENCODE, OPENAI, BlockPlan
 from tests_vllm.reference import SYSTEM, TOKENS, Case, Reference
 from tests_vllm.server import Server
 
@@ -106,11 +106,15 @@ class Tenants:
         lengths = tuple(len(block) for block in blocks)
         return Case(case.texts, [*itertools.chain(*blocks), *final], lengths)
 
-    def store(self, case: Case, owner: str) -> None:
+    def store(self, case: Case, owner: str, way: str) -> None:
         """Store a prompt's blocks for a tenant, and compute its context in full mode."""
-        if owner != "nobody":
-            self.post(owner, ENCODE, {"blocks": case.blocks, "opens_prompt": True})
-            self.complete(owner, case, plan=False)
+        if owner == "nobody":
+            return
+        if way in (documents.__name__, plain_text.__name__):
+            self.chat(owner, case)
+            return
+        self.post(owner, ENCODE, {"blocks": case.blocks, "opens_prompt": True})
+        self.complete(owner, case, plan=False)
 
     def post(self, tenant: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
         answer = self.server.post(path, body, **{"x-tenant-id": tenant})
@@ -128,6 +132,19 @@ class Tenants:
         if plan:
             body["kv_transfer_params"] = case.params
         return self.post(tenant, COMPLETIONS, body)
+
+    def chat(self, tenant: str, case: Case, *, marks: bool = True) -> Any:
+        """Figures of the answer to a chat, with the passages as documents or in plain text."""
+        _, *passages, question = case.texts
+        body: dict[str, Any] = {
+            "documents": [{"text": " ".join(text.split()[:PASSAGE_TOKENS])} for text in passages]
+        }
+        if not marks:
+            texts = [f"<source>{one['text']}</source>" for one in body.pop("documents")]
+            question = "\n".join([*texts, question])
+        body |= {"messages": [{"role": "user", "content": question}], "max_tokens": 1}
+        answer = self.post(tenant, f"{OPENAI}/chat/completions", body)
+        return [answer["blockattn"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]]
 
 
 def look(tenants: Tenants, case: Case) -> Any:
@@ -152,8 +169,18 @@ def in_full_mode(tenants: Tenants, case: Case) -> Any:
     tenants.complete("A", case, plan=False)
 
 
+def documents(tenants: Tenants, case: Case) -> Any:
+    """Ask as an OpenAI client with documents."""
+    return tenants.chat("A", case)
+
+
+def plain_text(tenants: Tenants, case: Case) -> Any:
+    """Ask as an OpenAI client with passages in plain text, which the server recognizes."""
+    return tenants.chat("A", case, marks=False)
+
+
 WAYS: Mapping[str, Callable[[Tenants, Case], Any]] = {
-    one.__name__: one for one in (look, encode, in_block_mode, in_full_mode)
+    one.__name__: one for one in (look, encode, in_block_mode, in_full_mode, documents, plain_text)
 }
 
 
@@ -169,8 +196,8 @@ def probed(
     for number in range(probes + 2):
         turn = [(way, owner) for way in WAYS for owner in OWNERS]
         cases = {one: tenants.case() for one in turn}
-        for (_, owner), case in cases.items():
-            tenants.store(case, owner)
+        for (way, owner), case in cases.items():
+            tenants.store(case, owner, way)
         order.shuffle(turn)
         for way, owner in turn:
             began = time.perf_counter()
@@ -206,7 +233,7 @@ def attacks(tenants: Tenants) -> dict[str, bool]:
     reference, http = tenants.reference, tenants.server.http
     case = reference.telling(0)
     right = {mode: reference.answer(case, mode) for mode in ("block", "full")}
-    tenants.store(case, "B")
+    tenants.store(case, "B", "look")
     store = reference.folder / "served"
     entries = {key: _bytes(store, reference.key(ids, "B")) for key, ids in enumerate(case.blocks)}
     plan = BlockPlan("complete", case.lengths, "B", case.keep)
@@ -258,7 +285,9 @@ def main(
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         reference = Reference(folder)
-        options = reference.options(store=str(folder / "served"), tenant_secret_env="TENANT_SECRET")
+        options = reference.options(
+            store=str(folder / "served"), tenant_secret_env="TENANT_SECRET", recognize=True
+        )
         secret = {"TENANT_SECRET": os.urandom(16).hex()}
         server = Server(options, folder / "server.log", environment=ENVIRONMENT | secret)
         try:

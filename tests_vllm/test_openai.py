@@ -230,6 +230,9 @@ def test_known_passages_are_recognized_in_plain_text_by_their_tenant_alone(
     second = answered(server, plain)
     assert (second["blockattn"]["hits"], second["blockattn"]["misses"]) == (3, 1)
     assert answered(server, plain)["blockattn"]["misses"] == 0
+    impossible = answered(server, {**plain, "prompt_logprobs": 1})["blockattn"]
+    assert impossible["mode"] == "full"
+    assert "prompt_logprobs is not possible in block mode" in impossible["reason"]
     other = answered(server, plain, **{"x-tenant-id": "e"})
     assert other["blockattn"] == {"mode": "full"}
     assert other["usage"]["prompt_tokens_details"]["cached_tokens"] == 0

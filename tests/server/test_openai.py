@@ -258,6 +258,12 @@ def test_the_report_replaces_what_is_internal_in_an_answer() -> None:
     }
 
 
+def test_the_report_says_why_recognized_passages_are_not_reused() -> None:
+    shaped = ChatReport(None, RecipeOutline("head:4"), reason="the store is down")
+    answer = shaped.answer(SimpleNamespace(model_dump=lambda: {"usage": {}}))
+    assert answer["blockattn"] == {"mode": "full", "reason": "the store is down"}
+
+
 def streamed(events: list[str], shaped: ChatReport) -> list[Any]:
     async def source() -> AsyncGenerator[str, None]:
         for event in events:

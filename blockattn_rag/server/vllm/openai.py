@@ -378,14 +378,20 @@ class ChatReport:
         prompt: Prompt of the request; None if vLLM rendered it.
         recipe: The server's recipe.
         prefix_ids: See ``promotion.promote``.
+        reason: Why block mode cannot answer a chat whose passages were recognized.
     """
 
     def __init__(
-        self, prompt: ChatPrompt | None, recipe: RecipeOutline, prefix_ids: Sequence[int] = ()
+        self,
+        prompt: ChatPrompt | None,
+        recipe: RecipeOutline,
+        prefix_ids: Sequence[int] = (),
+        reason: str = "",
     ) -> None:
         self._prompt = prompt
         self._recipe = recipe
         self._prefix_ids = prefix_ids
+        self._reason = reason
         self._encoded_tokens = 0
 
     def answer(self, answer: Any) -> dict[str, Any]:
@@ -420,7 +426,7 @@ class ChatReport:
 
     def _report(self, params: Mapping[str, Any] | None) -> dict[str, Any]:
         if self._prompt is None or (plan := self._prompt.plan) is None:
-            return {"mode": "full"}
+            return {"mode": "full", **({"reason": self._reason} if self._reason else {})}
         if params is None:  # an answer that was aborted has no report
             return {"mode": "block"}
         served = ServedBlocks.from_dict(params)

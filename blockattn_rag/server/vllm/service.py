@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 
-from blockattn_rag.errors import ProtocolError, ServingError
+from blockattn_rag.errors import MissError, SegmentationError, ServingError, StoreError
 from blockattn_rag.model.loading import load_tokenizer
 from blockattn_rag.prompts.recognition import entries_of, from_hex
 from blockattn_rag.server.config import CONNECTOR, ServingConfig
@@ -147,6 +147,7 @@ class Service:
         """
         prompt = self._requests.read(request, raw_request.headers)
         if prompt is None:
+            CURRENT.set(None)
             return await create(request, raw_request)
         encoded = await self._ensure(prompt.blocks)
         promoted: tuple[int, ...] = ()
@@ -177,13 +178,24 @@ class Service:
             ProtocolError: The prompt cannot be rendered, or block mode cannot answer the request.
             MissError, ServingError, StoreError: See ``BlockEnsurer.ensure``.
         """
-        prompt = None
-        if body.passages or self._config.recognize:
-            namespace = self._requests.namespace(raw_request.headers)
+        if not body.passages and not self._config.recognize:
+            return await self._reported(request, raw_request, None)
+        namespace = self._requests.namespace(raw_request.headers)
+        try:
             prompt = await asyncio.to_thread(self._rendered, body, request, namespace)
-        if prompt is not None:
-            request.kv_transfer_params = prompt.to_params()
-        report = ChatReport(prompt, self._profile.recipe, self._profile.prefix_ids)
+            return await self._reported(request, raw_request, prompt)
+        except (MissError, SegmentationError, ServingError, StoreError) as error:
+            if body.passages:
+                raise
+            # Recognition must not refuse a chat that vLLM can answer.
+            return await self._reported(request, raw_request, None, str(error))
+
+    async def _reported(
+        self, request: Any, raw_request: Any, prompt: ChatPrompt | None, reason: str = ""
+    ) -> AsyncGenerator[str, None] | dict[str, Any] | ErrorResponse:
+        """Answer a chat, with a report on blocks. ``prompt``: None if vLLM renders it."""
+        request.kv_transfer_params = None if prompt is None else prompt.to_params()
+        report = ChatReport(prompt, self._profile.recipe, self._profile.prefix_ids, reason)
         answer = await self.complete(self._openai.create_chat_completion, request, raw_request)
         if isinstance(answer, AsyncGenerator):
             return report.events(answer)
@@ -199,12 +211,7 @@ class Service:
         index, config = self.passages if self._config.recognize else None, self._config
         access = Access(namespace, config.read_namespaces)
         recognize = None if index is None else partial(index.split, access=access)
-        try:
-            prompt = self._chat_prompts.prompt(body, tools, variables, recognize)
-        except ProtocolError:
-            if body.passages:
-                raise
-            return None  # vLLM can render it, or refuses it
+        prompt = self._chat_prompts.prompt(body, tools, variables, recognize)
         if not any(block.is_passage for block in prompt.context):
             return None
         if index is not None and not config.read_only:
