@@ -36,6 +36,7 @@ from blockattn_rag.store.base import (
 from blockattn_rag.store.concurrency import Readers
 from blockattn_rag.store.header import FORMAT, VERSION, Header, read_header
 from blockattn_rag.store.layout import ByteRange
+from blockattn_rag.store.pins import unless_pinned
 from blockattn_rag.store.sidecar import SIDECAR
 
 T = TypeVar("T")
@@ -285,7 +286,7 @@ class DirectoryStore(MaintainedStore):
             bound.make_room(
                 nbytes,
                 lambda: (entry for entry in self.entries() if entry.key != path.stem),
-                self.remove_unused,
+                unless_pinned(self, self.remove_unused),
             )
             self._write(path, buffers)
 

@@ -277,7 +277,12 @@ class FolderSidecar(Sidecar):
 
     def _files(self, top: Path, *, temporary: bool) -> Iterator[Path]:
         with explained("list", top):
-            for folder, _, names in os.walk(top):
+            for folder, _, names in os.walk(top, onerror=_raise_unless_missing):
                 for name in sorted(names):
                     if is_temporary(name) == temporary:
                         yield Path(folder) / name
+
+
+def _raise_unless_missing(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError):
+        raise error

@@ -27,6 +27,7 @@ from blockattn_rag.store.base import (
 from blockattn_rag.store.directory import DirectoryStore
 from blockattn_rag.store.files import evict
 from blockattn_rag.store.namespaces import is_of
+from blockattn_rag.store.pins import pinned, unless_pinned
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -92,7 +93,7 @@ class GcReport:
     """Result of ``gc``. With ``dry_run``, what ``gc`` would have done.
 
     Args:
-        kept: Number of entries that are referenced.
+        kept: Number of entries that are referenced or pinned.
         kept_young: Number of unreferenced entries that were used within the grace period.
         deleted: Deleted entries, and why.
         expired: Number of deleted entries that were referenced, but not used for ``ttl_s``.
@@ -255,6 +256,8 @@ def gc(
 ) -> GcReport:
     """Delete unreferenced entries (mark and sweep). Safe to run alongside an ingestion.
 
+    Pinned entries (``pins``) are kept.
+
     An entry is deleted if none of its handles is in ``live_handles`` and its last *use* was more
     than ``grace_s`` seconds ago. Uses are writes, reads (recorded once a minute), and being found
     by an ingestion. An entry that is used in the meantime is kept. If a deleted entry is needed
@@ -295,6 +298,8 @@ def gc(
             "within which nothing is deleted; shorten the grace period too"
         )
 
+    pins = pinned(store)
+
     def judge(key: str) -> _Verdict:
         try:
             info = store.describe(key)
@@ -305,7 +310,7 @@ def gc(
             named = info.handles  # empty for entries that a server encoded
             live = live_handles is None or not named or any(one in live_handles for one in named)
             expired = ttl_s is not None and info.age_s >= ttl_s
-            if live and not expired:
+            if (live and not expired) or key in pins:
                 return _Verdict(key, "kept")
             if info.age_s < grace_s:
                 return _Verdict(key, "young")
@@ -369,15 +374,17 @@ def _sweep_leftovers(
 def shrink(store: DirectoryStore, max_bytes: int) -> ShrinkReport:
     """Delete the least recently used entries until the rest take at most ``max_bytes``.
 
-    To limit the size permanently, use ``DirectoryStore(path, max_bytes=...)``. Deleted entries are
-    computed again when they are needed. Temporary files are ignored.
+    Pinned entries are kept, even if they take more. To limit the size permanently, use
+    ``DirectoryStore(path, max_bytes=...)``. Deleted entries are computed again when they are
+    needed. Temporary files are ignored.
 
     Raises:
         StoreError: The store cannot be listed, or an entry cannot be deleted.
         ValueError: ``max_bytes`` is not positive.
     """
     check_max_bytes(max_bytes)
-    left_bytes, deleted = evict(store.entries(), max_bytes, store.remove_unused)
+    remove = unless_pinned(store, store.remove_unused)
+    left_bytes, deleted = evict(store.entries(), max_bytes, remove)
     freed_bytes = sum(entry.nbytes for entry in deleted)
     return ShrinkReport(left_bytes, tuple(entry.key for entry in deleted), freed_bytes)
 

@@ -16,6 +16,7 @@ from blockattn_rag.store.base import (
     check_max_bytes,
     warn_of_refused,
 )
+from blockattn_rag.store.pins import pinned
 from blockattn_rag.store.sidecar import MemorySidecar
 
 
@@ -71,9 +72,9 @@ class MemoryStore(KVStore):
                 if self._refused == 1:
                     warn_of_refused(self, nbytes)
                 return
-            while self._total_bytes + nbytes > self.max_bytes:
-                self._remove(next(iter(self._entries)))
-                self._evictions += 1
+            if not self._make_room(nbytes):
+                self._refused += 1
+                return
             self._entries[key] = kv
             self._total_bytes += nbytes
 
@@ -101,6 +102,17 @@ class MemoryStore(KVStore):
     def stats(self) -> StoreStats:
         with self._lock:
             return StoreStats(len(self._entries), self._total_bytes, self._evictions, self._refused)
+
+    def _make_room(self, nbytes: int) -> bool:
+        """Evict the least recently used entries that are not pinned. Returns whether it fits."""
+        if self._total_bytes + nbytes > self.max_bytes:
+            kept = pinned(self)
+            for key in [key for key in self._entries if key not in kept]:
+                self._remove(key)
+                self._evictions += 1
+                if self._total_bytes + nbytes <= self.max_bytes:
+                    break
+        return self._total_bytes + nbytes <= self.max_bytes
 
     def _remove(self, key: str) -> bool:
         kv = self._entries.pop(key, None)

@@ -15,8 +15,9 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 from safetensors import SafetensorError
@@ -25,7 +26,8 @@ from safetensors.numpy import load, save
 from blockattn_rag.errors import StoreError
 from blockattn_rag.prompts.blocks import Span
 from blockattn_rag.prompts.recognition import ENTRY, Entries, PassageMatcher, joined
-from blockattn_rag.store.base import KVStore
+from blockattn_rag.store.base import EntryInfo, KVStore, MaintainedStore
+from blockattn_rag.store.maintenance import describe_all
 from blockattn_rag.store.namespaces import Access
 from blockattn_rag.store.sidecar import Sidecar
 
@@ -60,7 +62,7 @@ class PassageIndex:
                 f"{store!r} cannot keep an index of passages: use a folder or an object store, or "
                 "a TieredStore with one of them as its home"
             )
-        self._sidecar: Sidecar = sidecar
+        self.sidecar = sidecar
         self._refresh_s = refresh_s
         self._lock = threading.Lock()
         self._segments: OrderedDict[str, _Segments] = OrderedDict()
@@ -114,10 +116,60 @@ class PassageIndex:
             return made[1]
 
     def _known(self, namespace: str) -> _Segments:
-        segments = self._segments.pop(namespace, None) or _Segments(self._sidecar, namespace)
+        segments = self._segments.pop(namespace, None) or _Segments(self.sidecar, namespace)
         self._segments[namespace] = segments
         _keep_most(self._segments)
         return segments
+
+
+class IndexReport(NamedTuple):
+    """Result of ``compact``: number of passages in the index, and of passages dropped from it."""
+
+    passages: int
+    dropped: int
+
+
+def compact(
+    store: MaintainedStore,
+    added: Mapping[str, Entries] = MappingProxyType({}),
+    progress: Callable[[int], None] | None = None,
+) -> IndexReport:
+    """Merge the index files of each namespace, and drop passages that are no longer stored.
+
+    Safe to run alongside writers. Entries that a server encoded have no handle, so a namespace with
+    such entries keeps all of its passages.
+
+    Args:
+        added: Index entries to add, by namespace.
+        progress: Called with the number of entries read.
+
+    Raises:
+        StoreError: The store or its index cannot be read or written.
+        ValueError: The store cannot keep an index.
+    """
+    sidecar = PassageIndex(store).sidecar
+    names = {bytes.fromhex(path.partition("/")[0][1:]).decode() for path in sidecar.names(_FOLDER)}
+    # The index is read before the entries: a passage is added after its entry was stored.
+    indexes = {name: _Segments(sidecar, name) for name in sorted(names | added.keys())}
+    for segments in indexes.values():
+        segments.refresh(0)
+    stored: dict[str, set[bytes]] = {name: set() for name in indexes}
+    unknown: set[str] = set()
+    for done, (_, info) in enumerate(describe_all(store), start=1):
+        if isinstance(info, EntryInfo) and info.header.namespace in indexes:
+            stored[info.header.namespace] |= {bytes.fromhex(one) for one in info.handles}
+            if not info.handles:
+                unknown.add(info.header.namespace)
+        if progress is not None:
+            progress(done)
+    passages = dropped = 0
+    for name, segments in indexes.items():
+        entries = joined([*segments.parts.values(), added.get(name, np.empty(0, ENTRY))])
+        is_stored = [name in unknown or one.tobytes() in stored[name] for one in entries["handle"]]
+        kept = entries[np.array(is_stored, np.bool_)]
+        segments.replace(kept)
+        passages, dropped = passages + len(kept), dropped + len(entries) - len(kept)
+    return IndexReport(passages, dropped)
 
 
 class _Segments:
@@ -163,6 +215,15 @@ class _Segments:
         name, content = _encoded(entries)
         self._sidecar.write(f"{self._folder}/{name}", content)
         self._change({**self.parts, name: entries})
+
+    def replace(self, entries: Entries) -> None:
+        """Replace the files that were read by one file, or by none if there are no entries."""
+        old = [*self.parts]
+        if len(entries):
+            self.write(entries)
+        for name in old:
+            if not len(entries) or name != _encoded(entries)[0]:
+                self._sidecar.delete(f"{self._folder}/{name}")
 
     def _change(self, parts: dict[str, Entries]) -> None:
         self.parts = parts

@@ -91,13 +91,13 @@ def gc(
     also deleted after the grace period, and recomputed when needed. With --ttl alone, only the age
     of entries matters.
     """
-    grace_s, ttl_s = _seconds(grace, "--grace"), None if ttl is None else _seconds(ttl, "--ttl")
+    grace_s, ttl_s = seconds_of(grace, "--grace"), None if ttl is None else seconds_of(ttl, "--ttl")
     users, files = list(db or []), handles or []
     with working(as_json):
         opened = open_maintained(store)
         if (Path(store) / MANIFEST).is_file():
             users.insert(0, store)
-        judged = _namespaces(namespace or [], users)
+        judged = namespaces_of(namespace or [], users)
         kept, names = _live_handles(users)
         lists = [_listed(path) for path in files]
         if not force:
@@ -175,7 +175,7 @@ def _chroma(user: str) -> ClientAPI:
     return chroma_client(folder / "chroma" if Manifest.read(folder) else folder)
 
 
-def _namespaces(named: list[str], users: list[str]) -> set[str] | None:
+def namespaces_of(named: list[str], users: list[str]) -> set[str] | None:
     """Namespaces to clean: the given ones, or else the namespaces of the databases. None: all.
 
     Raises:
@@ -226,7 +226,8 @@ def _counted(handles: Iterable[str], tick: Callable[[int], None]) -> Iterator[st
             tick(done)
 
 
-def _seconds(text: str, option: str) -> float:
+def seconds_of(text: str, option: str) -> float:
+    """Seconds of a time such as 90s or 7d. Raises BadParameter if it is invalid."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhd]?)", text.strip())
     if match is None:
         raise typer.BadParameter(

@@ -35,6 +35,7 @@ from blockattn_rag.app.rag.passages import (
     delete_passages,
     ids_of,
     orphaned_sources,
+    sources_at,
 )
 from blockattn_rag.store.namespaces import check_namespace
 
@@ -257,7 +258,7 @@ def remove(
         name = require_manifest(db).collection
         collection = chroma_client(db / "chroma").get_collection(name)
         known = all_sources(collection)
-        wanted = {path: _at_or_below(path, known) for path in paths}
+        wanted = {path: sources_at(path, known) for path in paths}
         if absent := [str(path) for path, found in wanted.items() if not found]:
             listed = f"it has {known[0]} and {len(known) - 1} more" if known else "it is empty"
             raise ValueError(f"{db} has no passages from {', '.join(absent)} ({listed})")
@@ -272,15 +273,3 @@ def remove(
         f"{count(len(ids), 'passage')} of {count(len(sources), 'document')} removed",
         f"Free their keys and values: blockattn-rag store gc {db} --grace 0s{force}",
     )
-
-
-def _at_or_below(path: Path, sources: list[str]) -> list[str]:
-    """The sources at a path or below it.
-
-    The name of a source is the resolved path of the ingested folder and the path inside the folder,
-    with links not resolved. So a link is looked up first by its own name, then by its target's.
-    """
-    for place in (path.parent.resolve() / path.name, path.resolve()):
-        if found := [source for source in sources if Path(source).is_relative_to(place)]:
-            return found
-    return []

@@ -146,7 +146,7 @@ def _of_database(db: Path, model: str | None, questions: Path | None, output: Pa
 
     database = Database.open(db, model=model, recipe="none")
     engine, find = database.local_engine, retriever(database)
-    texts = all_passages(database)
+    texts = all_passages(database.collection)
     if not texts:
         raise ValueError(f"{db} contains no passages; run `blockattn-rag ingest PATH --db {db}`")
     made = prompt_maker(database)
@@ -259,7 +259,7 @@ def _encode_passages(
     from blockattn_rag.prompts.blocks import Block
 
     engine = database.local_engine
-    blocks = [Block(text, database.template) for text in all_passages(database)]
+    blocks = [Block(text, database.template) for text in all_passages(database.collection)]
     done = 0
     for start in range(0, len(blocks), _ENCODED_AT_ONCE):
         if start and time.monotonic() > until:

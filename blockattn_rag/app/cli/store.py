@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from blockattn_rag import store as kv_store
-from blockattn_rag.app.cli import collect
+from blockattn_rag.app.cli import collect, keep
 from blockattn_rag.app.cli.options import (
     FolderArgument,
     JsonOption,
@@ -34,6 +34,9 @@ _COLUMNS = ("model", "namespace", "kept in", "entries", "tokens", "size")
 app = typer.Typer(no_args_is_help=True, help="Inspect and clean a KV store.")
 app.command()(collect.gc)
 app.command()(collect.live)
+app.command()(keep.index)
+app.command()(keep.pin)
+app.command()(keep.unpin)
 
 
 @app.command()

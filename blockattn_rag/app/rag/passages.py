@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import blockattn_rag.llama_index as adapter
-from blockattn_rag.adapters.handles import records_of
+from blockattn_rag.adapters.handles import HANDLE_KEY, records_of
 from blockattn_rag.app.rag.database import Database
 from blockattn_rag.app.rag.documents import SOURCE_KEY
 from blockattn_rag.prompts.blocks import BlockPrompt
@@ -22,13 +22,13 @@ _PASSAGES_PER_CALL = 1_000
 _SOURCES_PER_CALL = 100
 
 
-def all_passages(database: Database) -> list[str]:
-    """The canonical texts of a database's passages, distinct and sorted."""
+def all_passages(collection: Collection) -> list[str]:
+    """The canonical texts of a collection's passages, distinct and sorted."""
     from llama_index.core.vector_stores.utils import metadata_dict_to_node
 
     nodes: Iterator[BaseNode] = (
         metadata_dict_to_node(metadata, text=document)
-        for metadata, document in records_of(database.collection, "metadatas", "documents")
+        for metadata, document in records_of(collection, "metadatas", "documents")
     )
     return sorted({text for node in nodes if (text := adapter.canonical_text(node))})
 
@@ -37,6 +37,25 @@ def all_sources(collection: Collection) -> list[str]:
     """The sources of a collection's passages, sorted."""
     found = (metadata or {} for (metadata,) in records_of(collection, "metadatas"))
     return sorted({str(metadata[SOURCE_KEY]) for metadata in found if SOURCE_KEY in metadata})
+
+
+def sources_at(path: Path, sources: Sequence[str]) -> list[str]:
+    """The sources at a path or below it.
+
+    The name of a source is the resolved path of the ingested folder and the path inside the folder,
+    with links not resolved. So a link is looked up first by its own name, then by its target's.
+    """
+    for place in (path.parent.resolve() / path.name, path.resolve()):
+        if found := [source for source in sources if Path(source).is_relative_to(place)]:
+            return found
+    return []
+
+
+def handles_of_sources(collection: Collection, sources: Sequence[str]) -> set[str]:
+    """Handles of the passages of these sources."""
+    records = (metadata or {} for (metadata,) in records_of(collection, "metadatas"))
+    found = (one.get(HANDLE_KEY) for one in records if one.get(SOURCE_KEY) in set(sources))
+    return {str(handle) for handle in found if handle}
 
 
 def orphaned_sources(collection: Collection, unread: Container[str]) -> list[str]:

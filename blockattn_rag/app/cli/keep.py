@@ -1,0 +1,130 @@
+"""``blockattn-rag store index``, ``pin`` and ``unpin``: index of passages, and pinned entries."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from blockattn_rag import store as kv_store
+from blockattn_rag.app.cli.collect import namespaces_of, seconds_of
+from blockattn_rag.app.cli.options import JsonOption, StoreArgument, open_maintained
+from blockattn_rag.app.cli.output import count, emit, working
+from blockattn_rag.app.cli.progress import counter
+from blockattn_rag.app.rag.database import Manifest, chroma_client, require_manifest
+from blockattn_rag.app.rag.passages import (
+    all_passages,
+    all_sources,
+    handles_of_sources,
+    sources_at,
+)
+from blockattn_rag.prompts.recognition import entries_of
+from blockattn_rag.store import pins
+from blockattn_rag.store.base import EntryInfo
+from blockattn_rag.store.namespaces import is_of
+from blockattn_rag.store.passage_index import compact
+
+HandlesArgument = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[HANDLE]...", help="Handles of passages: kv_handle in their metadata."),
+]
+SourceOption = Annotated[
+    list[Path] | None,
+    typer.Option(help="File or folder whose passages are meant; STORE is their database folder."),
+]
+NamespaceOption = Annotated[
+    str | None,
+    typer.Option(help="Namespace of the entries. Default: the database's, or the unnamed one."),
+]
+
+
+def index(store: StoreArgument, as_json: JsonOption = False) -> None:
+    """Compact the index of passages, and drop passages that are no longer stored.
+
+    For a database folder, its passages are added if they are missing, so that an index that was
+    deleted or damaged is complete again.
+    """
+    with working(as_json), counter("entries read") as tick:
+        opened = open_maintained(store)
+        manifest = Manifest.read(Path(store))
+        added = {}
+        if manifest is not None:
+            client = chroma_client(Path(store) / "chroma")
+            texts = all_passages(client.get_collection(manifest.collection))
+            added = {manifest.namespace: entries_of(texts)}
+        report = compact(opened, added, tick)
+    summary = f"{count(report.passages, 'passage')} in the index, {report.dropped} dropped"
+    emit(as_json, {"store": store, **report._asdict()}, summary)
+
+
+def pin(
+    store: StoreArgument,
+    handles: HandlesArgument = None,
+    source: SourceOption = None,
+    duration: Annotated[
+        str | None, typer.Option("--for", help="Time to keep them: 30m, 24h, 7d. Default: always.")
+    ] = None,
+    namespace: NamespaceOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Keep passages in the store: no size limit, `gc` or `shrink` deletes them.
+
+    Entries that are encoded later, for example with another model, are not pinned.
+    """
+    until_s = None if duration is None else time.time() + seconds_of(duration, "--for")
+    with working(as_json):
+        opened, keys = _found(store, handles, source, namespace)
+        pins.pin(opened, keys, until_s)
+    emit(as_json, {"store": store, "pinned": keys}, f"{count(len(keys), 'entry')} pinned")
+
+
+def unpin(
+    store: StoreArgument,
+    handles: HandlesArgument = None,
+    source: SourceOption = None,
+    namespace: NamespaceOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Let passages that were pinned be deleted again."""
+    with working(as_json):
+        opened, keys = _found(store, handles, source, namespace)
+        done = pins.unpin(opened, keys)
+    emit(as_json, {"store": store, "unpinned": done}, f"{count(done, 'entry')} unpinned")
+
+
+def _found(
+    store: str, handles: list[str] | None, sources: list[Path] | None, namespace: str | None
+) -> tuple[kv_store.MaintainedStore, list[str]]:
+    """The store, and the keys of the entries of these passages.
+
+    Raises:
+        ValueError: No passages are named, or a passage has no entry in the namespace.
+    """
+    wanted = set(handles or [])
+    if sources:
+        manifest = require_manifest(Path(store))
+        collection = chroma_client(Path(store) / "chroma").get_collection(manifest.collection)
+        known = all_sources(collection)
+        for path in sources:
+            if not (named := sources_at(path, known)):
+                raise ValueError(f"{store} has no passages from {path}")
+            wanted |= handles_of_sources(collection, named)
+    if not wanted:
+        raise ValueError("expected handles or --source, found neither")
+    opened = open_maintained(store)
+    names = namespaces_of([] if namespace is None else [namespace], [store])
+    keys, seen = [], set()
+    for key, info in kv_store.describe_all(opened):
+        if not isinstance(info, EntryInfo) or not is_of(info.header.namespace, names or ()):
+            continue
+        if there := wanted & set(info.handles):
+            keys.append(key)
+            seen |= there
+    if missing := sorted(wanted - seen):
+        raise ValueError(
+            f"found no entry of {count(len(missing), 'handle')}, the first is {missing[0]}; "
+            "ingest the passages first, or name their --namespace"
+        )
+    return opened, keys

@@ -1,0 +1,100 @@
+"""Pinned entries survive every eviction."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from blockattn_rag.kv.block_kv import BlockKV
+from blockattn_rag.store import (
+    DirectoryStore,
+    KVStore,
+    MemoryStore,
+    RedisStore,
+    TieredStore,
+    gc,
+    shrink,
+)
+from blockattn_rag.store.pins import pin, pinned, unpin
+from tests.store.conftest import objects_in_memory
+from tests.store.kvs import make_kv
+
+KVS = [make_kv(f"passage {n}", tokens=8) for n in range(6)]
+KEYS = [kv.key for kv in KVS]
+
+
+def fill(store: KVStore, kvs: list[BlockKV] = KVS) -> None:
+    for kv in kvs:
+        store.put(kv.key, kv)
+
+
+def test_a_size_limit_keeps_pinned_entries(tmp_path: Path) -> None:
+    fill(DirectoryStore(tmp_path), KVS[:1])
+    nbytes = DirectoryStore(tmp_path).stats().total_bytes
+    store = DirectoryStore(tmp_path, max_bytes=3 * nbytes)
+    pin(store, KEYS[:1])
+    fill(store, KVS[1:])
+    assert sorted(store.keys()) == sorted([KEYS[0], *KEYS[4:]])
+    assert unpin(store, KEYS) == 1
+    fill(store, KVS[1:4])
+    assert KEYS[0] not in store
+
+
+def test_a_store_in_memory_keeps_pinned_entries() -> None:
+    store = MemoryStore(3 * KVS[0].nbytes)
+    fill(store, KVS[:1])
+    pin(store, KEYS[:1])
+    fill(store, KVS[1:])
+    assert [*store.keys()] == [KEYS[0], *KEYS[4:]]
+    pin(store, KEYS[4:])
+    fill(store, KVS[1:2])  # no room beside pinned entries
+    assert [*store.keys()] == [KEYS[0], *KEYS[4:]]
+    assert store.stats().refused == 1
+
+
+def test_shrink_keeps_pinned_entries(tmp_path: Path) -> None:
+    store = DirectoryStore(tmp_path)
+    fill(store)
+    pin(store, KEYS[:2])
+    shrink(store, 1)
+    assert sorted(store.keys()) == sorted(KEYS[:2])
+
+
+@pytest.mark.parametrize("kind", ["folder", "objects"])
+def test_gc_keeps_pinned_entries(kind: str, tmp_path: Path) -> None:
+    store = DirectoryStore(tmp_path) if kind == "folder" else objects_in_memory()
+    fill(store)
+    pin(store, KEYS[:2])
+    pin(store, KEYS[2:3], until_s=time.time() - 1)  # has ended
+    report = gc(store, set(), grace_s=0, ttl_s=0)
+    assert (report.kept, report.deleted.count) == (2, 4)
+    assert sorted(store.keys()) == sorted(KEYS[:2])
+
+
+def test_a_later_pin_replaces_an_earlier_one(tmp_path: Path) -> None:
+    store = DirectoryStore(tmp_path)
+    fill(store)
+    pin(store, KEYS[:2])
+    pin(store, KEYS[:1], until_s=time.time() + 0.9)
+    assert pinned(DirectoryStore(tmp_path)) <= set(KEYS[:2])
+    pin(store, KEYS[:1], until_s=1)
+    assert pinned(store) == {KEYS[1]}
+    assert unpin(store, KEYS) == 2
+    assert pinned(store) == set()
+
+
+def test_pins_of_tiers_are_those_of_the_home(tmp_path: Path) -> None:
+    home = DirectoryStore(tmp_path)
+    with TieredStore(MemoryStore(1 << 20), home) as store:
+        fill(store)
+        pin(store, KEYS[:1])
+        gc(home, set(), grace_s=0)
+        assert [*home.keys()] == KEYS[:1]
+
+
+def test_a_cache_keeps_no_pins() -> None:
+    pytest.importorskip("redis")
+    with pytest.raises(ValueError, match="cannot keep pins: it is a cache"):
+        pin(RedisStore("redis://127.0.0.1:9/0"), KEYS)
