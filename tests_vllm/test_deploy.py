@@ -6,11 +6,15 @@ from pathlib import Path
 
 import yaml
 from vllm.config import KVTransferConfig
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from blockattn_rag.server.config import CONNECTOR, ServingConfig
 from blockattn_rag.server.launch import vllm_command
+
+try:
+    from vllm.entrypoints.common.cli_args import make_arg_parser
+except ModuleNotFoundError:  # vLLM 0.32
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
 
 DEPLOY = Path(__file__).parents[1] / "deploy"
 
