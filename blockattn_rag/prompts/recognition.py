@@ -11,6 +11,7 @@ Importing this module does not load torch.
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -30,6 +31,9 @@ blocks, which a server accepts."""
 ENTRY = np.dtype([("window", "<u8"), ("whole", "<u8"), ("chars", "<u4"), ("handle", "u1", (16,))])
 """Index entry of a passage: hash of its window, hash of all characters, number of characters, and
 handle."""
+
+MOST_CHARACTERS = 1 << 20
+"""Longer passages are not indexed, and longer prompts are not scanned."""
 
 HEX_DIGITS = 2 * ENTRY.itemsize
 
@@ -57,9 +61,12 @@ class _Powers:
         self._known = self._made(1 << 16)
 
     def upto(self, count: int) -> tuple[Integers, Integers]:
-        if len(self._known[0]) < count:
-            self._known = self._made(1 << count.bit_length())
-        return self._known
+        known = self._known
+        if len(known[0]) < count:
+            known = self._made(1 << count.bit_length())
+            if len(known[0]) > len(self._known[0]):
+                self._known = known
+        return known
 
     def _made(self, count: int) -> tuple[Integers, Integers]:
         return _powers(_BASE, 1, count), _powers(pow(_BASE, -1, 1 << 64), _SCALE, count)
@@ -81,7 +88,7 @@ def entries_of(texts: Iterable[str]) -> Entries:
     """
     rows = []
     for text in (text.strip() for text in texts):
-        if len(text) >= WINDOW:
+        if WINDOW <= len(text) <= MOST_CHARACTERS:
             terms = _characters(text) * _POWERS.upto(len(text))[0][: len(text)]
             at, whole = _middle(len(text)), int(terms.sum()) * _SCALE & _MASK
             inside = int(terms[at : at + WINDOW].sum())
@@ -123,7 +130,7 @@ class PassageMatcher:
         room = MOST_PASSAGES - sum(span.origin in PASSAGES for span in given)
         lengths = [len(span.text) for span in given]
         ends = np.cumsum(lengths, dtype=np.int64)
-        if not len(self) or room < 1 or not lengths or ends[-1] < WINDOW:
+        if not len(self) or room < 1 or not WINDOW <= sum(lengths) <= MOST_CHARACTERS:
             return given
         is_plain = np.array([span.origin not in (*PASSAGES, "template") for span in given])
         text = "".join(span.text for span in given)
@@ -156,7 +163,7 @@ class PassageMatcher:
             start, stop = int(starts[one]), int(stops[one])
             if taken[start] or taken[stop - 1]:  # by a passage that is as long or longer
                 continue
-            if _in_word(text, start, first[one]) or (stop < last[one] and _in_word(text, stop, 0)):
+            if any(_in_word(text, cut, first[one], last[one]) for cut in (start, stop)):
                 continue
             if handle_of(text[start:stop]) != self._entries["handle"][rows[one]].tobytes().hex():
                 wasted += stop - start
@@ -202,9 +209,21 @@ def _middle(chars: Any) -> Any:
     return (chars - WINDOW) // 2
 
 
-def _in_word(text: str, at: int, first: int) -> bool:
-    """Whether a cut at ``at`` is within a word. ``first``: start of the text around it."""
-    return at > first and text[at - 1].isalnum() and text[at].isalnum()
+def _in_word(text: str, at: int, first: int, last: int) -> bool:
+    """Whether a cut at ``at`` is within a word or a number of ``text[first:last]``."""
+    if not first < at < last:
+        return False
+    around = text[max(first, at - 2) : at].rjust(2) + text[at : min(last, at + 2)].ljust(2)
+    if unicodedata.category(around[2]) in ("Mn", "Mc", "Me"):  # combines with the one before
+        return True
+    if around[1] in "+-\N{MINUS SIGN}" and around[2].isdigit() and not around[0].isalnum():
+        return True
+    within = around[1:3] if around[1].isalnum() else around[:3]
+    within = within if around[2].isalnum() else around[1:]
+    if within[1] in ".,":
+        return within[0].isdigit() and within[-1].isdigit()
+    joins = len(within) == 2 or within[1] in "'\N{RIGHT SINGLE QUOTATION MARK}_-"
+    return joins and within[0].isalnum() and within[-1].isalnum()
 
 
 def joined(parts: Sequence[Entries]) -> Entries:
@@ -220,5 +239,14 @@ def to_hex(entries: Entries) -> list[str]:
 
 
 def from_hex(strings: Iterable[str]) -> Entries:
-    """Parse the strings of ``to_hex``."""
-    return np.frombuffer(bytes.fromhex("".join(strings)), ENTRY)
+    """Parse the strings of ``to_hex``. Raises ValueError as ``checked`` does."""
+    return checked(np.frombuffer(bytes.fromhex("".join(strings)), ENTRY))
+
+
+def checked(entries: Entries) -> Entries:
+    """Return index entries unchanged. Raises ValueError if a number of characters is invalid."""
+    if wrong := [one for one in entries["chars"] if not WINDOW <= one <= MOST_CHARACTERS]:
+        raise ValueError(
+            f"found an index entry of {wrong[0]} characters, expected {WINDOW} to {MOST_CHARACTERS}"
+        )
+    return entries

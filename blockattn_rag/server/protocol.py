@@ -30,7 +30,7 @@ from pydantic.dataclasses import dataclass
 from blockattn_rag.engine.outline import RecipeOutline
 from blockattn_rag.errors import ProtocolError
 from blockattn_rag.prompts.blocks import Keep
-from blockattn_rag.prompts.recognition import HEX_DIGITS
+from blockattn_rag.prompts.recognition import HEX_DIGITS, from_hex
 from blockattn_rag.server.validation import (
     STRICT,
     AdapterDigest,
@@ -151,6 +151,7 @@ class EncodeBody:
                 f"index has {len(self.index)} entries, expected one for each of "
                 f"{len(self.blocks)} blocks, which must not be private"
             )
+        from_hex(self.index)  # raises ValueError
         return self
 
     @property

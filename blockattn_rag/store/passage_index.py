@@ -25,7 +25,7 @@ from safetensors.numpy import load, save
 
 from blockattn_rag.errors import StoreError
 from blockattn_rag.prompts.blocks import Span
-from blockattn_rag.prompts.recognition import ENTRY, Entries, PassageMatcher, joined
+from blockattn_rag.prompts.recognition import ENTRY, Entries, PassageMatcher, checked, joined
 from blockattn_rag.store.base import EntryInfo, KVStore, MaintainedStore
 from blockattn_rag.store.maintenance import describe_all
 from blockattn_rag.store.namespaces import Access
@@ -90,8 +90,8 @@ class PassageIndex:
         Raises:
             StoreError: The index cannot be written.
         """
-        with self._lock:
-            segments = self._known(namespace)
+        segments = self._known(namespace)
+        with segments.lock:
             segments.refresh(self._refresh_s)
             fresh = segments.without_known(joined([entries]))
             if len(fresh):
@@ -99,26 +99,35 @@ class PassageIndex:
         return len(fresh)
 
     def _matcher(self, namespaces: tuple[str, ...]) -> PassageMatcher:
-        with self._lock:
-            known = [self._known(name) for name in namespaces]
-            for segments in known:
+        """Files are read and matchers are made outside of the lock, which all tenants share."""
+        known = [self._known(name) for name in namespaces]
+        for segments in known:
+            if segments.lock.acquire(blocking=not segments.was_read):  # else another thread reads
                 try:
                     segments.refresh(self._refresh_s)
                 except StoreError as error:
                     logger.warning("the index of passages cannot be read: %s", error)
-            versions = [segments.version for segments in known]
+                finally:
+                    segments.lock.release()
+        states = [segments.state for segments in known]
+        versions = [version for version, _ in states]
+        with self._lock:
             made = self._matchers.pop(namespaces, None)
-            if made is None or made[0] != versions:
-                parts = [part for segments in known for part in segments.parts.values()]
-                made = versions, PassageMatcher(joined(parts))
-            self._matchers[namespaces] = made
-            _keep_most(self._matchers)
-            return made[1]
+            if made is not None:
+                self._matchers[namespaces] = made
+        if made is None or made[0] != versions:
+            parts = [part for _, parts in states for part in parts.values()]
+            made = versions, PassageMatcher(np.concatenate([np.empty(0, ENTRY), *parts]))
+            with self._lock:
+                self._matchers[namespaces] = made
+                _keep_most(self._matchers)
+        return made[1]
 
     def _known(self, namespace: str) -> _Segments:
-        segments = self._segments.pop(namespace, None) or _Segments(self.sidecar, namespace)
-        self._segments[namespace] = segments
-        _keep_most(self._segments)
+        with self._lock:
+            segments = self._segments.pop(namespace, None) or _Segments(self.sidecar, namespace)
+            self._segments[namespace] = segments
+            _keep_most(self._segments)
         return segments
 
 
@@ -173,15 +182,27 @@ def compact(
 
 
 class _Segments:
-    """Index files of a namespace, as far as they were read."""
+    """Index files of a namespace, as far as they were read.
+
+    ``lock`` must be held for all methods. ``state`` is a version and the files, and is replaced as
+    a whole, so reading it needs no lock.
+    """
 
     def __init__(self, sidecar: Sidecar, namespace: str) -> None:
+        self.lock = threading.Lock()
         self._sidecar = sidecar
         self._folder = folder_of(namespace)
         self._read_s: float | None = None
         self._rows: set[bytes] | None = None
-        self.parts: dict[str, Entries] = {}
-        self.version = next(_versions)
+        self.state: tuple[int, dict[str, Entries]] = (next(_versions), {})
+
+    @property
+    def parts(self) -> dict[str, Entries]:
+        return self.state[1]
+
+    @property
+    def was_read(self) -> bool:
+        return self._read_s is not None
 
     def refresh(self, every_s: float) -> None:
         """Read new files, at most every ``every_s`` seconds."""
@@ -199,7 +220,7 @@ class _Segments:
                 for name, content in zip(new, contents, strict=True):
                     if content is not None:
                         kept[name] = _decoded(name, content)
-                self._change(kept)
+                self.state, self._rows = (next(_versions), kept), None
             if None not in contents:
                 return
 
@@ -214,7 +235,9 @@ class _Segments:
         """Add a file."""
         name, content = _encoded(entries)
         self._sidecar.write(f"{self._folder}/{name}", content)
-        self._change({**self.parts, name: entries})
+        self.state = next(_versions), {**self.parts, name: entries}
+        if self._rows is not None:
+            self._rows |= {*_rows(entries)}
 
     def replace(self, entries: Entries) -> None:
         """Replace the files that were read by one file, or by none if there are no entries."""
@@ -224,11 +247,6 @@ class _Segments:
         for name in old:
             if not len(entries) or name != _encoded(entries)[0]:
                 self._sidecar.delete(f"{self._folder}/{name}")
-
-    def _change(self, parts: dict[str, Entries]) -> None:
-        self.parts = parts
-        self._rows = None
-        self.version = next(_versions)
 
 
 def folder_of(namespace: str) -> str:
@@ -257,10 +275,10 @@ def _decoded(name: str, content: bytes) -> Entries:
         entries = np.empty(len(columns["chars"]), ENTRY)
         for column in ENTRY.names or ():
             entries[column] = columns[column]
+        return checked(entries)
     except (SafetensorError, ValueError, KeyError) as error:
         logger.warning("the index file %s is damaged: %s; `store index` rebuilds it", name, error)
         return np.empty(0, ENTRY)
-    return entries
 
 
 def _keep_most(cached: OrderedDict[Any, Any]) -> None:

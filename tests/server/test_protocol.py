@@ -261,7 +261,7 @@ INFO = ServerInfo(
     "a" * 64, "b" * 64, "head:4", "c" * 64, 1, True, ("llama", "other"), 4096, "tenant", True
 )
 BODY = EncodeBody(((1, 2), (3,)), "llama", opens_prompt=True, private=True, only_look=True)
-INDEXED = EncodeBody(((1, 2), (3,)), index=("", "0a" * 36))
+INDEXED = EncodeBody(((1, 2), (3,)), index=("", "0a" * 16 + "30000000" + "0a" * 16))
 ANSWER = EncodeAnswer(("found", "encoded", "missing"), 12)
 
 
@@ -293,6 +293,7 @@ def test_what_is_not_asked_for_is_left_out() -> None:
         (BODY, "only_look", "yes", "only_look should be a valid boolean"),
         (BODY, "path", "/etc", "body has the unknown field 'path'"),
         (INDEXED, "index", ["", "0A" * 36], r"index\[1\] should match pattern"),
+        (INDEXED, "index", ["", "0" * 72], "an index entry of 0 characters, expected 32 to"),
         (INDEXED, "index", [""], "index has 1 entries, expected one for each of 2 blocks"),
         (INDEXED, "private", True, "2 blocks, which must not be private"),
         (ANSWER, "blocks", ["there"], r"answer.blocks\[0\] should be 'found', 'encoded' or"),
