@@ -87,11 +87,21 @@ class Served:
         return source
 
     def connector(self, profile: Path) -> dict[str, Any]:
-        """Options of the connector, with a profile of ``profile_file`` or of the user."""
+        """Options of the connector, with a profile of ``profile_file`` or of the user.
+
+        Raises:
+            ValueError: The profile has an adapter, and there is no recipe folder.
+        """
         options = {"store": self.store, "profile": str(profile.resolve())}
         if ModelProfile.read(profile).adapter:
             kept = profile.with_name(RECIPE_FOLDER)
-            options["recipe"] = str(kept.resolve() if kept.is_dir() else Path(self.recipe))
+            folder = kept.resolve() if kept.is_dir() else Path(self.recipe)
+            if self.recipe == AUTO and folder != kept.resolve():
+                raise ValueError(
+                    f"{profile} was written with a recipe that has an adapter, and there is no "
+                    f"recipe at {kept}; pass the folder of that recipe as --recipe"
+                )
+            options["recipe"] = str(folder)
         changed = {"namespace": self.namespace, "kv_dtype": self.kv_dtype}
         return options | {
             name: value for name, value in changed.items() if value not in ("", "model")

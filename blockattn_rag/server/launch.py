@@ -232,7 +232,9 @@ class VllmServer:
         with self._process.stdout as lines:
             for line in lines:
                 self._lines.append(line.rstrip("\n"))
-                self._log(line.rstrip("\n"))
+                # Reading must go on if nobody reads the log, because vLLM would fail to print.
+                with suppress(OSError, ValueError):
+                    self._log(line.rstrip("\n"))
 
     def _ended(self, when: str) -> ServingError:
         self._reader.join(1)

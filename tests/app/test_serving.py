@@ -59,6 +59,17 @@ def test_a_recipe_next_to_the_store_is_part_of_the_profile(served: Served, tmp_p
     assert Recipe.load(options["recipe"]) == recipe
 
 
+def test_a_profile_with_an_adapter_needs_its_recipe(served: Served, tmp_path: Path) -> None:
+    model = BlockModel.from_pretrained(served.model, device="cpu")
+    profile = tmp_path / "profile.json"
+    profile_of(model, recipe_of(model)).write(profile)
+    with pytest.raises(ValueError, match="pass the folder of that recipe as --recipe"):
+        replace(served, recipe="auto").connector(profile)
+    recipe_of(model).save(tmp_path / "recipe")
+    options = replace(served, recipe="auto").connector(profile)
+    assert Recipe.load(options["recipe"]).outline == ModelProfile.read(profile).recipe
+
+
 def test_models_that_cannot_be_served_are_refused(
     served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

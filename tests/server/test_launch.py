@@ -134,6 +134,18 @@ def test_a_server_that_dies_is_reported_with_its_cause(
     vllm.assert_ended()
 
 
+def test_a_log_that_nobody_reads_does_not_hide_the_cause(vllm: FakeVllm, port: int) -> None:
+    def broken(_line: str) -> None:
+        raise BrokenPipeError
+
+    command = [*COMMAND, "--host", "127.0.0.1", "--port", str(port), "--die", ""]
+    with (
+        VllmServer(command, vllm.environment, broken) as server,
+        pytest.raises(ServingError, match=r"ServingError: the cause$"),
+    ):
+        server.wait_until_healthy("127.0.0.1", port, lambda _: None)
+
+
 def test_a_server_that_never_answers_is_given_up(
     start: Start, vllm: FakeVllm, port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

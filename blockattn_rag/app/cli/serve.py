@@ -200,13 +200,14 @@ def _ending_on_signals() -> Iterator[None]:
     """Leave the context on Ctrl-C, with KeyboardInterrupt, and on SIGTERM, with status 0.
 
     Shells ignore Ctrl-C in background commands, and a container's first process ignores SIGTERM,
-    unless the process handles them.
+    unless the process handles them. An ignored SIGHUP stays ignored, as ``nohup`` needs it.
     """
-    handlers = {
+    handlers: dict[int, Any] = {
         signal.SIGINT: signal.default_int_handler,
         signal.SIGTERM: lambda *_: sys.exit(0),
-        signal.SIGHUP: lambda *_: sys.exit(0),
     }
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        handlers[signal.SIGHUP] = handlers[signal.SIGTERM]
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield

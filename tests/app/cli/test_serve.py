@@ -56,21 +56,29 @@ def server(
         yield fake
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+@pytest.mark.parametrize(
+    ("launcher", "number", "status"),
+    [([], signal.SIGINT, 130), ([], signal.SIGTERM, 0), (["nohup"], signal.SIGTERM, 0)],
+)
 def test_a_served_model_is_checked_and_stopped_by_a_signal(
     server: FakeServer, vllm: FakeVllm, loaded: BlockModel, model: Path, port: int, tmp_path: Path,
-    number: int, status: int,
+    launcher: list[str], number: int, status: int,
 ) -> None:  # fmt: skip
     profile = tmp_path / "profile.json"
     profile_of(loaded).write(profile)
     serve = [sys.executable, "-m", "blockattn_rag", "serve", str(model), "--store", "kv"]
     options = ["--profile", str(profile), "--port", str(port), "--", "--max-model-len", "64"]
     process = subprocess.Popen(
-        [*serve, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path
+        [*launcher, *serve, *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
     )
     try:
         assert process.stdout is not None
         address, curl = process.stdout.readline(), process.stdout.readline()
+        assert _ignores_hangup(process.pid) == (launcher == ["nohup"])
         process.send_signal(number)
         _, errors = process.communicate(timeout=LONGEST_S)
     finally:
@@ -85,6 +93,12 @@ def test_a_served_model_is_checked_and_stopped_by_a_signal(
     assert told["options"][-2:] == ["--max-model-len", "64"]
     assert told["environment"]["VLLM_PLUGINS"] == "blockattn"
     vllm.assert_ended()
+
+
+def _ignores_hangup(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/status").read_text("utf-8")
+    (mask,) = (line.split()[1] for line in status.splitlines() if line.startswith("SigIgn:"))
+    return bool(int(mask, 16) >> (signal.SIGHUP - 1) & 1)
 
 
 def test_a_server_with_wrong_answers_is_stopped(
@@ -127,7 +141,7 @@ def test_a_database_is_served_with_its_settings(
     ("arguments", "message"),
     [
         ((), "expected a MODEL and a --store, or a database as --db"),
-        (("bundled", "--store", "memory:"), "pass a lasting store"),
+        (("bundled", "--store", "memory:"), "a store in memory is lost"),
         (("--db", "{database}", "--dtype", "float32"), "a database has its own model, store"),
         (("--db", "nowhere"), "nowhere is not a database"),
         (("bundled", "--store", "kv", "--", "--port", "1"), "pass --port before --"),
