@@ -136,6 +136,7 @@ class GenerationFields(EngineFields):
         max_tokens (or max_new_tokens): Maximum number of tokens in an answer.
         temperature: Sampling temperature. None or 0: greedy decoding.
         stop (or stop_sequences): Strings that end the answer. The answer excludes them.
+        streaming: Whether ``invoke`` streams internally, so that callbacks receive tokens early.
         recognize: Whether to also find ingested passages in text without markers. Prompts then need
             no ``format_blocks``. Not with ``base_url``, because a server has its own option.
         generate_kwargs: Further options of every call, such as ``top_p``, ``top_k`` and ``seed``,
@@ -150,6 +151,7 @@ class GenerationFields(EngineFields):
     max_tokens: int = Field(default=256, alias="max_new_tokens", gt=0)
     temperature: float | None = Field(default=None, ge=0)
     stop: list[str] | None = Field(default=None, alias="stop_sequences")
+    streaming: bool = False
     recognize: bool = False
     generate_kwargs: dict[str, Any] = Field(default_factory=dict)
 

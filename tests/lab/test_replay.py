@@ -226,7 +226,7 @@ def test_a_trace_is_read_and_further_fields_are_ignored(tmp_path: Path) -> None:
         ([SEGMENT | {"id": 3}], "found 'id' of a number, expected a string"),
         ([SEGMENT | {"kind": ""}], "found an empty 'kind', expected text"),
         ([{"id": "a", "tokens": 3}], "found no 'kind' among the keys"),
-        ([SEGMENT | {"tokens": 4}], "found 4 tokens for the id 'a', but 3 before"),
+        ([SEGMENT | {"tokens": 4}], "found 4 tokens for the id 'a', which had 3 before"),
     ],
 )
 def test_a_malformed_line_is_refused_with_its_number(

@@ -29,7 +29,7 @@ def test_the_constructors_have_few_arguments() -> None:
         "model", "engine", "kv_store", "recipe", "block_template", "base_url", "api_key",
         "model_kwargs", "mode", "max_tokens", "temperature", "stop", "recognize", "generate_kwargs",
     }  # fmt: skip
-    inherited = set(BaseChatModel.model_fields)
+    inherited = {*BaseChatModel.model_fields, "streaming"}  # which LangChain's suite requires
     fields = {
         field.alias or name
         for name, field in ChatBlockAttention.model_fields.items()

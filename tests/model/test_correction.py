@@ -142,7 +142,7 @@ def test_a_damaged_entry_is_not_corrected(model: BlockModel, tmp_path: Path) -> 
     expected = engine.answer_logits(["x", A, Q], [0], recipe=recipe)
     engine = BlockAttentionEngine(model, DirectoryStore(tmp_path / "other"), recipe="none")
     engine.encode([A])
-    [entry] = (tmp_path / "other").rglob("*.safetensors")
+    [entry] = (tmp_path / "other" / "objects").rglob("*.safetensors")
     entry.write_bytes(entry.read_bytes()[:-8])
     assert torch.equal(engine.answer_logits(["x", A, Q], [0], recipe=recipe), expected)
 

@@ -243,7 +243,7 @@ def test_what_cannot_be_compiled_is_refused_by_its_name(outputs: Any, said: str)
 
 
 def test_a_tokenizer_of_another_kind_is_refused() -> None:
-    with pytest.raises(UnsupportedModelError, match="tiny has a SimpleNamespace"):
+    with pytest.raises(UnsupportedModelError, match="the tokenizer of tiny is a SimpleNamespace"):
         compiler(SimpleNamespace()).matcher(grammar(regex="a"))
 
 

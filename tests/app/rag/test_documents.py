@@ -157,5 +157,7 @@ def test_text_that_is_not_utf8_is_refused_and_not_thinned_out(tmp_path: Path) ->
 def test_a_folder_of_unreadable_files_says_why(documents: Path) -> None:
     (documents / "tower.txt").unlink()
     (documents / "more" / "river.md").unlink()
-    with pytest.raises(UnreadableFileError, match=r"no readable document .*picture\.raw: binary"):
+    with pytest.raises(
+        UnreadableFileError, match=r"no readable document .*picture\.raw: is binary"
+    ):
         load_documents([documents])

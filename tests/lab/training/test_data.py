@@ -168,7 +168,7 @@ BAD_LINES: dict[str, tuple[bytes, str]] = {
     "two answers at the end": (
         b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, '
         b'{"role": "assistant", "content": "c"}]}',
-        "two answers of the role 'assistant'",
+        "the last two messages both have the role 'assistant'",
     ),
     "tool calls": (
         b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", '
