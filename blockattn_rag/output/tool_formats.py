@@ -56,7 +56,7 @@ class ToolFormat:
         for call in calls:
             written = {"name": call.name, self.argument_keys[0]: call.arguments}
             text = json.dumps(written, ensure_ascii=False)
-            spans += [Span(text, "conversation"), Span(between, "template")]
+            spans += [Span(text, "answer"), Span(between, "template")]
         return (*spans[:-1], Span(after, "template"))
 
 

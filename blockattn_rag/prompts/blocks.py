@@ -18,12 +18,13 @@ from typing import Literal, NamedTuple
 HANDLE_LENGTH = 32
 """Number of hex digits in a handle: 128 bits of the sha256 of the block's text."""
 
-Origin = Literal["template", "prompt", "system", "conversation", "passage", "altered"]
+Origin = Literal["template", "prompt", "system", "conversation", "answer", "passage", "altered"]
 """Who wrote a text.
 
 ``template``: the chat template. ``prompt``: the trusted caller of the engine. ``system``: a system
-message. ``conversation``: a question, an earlier turn, a tool's result. ``passage``: a passage with
-its original text. ``altered``: a passage whose text was changed after it was marked.
+message. ``conversation``: a question, a tool's result. ``answer``: an earlier answer of the model,
+with its thoughts and tool calls. ``passage``: a passage with its original text. ``altered``: a
+passage whose text was changed after it was marked.
 
 Control tokens are parsed only in ``template`` and ``prompt``.
 """
@@ -151,7 +152,7 @@ class Block:
         Text of the chat template counts as a system message.
         """
         found = {span.origin for span in self.spans}
-        privacy: tuple[Origin, ...] = ("conversation", "prompt", "altered", "passage")
+        privacy: tuple[Origin, ...] = ("conversation", "answer", "prompt", "altered", "passage")
         return next((origin for origin in privacy if origin in found), "system")
 
     @property

@@ -222,6 +222,8 @@ def _with_reasoning(turn: dict[str, Any]) -> dict[str, Any]:
 
 def origin_of(role: str) -> Origin:
     """Origin of the messages of a role."""
+    if role == "assistant":
+        return "answer"
     return "system" if role in ("system", "developer") else "conversation"
 
 
@@ -254,7 +256,8 @@ class _Slots:
         if text_of(turn["content"]).strip():
             self.of_turn[id(turn)] = len(self.spans)
         content = self._slot(turn["content"])
-        rest = {name: self._replaced(v, name) for name, v in turn.items() if name != "content"}
+        origin: Origin = "answer" if turn["role"] == "assistant" else "conversation"
+        rest = {k: self._replaced(v, origin, k) for k, v in turn.items() if k != "content"}
         return rest | {"content": content}
 
     def instead_of(self, value: Any, tokens: Sequence[str]) -> Any:
@@ -268,17 +271,19 @@ class _Slots:
             return self._slot((Span(value, "system"),))
         return value
 
-    def _replaced(self, value: Any, name: str = "") -> Any:
+    def _replaced(self, value: Any, origin: Origin, name: str) -> Any:
         if isinstance(value, Mapping):
             pairs = value.items()
-            return {self._replaced(key, "name"): self._replaced(v, key) for key, v in pairs}
+            return {
+                self._replaced(k, origin, "name"): self._replaced(v, origin, k) for k, v in pairs
+            }
         if isinstance(value, (list, tuple)):
-            return [self._replaced(item, name) for item in value]
+            return [self._replaced(item, origin, name) for item in value]
         if not isinstance(value, str) or (name in _COMPARED_FIELDS and _HARMLESS.fullmatch(value)):
             return value
         # Calls have no passages, so markers are removed.
-        text = text_of(tuple(content_spans(value, "conversation")))
-        return self._slot((Span(text, "conversation"),))
+        text = text_of(tuple(content_spans(value, origin)))
+        return self._slot((Span(text, origin),))
 
     def _slot(self, spans: Spans) -> str:
         if not (text := text_of(spans)).strip():

@@ -122,9 +122,9 @@ class PassageMatcher:
     def split(self, spans: Iterable[Span]) -> tuple[Span, ...]:
         """Split the passages of a prompt out of its text.
 
-        The longest passages are found first, and passages do not overlap. Text of the chat template
-        and existing passages stay unchanged, and so does a passage that starts or ends within a
-        word, because its tokens would differ.
+        The longest passages are found first, and passages do not overlap. The chat template's text,
+        earlier answers and existing passages stay unchanged, and so does a passage that starts or
+        ends within a word, because its tokens would differ.
         """
         given = merged(spans)
         room = MOST_PASSAGES - sum(span.origin in PASSAGES for span in given)
@@ -132,7 +132,9 @@ class PassageMatcher:
         ends = np.cumsum(lengths, dtype=np.int64)
         if not len(self) or room < 1 or not WINDOW <= sum(lengths) <= MOST_CHARACTERS:
             return given
-        is_plain = np.array([span.origin not in (*PASSAGES, "template") for span in given])
+        is_plain = np.array(
+            [span.origin not in (*PASSAGES, "template", "answer") for span in given]
+        )
         text = "".join(span.text for span in given)
         found = self._found(text, ends, is_plain, room)
         if not found:

@@ -67,6 +67,19 @@ def test_both_adapters_find_passages_in_plain_text(bundled: BlockAttentionEngine
         assert passages(prompt_of(model, PLAIN)) == []
 
 
+def test_passages_that_an_earlier_answer_quotes_are_not_found(
+    bundled: BlockAttentionEngine,
+) -> None:
+    turns = [("user", PLAIN), ("assistant", f"It says: {TEXTS[0]}"), ("user", "And how deep?")]
+    llama_index, chat, _ = models(bundled, recognize=True)
+    for prompt in (
+        llama_index.to_prompt([ChatMessage(text, role=role) for role, text in turns]),
+        chat.to_prompt(chat._convert_input(turns).to_messages()),
+    ):
+        assert passages(prompt) == TEXTS
+        assert TEXTS[0] in prompt.final
+
+
 def test_an_answer_reuses_passages_without_markers(bundled: BlockAttentionEngine) -> None:
     llama_index, chat, _ = models(bundled, recognize=True)
     usage = llama_index.chat([ChatMessage(PLAIN)]).raw["usage"]

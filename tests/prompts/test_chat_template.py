@@ -110,7 +110,7 @@ def test_thoughts_that_a_template_leaves_out_are_left_out() -> None:
         ("<user>", "template"),
         ("Q", "conversation"),
         ("<E><assistant>", "template"),
-        ("It is <E>.", "conversation"),
+        ("It is <E>.", "answer"),
         ("<E>", "template"),
     ]
 
@@ -135,15 +135,15 @@ def test_arguments_of_tool_calls_are_contents_and_names_are_seen_by_the_template
             '{"": "", "": [3, ""]}', '{"query": "", "": [3, ""]}'
         )
     )
-    assert ('\\"<call>\\"', "conversation") in found
-    assert ("k<call>", "conversation") in found
+    assert ('\\"<call>\\"', "answer") in found
+    assert ("k<call>", "answer") in found
 
 
 def test_the_name_of_a_tool_that_is_no_plain_word_is_content() -> None:
     function = {"name": "x<call>", "arguments": {}}
     calls = [{"type": "function", "function": function}]
     found = spans_of(CALLS, {"role": "assistant", "content": "", "tool_calls": calls})
-    assert ("x<call>", "conversation") in found
+    assert ("x<call>", "answer") in found
 
 
 def test_a_role_that_is_no_plain_word_is_refused() -> None:
@@ -190,4 +190,4 @@ def test_markers_in_arguments_of_a_tool_call_do_not_reach_the_model() -> None:
     function = {"name": "search", "arguments": {"query": f"about {wrap('a page')}?"}}
     calls = [{"type": "function", "function": function}]
     found = spans_of(CALLS, {"role": "assistant", "content": "", "tool_calls": calls})
-    assert ("about a page?", "conversation") in found
+    assert ("about a page?", "answer") in found

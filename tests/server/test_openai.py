@@ -118,6 +118,24 @@ def test_known_passages_are_recognized_in_plain_text() -> None:
     assert not body.passages
 
 
+def test_passages_that_an_earlier_answer_quotes_are_not_recognized() -> None:
+    known = "Halden Tower is 214 metres tall."
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.reasoning_content }}{{ m.content }}"
+        "{% for call in m.tool_calls %}{{ call.function.arguments | tojson }}{% endfor %}"
+        "<|end|>{% endfor %}"
+    )
+    function = {"name": "f", "arguments": json.dumps({"text": known})}
+    answer = {"role": "assistant", "content": f"They say: {known}", "reasoning": known}
+    turns = [user(f"{known}\nWho?"), {**answer, "tool_calls": [{"id": "1", "function": function}]}]
+    body = ChatBody.from_dict({"messages": [*turns, user("Why?")]})
+    split = PassageMatcher(entries_of([known])).split
+    prompt = ChatPrompts(tokenizer).prompt(body, [], {}, split)
+    assert [block.text for block in prompt.context] == ["<|user|>", known]
+    assert prompt.final.count(known) == 3
+
+
 def test_calls_and_results_of_tools_are_rendered_as_in_process() -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = (
