@@ -12,11 +12,12 @@ from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 
 from blockattn_rag.errors import MissError, SegmentationError, ServingError, StoreError
 from blockattn_rag.model.loading import load_tokenizer
-from blockattn_rag.prompts.recognition import entries_of, from_hex
+from blockattn_rag.prompts.recognition import Entries, entries_of, from_hex
 from blockattn_rag.server.config import CONNECTOR, ServingConfig
 from blockattn_rag.server.profile import ModelProfile
 from blockattn_rag.server.protocol import EncodeAnswer, EncodeBody, ServerInfo
 from blockattn_rag.server.vllm.ensure import BlockEnsurer
+from blockattn_rag.server.vllm.indexing import IndexWriter
 from blockattn_rag.server.vllm.openai import ChatBody, ChatPrompt, ChatPrompts, ChatReport
 from blockattn_rag.server.vllm.requests import BlockRequest, Encodable, RequestReader
 from blockattn_rag.server.vllm.retrying import CURRENT, RetryingClient, Ticket, with_marker
@@ -60,6 +61,9 @@ class Service:
         self._scorer = Scorer(engine_client, config)
         is_indexed = home.sidecar is not None or config.recognize
         self.passages = PassageIndex(home) if is_indexed else None
+        self._indexing = None
+        if self.passages is not None and not config.read_only:
+            self._indexing = IndexWriter(self.passages)
         retrying = RetryingClient(engine_client)
         self.completions = _with_client(state.openai_serving_completion, retrying)
         self.chat = _with_client(state.openai_serving_chat, retrying)
@@ -123,9 +127,8 @@ class Service:
             there = await self._ensurer.found(blocks)
             return EncodeAnswer(tuple("found" if one else "missing" for one in there))
         encoded = await self._ensure(blocks, must_store=True)
-        if body.index and self.passages is not None and not self._config.read_only:
-            namespace = self._requests.namespace(headers)
-            await asyncio.to_thread(self.passages.add, from_hex(body.index), namespace)
+        if body.index and self._indexing is not None:
+            self._indexing.add(from_hex(body.index), self._requests.namespace(headers))
         return EncodeAnswer(
             tuple("encoded" if one.key in encoded else "found" for one in blocks),
             sum(self._profile.block_bytes(n, self._config.kv_dtype) for n in encoded.values()),
@@ -183,12 +186,16 @@ class Service:
         namespace = self._requests.namespace(raw_request.headers)
         try:
             prompt = await asyncio.to_thread(self._rendered, body, request, namespace)
-            return await self._reported(request, raw_request, prompt)
+            answer = await self._reported(request, raw_request, prompt)
         except (MissError, SegmentationError, ServingError, StoreError) as error:
             if body.passages:
                 raise
             # Recognition must not refuse a chat that vLLM can answer.
             return await self._reported(request, raw_request, None, str(error))
+        is_stored = prompt is not None and prompt.plan is not None
+        if is_stored and self._config.recognize and self._indexing is not None:
+            self._indexing.add(await asyncio.to_thread(_index_entries, body), namespace)
+        return answer
 
     async def _reported(
         self, request: Any, raw_request: Any, prompt: ChatPrompt | None, reason: str = ""
@@ -214,9 +221,6 @@ class Service:
         prompt = self._chat_prompts.prompt(body, tools, variables, recognize)
         if not any(block.is_passage for block in prompt.context):
             return None
-        if index is not None and not config.read_only:
-            marked = (span.text for span in body.passages if span.origin == "passage")
-            index.add(entries_of(marked), namespace)
         return self._chat_prompts.render(body, prompt)
 
     @cached_property
@@ -259,6 +263,11 @@ class Service:
         """Encode missing blocks. Returns the tokens of the encoded blocks by key."""
         encoded = await self._ensurer.ensure(blocks, thorough=thorough, must_store=must_store)
         return {one.key: one.tokens for one, new in zip(blocks, encoded, strict=True) if new}
+
+
+def _index_entries(body: ChatBody) -> Entries:
+    """Index entries of the passages that a client sent."""
+    return entries_of(span.text for span in body.passages if span.origin == "passage")
 
 
 def _with_client(handler: Any, client: RetryingClient) -> Any:

@@ -1,0 +1,56 @@
+"""Adds the passages of answered requests to the index, in the background."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from blockattn_rag.errors import StoreError
+from blockattn_rag.prompts.recognition import Entries, joined
+from blockattn_rag.store.passage_index import PassageIndex
+
+logger = logging.getLogger("blockattn_rag")
+
+
+class IndexWriter:
+    """Collects index entries, and writes those of a few seconds as one file for each namespace.
+
+    No answer waits for the index or fails by it: a failed write is logged. What was collected is
+    written when the event loop ends.
+
+    Args:
+        index: Index of the store.
+        every_s: Minimum seconds between two writes.
+    """
+
+    def __init__(self, index: PassageIndex, *, every_s: float = 5.0) -> None:
+        self._index = index
+        self._every_s = every_s
+        self._collected: dict[str, list[Entries]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def add(self, entries: Entries, namespace: str) -> None:
+        """Add index entries later. Call it in the event loop, after their passages were stored."""
+        if len(entries):
+            self._collected.setdefault(namespace, []).append(entries)
+            if not self._tasks:
+                task = asyncio.create_task(self._write_all())
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+
+    async def _write_all(self) -> None:
+        try:
+            while self._collected:
+                collected, self._collected = self._collected, {}
+                await asyncio.to_thread(self._write, collected)
+                await asyncio.sleep(self._every_s)
+        except asyncio.CancelledError:
+            self._write(self._collected)
+            raise
+
+    def _write(self, collected: dict[str, list[Entries]]) -> None:
+        for namespace, entries in collected.items():
+            try:
+                self._index.add(joined(entries), namespace)
+            except StoreError as error:
+                logger.warning("the index of passages cannot be written: %s", error)

@@ -1,0 +1,46 @@
+"""The index of passages that a server writes in the background."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from blockattn_rag.errors import StoreError
+from blockattn_rag.prompts.recognition import Entries, entries_of
+from blockattn_rag.server.vllm.indexing import IndexWriter
+from blockattn_rag.store import MemoryStore
+from blockattn_rag.store.passage_index import PassageIndex, folder_of
+
+ENTRIES = [entries_of([f"Passage {n} of a busy server, with enough characters."]) for n in range(6)]
+
+
+def add_all(index: PassageIndex, *namespaces: str) -> None:
+    async def run() -> None:
+        writer = IndexWriter(index, every_s=3600)
+        for entries in ENTRIES:
+            for namespace in namespaces:
+                writer.add(entries, namespace)
+            await asyncio.sleep(0.01)
+
+    asyncio.run(run())
+
+
+def test_a_busy_server_writes_few_files_and_loses_nothing_at_its_end() -> None:
+    store = MemoryStore(1 << 20)
+    add_all(PassageIndex(store), "a", "b")
+    for namespace in ("a", "b"):
+        assert 1 <= len(store.sidecar.names(folder_of(namespace))) <= 2
+        assert [PassageIndex(store).add(one, namespace) for one in ENTRIES] == [0] * 6
+
+
+def test_a_failed_write_is_logged(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: PassageIndex, entries: Entries, namespace: str) -> int:
+        raise StoreError(f"{namespace} is full")
+
+    monkeypatch.setattr(PassageIndex, "add", fail)
+    add_all(PassageIndex(MemoryStore(1 << 20)), "a", "b")
+    for namespace in ("a", "b"):
+        assert f"the index of passages cannot be written: {namespace} is full" in caplog.text
