@@ -249,6 +249,21 @@ def test_known_passages_are_recognized_in_plain_text_by_their_tenant_alone(
     assert other["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
 
+def test_documents_are_refused_where_vllm_sees_media_and_would_ignore_them(server: Server) -> None:
+    part = {"type": "text", "text": "How tall?", "image_url": "x"}
+    body = {"messages": [{"role": "user", "content": [part]}], "documents": [{"text": "One."}]}
+    response = server.post(CHATS, body)
+    assert response.status_code == 400, response.text
+    assert "media field, such as image_url, but prompts" in response.json()["error"]["message"]
+
+
+def test_documents_are_refused_in_a_body_that_is_too_long(server: Server) -> None:
+    response = server.post(CHATS, {"messages": [], "unknown": [1] * 5_000_000})
+    assert response.status_code == 400, response.text
+    assert "more than 393,216 bytes" in response.json()["error"]["message"]
+    assert server.http.get("/health").is_success
+
+
 JUNK: list[Any] = [
     *(None, True, -1, 0, 10**30, 1e308, "", "x", "\u0000", [], {}, [[]], [None], {"": {}}),
     *(["x"] * 3, {"type": "x"}, [{"type": "text"}], {"role": "user"}, "<|end|>", "\ud800"),

@@ -21,7 +21,13 @@ from blockattn_rag.prompts.markers import wrap
 from blockattn_rag.prompts.recognition import PassageMatcher, entries_of
 from blockattn_rag.prompts.tokenization import BlockTokenizer
 from blockattn_rag.server.protocol import MOST_BLOCKS, BlockPlan, ServedBlocks
-from blockattn_rag.server.vllm.openai import ChatBody, ChatPrompt, ChatPrompts, ChatReport
+from blockattn_rag.server.vllm.openai import (
+    ChatBody,
+    ChatPrompt,
+    ChatPrompts,
+    ChatReport,
+    read_body,
+)
 from tests.models import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
@@ -169,6 +175,8 @@ BAD: list[tuple[Any, str]] = [
     ({"messages": [user([5])]}, r"content\[0\] should be an object, found 5"),
     ({"messages": [user([{"type": 1}])]}, r"content\[0\].type should be a string, found 1"),
     ({"messages": [user([{"type": "text"}])]}, r"content\[0\].text should be a string"),
+    ({"messages": [user("x")] * 4097}, "has 4,097 messages and content parts, expected at most 4,"),
+    ({"messages": [user(text("a") * 4096)]}, "has 4,097 messages and content parts"),
     ({"documents": 5}, "documents should be a valid list, found 5"),
     ({"documents": ["x"]}, r"documents\[0\] should be an object, found 'x'"),
     ({"documents": [{"title": "x"}]}, r"documents\[0\] has no field 'text'"),
@@ -209,6 +217,22 @@ def test_a_body_that_is_nested_too_deeply_is_refused() -> None:
     calls = [{"function": {"name": "f", "arguments": arguments}}]
     with pytest.raises(ProtocolError, match="nested more than 100 levels"):
         ChatBody.from_dict({"messages": [{"role": "assistant", "tool_calls": calls}]})
+
+
+@pytest.mark.parametrize("max_tokens", [1, 1000])
+def test_a_body_is_read_up_to_a_size_that_grows_with_the_context_window(max_tokens: int) -> None:
+    most = (256 << 10) + 64 * max_tokens
+
+    def read(*sizes: int) -> bytes:
+        async def chunks() -> AsyncGenerator[bytes, None]:
+            for size in sizes:
+                yield b"x" * size
+
+        return asyncio.run(read_body(chunks(), max_tokens))
+
+    assert len(read(most - 5, 5)) == most
+    with pytest.raises(ProtocolError, match=f"more than {most:,} bytes"):
+        read(most, 1, 10**12)  # the rest is not read
 
 
 WORDS = st.sampled_from(

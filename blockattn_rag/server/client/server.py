@@ -344,7 +344,7 @@ def room_for(tokens: int, info: ServerInfo) -> int:
     room = info.max_tokens - tokens
     if room < 1:
         raise ContextOverflowError(
-            f"the prompt has {tokens} tokens, but the model holds at most {info.max_tokens}, "
+            f"the prompt has {tokens} tokens, but the model accepts at most {info.max_tokens}, "
             "including the answer; retrieve fewer or shorter passages"
         )
     return room

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Mapping, Sequence
 from itertools import chain
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -44,8 +43,12 @@ _MOST_NESTED = 100
 _MOST_BITS = 63
 """Larger integers fail in vLLM's engine."""
 
-_MOST_REMEMBERED = 4096
-"""Maximum number of blocks whose token ids are cached, because passages recur."""
+_MOST_MESSAGES = 4096
+"""Maximum number of messages and content parts, each of which takes time to read and render."""
+
+_OTHER_BYTES = 256 << 10
+_BYTES_PER_TOKEN = 64
+"""A body has at most these bytes for each token that fits in a prompt, and ``_OTHER_BYTES``."""
 
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _KEPT_FIELDS = ("name", "tool_call_id", "reasoning_content")
@@ -114,6 +117,7 @@ class ChatBody(NamedTuple):
         sent = fields.get("messages")
         if not isinstance(sent, list) or not sent:
             raise ProtocolError(f"messages should be a non-empty list, found {shown(sent)}")
+        _check_number(sent)
         reader = _MessageReader(options.parts == "passages")
         messages = [reader.read(one, f"messages[{place}]") for place, one in enumerate(sent)]
         return cls(with_documents(messages, documents), options, reader.not_text, fields)
@@ -123,6 +127,37 @@ class ChatBody(NamedTuple):
         """Passages of the documents and messages."""
         spans = (span for message in self.messages for span in message["content"])
         return [span for span in spans if span.origin in PASSAGES and span.text.strip()]
+
+
+async def read_body(chunks: AsyncIterable[bytes], max_tokens: int) -> bytes:
+    """Read a body, and stop at the size beyond which its prompt cannot be answered.
+
+    Args:
+        chunks: Parts of the body.
+        max_tokens: Maximum tokens of a prompt.
+
+    Raises:
+        ProtocolError: The body has more than 256 KiB and 64 bytes per token.
+    """
+    most, body = _OTHER_BYTES + _BYTES_PER_TOKEN * max_tokens, bytearray()
+    async for chunk in chunks:
+        body += chunk
+        if len(body) > most:
+            raise ProtocolError(
+                f"the body has more than {most:,} bytes, expected at most that for {max_tokens:,} "
+                "tokens (max_model_len); send fewer or shorter texts, and media by URL"
+            )
+    return bytes(body)
+
+
+def _check_number(messages: Sequence[Any]) -> None:
+    contents = [one.get("content") for one in messages if isinstance(one, dict)]
+    number = len(messages) + sum(len(one) for one in contents if isinstance(one, list))
+    if number > _MOST_MESSAGES:
+        raise ProtocolError(
+            f"the chat has {number:,} messages and content parts, expected at most "
+            f"{_MOST_MESSAGES:,}; join parts, or leave out old messages"
+        )
 
 
 class _MessageReader:
@@ -237,7 +272,7 @@ def _check_json(value: object, depth: int = 0) -> None:
         raise ProtocolError(f"the body contains {shown(value)}, expected at most {_MOST_BITS} bits")
     elif isinstance(value, float) and not math.isfinite(value):
         raise ProtocolError(f"the body contains {value}, which is no JSON number; remove it")
-    elif isinstance(value, Mapping):
+    elif isinstance(value, dict):  # faster than Mapping
         for name, item in value.items():
             _check_json(name, depth)
             _check_json(item, depth + 1)
@@ -267,7 +302,6 @@ class ChatPrompts:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = BlockTokenizer(tokenizer)
-        self._block_ids = lru_cache(_MOST_REMEMBERED)(self._tokenizer.block_ids)
         self._variables = template_variables(tokenizer)
 
     @property
@@ -278,7 +312,8 @@ class ChatPrompts:
     def render(self, body: ChatBody, prompt: BlockPrompt) -> ChatPrompt:
         """Convert the blocks of a chat to token ids. Raises ProtocolError if there are too many."""
         context, final = self._tokenizer.with_final_ids(prompt)
-        cut = [(one, self._block_ids(one, first=place == 0)) for place, one in enumerate(context)]
+        ids_of = self._tokenizer.block_ids
+        cut = [(one, ids_of(one, first=place == 0)) for place, one in enumerate(context)]
         cut = [(block, ids) for block, ids in cut if ids]
         token_ids = [*(token for _, ids in cut for token in ids), *final]
         if len(cut) > MOST_BLOCKS:

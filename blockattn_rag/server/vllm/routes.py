@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncGenerator, Awaitable
 from typing import Annotated, Any
@@ -20,6 +21,7 @@ from vllm.entrypoints.serve.utils.api_utils import (
     with_cancellation,
 )
 from vllm.entrypoints.serve.utils.sse_keep_alive import with_sse_keep_alive
+from vllm.renderers.chat_utils import has_non_text_content
 
 from blockattn_rag.errors import (
     BlockAttnError,
@@ -37,7 +39,7 @@ from blockattn_rag.server.protocol import (
     EncodeBody,
 )
 from blockattn_rag.server.validation import parse
-from blockattn_rag.server.vllm.openai import ChatBody
+from blockattn_rag.server.vllm.openai import ChatBody, read_body
 from blockattn_rag.server.vllm.service import Service
 
 # The name must not start with "vllm:": vLLM unregisters those when it starts an engine.
@@ -63,13 +65,24 @@ _JSON = [Depends(validate_json_request)]
 
 async def _told(raw_request: Request) -> Any:
     """Parse the body of a request. vLLM answers the ProtocolError with status 400."""
+    return _parsed(await raw_request.body())
+
+
+async def _told_chat(raw_request: Request) -> Any:
+    """Parse the body of an OpenAI client's chat, whose size is limited."""
+    max_tokens = _service(raw_request).info(raw_request.headers).max_tokens
+    return _parsed(await read_body(raw_request.stream(), max_tokens))
+
+
+def _parsed(body: bytes) -> Any:
     try:
-        return json.loads(await raw_request.body())
+        return json.loads(body)
     except (ValueError, RecursionError) as error:
         raise ProtocolError(f"the body is not valid JSON: {error}") from error
 
 
 _Told = Annotated[Any, Depends(_told)]
+_ToldChat = Annotated[Any, Depends(_told_chat)]
 
 
 def _service(raw_request: Request) -> Service:
@@ -128,18 +141,28 @@ async def openai_models(raw_request: Request) -> Response:
 @router.post(f"{OPENAI}/chat/completions", dependencies=_JSON)
 @with_cancellation
 @load_aware_call
-async def openai_chat(told: _Told, raw_request: Request) -> Response:
+async def openai_chat(told: _ToldChat, raw_request: Request) -> Response:
     """Like ``/v1/chat/completions``, in block mode if the body contains passages."""
     return await _answer(_openai_answer(told, raw_request), raw_request)
 
 
 async def _openai_answer(told: Any, raw_request: Request) -> Any:
+    # In a thread, because long bodies take long.
+    body, request = await asyncio.to_thread(_read_chat, told)
+    return await _service(raw_request).openai_chat(body, request, raw_request)
+
+
+def _read_chat(told: Any) -> tuple[ChatBody, ChatCompletionRequest]:
+    """The body of a chat, and the same as vLLM's object. Raises ProtocolError."""
     body = ChatBody.from_dict(told)
     try:
         request = parse(ChatCompletionRequest, body.fields, "body")
     except (AttributeError, LookupError, TypeError) as error:  # of vLLM's own validators
         raise ProtocolError(f"a field of the body has a wrong type: {error}") from error
-    return await _service(raw_request).openai_chat(body, request, raw_request)
+    # vLLM ignores the token ids of such chats.
+    if body.not_text is None and has_non_text_content(body.fields["messages"]):
+        body = body._replace(not_text="a content part has a media field, such as image_url")
+    return body, request
 
 
 async def _answer(answering: Awaitable[Any], raw_request: Request) -> Response:
