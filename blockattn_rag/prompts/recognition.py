@@ -105,7 +105,8 @@ class PassageMatcher:
     """
 
     def __init__(self, entries: Entries) -> None:
-        self._entries = entries[np.argsort(entries["window"], kind="stable")]
+        order = np.argsort(np.ascontiguousarray(entries["window"]), kind="stable")
+        self._entries = entries[order]
         self._windows = np.ascontiguousarray(self._entries["window"])
         self._chars = self._entries["chars"].astype(np.int64)
         # One bit for each of the first bits of a hash rejects most windows without a search. The
@@ -119,24 +120,36 @@ class PassageMatcher:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def split(self, spans: Iterable[Span]) -> tuple[Span, ...]:
+    def has(self, entries: Entries) -> NDArray[np.bool_]:
+        """Whether each of these entries is indexed, ``bool [passages]``."""
+        left, right = (
+            self._windows.searchsorted(entries["window"], to) for to in ("left", "right")
+        )
+        pairs = zip(entries, left, right, strict=True)
+        return np.array([one in self._entries[start:end] for one, start, end in pairs], np.bool_)
+
+    def split(self, spans: Iterable[Span], *others: PassageMatcher) -> tuple[Span, ...]:
         """Split the passages of a prompt out of its text.
 
         The longest passages are found first, and passages do not overlap. The chat template's text,
         earlier answers and existing passages stay unchanged, and so does a passage that starts or
         ends within a word, because its tokens would differ.
+
+        Args:
+            others: Matchers with further passages to find.
         """
         given = merged(spans)
         room = MOST_PASSAGES - sum(span.origin in PASSAGES for span in given)
         lengths = [len(span.text) for span in given]
         ends = np.cumsum(lengths, dtype=np.int64)
-        if not len(self) or room < 1 or not WINDOW <= sum(lengths) <= MOST_CHARACTERS:
+        matchers = [one for one in (self, *others) if len(one)]
+        if not matchers or room < 1 or not WINDOW <= sum(lengths) <= MOST_CHARACTERS:
             return given
         is_plain = np.array(
             [span.origin not in (*PASSAGES, "template", "answer") for span in given]
         )
         text = "".join(span.text for span in given)
-        found = self._found(text, ends, is_plain, room)
+        found = _found(matchers, text, ends, is_plain, room)
         if not found:
             return given
         pieces: list[Span] = []
@@ -149,42 +162,10 @@ class PassageMatcher:
             pieces.append(span if at == end - length else Span(text[at:end], span.origin))
         return merged(pieces)
 
-    def _found(
-        self, text: str, ends: Integers, is_plain: Integers, most: int
-    ) -> list[tuple[int, int]]:
-        """Start and end of at most ``most`` passages, in order."""
-        starts, rows = self._candidates(text)
-        stops = starts + self._entries["chars"][rows]
-        place = np.searchsorted(ends, starts, "right")
-        inside = is_plain[place] & (stops <= ends[place])
-        starts, stops, rows, place = (one[inside] for one in (starts, stops, rows, place))
-        first = np.concatenate([[0], ends])[place]
-        last = ends[place]
-        taken, found, wasted = bytearray(len(text)), [], 0
-        for one in np.lexsort((starts, starts - stops)).tolist():
-            start, stop = int(starts[one]), int(stops[one])
-            if taken[start] or taken[stop - 1]:  # by a passage that is as long or longer
-                continue
-            if any(_in_word(text, cut, first[one], last[one]) for cut in (start, stop)):
-                continue
-            if handle_of(text[start:stop]) != self._entries["handle"][rows[one]].tobytes().hex():
-                wasted += stop - start
-                if wasted > _WASTED * len(text):
-                    break
-                continue
-            taken[start:stop] = bytes([1]) * (stop - start)
-            found.append((start, stop))
-            if len(found) == most:
-                break
-        return sorted(found)
-
-    def _candidates(self, text: str) -> tuple[Integers, Integers]:
-        """Starts of passages in a text, and the rows of the entries whose hashes match there."""
-        size = len(text)
-        powers, inverses = _POWERS.upto(size + 1)
-        sums = np.zeros(size + 1, np.uint64)
-        np.cumsum(_characters(text) * powers[:size], out=sums[1:])
-        windows = (sums[WINDOW:] - sums[:-WINDOW]) * inverses[: size - WINDOW + 1]
+    def candidates(
+        self, sums: Integers, inverses: Integers, windows: Integers
+    ) -> tuple[Integers, Entries]:
+        """Starts of passages in a text with these ``_hashes``, and the entries that match there."""
         at = self._seen_at(windows)
         left = np.searchsorted(self._windows, windows[at], "left")
         counts = np.searchsorted(self._windows, windows[at], "right") - left
@@ -193,17 +174,59 @@ class PassageMatcher:
         rows = np.arange(counts.sum()) + np.repeat(left - np.cumsum(counts) + counts, counts)
         starts = np.repeat(at, counts) - _middle(self._chars[rows])
         stops = starts + self._chars[rows]
-        fits = np.flatnonzero((starts >= 0) & (stops <= size))
+        fits = np.flatnonzero((starts >= 0) & (stops < len(sums)))
         starts, stops, rows = starts[fits], stops[fits], rows[fits]
         hashes = (sums[stops] - sums[starts]) * inverses[starts]
         same = np.flatnonzero(hashes == self._entries["whole"][rows])
-        return starts[same], rows[same]
+        return starts[same], self._entries[rows[same]]
 
     def _seen_at(self, windows: Integers) -> Integers:
         """Places of the hashes that may be indexed."""
         prefixes = windows >> self._shift
         seen = self._seen.take((prefixes >> np.uint64(3)).view(np.int64))
         return np.flatnonzero((seen >> (prefixes.astype(np.uint8) & 7)) & 1)
+
+
+def _hashes(text: str) -> tuple[Integers, Integers, Integers]:
+    """Sums of a text's hash up to each place, their scales, and the hash of each window."""
+    size = len(text)
+    powers, inverses = _POWERS.upto(size + 1)
+    sums = np.zeros(size + 1, np.uint64)
+    np.cumsum(_characters(text) * powers[:size], out=sums[1:])
+    return sums, inverses, (sums[WINDOW:] - sums[:-WINDOW]) * inverses[: size - WINDOW + 1]
+
+
+def _found(
+    matchers: Sequence[PassageMatcher], text: str, ends: Integers, is_plain: Integers, most: int
+) -> list[tuple[int, int]]:
+    """Start and end of at most ``most`` passages, in order."""
+    hashes = _hashes(text)
+    parts = [one.candidates(*hashes) for one in matchers]
+    starts, entries = (np.concatenate(part) for part in zip(*parts, strict=True))
+    stops = starts + entries["chars"]
+    place = np.searchsorted(ends, starts, "right")
+    inside = is_plain[place] & (stops <= ends[place])
+    starts, stops, place = (one[inside] for one in (starts, stops, place))
+    handles = entries["handle"][inside]
+    first = np.concatenate([[0], ends])[place]
+    last = ends[place]
+    taken, found, wasted = bytearray(len(text)), [], 0
+    for one in np.lexsort((starts, starts - stops)).tolist():
+        start, stop = int(starts[one]), int(stops[one])
+        if taken[start] or taken[stop - 1]:  # by a passage that is as long or longer
+            continue
+        if any(_in_word(text, cut, first[one], last[one]) for cut in (start, stop)):
+            continue
+        if handle_of(text[start:stop]) != handles[one].tobytes().hex():
+            wasted += stop - start
+            if wasted > _WASTED * len(text):
+                break
+            continue
+        taken[start:stop] = bytes([1]) * (stop - start)
+        found.append((start, stop))
+        if len(found) == most:
+            break
+    return sorted(found)
 
 
 def _middle(chars: Any) -> Any:
@@ -247,7 +270,8 @@ def from_hex(strings: Iterable[str]) -> Entries:
 
 def checked(entries: Entries) -> Entries:
     """Return index entries unchanged. Raises ValueError if a number of characters is invalid."""
-    if wrong := [one for one in entries["chars"] if not WINDOW <= one <= MOST_CHARACTERS]:
+    chars = entries["chars"]
+    if len(wrong := chars[(chars < WINDOW) | (chars > MOST_CHARACTERS)]):
         raise ValueError(
             f"found an index entry of {wrong[0]} characters, expected {WINDOW} to {MOST_CHARACTERS}"
         )

@@ -10,14 +10,13 @@ An index entry whose passage was deleted is harmless: the passage is encoded aga
 from __future__ import annotations
 
 import hashlib
-import itertools
 import logging
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from safetensors import SafetensorError
@@ -36,8 +35,9 @@ logger = logging.getLogger("blockattn_rag")
 _FOLDER = "passages-1"  # with the version of the format
 _SUFFIX = ".safetensors"
 _ATTEMPTS = 3  # a compaction may delete files between their listing and their reading
-_MOST_NAMESPACES = 64
-_versions = itertools.count()
+_MOST_BYTES = 256 << 20  # index entries in memory, of the namespaces that were used last
+_NAMESPACE_BYTES = 4096  # counted for a namespace, in addition to its entries
+_SMALL_PART = 8  # the entries of new files are merged when they exceed this part of the others
 
 
 class PassageIndex:
@@ -66,9 +66,8 @@ class PassageIndex:
         self._refresh_s = refresh_s
         self._lock = threading.Lock()
         self._segments: OrderedDict[str, _Segments] = OrderedDict()
-        self._matchers: OrderedDict[tuple[str, ...], tuple[list[int], PassageMatcher]] = (
-            OrderedDict()
-        )
+        self._sizes: dict[str, int] = {}  # bytes of the namespaces
+        self._bytes = 0
 
     def split(self, spans: Iterable[Span], access: Access) -> tuple[Span, ...]:
         """Split known passages out of a prompt's text; see ``PassageMatcher.split``.
@@ -79,7 +78,9 @@ class PassageIndex:
         Args:
             access: Namespaces whose passages may be found.
         """
-        return self._matcher(access.namespaces(private=False)).split(spans)
+        names = access.namespaces(private=False)
+        first, *others = (one for name in names for one in self._matchers(name))
+        return first.split(spans, *others)
 
     def add(self, entries: Entries, namespace: str) -> int:
         """Add index entries (``entries_of``), after their passages were stored.
@@ -93,42 +94,44 @@ class PassageIndex:
         segments = self._known(namespace)
         with segments.lock:
             segments.refresh(self._refresh_s)
-            fresh = segments.without_known(joined([entries]))
+            fresh = joined([entries])
+            for matcher in segments.matchers():
+                fresh = fresh[~matcher.has(fresh)]
             if len(fresh):
                 segments.write(fresh)
+        self._count(namespace, segments)
         return len(fresh)
 
-    def _matcher(self, namespaces: tuple[str, ...]) -> PassageMatcher:
+    def _matchers(self, namespace: str) -> tuple[PassageMatcher, ...]:
         """Files are read and matchers are made outside of the lock, which all tenants share."""
-        known = [self._known(name) for name in namespaces]
-        for segments in known:
-            if segments.lock.acquire(blocking=not segments.was_read):  # else another thread reads
-                try:
-                    segments.refresh(self._refresh_s)
-                except StoreError as error:
-                    logger.warning("the index of passages cannot be read: %s", error)
-                finally:
-                    segments.lock.release()
-        states = [segments.state for segments in known]
-        versions = [version for version, _ in states]
-        with self._lock:
-            made = self._matchers.pop(namespaces, None)
-            if made is not None:
-                self._matchers[namespaces] = made
-        if made is None or made[0] != versions:
-            parts = [part for _, parts in states for part in parts.values()]
-            made = versions, PassageMatcher(np.concatenate([np.empty(0, ENTRY), *parts]))
-            with self._lock:
-                self._matchers[namespaces] = made
-                _keep_most(self._matchers)
-        return made[1]
+        segments = self._known(namespace)
+        if segments.lock.acquire(blocking=not segments.was_read):  # else another thread reads
+            try:
+                segments.refresh(self._refresh_s)
+            except StoreError as error:
+                logger.warning("the index of passages cannot be read: %s", error)
+            finally:
+                segments.lock.release()
+        self._count(namespace, segments)
+        return segments.matchers()
 
     def _known(self, namespace: str) -> _Segments:
         with self._lock:
             segments = self._segments.pop(namespace, None) or _Segments(self.sidecar, namespace)
             self._segments[namespace] = segments
-            _keep_most(self._segments)
         return segments
+
+    def _count(self, namespace: str, segments: _Segments) -> None:
+        """Count the bytes of a namespace, and forget the namespaces that were used least lately."""
+        with self._lock:
+            if self._segments.get(namespace) is not segments:
+                return  # was forgotten meanwhile
+            size = _NAMESPACE_BYTES + sum(part.nbytes for part in segments.parts.values())
+            self._bytes += size - self._sizes.get(namespace, 0)
+            self._sizes[namespace] = size
+            while self._bytes > _MOST_BYTES and len(self._segments) > 1:
+                oldest, _ = self._segments.popitem(last=False)
+                self._bytes -= self._sizes.pop(oldest, 0)
 
 
 class IndexReport(NamedTuple):
@@ -184,8 +187,8 @@ def compact(
 class _Segments:
     """Index files of a namespace, as far as they were read.
 
-    ``lock`` must be held for all methods. ``state`` is a version and the files, and is replaced as
-    a whole, so reading it needs no lock.
+    ``lock`` must be held to read and write files. ``parts`` is replaced as a whole, so using it
+    needs no lock.
     """
 
     def __init__(self, sidecar: Sidecar, namespace: str) -> None:
@@ -193,16 +196,24 @@ class _Segments:
         self._sidecar = sidecar
         self._folder = folder_of(namespace)
         self._read_s: float | None = None
-        self._rows: set[bytes] | None = None
-        self.state: tuple[int, dict[str, Entries]] = (next(_versions), {})
-
-    @property
-    def parts(self) -> dict[str, Entries]:
-        return self.state[1]
+        self.parts: dict[str, Entries] = {}
+        self._making = threading.Lock()
+        self._made = _Matchers.of({})
 
     @property
     def was_read(self) -> bool:
         return self._read_s is not None
+
+    def matchers(self) -> tuple[PassageMatcher, ...]:
+        """Matchers of the files. While a thread makes new ones, the others use what there is."""
+        if self._made.parts is not self.parts and self._making.acquire(
+            blocking=not self._made.parts
+        ):
+            try:
+                self._made = self._made.updated(self.parts)
+            finally:
+                self._making.release()
+        return self._made.large, self._made.small
 
     def refresh(self, every_s: float) -> None:
         """Read new files, at most every ``every_s`` seconds."""
@@ -220,24 +231,15 @@ class _Segments:
                 for name, content in zip(new, contents, strict=True):
                     if content is not None:
                         kept[name] = _decoded(name, content)
-                self.state, self._rows = (next(_versions), kept), None
+                self.parts = kept
             if None not in contents:
                 return
-
-    def without_known(self, entries: Entries) -> Entries:
-        """The entries that no file has."""
-        if self._rows is None:
-            self._rows = {row for part in self.parts.values() for row in _rows(part)}
-        is_new = [row not in self._rows for row in _rows(entries)]
-        return entries[np.array(is_new, np.bool_)]
 
     def write(self, entries: Entries) -> None:
         """Add a file."""
         name, content = _encoded(entries)
         self._sidecar.write(f"{self._folder}/{name}", content)
-        self.state = next(_versions), {**self.parts, name: entries}
-        if self._rows is not None:
-            self._rows |= {*_rows(entries)}
+        self.parts = {**self.parts, name: entries}
 
     def replace(self, entries: Entries) -> None:
         """Replace the files that were read by one file, or by none if there are no entries."""
@@ -254,9 +256,33 @@ def folder_of(namespace: str) -> str:
     return f"{_FOLDER}/n{namespace.encode().hex()}"
 
 
-def _rows(entries: Entries) -> list[bytes]:
-    content, size = entries.tobytes(), ENTRY.itemsize
-    return [content[at : at + size] for at in range(0, len(content), size)]
+class _Matchers(NamedTuple):
+    """Matchers of index files: a large one, and a small one of new files, which is quick to make.
+
+    Args:
+        parts: The files.
+        merged: Names of the files in the large matcher.
+    """
+
+    parts: dict[str, Entries]
+    merged: frozenset[str]
+    large: PassageMatcher
+    small: PassageMatcher
+
+    @classmethod
+    def of(cls, parts: dict[str, Entries]) -> _Matchers:
+        large = PassageMatcher(np.concatenate([np.empty(0, ENTRY), *parts.values()]))
+        return cls(parts, frozenset(parts), large, PassageMatcher(np.empty(0, ENTRY)))
+
+    def updated(self, parts: dict[str, Entries]) -> _Matchers:
+        """Matchers of other files. Merges all of them if many are new, or some were deleted."""
+        if parts is self.parts:
+            return self
+        new = [part for name, part in parts.items() if name not in self.merged]
+        if sum(map(len, new)) * _SMALL_PART > len(self.large) or not self.merged <= parts.keys():
+            return _Matchers.of(parts)
+        small = PassageMatcher(np.concatenate([np.empty(0, ENTRY), *new]))
+        return self._replace(parts=parts, small=small)
 
 
 def _encoded(entries: Entries) -> tuple[str, bytes]:
@@ -279,8 +305,3 @@ def _decoded(name: str, content: bytes) -> Entries:
     except (SafetensorError, ValueError, KeyError) as error:
         logger.warning("the index file %s is damaged: %s; `store index` rebuilds it", name, error)
         return np.empty(0, ENTRY)
-
-
-def _keep_most(cached: OrderedDict[Any, Any]) -> None:
-    while len(cached) > _MOST_NAMESPACES:
-        cached.popitem(last=False)
