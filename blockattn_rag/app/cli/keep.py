@@ -20,11 +20,7 @@ from blockattn_rag.app.rag.passages import (
     handles_of_sources,
     sources_at,
 )
-from blockattn_rag.prompts.recognition import entries_of
-from blockattn_rag.store import pins
-from blockattn_rag.store.base import EntryInfo
 from blockattn_rag.store.namespaces import is_of
-from blockattn_rag.store.passage_index import compact
 
 HandlesArgument = Annotated[
     list[str] | None,
@@ -47,6 +43,9 @@ def index(store: StoreArgument, as_json: JsonOption = False) -> None:
     deleted or damaged is complete again.
     """
     with working(as_json), counter("entries read") as tick:
+        from blockattn_rag.prompts.recognition import entries_of
+        from blockattn_rag.store.passage_index import compact
+
         opened = open_maintained(store)
         manifest = Manifest.read(Path(store))
         added = {}
@@ -75,6 +74,8 @@ def pin(
     """
     until_s = None if duration is None else time.time() + seconds_of(duration, "--for")
     with working(as_json):
+        from blockattn_rag.store import pins
+
         opened, keys = _found(store, handles, source, namespace)
         pins.pin(opened, keys, until_s)
     emit(as_json, {"store": store, "pinned": keys}, f"{count(len(keys), 'entry')} pinned")
@@ -89,6 +90,8 @@ def unpin(
 ) -> None:
     """Let passages that were pinned be deleted again."""
     with working(as_json):
+        from blockattn_rag.store import pins
+
         opened, keys = _found(store, handles, source, namespace)
         done = pins.unpin(opened, keys)
     emit(as_json, {"store": store, "unpinned": done}, f"{count(done, 'entry')} unpinned")
@@ -113,6 +116,8 @@ def _found(
             wanted |= handles_of_sources(collection, named)
     if not wanted:
         raise ValueError("expected handles or --source, found neither")
+    from blockattn_rag.store.base import EntryInfo
+
     opened = open_maintained(store)
     names = namespaces_of([] if namespace is None else [namespace], [store])
     keys, seen = [], set()

@@ -135,7 +135,7 @@ def test_a_read_only_server_encodes_nothing(serve: Serve, block_model: Any) -> N
 def test_a_block_that_does_not_fit_is_refused_before_anything_is_sent(
     engine: RemoteEngine, server: FakeServer
 ) -> None:
-    with pytest.raises(ContextOverflowError, match="has 5000 tokens, but the model holds"):
+    with pytest.raises(ContextOverflowError, match="has 5000 tokens, but the model accepts"):
         engine.precompute([BLOCKS[0], Block("x" * 5000)])
     assert server.bodies(ENCODE) == []
 
