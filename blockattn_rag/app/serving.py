@@ -19,12 +19,10 @@ from blockattn_rag.engine.find_recipe import known_digests, resolve_recipe
 from blockattn_rag.errors import DatabaseError, UnsupportedModelError
 from blockattn_rag.files import state_folder
 from blockattn_rag.model import BlockModel
-from blockattn_rag.model.loading import load_config, resolve_name
+from blockattn_rag.model.loading import is_adapter, load_config, resolve_name
 from blockattn_rag.server.profile import VERSION, ModelProfile, profile_of
 from blockattn_rag.store import open_store
 from blockattn_rag.store.directory import RECIPE_FOLDER
-
-_ADAPTER_CONFIG = "adapter_config.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +78,7 @@ class Served:
             UnsupportedModelError: The model is a LoRA adapter.
         """
         source = resolve_name(self.model)
-        if (Path(source) / _ADAPTER_CONFIG).is_file():
+        if is_adapter(source):
             raise UnsupportedModelError(
                 f"{self.model} is a LoRA adapter, expected a complete model: merge it into its base"
             )
@@ -95,13 +93,12 @@ class Served:
         options = {"store": self.store, "profile": str(profile.resolve())}
         if ModelProfile.read(profile).adapter:
             kept = profile.with_name(RECIPE_FOLDER)
-            folder = kept.resolve() if kept.is_dir() else Path(self.recipe)
-            if self.recipe == AUTO and folder != kept.resolve():
+            if not kept.is_dir() and self.recipe == AUTO:
                 raise ValueError(
                     f"{profile} was written with a recipe that has an adapter, and there is no "
                     f"recipe at {kept}; pass the folder of that recipe as --recipe"
                 )
-            options["recipe"] = str(folder)
+            options["recipe"] = str(kept.resolve()) if kept.is_dir() else self.recipe
         changed = {"namespace": self.namespace, "kv_dtype": self.kv_dtype}
         return options | {
             name: value for name, value in changed.items() if value not in ("", "model")

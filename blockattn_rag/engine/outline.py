@@ -17,7 +17,7 @@ class RecipeOutline:
 
     Args:
         sink, promote, positions: See ``Recipe``.
-        adapter: Digest of the adapter; empty if there is none.
+        adapter: Digest of the adapter. Empty: no adapter.
     """
 
     sink: str

@@ -20,7 +20,8 @@ SIDECAR = "block_attention.json"
 """File next to an adapter: its training modes, and its base if that is the bundled model."""
 
 _NAMES = (BUNDLED, SMOLLM2)
-_MODEL_FILES = ("config.json", "adapter_config.json")
+_ADAPTER_CONFIG = "adapter_config.json"
+_MODEL_FILES = ("config.json", _ADAPTER_CONFIG)
 _TOKENIZER_FILE = "tokenizer_config.json"
 
 
@@ -110,15 +111,20 @@ def default_device() -> str:
     return "mps" if torch.backends.mps.is_available() else "cpu"
 
 
+def is_adapter(name: str) -> bool:
+    """Whether a folder contains a LoRA adapter instead of a complete model."""
+    return (Path(name) / _ADAPTER_CONFIG).is_file()
+
+
 def _adapter(name: str) -> dict[str, Any]:
     """The ``base`` of a LoRA adapter (a path, hub id or ``"bundled"``), and its ``tuning`` marker.
 
     Read from the adapter's config, and from the file ``SIDECAR``, which our training writes because
     other programs may reject unknown keys in the config. Empty for other models.
     """
-    path = Path(name) / "adapter_config.json"
-    if not path.is_file():
+    if not is_adapter(name):
         return {}
+    path = Path(name) / _ADAPTER_CONFIG
     config = json.loads(path.read_text(encoding="utf-8"))
     beside = path.with_name(SIDECAR)
     noted = json.loads(beside.read_text(encoding="utf-8")) if beside.is_file() else {}

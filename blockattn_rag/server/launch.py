@@ -240,8 +240,8 @@ class VllmServer:
         self._reader.join(1)
         lines = [*self._lines]
         causes = [found[1] for line in lines if (found := _ERROR.search(line))]
-        told = [one for one in causes if _SYMPTOM not in one] or causes or lines
-        cause = f": {told[-1].strip()}" if told else ""
+        shown = [one for one in causes if _SYMPTOM not in one] or causes or lines
+        cause = f": {shown[-1].strip()}" if shown else ""
         return ServingError(f"vLLM ended with status {self._process.returncode} {when}{cause}")
 
 

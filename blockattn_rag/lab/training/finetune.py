@@ -37,7 +37,7 @@ from blockattn_rag.lab.training.report import FinetuneReport, write_card, write_
 from blockattn_rag.lab.training.trainer import BlockTrainer
 from blockattn_rag.lazy import missing_extra
 from blockattn_rag.model.gguf import SMOLLM2, is_gguf
-from blockattn_rag.model.loading import BUNDLED, SIDECAR, load_tokenizer, resolve_name
+from blockattn_rag.model.loading import BUNDLED, SIDECAR, is_adapter, load_tokenizer, resolve_name
 from blockattn_rag.model.probe import profile_attention
 from blockattn_rag.prompts.sinks import sink_ids
 
@@ -248,7 +248,7 @@ def _load_model(config: FinetuneConfig) -> Any:
     name = resolve_name(config.model)
     if Path(name).is_dir():
         name = str(Path(name).resolve())  # adapters refer to their base by this path
-    if (Path(name) / "adapter_config.json").is_file():
+    if is_adapter(name):
         raise ValueError(
             f"{name} is a LoRA adapter; merge it into its base before further training"
         )

@@ -63,12 +63,12 @@ router = APIRouter(dependencies=[Depends(_check_key)])
 _JSON = [Depends(validate_json_request)]
 
 
-async def _told(raw_request: Request) -> Any:
+async def _json_body(raw_request: Request) -> Any:
     """Parse the body of a request. vLLM answers the ProtocolError with status 400."""
     return _parsed(await raw_request.body())
 
 
-async def _told_chat(raw_request: Request) -> Any:
+async def _json_chat(raw_request: Request) -> Any:
     """Parse the body of an OpenAI client's chat, whose size is limited."""
     max_tokens = _service(raw_request).info(raw_request.headers).max_tokens
     return _parsed(await read_body(raw_request.stream(), max_tokens))
@@ -81,8 +81,8 @@ def _parsed(body: bytes) -> Any:
         raise ProtocolError(f"the body is not valid JSON: {error}") from error
 
 
-_Told = Annotated[Any, Depends(_told)]
-_ToldChat = Annotated[Any, Depends(_told_chat)]
+_JsonBody = Annotated[Any, Depends(_json_body)]
+_JsonChat = Annotated[Any, Depends(_json_chat)]
 
 
 def _service(raw_request: Request) -> Service:
@@ -101,10 +101,10 @@ async def info(raw_request: Request) -> Response:
 
 @router.post(ENCODE, dependencies=_JSON)
 @with_cancellation
-async def encode(told: _Told, raw_request: Request) -> Response:
+async def encode(fields: _JsonBody, raw_request: Request) -> Response:
     """Store blocks, or look them up."""
     try:
-        body = EncodeBody.from_dict(told)
+        body = EncodeBody.from_dict(fields)
         answer = await _service(raw_request).encode(body, raw_request.headers)
     except BlockAttnError as error:
         return counted(raw_request, _refusal(error))
@@ -141,20 +141,20 @@ async def openai_models(raw_request: Request) -> Response:
 @router.post(f"{OPENAI}/chat/completions", dependencies=_JSON)
 @with_cancellation
 @load_aware_call
-async def openai_chat(told: _ToldChat, raw_request: Request) -> Response:
+async def openai_chat(fields: _JsonChat, raw_request: Request) -> Response:
     """Like ``/v1/chat/completions``, in block mode if the body contains passages."""
-    return await _answer(_openai_answer(told, raw_request), raw_request)
+    return await _answer(_openai_answer(fields, raw_request), raw_request)
 
 
-async def _openai_answer(told: Any, raw_request: Request) -> Any:
+async def _openai_answer(fields: Any, raw_request: Request) -> Any:
     # In a thread, because long bodies take long.
-    body, request = await asyncio.to_thread(_read_chat, told)
+    body, request = await asyncio.to_thread(_read_chat, fields)
     return await _service(raw_request).openai_chat(body, request, raw_request)
 
 
-def _read_chat(told: Any) -> tuple[ChatBody, ChatCompletionRequest]:
+def _read_chat(fields: Any) -> tuple[ChatBody, ChatCompletionRequest]:
     """The body of a chat, and the same as vLLM's object. Raises ProtocolError."""
-    body = ChatBody.from_dict(told)
+    body = ChatBody.from_dict(fields)
     try:
         request = parse(ChatCompletionRequest, body.fields, "body")
     except (AttributeError, LookupError, TypeError) as error:  # of vLLM's own validators

@@ -215,9 +215,10 @@ class Service:
         tools = [] if is_without else [tool.model_dump() for tool in request.tools or ()]
         params = request.build_chat_params(chat.chat_template, chat.chat_template_content_format)
         variables = params.with_defaults(chat.default_chat_template_kwargs).chat_template_kwargs
-        index, config = self.passages if self._config.recognize else None, self._config
-        access = Access(namespace, config.read_namespaces)
-        recognize = None if index is None else partial(index.split, access=access)
+        recognize = None
+        if self._config.recognize and self.passages is not None:
+            access = Access(namespace, self._config.read_namespaces)
+            recognize = partial(self.passages.split, access=access)
         prompt = self._chat_prompts.prompt(body, tools, variables, recognize)
         if not any(block.is_passage for block in prompt.context):
             return None
