@@ -36,7 +36,7 @@ from blockattn_rag.store.base import (
 from blockattn_rag.store.concurrency import Readers
 from blockattn_rag.store.header import FORMAT, VERSION, Header, read_header
 from blockattn_rag.store.layout import ByteRange
-from blockattn_rag.store.pins import unless_pinned
+from blockattn_rag.store.retention import retention
 from blockattn_rag.store.sidecar import SIDECAR
 
 T = TypeVar("T")
@@ -286,7 +286,8 @@ class DirectoryStore(MaintainedStore):
             bound.make_room(
                 nbytes,
                 lambda: (entry for entry in self.entries() if entry.key != path.stem),
-                unless_pinned(self, self.remove_unused),
+                self.remove_unused,
+                lambda: retention(self),
             )
             self._write(path, buffers)
 

@@ -24,6 +24,7 @@ from blockattn_rag.errors import CorruptEntryError, StoreError
 from blockattn_rag.files import is_temporary, replacing, temporary_name
 from blockattn_rag.store.base import StoredEntry, age_s, check_max_bytes, damage_reported
 from blockattn_rag.store.header import FormatError
+from blockattn_rag.store.retention import Retention
 from blockattn_rag.store.sidecar import Sidecar
 
 FILE_MODE = 0o600
@@ -171,22 +172,31 @@ def remove_unused(path: Path, used_ns: int) -> bool | None:
 
 
 def evict(
-    entries: Iterable[StoredEntry], max_bytes: int, remove: Remove, *, more_bytes: int = 0
+    entries: Iterable[StoredEntry],
+    max_bytes: int,
+    remove: Remove,
+    marks: Callable[[], Retention],
+    *,
+    more_bytes: int = 0,
 ) -> tuple[int, tuple[StoredEntry, ...]]:
-    """Delete the least recently used entries until the rest take at most ``max_bytes``.
+    """Delete entries until the rest take at most ``max_bytes``: expired ones first, then the least
+    recently used. Pinned entries are kept.
 
     Args:
+        marks: Function that reads the pins and times to live. Called only if needed.
         more_bytes: Extra bytes to free, in complete entries, if any entry must be deleted.
 
     Returns:
         Bytes of the remaining entries, and the deleted entries.
     """
-    now_ns = time.time_ns()
-    known = sorted(entries, key=lambda entry: -age_s(entry.used_ns, now_ns))
+    known = [*entries]
     left, spare = sum(entry.nbytes for entry in known), more_bytes
     deleted: list[StoredEntry] = []
     if left <= max_bytes:
         return left, ()
+    now_ns, (pinned, expired) = time.time_ns(), marks()
+    known = [entry for entry in known if entry.key not in pinned]
+    known.sort(key=lambda entry: (entry.key not in expired, -age_s(entry.used_ns, now_ns)))
     for entry in known:
         if left <= max_bytes:
             spare -= entry.nbytes
@@ -218,17 +228,22 @@ class SizeBound:
         self._room = 0  # bytes that may be written before the files are listed again
 
     def make_room(
-        self, nbytes: int, entries: Callable[[], Iterable[StoredEntry]], remove: Remove
+        self,
+        nbytes: int,
+        entries: Callable[[], Iterable[StoredEntry]],
+        remove: Remove,
+        marks: Callable[[], Retention],
     ) -> None:
         """Evict entries, if needed, before a write of ``nbytes`` (at most ``max_bytes``).
 
         Args:
             entries: Function that lists all other entries. Called only if needed.
+            marks: As for ``evict``.
         """
         if nbytes > self._room:
             share, most = self.max_bytes // _SHARE, self.max_bytes - nbytes
             for _ in range(_LOOKS):
-                left, deleted = evict(entries(), most, remove, more_bytes=share)
+                left, deleted = evict(entries(), most, remove, marks, more_bytes=share)
                 self.evictions += len(deleted)
                 if left <= most:
                     break

@@ -27,7 +27,7 @@ from blockattn_rag.store.base import (
 from blockattn_rag.store.directory import DirectoryStore
 from blockattn_rag.store.files import evict
 from blockattn_rag.store.namespaces import is_of
-from blockattn_rag.store.pins import pinned, unless_pinned
+from blockattn_rag.store.retention import keep_forever, retention
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -39,6 +39,7 @@ MOST_NAMES = 100
 """Maximum number of names in a ``Tally``."""
 
 _HEADERS_AT_ONCE = 16
+_LEFT = ("kept", "young", "used", "other")
 _WHOLE_AT_ONCE = 4  # each is read into memory completely
 
 
@@ -96,7 +97,8 @@ class GcReport:
         kept: Number of entries that are referenced or pinned.
         kept_young: Number of unreferenced entries that were used within the grace period.
         deleted: Deleted entries, and why.
-        expired: Number of deleted entries that were referenced, but not used for ``ttl_s``.
+        expired: Number of deleted entries that were referenced, but whose time to live had ended
+            or that were not used for ``ttl_s``.
         freed_bytes: Size of everything deleted.
         leftovers: Deleted temporary files.
         errors: Entries and files that could not be read or deleted, and why.
@@ -256,10 +258,9 @@ def gc(
 ) -> GcReport:
     """Delete unreferenced entries (mark and sweep). Safe to run alongside an ingestion.
 
-    Pinned entries (``pins``) are kept.
-
-    An entry is deleted if none of its handles is in ``live_handles`` and its last *use* was more
-    than ``grace_s`` seconds ago. Uses are writes, reads (recorded once a minute), and being found
+    Pinned entries are kept, and expired ones are deleted (``store.retention``). Any other entry is
+    deleted if none of its handles is in ``live_handles`` and its last *use* was more than
+    ``grace_s`` seconds ago. Uses are writes, reads (recorded once a minute), and being found
     by an ingestion. An entry that is used in the meantime is kept. If a deleted entry is needed
     later, its block is computed again.
 
@@ -272,7 +273,7 @@ def gc(
 
     Args:
         live_handles: Handles (``BlockKV.handle``) of all referenced blocks, as a set or
-            ``LiveHandles``. None: delete by ``ttl_s`` alone.
+            ``LiveHandles``. None: delete only expired entries, and by ``ttl_s``.
         progress: Called after each entry with the number of processed entries.
         grace_s: Grace period in seconds. Must exceed the age of ``live_handles``, and the time
             between storing a block and referring to it in an ingestion. 0 also deletes the
@@ -286,19 +287,16 @@ def gc(
 
     Raises:
         StoreError: The store cannot be listed.
-        ValueError: ``ttl_s`` is less than ``grace_s``, or both ``ttl_s`` and ``live_handles`` are
-            None.
+        ValueError: ``ttl_s`` is less than ``grace_s``.
     """
-    if ttl_s is None:
-        if live_handles is None:
-            raise ValueError("expected live_handles or ttl_s: without both, nothing is deleted")
-    elif ttl_s < grace_s:
+    if ttl_s is not None and ttl_s < grace_s:
         raise ValueError(
             f"the time to live ({ttl_s:g} s) is shorter than the grace period ({grace_s:g} s), "
             "within which nothing is deleted; shorten the grace period too"
         )
 
-    pins = pinned(store)
+    marks = retention(store)
+    ended = set(marks.expired)
 
     def judge(key: str) -> _Verdict:
         try:
@@ -309,17 +307,20 @@ def gc(
                 return _Verdict(key, "other")
             named = info.handles  # empty for entries that a server encoded
             live = live_handles is None or not named or any(one in live_handles for one in named)
-            expired = ttl_s is not None and info.age_s >= ttl_s
-            if (live and not expired) or key in pins:
+            unused = ttl_s is not None and info.age_s >= ttl_s
+            expired = key in marks.expired
+            if key in marks.pinned or (live and not unused and not expired):
                 return _Verdict(key, "kept")
-            if info.age_s < grace_s:
+            if info.age_s < grace_s and not expired:
                 return _Verdict(key, "young")
             if dry_run or store.discard(key, info.used_ns):
-                reason = "not used for ttl_s" if expired else "nothing refers to it"
+                reason = "nothing refers to it"
+                if expired or unused:
+                    reason = "its time to live has ended" if expired else "not used for ttl_s"
                 return _Verdict(key, "expired" if live else "dead", info.nbytes, reason)
+            return _Verdict(key, "used")  # in the meantime
         except StoreError as error:
             return _Verdict(key, error=str(error))
-        return _Verdict(key)
 
     counts: Counter[str] = Counter()
     freed_bytes = 0
@@ -327,6 +328,8 @@ def gc(
     for done, one in enumerate(_at_once(judge, store.keys(), _HEADERS_AT_ONCE), start=1):
         counts[one.outcome] += 1
         freed_bytes += one.nbytes
+        if one.outcome in _LEFT or one.error:
+            ended.discard(one.key)
         if one.reason:
             gone.add(one.key, one.reason)
             if deleted is not None:
@@ -335,6 +338,8 @@ def gc(
             errors.add(one.key, one.error)
         if progress is not None:
             progress(done)
+    if ended and not dry_run:  # so that the entries do not expire again at once when they return
+        keep_forever(store, ended)
     leftovers = Tally()
     freed_bytes += _sweep_leftovers(store.leftovers(), grace_s, dry_run, leftovers, errors)
     return GcReport(
@@ -372,7 +377,8 @@ def _sweep_leftovers(
 
 
 def shrink(store: DirectoryStore, max_bytes: int) -> ShrinkReport:
-    """Delete the least recently used entries until the rest take at most ``max_bytes``.
+    """Delete entries until the rest take at most ``max_bytes``: expired ones first, then the least
+    recently used.
 
     Pinned entries are kept, even if they take more. To limit the size permanently, use
     ``DirectoryStore(path, max_bytes=...)``. Deleted entries are computed again when they are
@@ -383,8 +389,9 @@ def shrink(store: DirectoryStore, max_bytes: int) -> ShrinkReport:
         ValueError: ``max_bytes`` is not positive.
     """
     check_max_bytes(max_bytes)
-    remove = unless_pinned(store, store.remove_unused)
-    left_bytes, deleted = evict(store.entries(), max_bytes, remove)
+    left_bytes, deleted = evict(
+        store.entries(), max_bytes, store.remove_unused, lambda: retention(store)
+    )
     freed_bytes = sum(entry.nbytes for entry in deleted)
     return ShrinkReport(left_bytes, tuple(entry.key for entry in deleted), freed_bytes)
 

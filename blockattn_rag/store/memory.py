@@ -16,7 +16,7 @@ from blockattn_rag.store.base import (
     check_max_bytes,
     warn_of_refused,
 )
-from blockattn_rag.store.pins import pinned
+from blockattn_rag.store.retention import retention
 from blockattn_rag.store.sidecar import MemorySidecar
 
 
@@ -104,10 +104,12 @@ class MemoryStore(KVStore):
             return StoreStats(len(self._entries), self._total_bytes, self._evictions, self._refused)
 
     def _make_room(self, nbytes: int) -> bool:
-        """Evict the least recently used entries that are not pinned. Returns whether it fits."""
+        """Evict entries that are not pinned: expired ones first, then the least recently used.
+        Returns whether it fits."""
         if self._total_bytes + nbytes > self.max_bytes:
-            kept = pinned(self)
-            for key in [key for key in self._entries if key not in kept]:
+            pinned, expired = retention(self)
+            keys = [key for key in self._entries if key not in pinned]
+            for key in sorted(keys, key=lambda key: key not in expired):
                 self._remove(key)
                 self._evictions += 1
                 if self._total_bytes + nbytes <= self.max_bytes:

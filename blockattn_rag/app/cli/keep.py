@@ -1,4 +1,4 @@
-"""``blockattn-rag store index``, ``pin`` and ``unpin``: index of passages, and pinned entries."""
+"""``blockattn-rag store index``, ``pin``, ``unpin`` and ``ttl``: what to find, keep and expire."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ SourceOption = Annotated[
     list[Path] | None,
     typer.Option(help="File or folder whose passages are meant; STORE is their database folder."),
 ]
+_ALWAYS = "always"
 NamespaceOption = Annotated[
     str | None,
     typer.Option(help="Namespace of the entries. Default: the database's, or the unnamed one."),
@@ -74,10 +75,10 @@ def pin(
     """
     until_s = None if duration is None else time.time() + seconds_of(duration, "--for")
     with working(as_json):
-        from blockattn_rag.store import pins
+        from blockattn_rag.store import retention
 
         opened, keys = _found(store, handles, source, namespace)
-        pins.pin(opened, keys, until_s)
+        retention.pin(opened, keys, until_s)
     emit(as_json, {"store": store, "pinned": keys}, f"{count(len(keys), 'entry')} pinned")
 
 
@@ -90,11 +91,42 @@ def unpin(
 ) -> None:
     """Let passages that were pinned be deleted again."""
     with working(as_json):
-        from blockattn_rag.store import pins
+        from blockattn_rag.store import retention
 
         opened, keys = _found(store, handles, source, namespace)
-        done = pins.unpin(opened, keys)
+        done = retention.unpin(opened, keys)
     emit(as_json, {"store": store, "unpinned": done}, f"{count(done, 'entry')} unpinned")
+
+
+def ttl(
+    store: StoreArgument,
+    duration: Annotated[
+        str,
+        typer.Option(
+            "--for", help=f"Time to live from now on: 30m, 24h, 7d, or {_ALWAYS} to end a limit."
+        ),
+    ],
+    handles: HandlesArgument = None,
+    source: SourceOption = None,
+    namespace: NamespaceOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Let passages expire: then `gc` deletes them even if they are in use, and size limits first.
+
+    Until then they are used as before. Pinned entries are kept.
+    """
+    at_s = None if duration == _ALWAYS else time.time() + seconds_of(duration, "--for")
+    with working(as_json):
+        from blockattn_rag.store import retention
+
+        opened, keys = _found(store, handles, source, namespace)
+        if at_s is None:
+            retention.keep_forever(opened, keys)
+        else:
+            retention.expire(opened, keys, at_s)
+    verb = "kept" if at_s is None else f"will expire in {duration}"
+    data = {"store": store, "entries": keys, "expires_at": at_s}
+    emit(as_json, data, f"{count(len(keys), 'entry')} {verb}")
 
 
 def _found(

@@ -37,6 +37,7 @@ app.command()(collect.live)
 app.command()(keep.index)
 app.command()(keep.pin)
 app.command()(keep.unpin)
+app.command()(keep.ttl)
 
 
 @app.command()

@@ -413,6 +413,21 @@ def test_pin_takes_sources_and_a_time(cli: Command, database: Path, filled: Path
     assert 0 <= time.time() + 7 * 86400 - int(name.partition("-")[2]) < 600
 
 
+def test_passages_expire(cli: Command, database: Path, filled: Path) -> None:
+    source = filled.parent / "tower.txt"
+    (key,) = cli("store", "ttl", database, "--source", source, "--for", "0s", "--json").json[
+        "entries"
+    ]
+    assert cli("store", "gc", database, "--expired", "--dry-run", "--json").json["expired"] == 1
+    kept = cli("store", "ttl", database, "--source", source, "--for", "always", "--json").json
+    assert (kept["entries"], kept["expires_at"]) == ([key], None)
+    assert cli("store", "gc", database, "--expired", "--json").json["expired"] == 0
+    cli("store", "ttl", database, "--source", source, "--for", "0s")
+    assert cli("store", "gc", database, "--expired", "--json").json["expired"] == 1
+    assert entries(database) == []
+    assert "leave out --db" in cli("store", "gc", database, "--expired", "--force").stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -1,4 +1,4 @@
-"""Pinned entries survive every eviction."""
+"""Pinned entries survive every eviction, and expired ones go first."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from blockattn_rag.store import (
     gc,
     shrink,
 )
-from blockattn_rag.store.pins import pin, pinned, unpin
+from blockattn_rag.store.retention import expire, keep_forever, pin, retention, unpin
 from tests.store.conftest import objects_in_memory
 from tests.store.kvs import make_kv
 
@@ -78,11 +78,11 @@ def test_a_later_pin_replaces_an_earlier_one(tmp_path: Path) -> None:
     fill(store)
     pin(store, KEYS[:2])
     pin(store, KEYS[:1], until_s=time.time() + 0.9)
-    assert pinned(DirectoryStore(tmp_path)) <= set(KEYS[:2])
+    assert retention(DirectoryStore(tmp_path)).pinned <= set(KEYS[:2])
     pin(store, KEYS[:1], until_s=1)
-    assert pinned(store) == {KEYS[1]}
+    assert retention(store).pinned == {KEYS[1]}
     assert unpin(store, KEYS) == 2
-    assert pinned(store) == set()
+    assert retention(store).pinned == set()
 
 
 def test_pins_of_tiers_are_those_of_the_home(tmp_path: Path) -> None:
@@ -96,5 +96,56 @@ def test_pins_of_tiers_are_those_of_the_home(tmp_path: Path) -> None:
 
 def test_a_cache_keeps_no_pins() -> None:
     pytest.importorskip("redis")
-    with pytest.raises(ValueError, match="cannot keep pins: it is a cache"):
+    with pytest.raises(ValueError, match="cannot keep pins and times to live: it is a cache"):
         pin(RedisStore("redis://127.0.0.1:9/0"), KEYS)
+
+
+@pytest.mark.parametrize("kind", ["folder", "objects"])
+def test_gc_deletes_expired_entries_even_if_they_are_in_use(kind: str, tmp_path: Path) -> None:
+    store = DirectoryStore(tmp_path) if kind == "folder" else objects_in_memory()
+    fill(store)
+    past = time.time() - 1
+    expire(store, KEYS[:3], past)
+    expire(store, KEYS[3:4], time.time() + 60)
+    pin(store, KEYS[:1])
+    assert keep_forever(store, KEYS[1:2]) == 1
+    live = {kv.handle for kv in KVS}
+    assert gc(store, live, dry_run=True).deleted.first == {KEYS[2]: "its time to live has ended"}
+    report = gc(store, live)
+    assert (report.kept, report.expired) == (5, 1)
+    assert sorted(store.keys()) == sorted([*KEYS[:2], *KEYS[3:]])
+
+
+def test_gc_without_handles_deletes_only_expired_entries(tmp_path: Path) -> None:
+    store = DirectoryStore(tmp_path)
+    fill(store)
+    expire(store, KEYS[:2], time.time() - 1)
+    assert gc(store, None, grace_s=0).expired == 2
+    assert sorted(store.keys()) == sorted(KEYS[2:])
+
+
+def test_an_expired_entry_is_used_until_it_is_deleted_and_may_return(tmp_path: Path) -> None:
+    store = DirectoryStore(tmp_path)
+    fill(store)
+    expire(store, KEYS[:1], time.time() - 1)
+    assert store.get(KEYS[0]) is not None
+    gc(store, None)
+    assert store.get(KEYS[0]) is None
+    fill(store, KVS[:1])
+    assert gc(store, None).expired == 0
+    assert KEYS[0] in store
+
+
+def test_expired_entries_make_room_first(tmp_path: Path) -> None:
+    fill(DirectoryStore(tmp_path / "one"), KVS[:1])
+    nbytes = DirectoryStore(tmp_path / "one").stats().total_bytes
+    limited = DirectoryStore(tmp_path / "limited", max_bytes=3 * nbytes)
+    memory = MemoryStore(3 * KVS[0].nbytes)
+    for store in (limited, memory):
+        fill(store, KVS[:3])
+        expire(store, KEYS[2:3], time.time() - 1)
+        fill(store, KVS[3:4])
+        assert sorted(store.keys()) == sorted([*KEYS[:2], KEYS[3]])
+    shrunk = DirectoryStore(tmp_path / "limited")
+    expire(shrunk, KEYS[3:4], time.time() - 1)
+    assert shrink(shrunk, 2 * nbytes).deleted == (KEYS[3],)

@@ -1,0 +1,105 @@
+"""Pins and times to live of entries, which size limits, ``gc`` and ``shrink`` honour.
+
+Both are marks: empty files beside the entries (``store.sidecar``), named after a key and a time, so
+one listing reads all marks of a kind. A pinned entry is not deleted. An expired entry that is not
+pinned is deleted by the next ``gc``, and before all others if a store makes room. Until then it is
+used like any other.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterator
+from typing import NamedTuple
+
+from blockattn_rag.store.base import KVStore, is_key
+from blockattn_rag.store.sidecar import Sidecar
+
+_PINS, _EXPIRIES = "pins-1", "expiries-1"  # with the version of the format
+_NEVER = 0
+
+
+class Retention(NamedTuple):
+    """Keys of the entries of a store that are pinned, and of those that have expired and are not
+    pinned."""
+
+    pinned: frozenset[str]
+    expired: frozenset[str]
+
+
+def retention(store: KVStore) -> Retention:
+    """Read the marks of a store: two listings."""
+    if store.sidecar is None:
+        return Retention(frozenset(), frozenset())
+    now_s = time.time()
+    pins = {key for _, key, end_s in _marks(store.sidecar, _PINS) if not 0 < end_s <= now_s}
+    expired = {key for _, key, end_s in _marks(store.sidecar, _EXPIRIES) if 0 < end_s <= now_s}
+    return Retention(frozenset(pins), frozenset(expired - pins))
+
+
+def pin(store: KVStore, keys: Collection[str], until_s: float | None = None) -> None:
+    """Keep entries until they are unpinned.
+
+    Args:
+        until_s: Time at which the pins end, in seconds since 1970. None: never.
+
+    Raises:
+        StoreError: A pin cannot be written.
+        ValueError: The store cannot keep pins.
+    """
+    _mark(_sidecar(store), _PINS, keys, _NEVER if until_s is None else int(until_s))
+
+
+def unpin(store: KVStore, keys: Collection[str]) -> int:
+    """Remove pins. Returns the number of entries that were pinned."""
+    return _unmark(_sidecar(store), _PINS, keys)
+
+
+def expire(store: KVStore, keys: Collection[str], at_s: float) -> None:
+    """Let entries expire at a time, in seconds since 1970, even if passages refer to them.
+
+    Raises:
+        StoreError: A mark cannot be written.
+        ValueError: The store cannot keep times to live.
+    """
+    _mark(_sidecar(store), _EXPIRIES, keys, max(1, int(at_s)))
+
+
+def keep_forever(store: KVStore, keys: Collection[str]) -> int:
+    """Undo ``expire``. Returns the number of entries that had a time to live."""
+    return _unmark(_sidecar(store), _EXPIRIES, keys)
+
+
+def _mark(sidecar: Sidecar, folder: str, keys: Collection[str], end_s: int) -> None:
+    """Write the marks of entries, and delete their earlier ones."""
+    wanted, old = set(keys), [*_marks(sidecar, folder)]
+    new = {f"{key}-{end_s}" for key in wanted}
+    for name in new:
+        sidecar.write(f"{folder}/{name}", b"\n")
+    for name, key, _ in old:
+        if key in wanted and name not in new:
+            sidecar.delete(f"{folder}/{name}")
+
+
+def _unmark(sidecar: Sidecar, folder: str, keys: Collection[str]) -> int:
+    wanted = set(keys)
+    found = [(name, key) for name, key, _ in _marks(sidecar, folder) if key in wanted]
+    for name, _ in found:
+        sidecar.delete(f"{folder}/{name}")
+    return len({key for _, key in found})
+
+
+def _marks(sidecar: Sidecar, folder: str) -> Iterator[tuple[str, str, int]]:
+    """Name, key and time of each mark of a kind."""
+    for name in sidecar.names(folder):
+        key, _, end_s = name.partition("-")
+        if is_key(key) and end_s.isdecimal():
+            yield name, key, int(end_s)
+
+
+def _sidecar(store: KVStore) -> Sidecar:
+    if store.sidecar is None:
+        raise ValueError(
+            f"{store!r} cannot keep pins and times to live: it is a cache. Use the store behind it"
+        )
+    return store.sidecar
