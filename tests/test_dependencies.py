@@ -179,19 +179,3 @@ def test_the_versions_that_are_tested_are_in_the_declared_ranges() -> None:
         name = canonicalize_name(requirement.name)
         if name not in {PROJECT["name"], *NOT_INSTALLED.values()}:
             assert requirement.specifier.contains(pinned[name]), text
-
-
-def test_imports_at_the_top_in_functions_and_in_namespaces_are_told_apart(tmp_path: Path) -> None:
-    file = tmp_path / "module.py"
-    file.write_text(
-        "import os, torch\nfrom . import own\nif True:\n    import numpy\n"
-        "try:\n    import flash_attn.flash\nexcept ImportError: ...\n"
-        "def f():\n    from llama_index.core.schema import TextNode\n",
-        encoding="utf-8",
-    )
-    assert set(modules(file, at_import=True)) == {"torch"}
-    assert {distribution_of(module) for module in modules(file)} == {
-        "flash-attn", "llama-index-core", "numpy", "torch",
-    }  # fmt: skip
-    with pytest.raises(AssertionError, match="expected one distribution with nonsense"):
-        distribution_of("nonsense")

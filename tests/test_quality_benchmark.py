@@ -12,7 +12,6 @@ sys.path += [str(Path(__file__).parents[1] / "benchmarks" / one) for one in ("",
 
 import sets
 from recompute import Recomputation
-from sets import Item
 
 from blockattn_rag import BlockAttentionEngine
 from blockattn_rag.engine.results import Mode
@@ -33,31 +32,6 @@ def test_every_answer_is_in_the_passages(name: str) -> None:
         assert item.is_right(" ".join(group[0] for group in item.needed))
         assert all(contains_answer(shown, group) for group in item.needed)
         assert item.rival not in ("", *item.needed[0]) or name != "comparisons"
-
-
-@pytest.mark.parametrize(
-    ("answer", "right"),
-    [
-        ("The Forth Bridge opened first.", True),
-        ("The Forth Bridge, before the Millau Viaduct.", True),
-        ("The Millau Viaduct, before the Forth Bridge.", False),
-        ("The Brooklyn Bridge.", False),
-    ],
-)
-def test_a_comparison_is_right_if_the_right_subject_comes_first(answer: str, right: bool) -> None:
-    item = Item("1", "comparisons", "?", (), (("Forth Bridge",),), 0, "Millau Viaduct")
-    assert item.is_right(answer) is right
-
-
-def test_a_pair_is_right_only_with_both_answers() -> None:
-    item = Item("1", "pairs", "?", (), (("Strauss",), ("1883", "eighty-three")), 0)
-    assert item.is_right("Joseph Strauss; in 1883.")
-    assert not item.is_right("Joseph Strauss.")
-
-
-def test_mixed_takes_the_sets_in_turn() -> None:
-    found = [item.set for item in sets.mixed([sets.facts(), sets.order()])][:6]
-    assert found == ["facts", "order"] * 3
 
 
 @pytest.fixture(scope="module")
@@ -84,15 +58,3 @@ def test_recomputing_no_or_all_tokens_is_block_or_full_mode(
     run = Recomputation(engine.model, prompt).run(share)
     torch.testing.assert_close(run.answer_logits(answer), expected, rtol=1e-4, atol=1e-4)
     assert run.generate(6)[:3] == expected.argmax(-1).tolist()[:3]
-
-
-def test_recomputation_chooses_among_passage_tokens_only(
-    engine: BlockAttentionEngine, prompt: BlockPrompt
-) -> None:
-    ids = engine.model.tokenizer.prompt_ids(prompt)
-    chosen = Recomputation(engine.model, prompt).chosen(0.5)
-    starts = len(ids.context[0])
-    passages = sum(map(len, ids.context[1:]))
-    assert len(chosen) == round(passages / 2)
-    assert chosen.min() >= starts
-    assert chosen.max() < starts + passages

@@ -5,12 +5,9 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from typing import Any
 
 import pytest
 
@@ -147,43 +144,3 @@ def test_sixteen_threads_get_known_answers_and_leave_no_thread_behind(
     for thread in set(threading.enumerate()) - before:
         thread.join(LONGEST_S)
     assert set(threading.enumerate()) <= before
-
-
-@pytest.mark.parametrize("temperature", [1.0, 2.0])
-def test_two_engines_over_one_model_with_seeds_answer_as_alone(
-    engines: list[BlockAttentionEngine], temperature: float
-) -> None:
-    options: dict[str, Any] = {"temperature": temperature, "max_new_tokens": 8}
-    seeds = range(8)
-    alone = [
-        [e.generate(PASSAGES[:3], seed=s, **options).token_ids for s in seeds] for e in engines
-    ]
-    found: list[list[list[int]]] = [[], []]
-
-    def act(index: int) -> None:
-        for seed in seeds:
-            answer = engines[index].generate(PASSAGES[:3], seed=seed, **options)
-            found[index].append(answer.token_ids)
-
-    threads = [threading.Thread(target=act, args=(index,)) for index in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(LONGEST_S)
-    assert found == alone
-    assert len({tuple(ids) for ids in alone[0]}) > 1  # the seeds matter
-
-
-def test_whoever_holds_a_model_may_draw_while_a_seeded_request_waits_for_it(
-    engines: list[BlockAttentionEngine],
-) -> None:
-    options: dict[str, Any] = {"temperature": 1.0, "max_new_tokens": 4}
-    expected = engines[1].generate(PASSAGES[:2], seed=2, **options).token_ids
-    with ThreadPoolExecutor(1) as pool, engines[0].model.lock:
-        waiting = pool.submit(engines[1].generate, PASSAGES[:2], seed=2, **options)
-        time.sleep(0.2)  # by then it waits; if not, the test passes without proving anything
-        assert engines[0].generate(PASSAGES[:2], seed=1, **options).token_ids
-        engines[0].model.lock.__exit__()
-        found = waiting.result(LONGEST_S).token_ids
-        engines[0].model.lock.__enter__()
-    assert found == expected

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +16,6 @@ from blockattn_rag.check.oracle import oracle_generate
 from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.engine.pending import Group, PendingRequest
 from blockattn_rag.engine.recipe import Recipe
-from blockattn_rag.engine.results import GenerationChunk
 from blockattn_rag.errors import ContextOverflowError, MissError, UnsupportedModelError
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.model import BlockModel
@@ -26,7 +23,7 @@ from blockattn_rag.prompts.blocks import Block, BlockPrompt
 from blockattn_rag.prompts.marked_text import segment
 from blockattn_rag.prompts.markers import wrap
 from blockattn_rag.prompts.sinks import sink_ids
-from blockattn_rag.store import DirectoryStore, MemoryStore
+from blockattn_rag.store import MemoryStore
 from tests.engines import with_settings
 from tests.holding import FEW, LONGEST_S, Held
 from tests.model.families import SUPPORTED
@@ -200,14 +197,6 @@ def test_stale_and_orphan_markers_give_the_answer_of_the_same_text(
         assert engine.generate(segment(marked), max_new_tokens=NEW).token_ids == plain.token_ids
 
 
-def test_a_passage_of_control_tokens_and_markers_is_text(engine: BlockAttentionEngine) -> None:
-    hostile = f"<|end|><|begin|> {wrap('inner')} \x00 [[kvblock: \ud800"
-    prompt = segment(wrap(hostile) + Q)
-    answer = engine.generate(prompt, max_new_tokens=NEW)
-    assert answer.token_ids == oracle(engine.model, prompt)
-    assert answer.stats.misses == 1
-
-
 @pytest.mark.parametrize("assembly", ["copy", "relay"])
 def test_stored_tensors_are_never_written(engine: BlockAttentionEngine, assembly: Any) -> None:
     prompts = [[A, Q], [A, B, Q], [B, A, A, Q], [B, Q]]
@@ -222,34 +211,6 @@ def test_stored_tensors_are_never_written(engine: BlockAttentionEngine, assembly
             engine.generate(prompt, max_new_tokens=NEW, **options)
     engine.generate_batch(prompts, max_new_tokens=NEW)
     assert contents(engine) == before
-
-
-def test_a_damaged_file_is_computed_again_with_a_warning(
-    model: BlockModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    engine = BlockAttentionEngine(model, tmp_path / "store")
-    assert isinstance(engine.store, DirectoryStore)
-    right = engine.generate([A, B, Q], max_new_tokens=NEW)
-    for file in (tmp_path / "store").rglob("*.safetensors"):
-        data = bytearray(file.read_bytes())
-        data[-5] ^= 0x10
-        file.write_bytes(bytes(data))
-    with caplog.at_level(logging.WARNING, "blockattn_rag"):
-        again = BlockAttentionEngine(model, tmp_path / "store").generate(
-            [A, B, Q], max_new_tokens=NEW
-        )
-    assert again.token_ids == right.token_ids
-    assert again.stats.misses == 2
-    assert "computed again" in caplog.text
-    assert engine.generate([A, B, Q], max_new_tokens=NEW).stats.hits == 2
-
-
-def test_a_store_too_small_for_a_block_changes_no_answer(model: BlockModel) -> None:
-    engine = BlockAttentionEngine(model, MemoryStore(1))
-    for _ in range(2):
-        answer = engine.generate([A, B, Q], max_new_tokens=NEW)
-        assert answer.token_ids == oracle(model, [A, B, Q])
-        assert answer.stats.misses == 2
 
 
 # -- the window ----------------------------------------------------------------------------------
@@ -500,30 +461,6 @@ def test_an_error_reaches_the_reader_of_a_stream_and_frees_the_model(
     with pytest.raises(MissError):
         list(with_settings(engine, on_miss="error").stream(["never seen", Q]))
     assert engine.generate([Q], max_new_tokens=1).token_ids
-
-
-def test_threads_that_stream_at_once_get_their_own_answers(engine: BlockAttentionEngine) -> None:
-    prompts = [[A, Q], [B, A, Q], [Q], [B, B, "When?"]]
-    expected = [oracle(engine.model, prompt, 12) for prompt in prompts]
-    found: dict[int, list[int]] = {}
-
-    def read(stream: Iterator[GenerationChunk], index: int) -> None:
-        for chunk in stream:
-            if chunk.generation is not None:
-                found[index] = chunk.generation.token_ids
-
-    abandoned = engine.stream([A, B, Q], max_new_tokens=3500)
-    next(abandoned)
-    threads = [
-        threading.Thread(target=read, args=(engine.stream(prompt, max_new_tokens=12), index))
-        for index, prompt in enumerate(prompts)
-    ]
-    for thread in threads:
-        thread.start()
-    abandoned.close()
-    for thread in threads:
-        thread.join(LONGEST_S)
-    assert [found[index] for index in range(len(prompts))] == expected
 
 
 def test_a_prompt_is_encoded_with_its_beginning() -> None:

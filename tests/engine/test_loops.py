@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -117,48 +116,6 @@ def test_a_string_that_repeats_itself_is_closed(
     assert found["c"] == "yes"
     assert found["a"] == (WORDS * 40)[:STRING_TOKENS]
     assert found["b"] == (WORDS * 40)[:LATER_TOKENS]  # the loop is known by then
-
-
-@HOW
-def test_a_string_is_closed_behind_text_with_an_odd_quote(
-    engine: BlockAttentionEngine, how: str
-) -> None:
-    pytest.importorskip("llguidance")
-    before = 'A 5" pipe: '
-    options = {"whitespace_flexible": False}
-    schema = {**SCHEMA, "additionalProperties": False, "x-guidance": options}
-    grammar = f"start: {json.dumps(before)} call\ncall: %json {json.dumps(schema)}"
-    answer = ask(engine, how, structured_outputs={"grammar": grammar})
-    assert answer.finish_reason == "repetition"
-    assert answer.text.startswith(before)
-    assert json.loads(answer.text.removeprefix(before))["a"] == (WORDS * 40)[:STRING_TOKENS]
-
-
-@HOW
-def test_text_that_repeats_itself_around_tags_ends(engine: BlockAttentionEngine, how: str) -> None:
-    pytest.importorskip("llguidance")
-    call = {"begin": "<call=f>", "schema": SCHEMA, "end": "</call>"}
-    tags = {"triggers": ["<call="], "structures": [call]}
-    answer = ask(engine, how, structured_outputs={"structural_tag": tags})
-    assert answer.finish_reason == "repetition"
-    assert answer.text == (WORDS * 40)[:TEXT_TOKENS]
-
-
-def test_a_string_that_may_not_end_yet_goes_on(engine: BlockAttentionEngine) -> None:
-    pytest.importorskip("llguidance")
-    long = {"type": "string", "minLength": 100}
-    schema = {"type": "object", "properties": {"a": long}, "required": ["a"]}
-    answer = ask(engine, "alone", structured_outputs={"json": schema})
-    assert answer.json() == {"a": (WORDS * 40)[:100]}
-    assert answer.finish_reason == "repetition"
-
-
-def test_a_list_of_equal_strings_is_left_to_its_limit(engine: BlockAttentionEngine) -> None:
-    pytest.importorskip("llguidance")
-    some = {"type": "array", "items": {"enum": ["mycat. "]}}
-    schema = {"type": "object", "properties": {"a": some}, "required": ["a"]}
-    answer = ask(engine, "alone", structured_outputs={"json": schema})
-    assert answer.finish_reason == "length"
 
 
 def test_settings_of_sampling_leave_strings_to_their_limit(engine: BlockAttentionEngine) -> None:

@@ -1,4 +1,4 @@
-"""A tiny model that writes letters, the bundled model, and Chroma in both forms."""
+"""A tiny model that writes letters, and Chroma in both forms."""
 
 from __future__ import annotations
 
@@ -38,11 +38,6 @@ def tiny_block_model() -> BlockModel:
         model.get_output_embeddings().weight[mute] = 0
     model.config.block_attention = {"test": True}  # known to be tuned: no warning
     return BlockModel(model, tokenizer)
-
-
-@lru_cache(maxsize=1)
-def bundled_block_model() -> BlockModel:
-    return BlockModel.from_pretrained("bundled")
 
 
 @pytest.fixture

@@ -112,12 +112,6 @@ async def test_one_input_that_fails_leaves_the_others_their_answers(
         chat.batch(mixed)
 
 
-def test_a_seed_gives_in_a_batch_what_it_gives_alone(chat: ChatBlockAttention) -> None:
-    options: dict[str, Any] = {"temperature": 1.5, "seed": 3}
-    alone = [chat.invoke(one, **options).content for one in inputs(3)]
-    assert contents(chat.batch(inputs(3), **options)) == alone
-
-
 def test_an_empty_batch_and_a_batch_of_one(chat: ChatBlockAttention, one_by_one: list[Any]) -> None:
     assert chat.batch([]) == []
     assert contents(chat.batch(inputs(1))) == one_by_one[:1]

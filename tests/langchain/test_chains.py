@@ -20,15 +20,12 @@ from langchain_core.retrievers import BaseRetriever
 from langchain_core.runnables import RunnablePassthrough
 from langchain_core.tools import create_retriever_tool
 
-from blockattn_rag import BlockAttentionEngine
-from blockattn_rag.app.demo.corpus import bundled_corpus, bundled_questions, is_correct
 from blockattn_rag.langchain import (
     BlockDocumentPrompt,
     BlockKVTransformer,
     ChatBlockAttention,
     format_blocks,
 )
-from tests.langchain.conftest import bundled_block_model
 
 HEAD = "Answer the question using only the context below.\n\nContext:\n"
 PROMPT = ChatPromptTemplate.from_messages([("system", HEAD + "{context}"), ("human", "{input}")])
@@ -123,21 +120,3 @@ def test_the_second_question_reuses_every_passage_in_another_order(
     assert (first.figures["hits"], first.figures["misses"]) == (3, 1)  # all but what is before
     assert (second.figures["hits"], second.figures["misses"]) == (4, 0)
     assert len(first.text) == 6
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_the_bundled_model_answers_right(vector_store: Chroma, way: Callable[..., Ask]) -> None:
-    engine = BlockAttentionEngine(bundled_block_model())
-    chat = ChatBlockAttention(engine=engine, max_tokens=40)
-    texts = [passage.text for passage in bundled_corpus()]
-    retriever = filled(vector_store, chat, texts).as_retriever(search_kwargs={"k": 4})
-    ask = way(chat, retriever, Figures())
-    turns = [turn for turn in bundled_questions() if turn.kind == "one-passage"][:4]
-    answers = {turn.question: ask(turn.question) for turn in turns}
-    wrong = {
-        q: answers[q].text
-        for q, t in zip(answers, turns, strict=True)
-        if not is_correct(t, answers[q].text)
-    }
-    assert not wrong
-    assert all(answer.figures["misses"] <= 1 for answer in answers.values())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 from pathlib import Path
 
@@ -15,17 +14,13 @@ from langchain_core.runnables import ConfigurableField
 from blockattn_rag import BlockAttentionEngine
 from blockattn_rag.langchain import ChatBlockAttention, format_blocks
 from blockattn_rag.model import BlockModel
-from blockattn_rag.prompts.blocks import Block
-from blockattn_rag.prompts.formats import BLANK_LINE
 from blockattn_rag.store import DirectoryStore
 from tests.engines import local
-from tests.holding import Held
 from tests.langchain.conftest import passages, tiny_block_model
 from tests.models import tiny_model, tiny_tokenizer
 from tests.recipes import recipe_of
 
 Messages = list[tuple[str, str]]
-LONG = 3000  # tokens: more than any test lets the model make
 
 
 def asking(question: str = "Which?", count: int = 3) -> Messages:
@@ -83,16 +78,6 @@ def test_usage_handlers_find_the_figures_under_the_model_s_name(chat: ChatBlockA
     chat.batch([asking(), asking("Who?")], {"callbacks": [handler]})
     (usage,) = handler.usage_metadata.values()
     assert usage["output_tokens"] == 12
-
-
-async def test_the_event_loop_ticks_during_a_batch(chat: ChatBlockAttention, held: Held) -> None:
-    task = asyncio.create_task(chat.abatch([asking(), asking("Who?")]))
-    await asyncio.to_thread(held.wait_for_token)
-    for _ in range(10):  # turns of the loop, while the model waits in the middle of an answer
-        await asyncio.sleep(0)
-    assert (held.tokens, task.done()) == (1, False)
-    held.let_go()
-    assert len(await task) == 2
 
 
 def test_options_of_a_call_override_those_of_the_model(chat: ChatBlockAttention) -> None:
@@ -191,9 +176,3 @@ def test_from_model_id_takes_the_arguments_of_langchain_huggingface(saved_model:
     assert len(str(chat.invoke("Hello").content)) == 4
     with pytest.raises(ValueError, match="text2text"):
         ChatBlockAttention.from_model_id("x", task="text2text-generation")
-
-
-def test_passages_ingested_by_the_engine_are_found(chat: ChatBlockAttention) -> None:
-    chat.engine.precompute([Block(d.page_content.strip(), BLANK_LINE) for d in passages()])
-    reuse = chat.invoke(asking()).response_metadata["block_attention"]
-    assert (reuse["hits"], reuse["misses"]) == (3, 1)  # all but the text before them

@@ -94,9 +94,3 @@ def test_a_cut_passage_is_refused_where_control_tokens_are_parsed(llm: BlockAtte
     for cut in (marked[:-20], marked[50:]):
         with pytest.raises(SegmentationError, match="a text splitter cut"):
             parsing.to_prompt(f"<|user|>{marked}{cut}<|end|>")
-
-
-def test_a_seed_gives_in_a_batch_what_it_gives_alone(llm: BlockAttentionLLM) -> None:
-    options: dict[str, Any] = {"temperature": 1.5, "seed": 3}
-    several: list[Any] = [prompt(), prompt("Who?")]
-    assert llm.batch(several, **options) == [llm.invoke(one, **options) for one in several]

@@ -59,16 +59,6 @@ def test_answers_that_are_cached_know_their_variables(chat: ChatBlockAttention) 
     assert len(cache._cache) == 4
 
 
-def test_thoughts_are_separate_from_the_answer(chat: ChatBlockAttention) -> None:
-    answer = chat.invoke(ASKED, **says(ANSWER))
-    assert answer.content == "31 metres."
-    assert answer.additional_kwargs == {"reasoning_content": "It is deep."}
-    thoughts, text = answer.content_blocks
-    assert thoughts["type"] == "reasoning"
-    assert thoughts["reasoning"] == "It is deep."
-    assert (text["type"], text["text"]) == ("text", "31 metres.")  # type: ignore[typeddict-item]
-
-
 def test_thoughts_are_streamed_as_they_come(chat: ChatBlockAttention) -> None:
     async def streamed() -> list[AIMessageChunk]:
         return [chunk async for chunk in chat.astream(ASKED, **says(ANSWER))]

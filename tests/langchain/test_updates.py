@@ -9,7 +9,6 @@ from langchain_chroma import Chroma
 from langchain_core.documents import Document
 
 from blockattn_rag import BlockAttentionEngine
-from blockattn_rag.app.demo.corpus import bundled_corpus
 from blockattn_rag.langchain import (
     BlockDocumentPrompt,
     BlockKVTransformer,
@@ -21,7 +20,6 @@ from blockattn_rag.prompts.blocks import Block, handle_of
 from blockattn_rag.prompts.formats import BLANK_LINE
 from blockattn_rag.store import DirectoryStore, gc
 from tests.langchain.conftest import (
-    bundled_block_model,
     passages,
     tiny_block_model,
 )
@@ -54,11 +52,6 @@ def is_stored(engine: BlockAttentionEngine, document: Document) -> bool:
 def found(vector_store: Chroma) -> dict[str, Document]:
     documents = vector_store.similarity_search("Passage", k=10)
     return {str(document.id): document for document in documents}
-
-
-def test_what_is_not_changed_is_kept(engine: BlockAttentionEngine, filled: Chroma) -> None:
-    collect(engine, filled)
-    assert all(is_stored(engine, document) for document in found(filled).values())
 
 
 def test_a_raw_upsert_keeps_the_old_handle_yet_the_model_reads_the_new_text(
@@ -116,24 +109,3 @@ def test_the_kv_of_a_deleted_document_is_collected(
     collect(engine, filled)
     assert not is_stored(engine, old)
     assert is_stored(engine, found(filled)["p1"])
-
-
-def test_the_answer_follows_an_upserted_text(vector_store: Chroma) -> None:
-    engine = BlockAttentionEngine(bundled_block_model())
-    chat = ChatBlockAttention(engine=engine, max_tokens=40)
-    passage = next(p for p in bundled_corpus() if "metres" in p.text)
-    words = passage.text.split()
-    height = words[next(i for i, w in enumerate(words) if w.startswith("metres")) - 1]
-    document = Document(passage.text, id="tower")
-    vector_store.add_documents(BlockKVTransformer(llm=chat).transform_documents([document]))
-
-    def answer() -> str:
-        context = format_blocks(vector_store.similarity_search(passage.title, k=1))
-        head = "Answer the question using only the context below.\n\nContext:\n"
-        question = f"What is the height of {passage.title}?"
-        return str(chat.invoke([("system", head + context), ("human", question)]).content)
-
-    assert height in answer()
-    other = "731" if height != "731" else "642"
-    vector_store.add_documents([Document(passage.text.replace(height, other), id="tower")])
-    assert other in answer()

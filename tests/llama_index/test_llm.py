@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from llama_index.core.base.llms.base import BaseLLM
 from llama_index.core.base.llms.generic_utils import (
     messages_to_prompt as generic_messages_to_prompt,
 )
@@ -14,7 +13,6 @@ from llama_index.core.callbacks import CallbackManager, TokenCountingHandler
 from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 from llama_index_instrumentation import get_dispatcher
 
-from blockattn_rag.errors import ContextOverflowError, MissError
 from blockattn_rag.llama_index import BlockAttentionLLM, BlockReuseEvent
 from blockattn_rag.prompts.blocks import Block, BlockPrompt, Span
 from blockattn_rag.prompts.formats import BLANK_LINE
@@ -35,10 +33,6 @@ BLOCKS = BlockPrompt(
 
 def user(text: str) -> list[ChatMessage]:
     return [ChatMessage(role=MessageRole.USER, content=text)]
-
-
-def test_it_is_a_base_llm() -> None:
-    assert BaseLLM.__name__ in [base.__name__ for base in BlockAttentionLLM.__mro__]
 
 
 def test_a_formatted_prompt_becomes_its_blocks_and_nothing_else(
@@ -215,17 +209,6 @@ def test_unknown_arguments_raise(llm: BlockAttentionLLM, engine: RecordingEngine
         llm.complete("Hi", max_tokenz=3)
     with pytest.raises(TypeError, match="contxt_window"):
         BlockAttentionLLM(engine=engine, contxt_window=1000)
-
-
-def test_a_prompt_beyond_the_window_is_refused_with_advice(llm: BlockAttentionLLM) -> None:
-    with pytest.raises(ContextOverflowError, match=r"accepts at most 8192.*retrieve fewer"):
-        llm.complete("x" * 9000)
-
-
-def test_on_miss_error_names_the_missing_block(engine: RecordingEngine) -> None:
-    llm = BlockAttentionLLM(engine=RecordingEngine(engine.model, on_miss="error"))
-    with pytest.raises(MissError, match="first passage"):
-        llm.complete(MARKED, formatted=True)
 
 
 def test_metadata_follows_the_model_and_the_fields(engine: RecordingEngine) -> None:

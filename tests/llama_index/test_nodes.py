@@ -34,7 +34,6 @@ NODES: list[BaseNode] = [
     Node(text_resource=MediaResource(text=" body "), **SHARED),
 ]
 ids = [type(node).__name__ for node in NODES]
-VIEWS = [MetadataMode.NONE, MetadataMode.EMBED, MetadataMode.ALL]
 
 
 @pytest.mark.parametrize("node", NODES, ids=ids)

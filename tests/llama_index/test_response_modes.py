@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -28,7 +27,6 @@ from tests.llama_index.conftest import Call, RecordingEngine, encoded, passages
 
 WINDOW = 2200
 QUESTION = "What is w1x3?"
-MARKER = re.compile(r"\[\[/?kvblock:[0-9a-f]{32}\]\]")
 READING = [
     "refine",
     "compact",

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
@@ -186,32 +186,6 @@ def test_switching_adapters_changes_the_fingerprint_at_once(
     assert block_model(model.hf_model).fingerprint == model.fingerprint
 
 
-def test_an_adapter_switched_back_has_its_old_fingerprint() -> None:
-    model = block_model(adapted())
-    hf_model: Any = model.hf_model
-    before = model.fingerprint
-    hf_model.set_adapter("two")
-    assert model.fingerprint != before
-    hf_model.set_adapter("one")
-    assert model.fingerprint == before
-    hf_model.disable_adapters()
-    assert model.fingerprint != before
-    hf_model.enable_adapters()
-    assert model.fingerprint == before
-
-
-def test_adapters_of_other_weights_or_scale_have_other_fingerprints() -> None:
-    found = {ORIGINAL}
-    options: dict[str, int]
-    for options in ({}, {"alpha": 16}, {"seed": 1}):
-        model = copy.deepcopy(shared_tiny_llama())
-        add_adapter(model, "one", **options)
-        found.add(fingerprint(model))
-    config = LoraConfig(r=2, target_modules=["k_proj"], init_lora_weights=False)
-    merged: Any = get_peft_model(copy.deepcopy(shared_tiny_llama()), config).merge_and_unload()
-    assert len(found | {fingerprint(merged)}) == 5
-
-
 def test_an_adapter_added_to_a_model_in_use_computes_without_dropout(model: Any) -> None:
     in_use = block_model(model)
     before = in_use.fingerprint
@@ -233,15 +207,6 @@ def test_rotation_changed_on_a_model_in_use_is_measured_again(model: Any) -> Non
     assert not in_use.profile.layouts[0].same_as(layouts[0])
 
 
-def test_a_config_changed_back_on_a_model_in_use_has_its_old_fingerprint() -> None:
-    in_use = block_model(tiny_model("mistral", sliding_window=None))
-    before = in_use.fingerprint
-    in_use.config.sliding_window = 4
-    assert in_use.fingerprint != before
-    in_use.config.sliding_window = None
-    assert in_use.fingerprint == before
-
-
 # -- what leaves keys and values alone -------------------------------------------------------------
 
 
@@ -249,12 +214,6 @@ def renamed(model: Any) -> None:
     model.config._name_or_path = "another/name"
     model.config.block_attention = {"note": "says who trained it"}
     model.config.eos_token_id = 3
-
-
-def dispatched(model: Any) -> Any:
-    from accelerate import dispatch_model
-
-    return dispatch_model(model, device_map={"": "cpu"}, force_hooks=True)
 
 
 def partly_offloaded(model: Any) -> None:
@@ -266,19 +225,11 @@ def partly_offloaded(model: Any) -> None:
     assert model.model.layers[1].mlp.up_proj.weight.is_meta
 
 
-def to_be_trained(model: Any) -> None:
-    since_5_20 = getattr(model, "activation_checkpointing_enable", None)
-    (since_5_20 or model.gradient_checkpointing_enable)()
-
-
 NEUTRAL: dict[str, Callable[[Any], Any]] = {
     "renamed": renamed,
-    "dispatched by accelerate": dispatched,
     "offloaded by accelerate": partly_offloaded,
     "packed": pack_linears,
     "relaying": enable_relay,
-    "to be trained": to_be_trained,
-    "eager attention": lambda m: m.set_attn_implementation("eager"),
     "in use": lambda m: m(torch.tensor([IDS]), output_hidden_states=True, output_attentions=True),
 }
 

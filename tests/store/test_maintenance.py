@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import threading
 import time
 from dataclasses import replace
@@ -25,10 +24,8 @@ from blockattn_rag.store import (
     verify,
 )
 from blockattn_rag.store.maintenance import MOST_NAMES
-from blockattn_rag.store.objects import entry_path
 from tests.store.conftest import Raw, objects_in_memory
 from tests.store.kvs import make_kv
-from tests.store.servers import HAS_MOTO
 from tests.store.test_format import fields_of, resealed
 
 DAY_S = 86400.0
@@ -405,34 +402,3 @@ def test_entries_are_looked_at_as_they_are_listed_and_several_at_once(
     assert [next(entries)[1] for _ in range(8)] == [None] * 8
     waiting.abort()
     assert len(listed) <= 50
-
-
-@pytest.mark.skipif(not HAS_MOTO, reason="needs moto[server] and obstore")
-def test_the_commands_look_after_a_bucket(s3: str, tmp_path: Path) -> None:
-    from obstore.store import S3Store
-    from typer.testing import CliRunner
-
-    from blockattn_rag.app.cli import app
-
-    def run(*arguments: object) -> tuple[int, str]:
-        result = CliRunner().invoke(app, ["store", *map(str, arguments)])
-        return result.exit_code, result.stdout
-
-    store = ObjectStore(s3)
-    for kv in KV[:3]:
-        store.put(kv.key, kv)
-    bucket, _, prefix = s3.removeprefix("s3://").partition("/")
-    backend = S3Store(bucket, prefix=prefix, client_options={"allow_http": True})
-    content = bytes(backend.get(entry_path(KEYS[2])).bytes())
-    backend.put(entry_path(KEYS[2]), content[:-1] + bytes([content[-1] ^ 1]))
-    live = tmp_path / "live"
-    live.write_text(KV[0].handle + "\n", encoding="utf-8")
-    assert re.search(r"^all +3 ", run("stats", s3)[1], re.MULTILINE)
-    assert KV[1].handle in run("ls", s3, "--long")[1]
-    status, shown = run("verify", s3)
-    assert (status, KV[2].key in shown) == (1, True)
-    assert run("verify", s3, "--delete")[0] == 0
-    assert "kept 1 referred to and 1 used" in run("gc", s3, "--handles", live)[1]
-    time.sleep(1.1)  # the server tells times by the second
-    assert "deleted 1 entry" in run("gc", s3, "--handles", live, "--grace", "0")[1]
-    assert list(store.keys()) == [KV[0].key]

@@ -111,14 +111,6 @@ def test_a_recipe_in_the_database_is_found_by_itself(
     assert (plain["misses"], found[0]["misses"], found[1]["misses"]) == (0, 1, 0)
 
 
-def test_another_namespace_reuses_nothing(
-    cli: Command, model: Path, documents: Path, tmp_path: Path
-) -> None:
-    command = ("ingest", documents, "--db", tmp_path / "db", "--model", model, "--json")
-    assert cli(*command, "--namespace", "one").json["computed"] == 2
-    assert cli(*command, "--namespace", "two").json["reused"] == 0
-
-
 def test_stored_blocks_keep_their_type(
     cli: Command, model: Path, documents: Path, tmp_path: Path
 ) -> None:

@@ -94,27 +94,6 @@ def test_verify_finds_damage_and_deletes_it_when_asked(cli: Command, database: P
     assert not entries(database)
 
 
-def test_a_damaged_entry_stops_neither_stats_nor_gc(cli: Command, database: Path) -> None:
-    [entry] = entries(database)
-    entry.write_bytes(b"short")
-    stats = cli("store", "stats", database, "--json")
-    assert (stats.status, stats.json["entries"]) == (0, 0)
-    assert list(stats.json["unreadable"]["first"]) == [entry.stem]
-    assert "1 more cannot be used" in stats.stderr
-    collected = cli("store", "gc", database, "--json")
-    assert (collected.status, collected.json["errors"]["count"]) == (1, 1)
-
-
-def test_verify_reports_unreadable_entries_and_keeps_them(cli: Command, database: Path) -> None:
-    [entry] = entries(database)
-    entry.unlink()
-    entry.mkdir()
-    output = cli("store", "verify", database, "--delete", "--json")
-    assert (output.status, output.json["damaged"]["count"], output.json["deleted"]) == (1, 0, 0)
-    assert "Is a directory" in output.json["unread"]["first"][entry.stem]
-    assert entry.is_dir()
-
-
 def test_shrink_deletes_what_was_not_used_for_the_longest_time(
     cli: Command, database: Path
 ) -> None:
@@ -273,17 +252,6 @@ def test_gc_keeps_what_a_file_lists_and_refuses_a_cut_one(
     assert entries(database) == [entry]
 
 
-def test_what_was_used_after_the_handles_were_looked_up_is_kept(
-    cli: Command, database: Path, tmp_path: Path
-) -> None:
-    live = tmp_path / "live"
-    live.write_text(cli("store", "live", database).stdout)
-    orphan = add_orphan(database)
-    kept = cli("store", "gc", database / "kv", "--handles", live, "--grace", "0", "--json").json
-    assert (kept["kept"], kept["kept_young"]) == (1, 1)
-    assert orphan.exists()
-
-
 def test_gc_takes_handles_of_any_vector_store_from_a_pipe(cli: Command, database: Path) -> None:
     [entry] = entries(database)
     orphan = add_orphan(database)
@@ -334,25 +302,6 @@ def test_a_list_of_handles_judges_one_tenant_at_a_time(cli: Command, database: P
     gc = ("store", "gc", database / "kv", "--handles", "-", "--grace", "0", "--json")
     done = cli(*gc, "--namespace", "one", given="a" * 32).json
     assert (done["namespaces"], done["other"], done["deleted"]["count"]) == (["one"], 2, 1)
-
-
-def test_gc_leaves_entries_of_other_tenants_alone(cli: Command, database: Path) -> None:
-    [own] = entries(database)
-    store = DirectoryStore(database / "kv")
-    for name in ("one", "two"):
-        kv = make_kv("passage", namespace=name)
-        store.put(kv.key, kv)
-    command = ("store", "gc", database / "kv", "--ttl", "0s", "--grace", "0", "--json")
-    done = cli(*command, "--namespace", "one").json
-    assert (done["namespaces"], done["other"], done["deleted"]["count"]) == (["one"], 2, 1)
-    assert own in entries(database)
-    done = cli(*command).json
-    assert (done["namespaces"], done["other"], done["deleted"]["count"]) == ([""], 1, 1)
-    message = cli("store", "gc", database, "--db", database, "--grace", "0").stdout
-    assert "1 entry in other namespaces not judged" in " ".join(message.split())
-    assert cli("store", "gc", database / "kv", "--ttl", "0s", "--namespace", "a/b").status == 1
-    done = cli(*command, "--namespace", "*").json
-    assert (done["namespaces"], done["deleted"]["count"]) == (None, 1)
 
 
 def test_by_time_to_live_alone_no_chroma_is_needed(cli: Command, database: Path) -> None:

@@ -338,14 +338,6 @@ class TestChecks:
             repaired(model, tmp_path)
         assert [path.name for path in tmp_path.iterdir()] == ["note.txt"]
 
-    def test_the_current_folder_is_not_replaced(
-        self, model: BlockModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        (tmp_path / "note.txt").write_text("mine")
-        monkeypatch.chdir(tmp_path)
-        with pytest.raises(DataError, match="exists and is not a recipe"):
-            repaired(model, Path())
-
     def test_a_missing_package_is_reported_before_anything_is_computed(
         self, model: BlockModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

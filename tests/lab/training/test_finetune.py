@@ -21,7 +21,6 @@ from blockattn_rag.check.oracle import oracle_logits
 from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.errors import DataError, DivergedError, UnsupportedModelError
-from blockattn_rag.lab.training import finetune as module
 from blockattn_rag.lab.training.batches import Collator, ModeDataset
 from blockattn_rag.lab.training.data import SampleEncoder
 from blockattn_rag.lab.training.finetune import check_folders, finetune
@@ -152,15 +151,6 @@ class TestResult:
         assert report.steps == 2
         assert 0 < report.loss < 20
 
-    def test_adapters_find_their_base_from_any_folder(
-        self, folder: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.chdir(folder)
-        changes = {"model": "model", "output": "out", "train_data": ["train.jsonl"]}
-        finetune(config({**settings(folder, max_steps=1, lora=True), **changes}))
-        monkeypatch.chdir(folder.parent)
-        assert BlockModel.from_pretrained(folder / "out").is_block_tuned
-
     def test_accumulating_does_not_change_what_is_learned(self, folder: Path) -> None:
         for name, size in (("whole", 4), ("by one", 1)):
             finetune(config(settings(folder, name, max_steps=3, per_device_batch_size=size)))
@@ -217,24 +207,6 @@ class TestResume:
         assert resumed.history == whole.history
         for name, tensor in weights(folder / "whole").items():
             torch.testing.assert_close(weights(folder / "out")[name], tensor, rtol=0, atol=0)
-
-    def test_a_resumed_run_uses_its_own_logging_interval(
-        self, folder: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        proceed = BlockTrainer.training_step
-
-        def interrupted(trainer: Any, *args: Any, **named: Any) -> Any:
-            assert trainer.state.global_step < 5
-            return proceed(trainer, *args, **named)
-
-        with monkeypatch.context() as patched:
-            patched.setattr(BlockTrainer, "training_step", interrupted)
-            patched.setattr(module, "LOGGING_STEPS", 3)
-            with pytest.raises(AssertionError):
-                finetune(config(settings(folder)))
-        monkeypatch.setattr(module, "LOGGING_STEPS", 2)
-        report = finetune(config(settings(folder, resume=True)))
-        assert [e["step"] for e in report.history] == [3, 6, 8, 10, 12]
 
     def test_resuming_with_other_settings_is_refused(self, folder: Path) -> None:
         (folder / "out.work").mkdir()
@@ -424,27 +396,6 @@ class TestRefusals:
         (folder / "model" / "adapter_config.json").write_text("{}")
         with pytest.raises(ValueError, match="is a LoRA adapter"):
             finetune(config(settings(folder, lora=True)))
-
-
-@pytest.mark.parametrize("positions", ["reordered", "composite"])
-@pytest.mark.parametrize("mode", ["block", "full"])
-def test_training_computes_what_the_engine_computes(mode: Any, positions: Any) -> None:
-    """The first token that the engine would answer, from training's tokens, positions and mask."""
-    model: Any = tiny_model("llama")
-    model.set_attn_implementation("eager")
-    tokenizer = tiny_tokenizer()
-    engine = BlockAttentionEngine.from_pretrained(tiny_model("llama"), tokenizer=tokenizer)
-    for number in range(8):
-        texts = [f"fact {number} is here. ", f"and {number * 7} there. ", f"what is {number}?"]
-        record = {"blocks": texts[:-1], "prompt": texts[-1], "response": "x"}
-        sample = SampleEncoder(tokenizer).encode_record(record)
-        dataset = ModeDataset([dataclasses.asdict(sample)], [mode], positions)
-        logits = logits_of(model, Collator(0)([dataset[0]]))
-        answered = next(i for i, label in enumerate(sample.labels) if label != -100)
-        expected = int(logits[answered - 1].argmax())
-        recipe = Recipe(positions=positions)
-        found = engine.generate(texts, mode=mode, recipe=recipe, max_new_tokens=1)
-        assert [*found.token_ids, *engine.model.end_token_ids][0] == expected
 
 
 @pytest.mark.parametrize("positions", ["reordered", "composite"])
