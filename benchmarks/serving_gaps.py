@@ -5,10 +5,11 @@
 
 One client streams a long answer, while another sends a question every half second. The question is
 sent in three ways: the final block alone, with passages that are already in the server's pages
-(because the same question was just sent), and with passages that must be loaded. In a fourth way,
-no question is sent. The last two kinds of questions attend to the same tokens, so their difference
-is the cost of loading or computing passages. Systems and ways are measured in turns. Systems,
-folder and environment are those of `serving_trace.py`.
+(because another question about them was just sent), and with passages that must be loaded. In a
+fourth way, no question is sent. The last two kinds of questions compute the same final block over
+the same tokens, so their difference is the cost of loading or computing passages. For this, the
+last passage is cut so that the passages fill whole pages. Systems and ways are measured in turns.
+Systems, folder and environment are those of `serving_trace.py`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import httpx
 import numpy as np
 import typer
 from serving_load import Answer, closed_loop, host, write
-from serving_systems import SYSTEMS, Asker, Question, Systems
+from serving_systems import PAGE_TOKENS, SYSTEMS, Asker, Question, Systems
 from serving_trace import Trace, load_trace, warm
 from tables import markdown
 
@@ -67,6 +68,23 @@ async def watched(
     ]
 
 
+def in_whole_pages(question: Question) -> Question:
+    """The question with the last passage cut, so that its passages fill whole pages."""
+    *lengths, last = question.lengths
+    context = sum(question.lengths) // PAGE_TOKENS * PAGE_TOKENS
+    if context - sum(lengths) < 1:
+        raise ValueError(f"the last passage has {last} tokens, expected more than a page")
+    return Question(question.ids[:context] + question.final_ids, (*lengths, context - sum(lengths)))
+
+
+def with_final_blocks_of_others(questions: Sequence[Question]) -> list[Question]:
+    """Each question's passages with the final block of the question before it."""
+    return [
+        Question(one.ids[: sum(one.lengths)] + questions[place - 1].final_ids, one.lengths)
+        for place, one in enumerate(questions)
+    ]
+
+
 def asked_in(way: Way, questions: Sequence[Question]) -> list[Question]:
     """Questions of the other client; a prompt without tokens is not sent."""
     if way in ("passages in pages", "with passages"):
@@ -92,7 +110,8 @@ async def measure(
                 others = asked_in(way, asked[at : at + per_round])
                 alone = Question(reader.final_ids, ())
                 if way == "passages in pages":
-                    await closed_loop([partial(short, one) for one in others], 1)
+                    filling = with_final_blocks_of_others(others)
+                    await closed_loop([partial(short, one) for one in filling], 1)
                 gaps = await watched(long, short, alone, others, pace_s)
                 found[name, way] += gaps
                 print(
@@ -151,6 +170,7 @@ def main(
     folder.mkdir(parents=True, exist_ok=True)
     path = resolve_name(model)
     trace = load_trace(path, corpus, asked, questions + 1, passages, 1.0)
+    trace["retrieved"] = [in_whole_pages(one) for one in trace["retrieved"]]
     servers = Systems(systems.split(","), path, folder, dtype, recipe, memory, more)
     with servers.running():
         servers.store_blocks(trace["retrieved"])
