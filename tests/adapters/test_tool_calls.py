@@ -81,17 +81,6 @@ def test_the_same_call_again_ends_the_answer_and_is_dropped(
 
 
 @WHOLE_OR_STREAM
-def test_calls_with_other_arguments_or_after_text_are_no_repetition(
-    framework: Framework, how: How
-) -> None:
-    other = CALL.replace("towers", "lakes")
-    chat = scripted(framework, f"{CALL}\n{other}\nAgain:\n{other}")
-    found = framework.ask(chat, how, tools=[LOOK_UP])
-    assert [arguments["query"] for _, arguments in found.calls] == ["towers", "lakes", "lakes"]
-    assert found.finish_reason == "stop"
-
-
-@WHOLE_OR_STREAM
 @pytest.mark.parametrize("choice", ["auto", "any"])
 def test_the_answer_ends_with_the_only_call_that_is_allowed(
     framework: Framework, how: How, choice: str

@@ -8,7 +8,6 @@ import pytest
 from langchain_core.documents import Document
 from langchain_core.messages import (
     AIMessage,
-    BaseMessage,
     ChatMessage,
     HumanMessage,
     RemoveMessage,
@@ -62,24 +61,6 @@ def test_neighbours_of_one_role_are_merged(chat: ChatBlockAttention) -> None:
         prompt.final
         == "<|begin|><|user|>\none\n\ntwo<|end|>\n<|assistant|>\nthree<|end|>\n<|assistant|>\n"
     )
-
-
-def test_tool_results_precede_their_question_if_the_template_has_no_tools(
-    chat: ChatBlockAttention,
-) -> None:
-    documents = passages(2)
-    messages: list[BaseMessage] = [
-        HumanMessage("First?"),
-        AIMessage("Yes."),
-        HumanMessage("Second?"),
-        AIMessage("", tool_calls=[CALL]),
-        ToolMessage(format_blocks(documents[:1]), tool_call_id="1"),
-        AIMessage("", tool_calls=[CALL]),
-        ToolMessage(format_blocks(documents[1:]), tool_call_id="2"),
-    ]
-    prompt = chat.to_prompt(messages)
-    assert texts_of(prompt)[1:] == [d.page_content.strip() for d in documents]
-    assert prompt.final == "\n\nSecond?<|end|>\n<|assistant|>\n"
 
 
 def test_a_template_with_tools_gets_calls_and_results_as_they_are() -> None:

@@ -85,17 +85,6 @@ def test_every_kind_of_tool_is_shown_to_the_model_as_its_definition() -> None:
     assert '"strict": true' in prompt
 
 
-async def test_calls_come_in_event_loops_too() -> None:
-    model = scripted(CALL).bind_tools([look_up])
-    assert (await model.ainvoke("?")).tool_calls[0]["name"] == "look_up"
-    chunks: list[Any] = [chunk async for chunk in model.astream("?")]
-    calls = [call for chunk in chunks for call in chunk.tool_call_chunks]
-    assert [(one["name"], one["args"], one["index"]) for one in calls] == [
-        ("look_up", '{"query": "towers"}', 0)
-    ]
-    assert chunks[-1].chunk_position == "last"
-
-
 @pytest.mark.parametrize("answer", [f"I look.\n{CALL}", f"One\n{CALL}\ntwo\n{CALL}\nthree {OTHER}"])
 def test_calls_and_texts_stay_apart_in_standard_content(answer: str) -> None:
     engine = ScriptedEngine(lambda _: answer)
@@ -144,11 +133,6 @@ def test_a_template_without_tools_is_refused_by_the_model_s_name(
         chat.bind_tools([look_up])
     with pytest.raises(ValueError, match=f"template of {chat.model_name} supports no tools"):
         chat.invoke("Hi", tools=[{"type": "function", "function": {"name": "f"}}])
-
-
-def test_a_choice_that_names_no_tool_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"\(look_up\); found 'lookup'"):
-        scripted("").bind_tools([look_up], tool_choice="lookup")
 
 
 def test_tokens_are_counted_with_tools() -> None:

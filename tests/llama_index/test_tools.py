@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from llama_index.core.agent.workflow import AgentWorkflow, FunctionAgent, ReActAgent
+from llama_index.core.agent.workflow import FunctionAgent, ReActAgent
 from llama_index.core.base.llms.types import ChatMessage, ChatResponse, ToolCallBlock
 from llama_index.core.llms.function_calling import FunctionCallingLLM
 from llama_index.core.schema import BaseNode, TextNode
@@ -17,7 +17,6 @@ from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.errors import ToolCallError
 from blockattn_rag.llama_index import BlockAttentionLLM, BlockKVPostprocessor, BlockKVTransform
 from blockattn_rag.llama_index.messages import INVALID_CALLS, chat_turns
-from blockattn_rag.output.tool_templates import without_tools
 from tests.llama_index.retrieving import Fixed
 from tests.scripted import Script, ScriptedEngine, tool_model
 
@@ -144,19 +143,6 @@ def test_the_result_of_a_call_without_an_id_has_the_name_of_its_tool() -> None:
     assert f"<|assistant|>\n{CALL}<|end|>\n<|user|>\n<tool_response>\n3\n" in prompts_of(llm)[0]
 
 
-def test_results_precede_their_question_if_the_template_has_no_tools() -> None:
-    call = ToolCallBlock(tool_call_id="x", tool_name="add", tool_kwargs={})
-    history = [
-        ChatMessage(role="user", content="1 + 2?"),
-        ChatMessage(role="assistant", blocks=[call]),
-        ChatMessage(role="tool", content="3", additional_kwargs={"tool_call_id": "x"}),
-    ]
-    assert without_tools(template_messages(chat_turns(history))) == [
-        {"role": "user", "content": "3"},
-        {"role": "user", "content": "1 + 2?"},
-    ]
-
-
 def test_an_earlier_call_with_invalid_json_raises_value_error() -> None:
     call = ToolCallBlock(tool_call_id="x", tool_name="add", tool_kwargs='{"a": 1')
     with pytest.raises(ValueError, match=r"call of add whose arguments are not JSON.*'\{\"a\": 1'"):
@@ -177,23 +163,6 @@ async def test_a_function_agent_calls_tools_and_answers(streaming: bool) -> None
     agent = FunctionAgent(tools=[ADD], llm=llm, streaming=streaming)
     assert str(await agent.run("1 + 2?")) == "Three."
     assert len(prompts_of(llm)) == 2
-
-
-async def test_an_agent_workflow_hands_over() -> None:
-    def script(prompt: str) -> str:
-        if "Handed over." in prompt.partition("<|user|>")[0]:
-            return "Three."
-        handed = '{"name": "handoff", "arguments": {"to_agent": "second", "reason": "sums"}}'
-        return f"<tool_call>\n{handed}\n</tool_call>"
-
-    llm = scripted(script)
-    first = FunctionAgent(name="first", description="Asks.", tools=[ADD], llm=llm)
-    second = FunctionAgent(
-        name="second", description="Adds.", tools=[ADD], llm=llm, system_prompt="Handed over."
-    )
-    first.can_handoff_to = ["second"]
-    workflow = AgentWorkflow(agents=[first, second], root_agent="first")
-    assert str(await workflow.run("1 + 2?")) == "Three."
 
 
 async def test_a_react_agent_reads_passages_as_blocks() -> None:

@@ -138,20 +138,6 @@ def test_settings_of_the_models_own_generation_config_hold() -> None:
     assert [g.token_ids for g in engine.generate_batch(PROMPTS, max_new_tokens=4)] == alone
 
 
-@pytest.mark.parametrize("name", ["stop", "stop_strings"])
-def test_a_stop_string_ends_the_answer(engine: BlockAttentionEngine, name: str) -> None:
-    free = engine.generate([A, "Q"], max_new_tokens=NEW)
-    letters = [str(tiny_tokenizer().decode([token])) for token in free.token_ids]
-    at = next(i for i, letter in enumerate(letters) if letter.isascii() and letter and i > 0)
-    stop = letters[at]
-    options: dict[str, Any] = {name: [stop]}
-    found = engine.generate([A, "Q"], max_new_tokens=NEW, **options)
-    assert found.token_ids == free.token_ids[: len(found.token_ids)]
-    assert found.finish_reason == "stop"
-    assert len(found.token_ids) <= at + 1
-    assert stop not in found.text
-
-
 def test_a_stop_string_of_characters_of_several_tokens_ends_the_answer() -> None:
     from transformers import LogitsProcessor
 
