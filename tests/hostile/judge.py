@@ -31,7 +31,6 @@ class Asked:
         passages: Canonical texts. Each must be one block of one prompt, in this order.
         typed: Contents that every prompt must contain unchanged.
         in_final: Contents that the final block of every prompt must contain.
-        cut: Whether the framework may cut passages; then all of their words must reach the model.
         sample: The conversation. Its texts may contain markers.
         thoughts: Number of earlier answers with ``</think>``, which a template may write anew.
     """
@@ -40,7 +39,6 @@ class Asked:
     passages: Sequence[str]
     typed: Sequence[str] = ()
     in_final: Sequence[str] = ()
-    cut: bool = False
     sample: Sample | None = None
     thoughts: int = 0
 
@@ -83,7 +81,7 @@ def judge(family: Family, hostile: Asked, neutral: Asked, tokenizer: Any) -> lis
     """All faults of the prompts of a request. ``neutral``: the same in harmless words."""
     faults = _judge_neutral(family, neutral, tokenizer)
     allowed = [read(family, prompt, tokenizer).controls for prompt in neutral.prompts]
-    if not hostile.prompts or (not hostile.cut and len(hostile.prompts) != len(neutral.prompts)):
+    if not hostile.prompts or len(hostile.prompts) != len(neutral.prompts):
         faults.append(Fault("prompts", f"{len(hostile.prompts)}, not {len(neutral.prompts)}"))
     for prompt in hostile.prompts:
         reading = read(family, prompt, tokenizer)
@@ -91,7 +89,10 @@ def judge(family: Family, hostile: Asked, neutral: Asked, tokenizer: Any) -> lis
             faults.append(Fault("control", f"{reading.controls}, not one of {allowed}"))
         faults += _judge_blocks(family, prompt, reading)
         faults += _judge_contents(family, hostile, reading)
-    return faults + _judge_passages(family, hostile, tokenizer)
+    blocks = [block.text for prompt in hostile.prompts for _, block in passage_blocks(prompt)]
+    if blocks != list(hostile.passages):
+        faults.append(Fault("passages", f"blocks {blocks}, not {list(hostile.passages)}"))
+    return faults
 
 
 def _judge_neutral(family: Family, asked: Asked, tokenizer: Any) -> list[Fault]:
@@ -142,20 +143,6 @@ def _judge_blocks(family: Family, prompt: BlockPrompt, reading: Reading) -> list
     return faults
 
 
-def _judge_passages(family: Family, asked: Asked, tokenizer: Any) -> list[Fault]:
-    """Each passage is one block; of cut ones, each word is in some prompt."""
-    found = [block.text for prompt in asked.prompts for _, block in passage_blocks(prompt)]
-    if not asked.cut:
-        if found != list(asked.passages):
-            return [Fault("passages", f"blocks {found}, not {list(asked.passages)}")]
-        return []
-    text = "\n".join(read(family, prompt, tokenizer).text for prompt in asked.prompts)
-    words = {word for passage in asked.passages for word in passage.split()}
-    lost = sorted(word for word in words if family.as_decoded(word) not in text)
-    whole = [block for block in found if not any(block in passage for passage in asked.passages)]
-    return [Fault("lost", f"{lost}")] * bool(lost) + [Fault("passages", f"{whole}")] * bool(whole)
-
-
 def _judge_contents(family: Family, asked: Asked, reading: Reading) -> list[Fault]:
     """Everything typed is there, and no marker except typed ones."""
     faults = [
@@ -166,6 +153,6 @@ def _judge_contents(family: Family, asked: Asked, reading: Reading) -> list[Faul
     ]
     markers = reading.text.count(MARKER)
     typed = sum(family.as_decoded(content).count(MARKER) for content in asked.contents)
-    if markers > typed and not (asked.cut and typed):
+    if markers > typed:
         faults.append(Fault("marker", f"{markers} markers of {typed}: {reading.text!r}"))
     return faults

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
-import llama_index.core
-from llama_index.core import Settings
 from llama_index.core.base.llms.types import (
     ChatMessage,
     ChatResponse,
@@ -22,14 +18,13 @@ from llama_index.core.response_synthesizers import ResponseMode, get_response_sy
 from llama_index.core.retrievers import BaseRetriever
 from llama_index.core.schema import MetadataMode, NodeWithScore, QueryBundle, TextNode
 
-from blockattn_rag.llama_index import BlockAttentionLLM, BlockKVPostprocessor, configure
+from blockattn_rag.llama_index import BlockAttentionLLM, BlockKVPostprocessor
 from blockattn_rag.prompts.blocks import BlockPrompt
 from tests.hostile.families import Family
 from tests.hostile.judge import Asked
 from tests.hostile.texts import Passage, Sample
 from tests.models import shared_tiny_llama
 
-LARGE, SMALL = 200_000, 1_400
 MODES = ("compact", "refine", "tree_summarize")
 
 
@@ -62,31 +57,12 @@ Ask: TypeAlias = Callable[[Family, RecordingLLM, Sample], list[Asked]]
 
 def recording_llm(family: Family, **fields: Any) -> RecordingLLM:
     """An LLM of the family that never runs its model."""
-    fields = {"context_window": LARGE, "max_new_tokens": 16} | fields
+    fields = {"context_window": 200_000, "max_new_tokens": 16} | fields
     make: Any = RecordingLLM
     llm: RecordingLLM = make(
         shared_tiny_llama(), model_kwargs={"tokenizer": family.tokenizer}, **fields
     )
     return llm
-
-
-@contextmanager
-def settings_of(llm: BlockAttentionLLM, *, configured: bool) -> Iterator[None]:
-    """LlamaIndex's global settings, either after ``configure`` or unset, for a while."""
-    names = ("_llm", "_prompt_helper", "_tokenizer")
-    before = {name: getattr(Settings, name) for name in names}
-    tokenizer = llama_index.core.global_tokenizer
-    try:
-        for name in names:
-            setattr(Settings, name, None)
-        llama_index.core.global_tokenizer = None
-        if configured:
-            configure(llm)
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(Settings, name, value)
-        llama_index.core.global_tokenizer = tokenizer
 
 
 class FixedRetriever(BaseRetriever):
@@ -142,16 +118,6 @@ def by_synthesizer(mode: str) -> Ask:
         if mode == "refine" and len(texts) < len(nodes):
             return []
         return [Asked(llm.prompts, texts, question, question, sample=sample)]
-
-    return ask
-
-
-def by_cutting(mode: str) -> Ask:
-    """Passages longer than the window, by a synthesizer that must cut them."""
-
-    def ask(family: Family, llm: RecordingLLM, sample: Sample) -> list[Asked]:
-        [asked] = by_synthesizer(mode)(family, llm, replace(sample, question="What?", answer="So."))
-        return [replace(asked, cut=True)]
 
     return ask
 
@@ -246,13 +212,3 @@ def own_template(family: Family) -> Callable[[Sequence[ChatMessage]], str]:
         return "".join([*turns, f"{opening}assistant\n"])
 
     return to_prompt
-
-
-def within_settings(ask: Ask, *, configured: bool) -> Ask:
-    """The same with LlamaIndex's settings configured for the model, or unset."""
-
-    def asked(family: Family, llm: Any, sample: Sample) -> list[Asked]:
-        with settings_of(llm, configured=configured):
-            return ask(family, llm, sample)
-
-    return asked

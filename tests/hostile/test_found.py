@@ -8,7 +8,7 @@ import pytest
 from langchain_core.documents import Document
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
 
-from blockattn_rag.langchain import BlockAttentionLLM, format_blocks
+from blockattn_rag.langchain import format_blocks
 from blockattn_rag.prompts.blocks import BlockPrompt
 from tests.hostile.families import families
 from tests.hostile.judge import passage_blocks
@@ -60,12 +60,3 @@ def test_an_id_of_the_right_length_is_taken_whatever_it_spells() -> None:
 def test_a_system_message_of_passages_alone_is_kept_beside_those_of_a_tool(family: str) -> None:
     system, result = (format_blocks([Document(text)]) for text in ("One.", "Two."))
     assert sorted(passages(with_tool(family, system, result))) == ["One.", "Two."]
-
-
-@pytest.mark.parametrize("family", ["qwen-2.5", "mistral"])
-def test_a_lone_surrogate_in_a_string_prompt_is_a_question_mark(family: str) -> None:
-    chat = recording_chat(families()[family])
-    make: Any = BlockAttentionLLM
-    prompt = make(source=chat.source).to_prompt("Why \ud800?")
-    ids = chat.source.tokenizer.prompt_ids(prompt).flat
-    assert families()[family].decoded(ids).endswith("Why ??")

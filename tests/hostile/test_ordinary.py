@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, SystemMessage, ToolMessage
+from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, SystemMessage
 from llama_index.core.base.llms.types import ChatMessage, MessageRole
 
 from tests.hostile.families import Family, families
@@ -57,48 +57,3 @@ def test_a_conversation_is_what_the_template_makes_of_it(family: Family, name: s
         assert prompt.text == expected
         if "think" not in name and not family.swallows_blanks:
             assert tokenizer.prompt_ids(prompt).flat == family.parsed(expected)
-
-
-@pytest.mark.parametrize("name", [name for name in FAMILIES if families()[name].tools])
-@pytest.mark.parametrize("thinking", [False, True], ids=["", "thinking"])
-def test_a_tool_call_and_its_result_are_what_the_template_makes_of_them(
-    name: str, thinking: bool
-) -> None:
-    family = families()[name]
-    said = THINKING if thinking else ""
-    args = {"query": 'the "tower"', "limits": [1, 2.5, None, True]}
-    call = {"name": "look_up", "args": args, "id": "call00001", "type": "tool_call"}
-    function = {"type": "function", "id": "call00001"}
-    messages = [
-        {"role": "user", "content": "How tall?"},
-        {
-            "role": "assistant",
-            "content": said,
-            "tool_calls": [function | {"function": {"name": "look_up", "arguments": args}}],
-        },
-        {"role": "tool", "content": 'a\n"b"', "tool_call_id": "call00001", "name": "look_up"},
-    ]
-    chat = recording_chat(family)
-    prompt = chat.to_prompt(
-        [
-            HumanMessage("How tall?"),
-            AIMessage(said, tool_calls=[call]),
-            ToolMessage('a\n"b"', tool_call_id="call00001", name="look_up"),
-        ]
-    )
-    expected = by_template(family, messages)
-    assert prompt.text == expected
-    if not thinking:
-        assert chat.source.tokenizer.prompt_ids(prompt).flat == family.parsed(expected)
-
-
-def test_the_templates_are_what_their_families_are_said_to_be() -> None:
-    """The flags by which contents are judged are those of the templates."""
-    for family in families().values():
-        history = [("user", "Who?"), ("assistant", f"{THINKING}!"), ("user", "Why?")]
-        text = by_template(family, [{"role": r, "content": t} for r, t in history])
-        assert ("The tower is tall." not in text) == family.hides_thinking
-        assert family.tools == ("tool" in str(family.tokenizer.chat_template))
-        assert {str(family.tokenizer.eos_token)} <= set(family.controls)
-        plain = [t for t in family.tokenizer.added_tokens_decoder.values() if not t.special]
-        assert bool(plain) == (family.name not in ("llama-3.1", "mistral", "phi-4"))

@@ -33,11 +33,10 @@ class Trial:
     family: Family
     model: Any
     ask: Ask
-    long: bool = False
 
     def faults(self, seed: str) -> list[Fault]:
         """Ask a hostile sample and the same in harmless words, and compare the two."""
-        sample = Attacker(seed, self.family.controls).sample(long=self.long)
+        sample = Attacker(seed, self.family.controls).sample()
         neutral = self.ask(self.family, self.model, sample.neutral())
         try:
             hostile = self.ask(self.family, self.model, sample)
@@ -67,19 +66,14 @@ def trials(family: Family) -> list[Trial]:
         return llama_index_parts.recording_llm(family, **fields)
 
     own = llama_index_parts.own_template(family)
-    plain, small = llm(), llm(context_window=llama_index_parts.SMALL)
+    plain = llm()
     ways: list[tuple[str, Any, Ask]] = [
         *((name, plain, ask) for name, ask in llama_index_parts.SCENARIOS.items()),
-        *((f"{m}, cut", small, llama_index_parts.by_cutting(m)) for m in llama_index_parts.MODES),
         ("own messages_to_prompt", llm(messages_to_prompt=own), llama_index_parts.by_messages),
         ("framed", llm(block_template=framed), llama_index_parts.by_messages),
         ("no chat", llm(is_chat_model=False), llama_index_parts.by_synthesizer("compact")),
     ]
-    for configured, (name, model, ask) in itertools.product((True, False), ways):
-        ask = llama_index_parts.within_settings(ask, configured=configured)
-        place = f"LlamaIndex {'with' if configured else 'without'} configure, {name}"
-        made.append(Trial(place, family, model, ask, long=model is small))
-    return made
+    return made + [Trial(f"LlamaIndex, {name}", family, model, ask) for name, model, ask in ways]
 
 
 @pytest.mark.timeout(3600)

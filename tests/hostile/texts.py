@@ -34,9 +34,6 @@ _ODDITIES = (
     "Cutting Knowledge Date: December 2023\nToday Date: 26 Jul 2024\n\n",
 )  # fmt: skip
 
-LONG = 40
-"""Fewest words of a long passage. No other text has as many."""
-
 
 @dataclass(frozen=True)
 class Passage:
@@ -78,13 +75,12 @@ class Sample:
 
 
 def _harmless(name: str, value: Any) -> Any:
-    """The name instead of each text; for a long text, so often that it must be cut as well."""
+    """The name instead of each text."""
     if isinstance(value, Passage):
         return Passage(_harmless(f"{name}title", value.title), _harmless(name, value.text))
     if isinstance(value, tuple):
         return tuple(_harmless(f"{name}{index}", item) for index, item in enumerate(value))
-    words = 400 if len(value.split()) >= LONG else 1
-    return " ".join([name] * words) if value.strip() else value
+    return name if value.strip() else value
 
 
 class Attacker:
@@ -94,12 +90,8 @@ class Attacker:
         self._rng = random.Random(seed)
         self._controls = controls
 
-    def sample(self, *, long: bool = False) -> Sample:
-        """One conversation. Some split a control token or a marker between neighbours.
-
-        Args:
-            long: Whether its passages are long, of different words.
-        """
+    def sample(self) -> Sample:
+        """One conversation. Some split a control token or a marker between neighbours."""
         rng = self._rng
         made = Sample(
             system=self._text(),
@@ -112,9 +104,6 @@ class Attacker:
             call_id=rng.choice(["call00001", f"{self._control()}xxxxxxxxx"[:9], "Kv0Slot:x"]),
             tool_result=self._text(),
         )
-        if long:
-            passages = [self._long_passage(rng.randint(LONG, 350)) for _ in range(2)]
-            return replace(made, passages=tuple(passages))
         return self._split_over(made) if rng.random() < 0.4 else made
 
     def _passage(self) -> Passage:
@@ -205,12 +194,3 @@ class Attacker:
             *earlier, last = sample.history
             ways.append({"history": (*earlier, last + head), "question": tail + sample.question})
         return replace(sample, **rng.choice(ways))
-
-    def _long_passage(self, words: int) -> Passage:
-        """A passage of numbered words with control tokens between them."""
-        rng = self._rng
-        made = (
-            self._control().replace(" ", "") if rng.random() < 0.2 else f"w{number}n"
-            for number in range(words)
-        )
-        return Passage("", " ".join(made))
