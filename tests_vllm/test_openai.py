@@ -15,7 +15,7 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from blockattn_rag.prompts.blocks import Block
 from blockattn_rag.prompts.formats import BLANK_LINE, CHAT, Passage
 from blockattn_rag.server.client import RemoteEngine
-from blockattn_rag.server.protocol import OPENAI
+from blockattn_rag.server.protocol import CHAT_COMPLETIONS, COMPLETIONS, ENCODE, OPENAI
 from blockattn_rag.store import DirectoryStore
 from tests_vllm.reference import Reference
 from tests_vllm.server import KEY, NAME, Server, serving
@@ -257,10 +257,11 @@ def test_documents_are_refused_where_vllm_sees_media_and_would_ignore_them(serve
     assert "media field, such as image_url, but prompts" in response.json()["error"]["message"]
 
 
-def test_documents_are_refused_in_a_body_that_is_too_long(server: Server) -> None:
-    response = server.post(CHATS, {"messages": [], "unknown": [1] * 5_000_000})
+@pytest.mark.parametrize("path", [CHATS, COMPLETIONS, CHAT_COMPLETIONS, ENCODE])
+def test_a_body_that_is_too_long_is_refused(server: Server, path: str) -> None:
+    response = server.post(path, {"messages": [], "unknown": [1] * 5_000_000})
     assert response.status_code == 400, response.text
-    assert "more than 393,216 bytes" in response.json()["error"]["message"]
+    assert "more than 4,325,376 bytes" in response.json()["error"]["message"]
     assert server.http.get("/health").is_success
 
 

@@ -26,7 +26,6 @@ from blockattn_rag.server.vllm.openai import (
     ChatPrompt,
     ChatPrompts,
     ChatReport,
-    read_body,
 )
 from tests.models import tiny_tokenizer
 
@@ -217,22 +216,6 @@ def test_a_body_that_is_nested_too_deeply_is_refused() -> None:
     calls = [{"function": {"name": "f", "arguments": arguments}}]
     with pytest.raises(ProtocolError, match="nested more than 100 levels"):
         ChatBody.from_dict({"messages": [{"role": "assistant", "tool_calls": calls}]})
-
-
-@pytest.mark.parametrize("max_tokens", [1, 1000])
-def test_a_body_is_read_up_to_a_size_that_grows_with_the_context_window(max_tokens: int) -> None:
-    most = (256 << 10) + 64 * max_tokens
-
-    def read(*sizes: int) -> bytes:
-        async def chunks() -> AsyncGenerator[bytes, None]:
-            for size in sizes:
-                yield b"x" * size
-
-        return asyncio.run(read_body(chunks(), max_tokens))
-
-    assert len(read(most - 5, 5)) == most
-    with pytest.raises(ProtocolError, match=f"more than {most:,} bytes"):
-        read(most, 1, 10**12)  # the rest is not read
 
 
 WORDS = st.sampled_from(

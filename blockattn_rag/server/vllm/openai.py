@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import AsyncGenerator, AsyncIterable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from itertools import chain
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -45,10 +45,6 @@ _MOST_BITS = 63
 
 _MOST_MESSAGES = 4096
 """Maximum number of messages and content parts, each of which takes time to read and render."""
-
-_OTHER_BYTES = 256 << 10
-_BYTES_PER_TOKEN = 64
-"""A body has at most these bytes for each token that fits in a prompt, and ``_OTHER_BYTES``."""
 
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _KEPT_FIELDS = ("name", "tool_call_id", "reasoning_content")
@@ -127,27 +123,6 @@ class ChatBody(NamedTuple):
         """Passages of the documents and messages."""
         spans = (span for message in self.messages for span in message["content"])
         return [span for span in spans if span.origin in PASSAGES and span.text.strip()]
-
-
-async def read_body(chunks: AsyncIterable[bytes], max_tokens: int) -> bytes:
-    """Read a body, and stop at the size beyond which its prompt cannot be answered.
-
-    Args:
-        chunks: Parts of the body.
-        max_tokens: Maximum tokens of a prompt.
-
-    Raises:
-        ProtocolError: The body has more than 256 KiB and 64 bytes per token.
-    """
-    most, body = _OTHER_BYTES + _BYTES_PER_TOKEN * max_tokens, bytearray()
-    async for chunk in chunks:
-        body += chunk
-        if len(body) > most:
-            raise ProtocolError(
-                f"the body has more than {most:,} bytes, expected at most that for {max_tokens:,} "
-                "tokens (max_model_len); send fewer or shorter texts, and media by URL"
-            )
-    return bytes(body)
 
 
 def _check_number(messages: Sequence[Any]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncGenerator, Awaitable
 from typing import Annotated, Any
 
@@ -39,8 +38,9 @@ from blockattn_rag.server.protocol import (
     EncodeBody,
 )
 from blockattn_rag.server.validation import parse
-from blockattn_rag.server.vllm.openai import ChatBody, read_body
-from blockattn_rag.server.vllm.service import Service
+from blockattn_rag.server.vllm.bodies import read_json
+from blockattn_rag.server.vllm.openai import ChatBody
+from blockattn_rag.server.vllm.service import Create, Service
 
 # The name must not start with "vllm:": vLLM unregisters those when it starts an engine.
 REQUESTS = Counter(
@@ -64,25 +64,11 @@ _JSON = [Depends(validate_json_request)]
 
 
 async def _json_body(raw_request: Request) -> Any:
-    """Parse the body of a request. vLLM answers the ProtocolError with status 400."""
-    return _parsed(await raw_request.body())
-
-
-async def _json_chat(raw_request: Request) -> Any:
-    """Parse the body of an OpenAI client's chat, whose size is limited."""
-    max_tokens = _service(raw_request).info(raw_request.headers).max_tokens
-    return _parsed(await read_body(raw_request.stream(), max_tokens))
-
-
-def _parsed(body: bytes) -> Any:
-    try:
-        return json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise ProtocolError(f"the body is not valid JSON: {error}") from error
+    """Read the body of a request. vLLM answers the ProtocolError with status 400."""
+    return await read_json(raw_request.stream(), _service(raw_request).max_tokens)
 
 
 _JsonBody = Annotated[Any, Depends(_json_body)]
-_JsonChat = Annotated[Any, Depends(_json_chat)]
 
 
 def _service(raw_request: Request) -> Service:
@@ -104,7 +90,7 @@ async def info(raw_request: Request) -> Response:
 async def encode(fields: _JsonBody, raw_request: Request) -> Response:
     """Store blocks, or look them up."""
     try:
-        body = EncodeBody.from_dict(fields)
+        body = await asyncio.to_thread(EncodeBody.from_dict, fields)
         answer = await _service(raw_request).encode(body, raw_request.headers)
     except BlockAttnError as error:
         return counted(raw_request, _refusal(error))
@@ -114,21 +100,20 @@ async def encode(fields: _JsonBody, raw_request: Request) -> Response:
 @router.post(COMPLETIONS, dependencies=_JSON)
 @with_cancellation
 @load_aware_call
-async def completions(request: CompletionRequest, raw_request: Request) -> Response:
+async def completions(fields: _JsonBody, raw_request: Request) -> Response:
     """Like ``/v1/completions``, in block mode if ``kv_transfer_params`` contain a plan."""
-    service = _service(raw_request)
-    create = service.completions.create_completion
-    return await _answer(service.complete(create, request, raw_request), raw_request)
+    create = _service(raw_request).completions.create_completion
+    return await _answer(_completed(CompletionRequest, fields, create, raw_request), raw_request)
 
 
 @router.post(CHAT_COMPLETIONS, dependencies=_JSON)
 @with_cancellation
 @load_aware_call
-async def chat_completions(request: ChatCompletionRequest, raw_request: Request) -> Response:
+async def chat_completions(fields: _JsonBody, raw_request: Request) -> Response:
     """Like ``/v1/chat/completions``, with the prompt in ``kv_transfer_params.prompt_token_ids``."""
-    service = _service(raw_request)
-    create = service.chat.create_chat_completion
-    return await _answer(service.complete(create, request, raw_request), raw_request)
+    create = _service(raw_request).chat.create_chat_completion
+    answering = _completed(ChatCompletionRequest, fields, create, raw_request)
+    return await _answer(answering, raw_request)
 
 
 @router.get(f"{OPENAI}/models")
@@ -141,13 +126,20 @@ async def openai_models(raw_request: Request) -> Response:
 @router.post(f"{OPENAI}/chat/completions", dependencies=_JSON)
 @with_cancellation
 @load_aware_call
-async def openai_chat(fields: _JsonChat, raw_request: Request) -> Response:
+async def openai_chat(fields: _JsonBody, raw_request: Request) -> Response:
     """Like ``/v1/chat/completions``, in block mode if the body contains passages."""
     return await _answer(_openai_answer(fields, raw_request), raw_request)
 
 
+# Bodies are validated in threads, because long ones take long.
+
+
+async def _completed(kind: type, fields: Any, create: Create, raw_request: Request) -> Any:
+    request = await asyncio.to_thread(_vllm_request, kind, fields)
+    return await _service(raw_request).complete(create, request, raw_request)
+
+
 async def _openai_answer(fields: Any, raw_request: Request) -> Any:
-    # In a thread, because long bodies take long.
     body, request = await asyncio.to_thread(_read_chat, fields)
     return await _service(raw_request).openai_chat(body, request, raw_request)
 
@@ -155,14 +147,19 @@ async def _openai_answer(fields: Any, raw_request: Request) -> Any:
 def _read_chat(fields: Any) -> tuple[ChatBody, ChatCompletionRequest]:
     """The body of a chat, and the same as vLLM's object. Raises ProtocolError."""
     body = ChatBody.from_dict(fields)
-    try:
-        request = parse(ChatCompletionRequest, body.fields, "body")
-    except (AttributeError, LookupError, TypeError) as error:  # of vLLM's own validators
-        raise ProtocolError(f"a field of the body has a wrong type: {error}") from error
+    request: ChatCompletionRequest = _vllm_request(ChatCompletionRequest, body.fields)
     # vLLM ignores the token ids of such chats.
     if body.not_text is None and has_non_text_content(body.fields["messages"]):
         body = body._replace(not_text="a content part has a media field, such as image_url")
     return body, request
+
+
+def _vllm_request(kind: type, fields: Any) -> Any:
+    """vLLM's object of a body. Raises ProtocolError."""
+    try:
+        return parse(kind, fields, "body")
+    except (AttributeError, LookupError, TypeError) as error:  # of vLLM's own validators
+        raise ProtocolError(f"a field of the body has a wrong type: {error}") from error
 
 
 async def _answer(answering: Awaitable[Any], raw_request: Request) -> Response:

@@ -48,12 +48,12 @@ class Service:
     ) -> None:
         self._config = config
         self._profile = profile
-        self._max_tokens: int = engine_client.model_config.max_model_len
+        self.max_tokens: int = engine_client.model_config.max_model_len
         self._requests = RequestReader(
             config,
             profile,
             state.openai_serving_models,
-            self._max_tokens,
+            self.max_tokens,
             engine_client.vllm_config.structured_outputs_config.backend,
         )
         home = open_store(config.store)
@@ -110,7 +110,7 @@ class Service:
             promote=profile.promote,
             block_tuned=profile.block_tuned,
             models=self._requests.model_names,
-            max_tokens=self._max_tokens,
+            max_tokens=self.max_tokens,
             namespace=self._requests.namespace(headers),
             read_only=config.read_only,
         )
@@ -181,9 +181,9 @@ class Service:
             ProtocolError: The prompt cannot be rendered, or block mode cannot answer the request.
             MissError, ServingError, StoreError: See ``BlockEnsurer.ensure``.
         """
+        namespace = self._requests.namespace(raw_request.headers)
         if not body.passages and not self._config.recognize:
             return await self._reported(request, raw_request, None)
-        namespace = self._requests.namespace(raw_request.headers)
         try:
             prompt = await asyncio.to_thread(self._rendered, body, request, namespace)
             answer = await self._reported(request, raw_request, prompt)
