@@ -52,6 +52,13 @@ _POLL_S = 0.2
 _REPORT_S = 20.0
 _KEPT_LINES = 500
 _ERROR = re.compile(r"\b([A-Z]\w*(?:Error|Exception): \S.*)")
+_WATCHER = """
+read -r _
+kill -TERM "$0"
+for _ in $(seq "$1"); do kill -0 "-$0" || exit; sleep 1; done
+kill -KILL "-$0"
+"""
+"""Shell script that stops a process group when its standard input ends."""
 _SYMPTOM = "Engine core initialization failed"
 """What the API server logs when the engine, whose log has the cause, does not start."""
 
@@ -149,7 +156,8 @@ def vllm_environment(given: Mapping[str, str]) -> dict[str, str]:
 
 
 class VllmServer:
-    """vLLM's API server in a process group of its own. Leaving its context stops all its processes.
+    """vLLM's API server in a process group of its own. Leaving its context stops all its processes,
+    and so does the end of this process, even by SIGKILL.
 
     Args:
         command: As of ``vllm_command``.
@@ -171,6 +179,13 @@ class VllmServer:
             text=True,
             errors="replace",
             start_new_session=True,  # Ctrl-C reaches this process only, which then stops vLLM
+        )
+        self._watcher = subprocess.Popen(
+            ["sh", "-c", _WATCHER, str(self._process.pid), f"{STOP_S:.0f}"],
+            stdin=subprocess.PIPE,  # ends with this process
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -222,6 +237,8 @@ class VllmServer:
         except subprocess.TimeoutExpired:
             self._log(f"vLLM did not stop within {STOP_S:.0f} s and is killed")
         finally:  # also after a second Ctrl-C
+            self._watcher.kill()
+            self._watcher.communicate()
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -123,6 +125,20 @@ def test_a_healthy_server_is_stopped_with_its_children(
     vllm.assert_ended()
     assert log == ["the log of the fake"]
     require_port("127.0.0.1", port)
+
+
+def test_a_killed_parent_leaves_no_process(vllm: FakeVllm, port: int) -> None:
+    code = (
+        "import os, sys, time; from blockattn_rag.server import launch; launch.STOP_S = 1.0\n"
+        "server = launch.VllmServer(sys.argv[1:], os.environ, print); time.sleep(300)"
+    )
+    command = [sys.executable, "-c", code, *COMMAND, "--host", "127.0.0.1", "--port", str(port)]
+    with subprocess.Popen(command, env=vllm.environment) as parent:
+        try:
+            vllm.told()
+        finally:
+            parent.kill()
+    vllm.assert_ended()
 
 
 def test_a_server_that_dies_is_reported_with_its_cause(
