@@ -15,15 +15,19 @@ from blockattn_rag.store.passage_index import PassageIndex, folder_of
 ENTRIES = [entries_of([f"Passage {n} of a busy server, with enough characters."]) for n in range(6)]
 
 
-def add_all(index: PassageIndex, *namespaces: str) -> None:
+def add_all(index: PassageIndex, *namespaces: str) -> int:
+    """Add all entries one by one. Returns the number of failed writes."""
+    failures: list[bool] = []
+
     async def run() -> None:
-        writer = IndexWriter(index, every_s=3600)
+        writer = IndexWriter(index, lambda: failures.append(True), every_s=3600)
         for entries in ENTRIES:
             for namespace in namespaces:
                 writer.add(entries, namespace)
             await asyncio.sleep(0.01)
 
     asyncio.run(run())
+    return len(failures)
 
 
 def test_a_busy_server_writes_few_files_and_loses_nothing_at_its_end() -> None:
@@ -34,13 +38,20 @@ def test_a_busy_server_writes_few_files_and_loses_nothing_at_its_end() -> None:
         assert [PassageIndex(store).add(one, namespace) for one in ENTRIES] == [0] * 6
 
 
-def test_a_failed_write_is_logged(
+def test_a_failed_write_is_logged_counted_and_repeated(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(_: PassageIndex, entries: Entries, namespace: str) -> int:
-        raise StoreError(f"{namespace} is full")
+    failing, add = ["a", "b"], PassageIndex.add
 
-    monkeypatch.setattr(PassageIndex, "add", fail)
-    add_all(PassageIndex(MemoryStore(1 << 20)), "a", "b")
+    def add_or_fail(index: PassageIndex, entries: Entries, namespace: str) -> int:
+        if namespace in failing:
+            failing.remove(namespace)
+            raise StoreError(f"{namespace} is full")
+        return add(index, entries, namespace)
+
+    monkeypatch.setattr(PassageIndex, "add", add_or_fail)
+    store = MemoryStore(1 << 20)
+    assert add_all(PassageIndex(store), "a", "b") == 2
     for namespace in ("a", "b"):
         assert f"the index of passages cannot be written: {namespace} is full" in caplog.text
+        assert [PassageIndex(store).add(one, namespace) for one in ENTRIES] == [0] * 6

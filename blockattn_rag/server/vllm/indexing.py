@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 
 from blockattn_rag.errors import StoreError
 from blockattn_rag.prompts.recognition import Entries, joined
@@ -11,22 +12,29 @@ from blockattn_rag.store.passage_index import PassageIndex
 
 logger = logging.getLogger("blockattn_rag")
 
+_MOST_UNWRITTEN = 1 << 16  # entries of a namespace, 36 bytes each
+
 
 class IndexWriter:
     """Collects index entries, and writes those of a few seconds as one file for each namespace.
 
-    No answer waits for the index or fails by it: a failed write is logged. What was collected is
-    written when the event loop ends.
+    No answer waits for the index or fails by it: a failed write is logged, and repeated with the
+    namespace's next one. What was collected is written when the event loop ends.
 
     Args:
         index: Index of the store.
+        on_failure: Called after each failed write.
         every_s: Minimum seconds between two writes.
     """
 
-    def __init__(self, index: PassageIndex, *, every_s: float = 5.0) -> None:
+    def __init__(
+        self, index: PassageIndex, on_failure: Callable[[], None], *, every_s: float = 5.0
+    ) -> None:
         self._index = index
+        self._on_failure = on_failure
         self._every_s = every_s
         self._collected: dict[str, list[Entries]] = {}
+        self._unwritten: dict[str, list[Entries]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     def add(self, entries: Entries, namespace: str) -> None:
@@ -49,8 +57,11 @@ class IndexWriter:
             raise
 
     def _write(self, collected: dict[str, list[Entries]]) -> None:
-        for namespace, entries in collected.items():
+        for namespace, parts in collected.items():
+            entries = joined([*parts, *self._unwritten.pop(namespace, ())])
             try:
-                self._index.add(joined(entries), namespace)
+                self._index.add(entries, namespace)
             except StoreError as error:
                 logger.warning("the index of passages cannot be written: %s", error)
+                self._unwritten[namespace] = [entries[:_MOST_UNWRITTEN]]
+                self._on_failure()

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
+from prometheus_client import Counter
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 
 from blockattn_rag.errors import MissError, SegmentationError, ServingError, StoreError
@@ -28,6 +29,11 @@ from blockattn_rag.store.passage_index import PassageIndex
 
 if TYPE_CHECKING:
     from fastapi.datastructures import Headers
+
+# The name must not start with "vllm:": vLLM unregisters those when it starts an engine.
+INDEX_FAILURES = Counter(
+    "blockattn_index_failures", "Failed writes of the index of passages, which are repeated."
+)
 
 Create = Callable[[Any, Any], Awaitable[Any]]
 """Method of one of vLLM's handlers, which answers a body and its HTTP request."""
@@ -63,7 +69,7 @@ class Service:
         self.passages = PassageIndex(home) if is_indexed else None
         self._indexing = None
         if self.passages is not None and not config.read_only:
-            self._indexing = IndexWriter(self.passages)
+            self._indexing = IndexWriter(self.passages, INDEX_FAILURES.inc)
         retrying = RetryingClient(engine_client)
         self.completions = _with_client(state.openai_serving_completion, retrying)
         self.chat = _with_client(state.openai_serving_chat, retrying)
