@@ -188,18 +188,22 @@ class Service:
             MissError, ServingError, StoreError: See ``BlockEnsurer.ensure``.
         """
         namespace = self._requests.namespace(raw_request.headers)
-        if not body.passages and not self._config.recognize:
-            return await self._reported(request, raw_request, None)
+        if not self._config.recognize:
+            prompt = await self._rendered(body, request) if body.passages else None
+            return await self._reported(request, raw_request, prompt)
+        prompt = None
         try:
-            prompt = await asyncio.to_thread(self._rendered, body, request, namespace)
+            prompt = await self._rendered(body, request, namespace)
             answer = await self._reported(request, raw_request, prompt)
         except (MissError, SegmentationError, ServingError, StoreError) as error:
-            if body.passages:
+            # Recognition must not refuse a chat that can be answered without it.
+            plain = await self._rendered(body, request) if body.passages else None
+            if prompt is not None and plain == prompt:
                 raise
-            # Recognition must not refuse a chat that vLLM can answer.
-            return await self._reported(request, raw_request, None, str(error))
+            prompt = plain
+            answer = await self._reported(request, raw_request, prompt, str(error))
         is_stored = prompt is not None and prompt.plan is not None
-        if is_stored and self._config.recognize and self._indexing is not None:
+        if is_stored and self._indexing is not None:
             self._indexing.add(await asyncio.to_thread(_index_entries, body), namespace)
         return answer
 
@@ -214,15 +218,27 @@ class Service:
             return report.events(answer)
         return answer if isinstance(answer, ErrorResponse) else report.answer(answer)
 
-    def _rendered(self, body: ChatBody, request: Any, namespace: str) -> ChatPrompt | None:
-        """Render a chat with the tools and variables that vLLM would use. None: no passages."""
+    async def _rendered(
+        self, body: ChatBody, request: Any, namespace: str | None = None
+    ) -> ChatPrompt | None:
+        """Render a chat with the tools and variables that vLLM would use.
+
+        Args:
+            namespace: Namespace of the passages to recognize; None for none.
+
+        Returns:
+            None if the chat has no passages.
+        """
+        return await asyncio.to_thread(self._render, body, request, namespace)
+
+    def _render(self, body: ChatBody, request: Any, namespace: str | None) -> ChatPrompt | None:
         chat = self._openai
         is_without = request.tool_choice == "none" and chat.exclude_tools_when_tool_choice_none
         tools = [] if is_without else [tool.model_dump() for tool in request.tools or ()]
         params = request.build_chat_params(chat.chat_template, chat.chat_template_content_format)
         variables = params.with_defaults(chat.default_chat_template_kwargs).chat_template_kwargs
         recognize = None
-        if self._config.recognize and self.passages is not None:
+        if namespace is not None and self.passages is not None:
             access = Access(namespace, self._config.read_namespaces)
             recognize = partial(self.passages.split, access=access)
         prompt = self._chat_prompts.prompt(body, tools, variables, recognize)

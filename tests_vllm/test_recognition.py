@@ -1,0 +1,80 @@
+"""Chats whose passages are recognized are answered, also if the passages cannot be used."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from starlette.datastructures import Headers
+
+from blockattn_rag.errors import MissError
+from blockattn_rag.prompts.recognition import entries_of
+from blockattn_rag.server.config import ServingConfig
+from blockattn_rag.server.vllm.routes import _read_chat
+from blockattn_rag.server.vllm.service import Service
+from blockattn_rag.store import DirectoryStore
+from blockattn_rag.store.passage_index import PassageIndex
+from tests_vllm.reference import MODEL, Reference
+from tests_vllm.test_ensure import Client
+
+STORED, STALE = (f"{name} Tower is 214 metres tall and green." for name in ("Halden", "Tove"))
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> DirectoryStore:
+    store = DirectoryStore(tmp_path / "kv")
+    PassageIndex(store).add(entries_of([STORED, STALE]), "")
+    return store
+
+
+async def answered(
+    reference: Reference, store: DirectoryStore, body: dict[str, Any], **options: Any
+) -> Any:
+    """Answer of a service whose engine computes blocks only."""
+
+    async def create(request: Any, raw_request: Any) -> Any:
+        return SimpleNamespace(model_dump=lambda: {"usage": {}})
+
+    chat = SimpleNamespace(
+        chat_template=None,
+        chat_template_content_format="auto",
+        default_chat_template_kwargs=None,
+        exclude_tools_when_tool_choice_none=False,
+        create_chat_completion=create,
+    )
+    models = SimpleNamespace(base_model_paths=[SimpleNamespace(name="m")], lora_requests={})
+    state = SimpleNamespace(
+        openai_serving_models=models, openai_serving_completion=None, openai_serving_chat=chat
+    )
+    client: Any = Client(reference, store)
+    client.model_config = SimpleNamespace(max_model_len=2048, tokenizer=MODEL)
+    backend = SimpleNamespace(backend="guidance")
+    client.vllm_config = SimpleNamespace(structured_outputs_config=backend)
+    config = ServingConfig.parse(
+        reference.options(store=str(store.path), recognize=True, **options)
+    )
+    service = Service(client, state, config, reference.profile)
+    raw_request = SimpleNamespace(headers=Headers())
+    return (await service.openai_chat(*_read_chat(body), raw_request))["blockattn"]
+
+
+def test_a_stale_index_entry_does_not_refuse_a_chat(
+    reference: Reference, store: DirectoryStore
+) -> None:
+    plain = {"messages": [{"role": "user", "content": f"{STALE}\nHow tall?"}]}
+    sent = {**plain, "documents": [{"text": STORED}]}
+    without = {"messages": [{"role": "user", "content": "How tall?"}]}
+
+    def answer(body: dict[str, Any]) -> Any:
+        return asyncio.run(answered(reference, store, body, read_only=True))
+
+    with pytest.raises(MissError):
+        answer({**without, "documents": sent["documents"]})
+    asyncio.run(answered(reference, store, {**without, "documents": sent["documents"]}))
+    assert answer(sent) == {"mode": "block"}
+    full = answer(plain)
+    assert full["mode"] == "full"
+    assert "1 of 2 blocks are not stored" in full["reason"]
