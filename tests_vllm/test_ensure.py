@@ -25,7 +25,7 @@ from blockattn_rag.prompts.blocks import Keep
 from blockattn_rag.server.config import ServingConfig
 from blockattn_rag.server.protocol import parse_plan
 from blockattn_rag.server.vllm import ensure
-from blockattn_rag.server.vllm.ensure import BlockEnsurer, KeptBlocks
+from blockattn_rag.server.vllm.ensure import BlockEnsurer
 from blockattn_rag.server.vllm.requests import Encodable, encodables
 from blockattn_rag.server.vllm.scheduler import UNSAVED
 from blockattn_rag.server.vllm.service import Service
@@ -380,34 +380,3 @@ def test_several_engines_keep_no_private_blocks(
         Service.of(client, SimpleNamespace())
     options["private_memory"] = "0"
     assert Service.of(client, SimpleNamespace())
-
-
-# -- kept blocks ---------------------------------------------------------------------------------
-
-
-def test_least_recently_used_block_is_evicted_first() -> None:
-    kept = KeptBlocks(10)
-    kept.add("a", 4)
-    kept.add("b", 4)
-    assert kept.use("a")
-    kept.add("c", 4)
-    assert [kept.use(key) for key in "abc"] == [True, False, True]
-
-
-def test_block_encoded_twice_counts_once() -> None:
-    kept = KeptBlocks(10)
-    for _ in range(3):
-        kept.add("a", 6)
-    kept.add("b", 4)
-    assert kept.use("a")
-    kept.discard("a")
-    kept.discard("a")
-    kept.add("c", 6)
-    assert [kept.use(key) for key in "abc"] == [False, True, True]
-
-
-def test_prompt_larger_than_memory_is_refused() -> None:
-    kept = KeptBlocks(10)
-    kept.check_room(10)
-    with pytest.raises(ProtocolError, match=r"blocks of 11 tokens .* at most 10 .*private_memory"):
-        kept.check_room(11)

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from blockattn_rag.server.protocol import COMPLETIONS, ENCODE, ServedBlocks
+from blockattn_rag.server.protocol import COMPLETIONS, ENCODE
+from blockattn_rag.server.served_blocks import ServedBlocks
 from blockattn_rag.store import DirectoryStore
 from tests_vllm.reference import Reference
 from tests_vllm.server import Server, serving

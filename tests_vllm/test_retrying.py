@@ -11,7 +11,8 @@ import pytest
 from vllm.exceptions import RetryableRequestError
 
 from blockattn_rag.errors import GrammarError, ProtocolError
-from blockattn_rag.server.protocol import BlockPlan, ServedBlocks
+from blockattn_rag.server.protocol import BlockPlan
+from blockattn_rag.server.served_blocks import ServedBlocks
 from blockattn_rag.server.vllm.retrying import (
     CURRENT,
     CUT_ANSWERS,

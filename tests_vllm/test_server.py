@@ -19,9 +19,9 @@ from blockattn_rag.server.protocol import (
     INFO,
     BlockPlan,
     EncodeAnswer,
-    ServedBlocks,
     ServerInfo,
 )
+from blockattn_rag.server.served_blocks import ServedBlocks
 from blockattn_rag.server.vllm.scheduler import Load, Orders, Save
 from blockattn_rag.store import DirectoryStore
 from tests_vllm.reference import Reference

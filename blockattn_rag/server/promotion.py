@@ -12,7 +12,8 @@ from itertools import chain, islice
 from typing import NamedTuple
 
 from blockattn_rag.errors import ProtocolError
-from blockattn_rag.server.protocol import BlockPlan, ServedBlocks
+from blockattn_rag.server.protocol import BlockPlan
+from blockattn_rag.server.served_blocks import ServedBlocks
 
 
 class Promotion(NamedTuple):

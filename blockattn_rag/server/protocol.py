@@ -1,7 +1,7 @@
 """Protocol between client and server: routes, JSON bodies, and the plan of a prompt.
 
 Completions and chats use vLLM's own bodies. The ``kv_transfer_params`` of a request contain a
-``BlockPlan``, those of an answer a ``ServedBlocks``. A client sends token ids, the length of each
+``BlockPlan``, those of an answer ``ServedBlocks``. A client sends token ids, the length of each
 context block, and where the server may keep each block. It sends no keys or digests: the server
 computes keys from the token ids, so a client can reuse only the KV of tokens that it sends.
 
@@ -351,97 +351,3 @@ def parse_plan(
         )
     plan.check_fits(num_prompt_tokens)
     return plan
-
-
-@dataclass(config=STRICT, frozen=True, slots=True)
-class ServedBlocks:
-    """Report on the context blocks of a request in block mode: loaded, cached or encoded.
-
-    Args:
-        blocks: Number of context blocks.
-        loaded_tokens: Context tokens loaded from a store.
-        local_tokens: Context tokens found in the engine's own cache.
-        encoded: Blocks encoded for this request, because no store had them.
-        encoded_tokens: Tokens of these encoded blocks.
-        fetch_s: Seconds to load the blocks.
-        int8_blocks: Blocks loaded in int8.
-        promoted: Indices of the passages that moved into the final block, the most attended last.
-            They are not among ``blocks``.
-        dropped, dropped_tokens: Blocks that were encoded for this request before they moved, and
-            their tokens. They are not among ``encoded``.
-        cut_short: Whether a stop string ended the answer. The engine then reports nothing, so
-            ``loaded_tokens``, ``local_tokens``, ``fetch_s`` and ``int8_blocks`` are unknown and 0.
-
-    Raises:
-        ValueError: A field is invalid.
-    """
-
-    blocks: Count
-    loaded_tokens: Count
-    local_tokens: Count
-    encoded: Count = 0
-    encoded_tokens: Count = 0
-    fetch_s: Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)] = 0.0
-    int8_blocks: Count = 0
-    promoted: Annotated[tuple[Count, ...], Field(max_length=MOST_BLOCKS)] = ()
-    dropped: Count = 0
-    dropped_tokens: Count = 0
-    cut_short: StrictBool = False
-
-    @model_validator(mode="after")
-    def _agrees(self) -> Self:
-        if self.cut_short and (
-            self.loaded_tokens or self.local_tokens or self.fetch_s or self.int8_blocks
-        ):
-            raise ValueError(
-                "found cut_short and counts that it makes unknown: loaded_tokens, local_tokens, "
-                "fetch_s and int8_blocks must be 0"
-            )
-        if self.encoded_tokens < self.encoded or (self.encoded_tokens and not self.encoded):
-            raise ValueError(
-                f"found {self.encoded} encoded blocks of {self.encoded_tokens} tokens together, "
-                "which disagree"
-            )
-        return self
-
-    def check_complete(self, lengths: tuple[int, ...]) -> None:
-        """Check that an answer used all context blocks of a prompt, which have these lengths.
-
-        Raises:
-            ProtocolError: A block was not used, or the counts are inconsistent.
-        """
-        expected = sum(lengths)
-        tokens = expected if self.cut_short else self.loaded_tokens + self.local_tokens
-        if (self.blocks, tokens) != (len(lengths), expected):
-            raise ProtocolError(
-                f"the server answered from {self.blocks} blocks of {tokens} tokens, expected "
-                f"{len(lengths)} of {expected}"
-            )
-        if self.encoded > self.blocks or self.encoded_tokens > tokens:
-            raise ProtocolError(
-                f"the server reports {self.encoded} of {self.blocks} blocks as encoded, and "
-                f"{self.encoded_tokens} of {tokens} tokens"
-            )
-
-    def to_dict(self) -> dict[str, Any]:
-        """``kv_transfer_params`` of the answer."""
-        return {FIELD: {"v": VERSION, "mode": "block", **asdict(self)}}
-
-    @classmethod
-    def from_dict(cls, kv_transfer_params: Mapping[str, Any] | None) -> ServedBlocks:
-        """Parse an answer's ``kv_transfer_params``, ignoring fields of other connectors.
-
-        Raises:
-            ProtocolError: The answer was not computed in block mode, or has another version.
-        """
-        params = kv_transfer_params
-        if not isinstance(params, Mapping) or FIELD not in params:
-            raise ProtocolError(
-                f"found kv_transfer_params {shown(params)} in the server's answer, expected the "
-                f"field {FIELD!r}: it was not computed in block mode. Configure this package's "
-                "connector on the server"
-            )
-        fields = check_version(params[FIELD], "v", VERSION, FIELD)
-        if (mode := fields.pop("mode", None)) != "block":
-            raise ProtocolError(f"found mode {shown(mode)} in {FIELD}, expected 'block'")
-        return parse(cls, fields, FIELD)

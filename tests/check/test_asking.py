@@ -13,7 +13,7 @@ from blockattn_rag.errors import ProtocolError
 from blockattn_rag.model import BlockModel
 from blockattn_rag.server.client.http import Client
 from blockattn_rag.server.client.server import Server
-from blockattn_rag.server.protocol import ServedBlocks
+from blockattn_rag.server.served_blocks import ServedBlocks
 from tests.models import shared_tiny_llama, tiny_tokenizer
 from tests.server.client.fake_server import FakeServer
 

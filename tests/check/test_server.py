@@ -16,7 +16,8 @@ from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.kv.context import Context, place
 from blockattn_rag.model import BlockModel
 from blockattn_rag.server.client import http
-from blockattn_rag.server.protocol import INFO, BlockPlan, ServedBlocks
+from blockattn_rag.server.protocol import INFO, BlockPlan
+from blockattn_rag.server.served_blocks import ServedBlocks
 from blockattn_rag.store import MemoryStore
 from tests.models import shared_tiny_llama, tiny_model, tiny_tokenizer
 from tests.recipes import recipe_of

@@ -20,13 +20,10 @@ from blockattn_rag.prompts.formats import CHAT, Passage
 from blockattn_rag.prompts.markers import wrap
 from blockattn_rag.prompts.recognition import PassageMatcher, entries_of
 from blockattn_rag.prompts.tokenization import BlockTokenizer
-from blockattn_rag.server.protocol import MOST_BLOCKS, BlockPlan, ServedBlocks
-from blockattn_rag.server.vllm.openai import (
-    ChatBody,
-    ChatPrompt,
-    ChatPrompts,
-    ChatReport,
-)
+from blockattn_rag.server.protocol import MOST_BLOCKS, BlockPlan
+from blockattn_rag.server.served_blocks import ServedBlocks
+from blockattn_rag.server.vllm.chat_report import ChatReport
+from blockattn_rag.server.vllm.openai import ChatBody, ChatPrompt, ChatPrompts
 from tests.models import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()

@@ -17,10 +17,10 @@ from blockattn_rag.server.protocol import (
     BlockPlan,
     EncodeAnswer,
     EncodeBody,
-    ServedBlocks,
     ServerInfo,
     parse_plan,
 )
+from blockattn_rag.server.served_blocks import ServedBlocks
 
 SECRET = "of this server alone"
 

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import time
 import uuid
-from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -15,12 +14,13 @@ from typing import Any
 
 from vllm import SamplingParams
 
-from blockattn_rag.errors import MissError, ProtocolError, ServingError, StoreError
+from blockattn_rag.errors import MissError, ServingError, StoreError
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.server.config import ServingConfig
 from blockattn_rag.server.keys import BlockId
 from blockattn_rag.server.profile import ModelProfile
 from blockattn_rag.server.shares import Share
+from blockattn_rag.server.vllm.kept_blocks import KeptBlocks
 from blockattn_rag.server.vllm.requests import Encodable
 from blockattn_rag.server.vllm.saver import QUEUE_BYTES
 from blockattn_rag.server.vllm.scheduler import UNSAVED, new_encode_name
@@ -325,47 +325,6 @@ class BlockEnsurer:
     def _fits(self, kv: BlockKV, block: BlockId) -> bool:
         """Whether a loader would accept an entry as the block."""
         return tuple(kv.token_ids.tolist()) == block.ids and kv.token_outline == self._outline
-
-
-class KeptBlocks:
-    """The API server's estimate of the blocks in the workers' memory, which is an LRU cache.
-
-    The estimate can be wrong if other API servers use the same workers. In that case, a load fails
-    and the block is encoded again.
-
-    Args:
-        max_tokens: Maximum number of tokens that the workers keep.
-    """
-
-    def __init__(self, max_tokens: int) -> None:
-        self.max_tokens = max_tokens
-        self._tokens: OrderedDict[str, int] = OrderedDict()
-        self._sum = 0
-
-    def use(self, key: str) -> bool:
-        """Whether a block should be in memory. Marks it as used."""
-        if key in self._tokens:
-            self._tokens.move_to_end(key)
-        return key in self._tokens
-
-    def add(self, key: str, tokens: int) -> None:
-        self.discard(key)
-        self._tokens[key] = tokens
-        self._sum += tokens
-        while self._sum > self.max_tokens:
-            self.discard(next(iter(self._tokens)))
-
-    def discard(self, key: str) -> None:
-        self._sum -= self._tokens.pop(key, 0)
-
-    def check_room(self, tokens: int) -> None:
-        """Raise ProtocolError if a prompt needs more than ``max_tokens`` tokens in memory."""
-        if tokens > self.max_tokens:
-            raise ProtocolError(
-                f"the prompt has blocks of {tokens} tokens that must not be stored, but this "
-                f"server keeps at most {self.max_tokens} such tokens in memory; put other text "
-                "after the passages, or raise private_memory in the connector's options"
-            )
 
 
 class Room:

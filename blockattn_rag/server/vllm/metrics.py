@@ -77,7 +77,7 @@ class Counters:
             self._counts[key] = self._counts.get(key, 0) + more
 
     def taken(self) -> ServingStats | None:
-        """Counts since the last call; None if there are none."""
+        """Counts since the last call; None if nothing was counted."""
         with self._lock:
             counts, self._counts = self._counts, {}
         return ServingStats(counts) if counts else None

@@ -1,4 +1,4 @@
-"""Chats of OpenAI clients: passages in their bodies, and reports of reuse in their answers.
+"""Chats of OpenAI clients, with passages in their bodies.
 
 Clients that know nothing of this package send passages as ``documents``, or as content parts of
 messages. The server renders these chats with the model's chat template and cuts them into blocks,
@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, field_validator
 from pydantic.dataclasses import dataclass
 
-from blockattn_rag.engine.outline import RecipeOutline
 from blockattn_rag.errors import ProtocolError
 from blockattn_rag.output.tool_templates import tool_template
 from blockattn_rag.output.tool_use import prompt_spans
@@ -33,8 +32,7 @@ from blockattn_rag.prompts.chat_template import (
 from blockattn_rag.prompts.formats import CHAT, Passage
 from blockattn_rag.prompts.marked_text import content_spans
 from blockattn_rag.prompts.tokenization import BlockTokenizer
-from blockattn_rag.server.promotion import reuse_of
-from blockattn_rag.server.protocol import FIELD, MOST_BLOCKS, BlockPlan, ServedBlocks
+from blockattn_rag.server.protocol import FIELD, MOST_BLOCKS, BlockPlan
 from blockattn_rag.server.validation import STRICT, as_object, parse, shown
 
 _MOST_NESTED = 100
@@ -48,7 +46,6 @@ _MOST_MESSAGES = 4096
 
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _KEPT_FIELDS = ("name", "tool_call_id", "reasoning_content")
-_DATA = "data: "
 
 
 @dataclass(config=STRICT, frozen=True, slots=True)
@@ -376,77 +373,3 @@ def with_documents(
     if all(origin_of(one["role"]) != "system" for one in made):
         made.insert(0, {"role": "system", "content": (Span(CHAT.system, "system"),)})
     return made
-
-
-class ChatReport:
-    """Rewrites an answer of vLLM for OpenAI clients.
-
-    The report on blocks replaces ``kv_transfer_params``. ``cached_tokens`` does not count blocks
-    that were encoded for this request.
-
-    Args:
-        prompt: Prompt of the request; None if vLLM rendered it.
-        recipe: The server's recipe.
-        prefix_ids: See ``promotion.promote``.
-        reason: Why block mode cannot answer a chat whose passages were recognized.
-    """
-
-    def __init__(
-        self,
-        prompt: ChatPrompt | None,
-        recipe: RecipeOutline,
-        prefix_ids: Sequence[int] = (),
-        reason: str = "",
-    ) -> None:
-        self._prompt = prompt
-        self._recipe = recipe
-        self._prefix_ids = prefix_ids
-        self._reason = reason
-        self._encoded_tokens = 0
-
-    def answer(self, answer: Any) -> dict[str, Any]:
-        """Convert a complete answer to a JSON object."""
-        data: dict[str, Any] = answer.model_dump()
-        self._end(data)
-        self._correct(data["usage"])
-        return data
-
-    async def events(self, events: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
-        """Convert a stream. The event with the finish reason contains the report."""
-        try:
-            async for event in events:
-                ends, counts = '"finish_reason":"' in event, '"usage":{' in event
-                if not (event.startswith(_DATA) and (ends or counts)):
-                    yield event
-                    continue
-                data = json.loads(event.removeprefix(_DATA))
-                if ends:
-                    self._end(data)
-                if counts:
-                    self._correct(data["usage"])
-                text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
-                yield f"{_DATA}{text}\n\n"
-        finally:
-            await events.aclose()
-
-    def _end(self, data: dict[str, Any]) -> None:
-        """Replace ``kv_transfer_params`` with the report."""
-        params = data.pop("kv_transfer_params", None)
-        data[FIELD] = self._report(params)
-
-    def _report(self, params: Mapping[str, Any] | None) -> dict[str, Any]:
-        if self._prompt is None or (plan := self._prompt.plan) is None:
-            return {"mode": "full", **({"reason": self._reason} if self._reason else {})}
-        if params is None:  # an answer that was aborted has no report
-            return {"mode": "block"}
-        served = ServedBlocks.from_dict(params)
-        self._encoded_tokens = served.encoded_tokens
-        recipe, token_ids = self._recipe, self._prompt.token_ids
-        counts = reuse_of(served, token_ids, plan, recipe.promote, self._prefix_ids)
-        return {"mode": "block", **counts, "recipe": str(recipe)}
-
-    def _correct(self, usage: dict[str, Any]) -> None:
-        """Subtract the tokens that were encoded for this request from the cached ones."""
-        details = usage.get("prompt_tokens_details")
-        if details and details.get("cached_tokens"):
-            details["cached_tokens"] = max(details["cached_tokens"] - self._encoded_tokens, 0)

@@ -12,7 +12,8 @@ from prometheus_client import Counter
 from vllm.exceptions import RetryableRequestError
 
 from blockattn_rag.errors import GrammarError, ProtocolError
-from blockattn_rag.server.protocol import FIELD, BlockPlan, ServedBlocks
+from blockattn_rag.server.protocol import FIELD, BlockPlan
+from blockattn_rag.server.served_blocks import ServedBlocks
 from blockattn_rag.server.vllm.scheduler import GRAMMAR_FAILURE
 
 # Names must not start with "vllm:": vLLM unregisters those when it starts an engine.

@@ -17,9 +17,10 @@ from blockattn_rag.prompts.recognition import Entries, entries_of, from_hex
 from blockattn_rag.server.config import CONNECTOR, ServingConfig
 from blockattn_rag.server.profile import ModelProfile
 from blockattn_rag.server.protocol import EncodeAnswer, EncodeBody, ServerInfo
+from blockattn_rag.server.vllm.chat_report import ChatReport
 from blockattn_rag.server.vllm.ensure import BlockEnsurer
 from blockattn_rag.server.vllm.indexing import IndexWriter
-from blockattn_rag.server.vllm.openai import ChatBody, ChatPrompt, ChatPrompts, ChatReport
+from blockattn_rag.server.vllm.openai import ChatBody, ChatPrompt, ChatPrompts
 from blockattn_rag.server.vllm.requests import BlockRequest, Encodable, RequestReader
 from blockattn_rag.server.vllm.retrying import CURRENT, RetryingClient, Ticket, with_marker
 from blockattn_rag.server.vllm.scoring import Scorer

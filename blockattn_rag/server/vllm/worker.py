@@ -170,7 +170,7 @@ class WorkerSide:
         return done
 
     def report(self) -> WorkerReport | None:
-        """Loads, measurements and failed saves since the last call; None if there are none."""
+        """Report on the time since the last call; None if nothing happened."""
         unsaved = self._saver.unsaved() if self._pages and self._saver is not None else {}
         if not self._fetches and not unsaved and not self._attention:
             return None
@@ -179,7 +179,7 @@ class WorkerSide:
         return WorkerReport(fetches, unsaved, attention)
 
     def counted(self) -> ServingStats | None:
-        """Counts since the last call; None if there are none."""
+        """Counts since the last call; None if nothing was counted."""
         if self._pages:
             before, self._loaded = self._loaded, self._loader.stats()
             count_loads(self.stats, before, self._loaded, self._config.tier_names)

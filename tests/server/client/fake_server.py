@@ -40,10 +40,10 @@ from blockattn_rag.server.protocol import (
     BlockPlan,
     EncodeAnswer,
     EncodeBody,
-    ServedBlocks,
     ServerInfo,
     parse_plan,
 )
+from blockattn_rag.server.served_blocks import ServedBlocks
 from blockattn_rag.store import KVStore, MemoryStore
 from blockattn_rag.store.passage_index import PassageIndex
 from tests.holding import LONGEST_S

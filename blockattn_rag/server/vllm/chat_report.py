@@ -1,0 +1,92 @@
+"""Reports of reuse in the answers to OpenAI clients.
+
+Importing this module does not load vLLM.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any
+
+from blockattn_rag.engine.outline import RecipeOutline
+from blockattn_rag.server.promotion import reuse_of
+from blockattn_rag.server.protocol import FIELD
+from blockattn_rag.server.served_blocks import ServedBlocks
+from blockattn_rag.server.vllm.openai import ChatPrompt
+
+_DATA = "data: "
+
+
+class ChatReport:
+    """Rewrites an answer of vLLM for OpenAI clients.
+
+    The report on blocks replaces ``kv_transfer_params``. ``cached_tokens`` does not count blocks
+    that were encoded for this request.
+
+    Args:
+        prompt: Prompt of the request; None if vLLM rendered it.
+        recipe: The server's recipe.
+        prefix_ids: See ``promotion.promote``.
+        reason: Why block mode cannot answer a chat whose passages were recognized.
+    """
+
+    def __init__(
+        self,
+        prompt: ChatPrompt | None,
+        recipe: RecipeOutline,
+        prefix_ids: Sequence[int] = (),
+        reason: str = "",
+    ) -> None:
+        self._prompt = prompt
+        self._recipe = recipe
+        self._prefix_ids = prefix_ids
+        self._reason = reason
+        self._encoded_tokens = 0
+
+    def answer(self, answer: Any) -> dict[str, Any]:
+        """Convert a complete answer to a JSON object."""
+        data: dict[str, Any] = answer.model_dump()
+        self._end(data)
+        self._correct(data["usage"])
+        return data
+
+    async def events(self, events: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
+        """Convert a stream. The event with the finish reason contains the report."""
+        try:
+            async for event in events:
+                ends, counts = '"finish_reason":"' in event, '"usage":{' in event
+                if not (event.startswith(_DATA) and (ends or counts)):
+                    yield event
+                    continue
+                data = json.loads(event.removeprefix(_DATA))
+                if ends:
+                    self._end(data)
+                if counts:
+                    self._correct(data["usage"])
+                text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+                yield f"{_DATA}{text}\n\n"
+        finally:
+            await events.aclose()
+
+    def _end(self, data: dict[str, Any]) -> None:
+        """Replace ``kv_transfer_params`` with the report."""
+        params = data.pop("kv_transfer_params", None)
+        data[FIELD] = self._report(params)
+
+    def _report(self, params: Mapping[str, Any] | None) -> dict[str, Any]:
+        if self._prompt is None or (plan := self._prompt.plan) is None:
+            return {"mode": "full", **({"reason": self._reason} if self._reason else {})}
+        if params is None:  # an answer that was aborted has no report
+            return {"mode": "block"}
+        served = ServedBlocks.from_dict(params)
+        self._encoded_tokens = served.encoded_tokens
+        recipe, token_ids = self._recipe, self._prompt.token_ids
+        counts = reuse_of(served, token_ids, plan, recipe.promote, self._prefix_ids)
+        return {"mode": "block", **counts, "recipe": str(recipe)}
+
+    def _correct(self, usage: dict[str, Any]) -> None:
+        """Subtract the tokens that were encoded for this request from the cached ones."""
+        details = usage.get("prompt_tokens_details")
+        if details and details.get("cached_tokens"):
+            details["cached_tokens"] = max(details["cached_tokens"] - self._encoded_tokens, 0)
