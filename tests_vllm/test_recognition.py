@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,11 +12,13 @@ import pytest
 from starlette.datastructures import Headers
 
 from blockattn_rag.errors import MissError
+from blockattn_rag.prompts.blocks import Span
 from blockattn_rag.prompts.recognition import entries_of
 from blockattn_rag.server.config import ServingConfig
 from blockattn_rag.server.vllm.routes import _read_chat
 from blockattn_rag.server.vllm.service import Service
 from blockattn_rag.store import DirectoryStore
+from blockattn_rag.store.namespaces import OPEN
 from blockattn_rag.store.passage_index import PassageIndex
 from tests_vllm.reference import MODEL, Reference
 from tests_vllm.test_ensure import Client
@@ -30,10 +33,8 @@ def store(tmp_path: Path) -> DirectoryStore:
     return store
 
 
-async def answered(
-    reference: Reference, store: DirectoryStore, body: dict[str, Any], **options: Any
-) -> Any:
-    """Answer of a service whose engine computes blocks only."""
+def service_of(reference: Reference, store: DirectoryStore, **options: Any) -> Service:
+    """A service whose engine computes blocks only, and which has read the index."""
 
     async def create(request: Any, raw_request: Any) -> Any:
         return SimpleNamespace(model_dump=lambda: {"usage": {}})
@@ -53,28 +54,30 @@ async def answered(
     client.model_config = SimpleNamespace(max_model_len=2048, tokenizer=MODEL)
     backend = SimpleNamespace(backend="guidance")
     client.vllm_config = SimpleNamespace(structured_outputs_config=backend)
-    config = ServingConfig.parse(
-        reference.options(store=str(store.path), recognize=True, **options)
-    )
-    service = Service(client, state, config, reference.profile)
+    given = reference.options(store=str(store.path), recognize=True, **options)
+    service = Service(client, state, ServingConfig.parse(given), reference.profile)
+    assert service.passages is not None
+    span = Span(STALE, "conversation")
+    while service.passages.split([span], OPEN) == (span,):  # until the index is read
+        time.sleep(0.01)
+    return service
+
+
+def answered(service: Service, body: dict[str, Any]) -> Any:
     raw_request = SimpleNamespace(headers=Headers())
-    return (await service.openai_chat(*_read_chat(body), raw_request))["blockattn"]
+    return asyncio.run(service.openai_chat(*_read_chat(body), raw_request))["blockattn"]
 
 
 def test_a_stale_index_entry_does_not_refuse_a_chat(
     reference: Reference, store: DirectoryStore
 ) -> None:
+    ask = {"messages": [{"role": "user", "content": "How tall?"}], "documents": [{"text": STORED}]}
     plain = {"messages": [{"role": "user", "content": f"{STALE}\nHow tall?"}]}
-    sent = {**plain, "documents": [{"text": STORED}]}
-    without = {"messages": [{"role": "user", "content": "How tall?"}]}
-
-    def answer(body: dict[str, Any]) -> Any:
-        return asyncio.run(answered(reference, store, body, read_only=True))
-
+    reader = service_of(reference, store, read_only=True)
     with pytest.raises(MissError):
-        answer({**without, "documents": sent["documents"]})
-    asyncio.run(answered(reference, store, {**without, "documents": sent["documents"]}))
-    assert answer(sent) == {"mode": "block"}
-    full = answer(plain)
+        answered(reader, ask)
+    answered(service_of(reference, store), ask)
+    assert answered(reader, {**ask, **plain}) == {"mode": "block"}
+    full = answered(reader, plain)
     assert full["mode"] == "full"
     assert "1 of 2 blocks are not stored" in full["reason"]

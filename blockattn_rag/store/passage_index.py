@@ -15,6 +15,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -37,6 +38,7 @@ _SUFFIX = ".safetensors"
 _ATTEMPTS = 3  # a compaction may delete files between their listing and their reading
 _MOST_BYTES = 256 << 20  # index entries in memory, of the namespaces that were used last
 _NAMESPACE_BYTES = 4096  # counted for a namespace, in addition to its entries
+_THREADS = 2
 _SMALL_PART = 8  # the entries of new files are merged when they exceed this part of the others
 
 
@@ -46,6 +48,8 @@ class PassageIndex:
     Args:
         store: The store.
         refresh_s: Seconds for which passages that other processes add may stay unknown.
+        in_background: Whether ``split`` never waits for the index: new files are read in the
+            background, and until then only the passages of earlier ones are found.
 
     Raises:
         ValueError: The store cannot keep an index.
@@ -56,7 +60,9 @@ class PassageIndex:
         spans = index.split(spans, Access(namespace))  # then BlockPrompt.from_spans(spans)
     """
 
-    def __init__(self, store: KVStore, *, refresh_s: float = 5.0) -> None:
+    def __init__(
+        self, store: KVStore, *, refresh_s: float = 5.0, in_background: bool = False
+    ) -> None:
         if (sidecar := store.sidecar) is None:
             raise ValueError(
                 f"{store!r} cannot keep an index of passages: use a folder or an object store, or "
@@ -64,6 +70,7 @@ class PassageIndex:
             )
         self.sidecar = sidecar
         self._refresh_s = refresh_s
+        self._threads = ThreadPoolExecutor(_THREADS) if in_background else None
         self._lock = threading.Lock()
         self._segments: OrderedDict[str, _Segments] = OrderedDict()
         self._sizes: dict[str, int] = {}  # bytes of the namespaces
@@ -95,7 +102,8 @@ class PassageIndex:
         with segments.lock:
             segments.refresh(self._refresh_s)
             fresh = joined([entries])
-            for matcher in segments.matchers():
+            segments.make()
+            for matcher in segments.made:
                 fresh = fresh[~matcher.has(fresh)]
             if len(fresh):
                 segments.write(fresh)
@@ -103,17 +111,28 @@ class PassageIndex:
         return len(fresh)
 
     def _matchers(self, namespace: str) -> tuple[PassageMatcher, ...]:
-        """Files are read and matchers are made outside of the lock, which all tenants share."""
         segments = self._known(namespace)
-        if segments.lock.acquire(blocking=not segments.was_read):  # else another thread reads
-            try:
-                segments.refresh(self._refresh_s)
-            except StoreError as error:
-                logger.warning("the index of passages cannot be read: %s", error)
-            finally:
-                segments.lock.release()
-        self._count(namespace, segments)
-        return segments.matchers()
+        if self._threads is None:
+            self._update(namespace, segments)
+        elif segments.is_due(self._refresh_s) and not segments.is_updating:
+            segments.is_updating = True
+            self._threads.submit(self._update, namespace, segments)
+        return segments.made
+
+    def _update(self, namespace: str, segments: _Segments) -> None:
+        """Files are read and matchers are made outside of the lock, which all tenants share."""
+        try:
+            if segments.lock.acquire(blocking=not segments.was_read):  # else another thread reads
+                try:
+                    segments.refresh(self._refresh_s)
+                except StoreError as error:
+                    logger.warning("the index of passages cannot be read: %s", error)
+                finally:
+                    segments.lock.release()
+            segments.make()
+            self._count(namespace, segments)
+        finally:
+            segments.is_updating = False
 
     def _known(self, namespace: str) -> _Segments:
         with self._lock:
@@ -196,6 +215,7 @@ class _Segments:
         self._sidecar = sidecar
         self._folder = folder_of(namespace)
         self._read_s: float | None = None
+        self.is_updating = False
         self.parts: dict[str, Entries] = {}
         self._making = threading.Lock()
         self._made = _Matchers.of({})
@@ -204,8 +224,14 @@ class _Segments:
     def was_read(self) -> bool:
         return self._read_s is not None
 
-    def matchers(self) -> tuple[PassageMatcher, ...]:
-        """Matchers of the files. While a thread makes new ones, the others use what there is."""
+    @property
+    def made(self) -> tuple[PassageMatcher, ...]:
+        """Matchers of the files, as far as they were made."""
+        made = self._made
+        return made.large, made.small
+
+    def make(self) -> None:
+        """Make the matchers of new files. While a thread makes them, others use the made ones."""
         if self._made.parts is not self.parts and self._making.acquire(
             blocking=not self._made.parts
         ):
@@ -213,14 +239,16 @@ class _Segments:
                 self._made = self._made.updated(self.parts)
             finally:
                 self._making.release()
-        return self._made.large, self._made.small
+
+    def is_due(self, every_s: float) -> bool:
+        """Whether the files were not read for this time."""
+        return self._read_s is None or time.monotonic() - self._read_s >= every_s
 
     def refresh(self, every_s: float) -> None:
         """Read new files, at most every ``every_s`` seconds."""
-        now_s = time.monotonic()
-        if self._read_s is not None and now_s - self._read_s < every_s:
+        if not self.is_due(every_s):
             return
-        self._read_s = now_s
+        self._read_s = time.monotonic()
         for _ in range(_ATTEMPTS):
             listed = self._sidecar.names(self._folder)
             new = [name for name in listed if name not in self.parts]

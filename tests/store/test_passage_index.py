@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pickle
 import shutil
+import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -60,6 +62,25 @@ def test_an_index_is_read_again_only_after_a_while(store: KVStore) -> None:
     assert found(index, *TEXTS) == []
     add(index, TEXTS[1])
     assert found(index, *TEXTS) == [TEXTS[1]]
+
+
+def test_an_index_in_the_background_delays_no_prompt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, may_read = DirectoryStore(tmp_path), threading.Event()
+    index = PassageIndex(store, refresh_s=0, in_background=True)
+    names = index.sidecar.names
+    monkeypatch.setattr(index.sidecar, "names", lambda at: names(at) if may_read.wait() else [])
+    add(PassageIndex(store), *TEXTS)
+    assert found(index, *TEXTS) == []
+    may_read.set()
+    until = time.monotonic() + 60
+    while found(index, *TEXTS) != TEXTS:
+        assert time.monotonic() < until, "the index was not read"
+        time.sleep(0.01)
+    may_read.clear()
+    assert found(index, *TEXTS) == TEXTS
+    may_read.set()
 
 
 def test_only_namespaces_that_may_be_read_are_searched(store: KVStore) -> None:

@@ -67,7 +67,7 @@ class Service:
         self._ensurer = BlockEnsurer(engine_client, home, config, profile)
         self._scorer = Scorer(engine_client, config)
         is_indexed = home.sidecar is not None or config.recognize
-        self.passages = PassageIndex(home) if is_indexed else None
+        self.passages = PassageIndex(home, in_background=True) if is_indexed else None
         self._indexing = None
         if self.passages is not None and not config.read_only:
             self._indexing = IndexWriter(self.passages, INDEX_FAILURES.inc)
