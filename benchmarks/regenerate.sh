@@ -8,23 +8,27 @@ cd "$(dirname "$0")/.."
 PATH="$PWD/.venv/bin:$PATH"
 mkdir -p benchmarks/results docs/figures
 
-bench() { # NAME, then the arguments of `blockattn-rag bench`
+measure() { # NAME, then a command that prints JSON
   local name=$1
   shift
   if [ ${#wanted[@]} -gt 0 ] && [[ " ${wanted[*]} " != *" $name "* ]]; then return; fi
   echo "== $name"
-  blockattn-rag bench "$@" --plot "docs/figures/$name.svg" --json |
-    python -m json.tool --indent 1 > "benchmarks/results/$name.json"
+  "$@" | python -m json.tool --indent 1 > "benchmarks/results/$name.json"
+}
+bench() { # NAME, then the arguments of `blockattn-rag bench`
+  local name=$1
+  shift
+  measure "$name" blockattn-rag bench "$@" --json
 }
 
 wanted=("$@")
 bench ttft-float32 ttft --lengths 512,1024,2048,4096,8192 --repeats 3
 bench ttft-bfloat16 ttft --dtype bfloat16 --lengths 4096,8192 --repeats 1
 bench decode decode --lengths 2048,8192 --block-tokens 128,512 --repeats 2
-bench shared shared --batch-sizes 32 --lengths 2048 --repeats 1
+measure shared python benchmarks/efficiency.py shared --batch-sizes 32 --lengths 2048 --repeats 1
 bench memory memory --lengths 2048,8192
 bench memory-256 memory --block-tokens 256 --lengths 2048,8192
-bench ingest ingest --block-tokens 64,128,512 --repeats 3
+measure ingest python benchmarks/efficiency.py ingest --lengths 64,128,512 --repeats 3
 bench batch batch --batch-sizes 1,2,4 --lengths 4096 --repeats 1
 if [ ${#wanted[@]} -eq 0 ] || [[ " ${wanted[*]} " == *" packing "* ]]; then
   python benchmarks/packing.py > benchmarks/results/packing.json
@@ -37,6 +41,7 @@ if [ ${#wanted[@]} -eq 0 ] || [[ " ${wanted[*]} " == *" use-cases "* ]]; then
   python benchmarks/use_cases --output benchmarks/results/use-cases.json
 fi
 python benchmarks/tables.py
+python benchmarks/plot.py benchmarks/results/ttft-float32.json docs/figures/ttft-float32.svg
 python benchmarks/draw_gain.py
 python benchmarks/capture_demo.py
 python benchmarks/kill_ingestion.py --kills 20 > benchmarks/results/kill-ingestion.json

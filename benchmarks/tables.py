@@ -13,11 +13,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from blockattn_rag.app.cli.bench import Measured, columns
+import efficiency
+
+from blockattn_rag.app.cli import bench
 from blockattn_rag.app.cli.output import duration
 
 RESULTS = Path(__file__).parent / "results"
-BENCHMARKS = get_args(Measured)
+OTHERS = get_args(efficiency.Measured)
+BENCHMARKS = (*get_args(bench.Measured), *OTHERS)
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
@@ -37,7 +40,7 @@ def cells(name: str, data: Mapping[str, Any]) -> Mapping[str, Sequence[str]]:
             "packed": [duration(row["packed_s"]) for row in rows],
             "plain / packed": [f"{row['gain']:.2f}" for row in rows],
         }
-    found = columns(name, rows)
+    found = (efficiency if name in OTHERS else bench).columns(name, rows)
     return {head: [str(one).partition("\n")[0] for one in column] for head, column in found.items()}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -126,7 +125,8 @@ def measure_decode(
         seconds per token) with ``<path>_min_s`` and ``<path>_max_s``, and ``relay_over_copy``.
     """
     check_sizes(question_tokens=question_tokens)
-    _check_new_tokens(new_tokens)
+    if new_tokens < 2:
+        raise ValueError(f"new_tokens must be at least 2, found {new_tokens}")
     check_sizes(**{"the shortest length": min(lengths), "block_tokens": min(block_tokens)})
     turns = Turns(repeats, len(lengths) * len(block_tokens), on_progress)
     engines = {path: on_path(engine, path) for path in paths_of(engine)}
@@ -151,17 +151,11 @@ def _per_token(
     engine: BlockAttentionEngine, prompt: BlockPrompt, path: str, new_tokens: int
 ) -> float:
     stats = engine.generate(prompt, max_new_tokens=new_tokens, **PATHS[path]).stats
-    _check_full_length(stats, new_tokens)
+    check_full_length(stats, new_tokens)
     return (stats.total_s - stats.ttft_s) / (new_tokens - 1)
 
 
-def _check_new_tokens(new_tokens: int) -> None:
-    """Raise ``ValueError`` if there is no token after the first."""
-    if new_tokens < 2:
-        raise ValueError(f"new_tokens must be at least 2, found {new_tokens}")
-
-
-def _check_full_length(stats: ReuseStats, new_tokens: int) -> None:
+def check_full_length(stats: ReuseStats, new_tokens: int) -> None:
     """Refuse an answer that ended before ``new_tokens`` tokens, because its time is too short."""
     if stats.generated_tokens < new_tokens:
         raise ValueError(
@@ -193,14 +187,14 @@ def measure_batch(
         has its first token) with ``<path>_min_s`` and ``<path>_max_s``, and ``full_over_<path>``.
     """
     check_sizes(length=length, block_tokens=block_tokens, batch=min(batch_sizes, default=0))
-    _check_batches(engine)
+    check_batches(engine)
     turns = Turns(repeats, len(batch_sizes), on_progress)
     vocabulary = engine.model.config.vocab_size
     prompts = [
         random_prompt(length, block_tokens, question_tokens, vocabulary, seed)
         for seed in range(max(batch_sizes))
     ]
-    _encode(engine, prompts)
+    store_contexts(engine, prompts)
     rows = []
     paths = paths_of(engine)
     engines = {path: on_path(engine, path) for path in paths}
@@ -215,105 +209,7 @@ def measure_batch(
     return rows
 
 
-def measure_shared(
-    engine: BlockAttentionEngine,
-    batch_sizes: Sequence[int],
-    *,
-    system_tokens: Sequence[int] = (512, 1024, 2048),
-    context_tokens: int = 128,
-    question_tokens: int = 16,
-    new_tokens: int = 32,
-    repeats: int = 3,
-    on_progress: OnProgress | None = None,
-) -> list[dict[str, Any]]:
-    """Measure tokens per second of requests that share a system prompt (RelayAttention, table 2).
-
-    Shared: the system prompt is read once per layer and step for the whole batch (relay).
-    Unshared: every request has its own copy (copy). Both batches need one forward pass per step.
-
-    Args:
-        engine: See :func:`measure_ttft`. The model must support relay.
-        batch_sizes: Numbers of requests per batch.
-        system_tokens: Lengths of the shared block.
-        context_tokens: Tokens of each request's own block.
-        question_tokens: Tokens of each request's final block.
-        new_tokens: Tokens generated for each request, at least 2.
-        repeats, on_progress: See :func:`measure_ttft`.
-
-    Returns:
-        One row for each length of the system prompt and batch size: ``system_tokens``, ``batch``;
-        ``shared_tokens_per_s`` and ``unshared_tokens_per_s`` from request to last token, each with
-        minimum and maximum, and their quotient ``gain``; ``decode_gain``, the same quotient for the
-        steps after the first token; and ``bytes_ratio``, an upper bound of the gain: the bytes of
-        keys and values that attention reads unshared over shared, b (s + c) / (s + b c). These are
-        the leading terms of RelayAttention's equation 10.
-    """
-    check_sizes(context_tokens=context_tokens, question_tokens=question_tokens)
-    check_sizes(batch=min(batch_sizes, default=0))
-    _check_new_tokens(new_tokens)
-    _check_batches(engine)
-    if not engine.model.supports_relay:
-        raise ValueError(
-            f"{engine.model.name} cannot share blocks: relay attention is not exact for this model"
-        )
-    turns = Turns(repeats, len(batch_sizes) * len(system_tokens), on_progress)
-    engines = {path: on_path(engine, path) for path in ("copy", "relay")}
-    rows = []
-    for system in system_tokens:
-        prompts = sharing_prompts(engine, max(batch_sizes), system, context_tokens, question_tokens)
-        _encode(engine, prompts)
-        for batch in batch_sizes:
-            decode: dict[str, list[float]] = {"unshared": [], "shared": []}
-            ways = {
-                way: partial(
-                    _tokens_per_s, engines[path], prompts[:batch], path, new_tokens, decode[way]
-                )
-                for way, path in (("unshared", "copy"), ("shared", "relay"))
-            }
-            row: dict[str, Any] = {"system_tokens": system, "batch": batch}
-            row |= turns.measure(ways, "tokens_per_s")
-            row["gain"] = row["shared_tokens_per_s"] / row["unshared_tokens_per_s"]
-            # The first run of each is a warm-up.
-            steps = {name: statistics.median(times[1:]) for name, times in decode.items()}
-            row["decode_gain"] = steps["unshared"] / steps["shared"]
-            own = batch * context_tokens
-            row["bytes_ratio"] = (batch * system + own) / (system + own)
-            rows.append(row)
-    return rows
-
-
-def _tokens_per_s(
-    engine: BlockAttentionEngine,
-    prompts: Sequence[BlockPrompt],
-    path: str,
-    new_tokens: int,
-    decode: list[float],
-) -> float:
-    """Tokens per second from request to last token.
-
-    Appends the seconds after the first token to ``decode``.
-    """
-    answers = engine.generate_batch(
-        prompts, batch_size=len(prompts), max_new_tokens=new_tokens, **PATHS[path]
-    )
-    for answer in answers:
-        _check_full_length(answer.stats, new_tokens)
-    stats = answers[0].stats
-    decode.append(stats.total_s - stats.ttft_s)
-    return len(prompts) * new_tokens / stats.total_s
-
-
-def sharing_prompts(
-    engine: BlockAttentionEngine, count: int, system: int, context: int, question: int
-) -> list[BlockPrompt]:
-    """Prompts with a shared block and a block of their own, with these numbers of tokens."""
-    vocabulary = engine.model.config.vocab_size
-    shared = random_prompt(system, system, 1, vocabulary, seed=-1).context
-    own = [random_prompt(context, context, question, vocabulary, seed) for seed in range(count)]
-    return [BlockPrompt((*shared, *prompt.context), prompt.final) for prompt in own]
-
-
-def _check_batches(engine: BlockAttentionEngine) -> None:
+def check_batches(engine: BlockAttentionEngine) -> None:
     """Refuse a model that answers requests one by one, because a batch would not be measured."""
     if not engine.model.batches_exactly(Sampling(max_new_tokens=1)):
         raise ValueError(
@@ -322,7 +218,8 @@ def _check_batches(engine: BlockAttentionEngine) -> None:
         )
 
 
-def _encode(engine: BlockAttentionEngine, prompts: Sequence[BlockPrompt]) -> None:
+def store_contexts(engine: BlockAttentionEngine, prompts: Sequence[BlockPrompt]) -> None:
+    """Encode and store the contexts of prompts."""
     for prompt in prompts:
         engine.generate(prompt, max_new_tokens=1)
 

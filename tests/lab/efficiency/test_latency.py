@@ -6,13 +6,7 @@ from typing import Any
 
 import pytest
 
-from blockattn_rag.lab.efficiency import (
-    measure_batch,
-    measure_decode,
-    measure_shared,
-    measure_ttft,
-)
-from blockattn_rag.lab.efficiency.latency import sharing_prompts
+from blockattn_rag.lab.efficiency import measure_batch, measure_decode, measure_ttft
 from blockattn_rag.lab.efficiency.shapes import random_prompt
 from blockattn_rag.model.repetition import TEXT_TOKENS
 from tests.lab.efficiency.engines import repeating_engine, tiny_engine
@@ -91,38 +85,6 @@ def test_every_batch_size_has_a_row_with_all_paths() -> None:
         assert row["full_over_relay"] == row["full_s"] / row["relay_s"]
 
 
-def test_requests_share_the_system_block_and_nothing_else() -> None:
-    prompts = sharing_prompts(tiny_engine(), 3, system=20, context=8, question=4)
-    assert len({prompt.context[0] for prompt in prompts}) == 1
-    assert len({prompt.context[1] for prompt in prompts}) == 3
-    assert [len(block.text.split()) for block in prompts[0].context] == [20, 8]
-
-
-def test_shared_rows_hold_rates_gains_and_the_bound() -> None:
-    rows = measure_shared(
-        tiny_engine(),
-        [1, 4],
-        system_tokens=[32],
-        context_tokens=8,
-        question_tokens=4,
-        new_tokens=3,
-        repeats=1,
-    )
-    assert [(row["system_tokens"], row["batch"]) for row in rows] == [(32, 1), (32, 4)]
-    for row in rows:
-        assert row["gain"] == row["shared_tokens_per_s"] / row["unshared_tokens_per_s"]
-        assert row["decode_gain"] > 0
-    # 4 requests of 32 + 8 tokens: 160 read apart, 32 + 4 * 8 = 64 together.
-    assert [row["bytes_ratio"] for row in rows] == [1.0, 2.5]
-
-
-def test_a_model_that_cannot_share_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = tiny_engine()
-    monkeypatch.setattr(type(engine.model), "supports_relay", False)
-    with pytest.raises(ValueError, match="cannot share blocks"):
-        measure_shared(engine, [2])
-
-
 @pytest.mark.parametrize("options", [{"batch_sizes": [0]}, {"batch_sizes": [1], "length": 0}])
 def test_batches_of_sizes_below_one_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="at least 1"):
@@ -132,6 +94,5 @@ def test_batches_of_sizes_below_one_are_refused(options: dict[str, Any]) -> None
 def test_an_engine_that_answers_one_by_one_is_refused() -> None:
     engine = tiny_engine()
     engine.model.hf_model.generation_config.repetition_penalty = 1.05
-    for measure in (measure_batch, measure_shared):
-        with pytest.raises(ValueError, match="does not support batches"):
-            measure(engine, [2])
+    with pytest.raises(ValueError, match="does not support batches"):
+        measure_batch(engine, [2])

@@ -1,12 +1,17 @@
-"""Plots benchmark rows, with a line for each path. Needs matplotlib (extra ``train``)."""
+"""Plot results of ``blockattn-rag bench`` and ``benchmarks/efficiency.py``.
+
+    python benchmarks/plot.py benchmarks/results/ttft-float32.json docs/figures/ttft-float32.svg
+
+The first word of the file's name is what was measured. Needs matplotlib (extra ``train``).
+"""
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-from blockattn_rag.lazy import missing_extra
 
 LABELS = {
     "full": "full prefill",
@@ -27,37 +32,29 @@ AXES = {
     "tokens_per_s": "tokens per second",
     "peak_bytes": "bytes",
 }
+KINDS: Mapping[str, tuple[str, str, str | None]] = {
+    "ttft": ("length", "s", None),
+    "decode": ("length", "s", "block_tokens"),
+    "batch": ("batch", "s", None),
+    "memory": ("length", "peak_bytes", None),
+    "shared": ("batch", "tokens_per_s", "system_tokens"),
+    "ingest": ("block_tokens", "tokens_per_s", None),
+}
+"""The horizontal axis, the unit, and the field whose values get separate lines."""
 
 
-def new_figure() -> Any:
-    """An empty matplotlib figure.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(f"plots need {missing_extra('matplotlib', 'train')}") from error
-    return Figure(figsize=(6.4, 4.0), layout="constrained")
-
-
-def plot(
-    rows: Sequence[Mapping[str, Any]], file: Path, *, x: str, unit: str, series: str | None = None
-) -> None:
-    """Plot ``<path>_<unit>`` over ``x``.
+def plot(measured: str, rows: Sequence[Mapping[str, Any]], file: Path) -> None:
+    """Plot the rows of a benchmark, with a line for each path.
 
     Args:
-        rows: Rows of a benchmark.
+        measured: Key of ``KINDS``.
+        rows: Rows of the benchmark.
         file: File to write. Its extension determines the format.
-        x: Field of the horizontal axis.
-        unit: ``"s"``, ``"tokens_per_s"`` or ``"peak_bytes"``.
-        series: Field whose values get separate lines.
-
-    Raises:
-        ImportError: matplotlib is not installed.
     """
-    figure = new_figure()
+    from matplotlib.figure import Figure
+
+    x, unit, series = KINDS[measured]
+    figure = Figure(figsize=(6.4, 4.0), layout="constrained")
     axes = figure.subplots()
     for value in dict.fromkeys(row[series] for row in rows) if series else [None]:
         chosen = [row for row in rows if series is None or row[series] == value]
@@ -74,3 +71,8 @@ def plot(
     axes.legend()
     axes.grid(alpha=0.3)
     figure.savefig(file)
+
+
+if __name__ == "__main__":
+    source, target = map(Path, sys.argv[1:])
+    plot(source.stem.split("-")[0], json.loads(source.read_text("utf-8"))["rows"], target)
