@@ -16,6 +16,7 @@ are treated alike. The last segment is the final block, and every other segment 
 from __future__ import annotations
 
 import itertools
+import json
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -25,8 +26,8 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import typer
 
-from blockattn_rag.app.cli.options import JsonOption, KVDtypeOption
-from blockattn_rag.app.cli.output import count, duration, emit, percent, size, table, working
+from blockattn_rag.app.cli.options import KVDtypeOption
+from blockattn_rag.app.cli.output import count, duration, percent, show, size, table
 from blockattn_rag.app.cli.plan import GIB, assumed, config_of, machine_of
 from blockattn_rag.app.cli.progress import progress
 from blockattn_rag.errors import DataError
@@ -451,24 +452,23 @@ def main(
         float | None, typer.Option(min=0, help="Also replay with caches of this size in GiB.")
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Plot of the reused passage tokens.")] = None,
-    as_json: JsonOption = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Replay a trace under all policies; see `blockattn-rag plan` for the machine's options."""
-    with working(as_json):
-        config, kind = config_of(model, dtype, on_gpu=gpu_memory is not None)
-        machine = machine_of(kind, gpu_memory, memory, tflops)
-        config = config.get_text_config(decoder=True)
-        clock = Clock(config, footprint(config, kind, kv_dtype), machine)
-        requests = read_trace(trace)
-        rooms = [None] if room is None else [None, int(room * GIB)]
-        runs = [(policy, one) for one in rooms for policy in LABELS if policy != "full" or not one]
-        outcomes = []
-        with progress("replaying") as tick:
-            for done, (policy, limit) in enumerate(runs, 1):
-                outcomes.append(replay(requests, policy, clock, limit))
-                tick(done, len(runs))
-        if plot is not None:
-            plot_rooms(requests, clock, plot)
+    config, kind = config_of(model, dtype, on_gpu=gpu_memory is not None)
+    machine = machine_of(kind, gpu_memory, memory, tflops)
+    config = config.get_text_config(decoder=True)
+    clock = Clock(config, footprint(config, kind, kv_dtype), machine)
+    requests = read_trace(trace)
+    rooms = [None] if room is None else [None, int(room * GIB)]
+    runs = [(policy, one) for one in rooms for policy in LABELS if policy != "full" or not one]
+    outcomes = []
+    with progress("replaying") as tick:
+        for done, (policy, limit) in enumerate(runs, 1):
+            outcomes.append(replay(requests, policy, clock, limit))
+            tick(done, len(runs))
+    if plot is not None:
+        plot_rooms(requests, clock, plot)
     settings = {"model": model, "dtype": str(kind).removeprefix("torch."), "kv_dtype": kv_dtype}
     data = {
         **settings,
@@ -477,7 +477,10 @@ def main(
         "machine": asdict(machine),
     }
     title = f"{count(len(requests), 'request')}, {', '.join(settings.values())}"
-    emit(as_json, data, *shown(title, outcomes), assumed(machine))
+    if as_json:
+        print(json.dumps(data))
+    else:
+        show(*shown(title, outcomes), assumed(machine))
 
 
 def shown(title: str, outcomes: Sequence[Outcome]) -> list[Any]:

@@ -74,11 +74,12 @@ def test_the_commands_of_a_page_have_the_options_that_it_shows(page: Path) -> No
 def accept(words: list[str]) -> None:
     """Find a line's command, and its options among those that the command has."""
     command: Any = typer.main.get_command(app)
+    known = {option for parameter in command.params for option in parameter.opts}
     while hasattr(command, "commands"):
         name, *words = words
         assert name in command.commands, f"no command {name}"
         command = command.commands[name]
-    known = {option for parameter in command.params for option in parameter.opts}
+    known |= {option for parameter in command.params for option in parameter.opts}
     words = words[: words.index("--")] if "--" in words else words
     unknown = [word for word in words if word.startswith("--") and word.split("=")[0] not in known]
     assert not unknown, f"{name} has no {', '.join(unknown)}"

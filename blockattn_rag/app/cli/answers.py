@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 from rich.console import RenderableType
 
-from blockattn_rag.app.cli.output import count, duration, emit, note, piece, table, working
+from blockattn_rag.app.cli.output import count, duration, emit, json_file, note, piece, table
 from blockattn_rag.app.cli.progress import spinner
 from blockattn_rag.app.rag.ask import Answer, Assistant, Turn
 from blockattn_rag.engine.results import Mode
@@ -21,9 +21,9 @@ def show_answer(
     *,
     mode: Mode,
     history: Sequence[Turn] = (),
-    quiet: bool = False,
 ) -> Answer:
-    """Ask a question and stream the answer to stdout, unless ``quiet``."""
+    """Ask a question and stream the answer to stdout, unless the output is JSON."""
+    quiet = json_file() is not None
     with ExitStack() as until_text:
         until_text.enter_context(spinner("answering"))
 
@@ -90,7 +90,7 @@ def figures(answer: Answer) -> str:
     )
 
 
-def show_comparison(assistant: Assistant, question: str, *, as_json: bool = False) -> None:
+def show_comparison(assistant: Assistant, question: str) -> None:
     """Answer in both modes, and print both answers and a table of their times.
 
     Block mode runs first, so full mode cannot warm it up: it reads the passages from the store, as
@@ -99,10 +99,9 @@ def show_comparison(assistant: Assistant, question: str, *, as_json: bool = Fals
     answers: list[Answer] = []
     modes: tuple[Mode, ...] = ("block", "full")
     for mode in modes:
-        if not as_json:
+        if not json_file():
             piece(f"{mode} mode:\n")
-        with working(as_json):
-            answers.append(show_answer(assistant, question, mode=mode, quiet=as_json))
+        answers.append(show_answer(assistant, question, mode=mode))
     block, full = answers
     data = {
         "question": question,
@@ -112,7 +111,7 @@ def show_comparison(assistant: Assistant, question: str, *, as_json: bool = Fals
         "first_token_ratio": full.waited_s / block.waited_s,
         "answer_ratio": full.answered_s / block.answered_s,
     }
-    emit(as_json, data, "", *sources(block), "", _table(block, full), *_remarks(block, full))
+    emit(data, "", *sources(block), "", _table(block, full), *_remarks(block, full))
 
 
 def _table(block: Answer, full: Answer) -> RenderableType:

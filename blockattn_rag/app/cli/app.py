@@ -24,11 +24,12 @@ from blockattn_rag.app.cli import (
     store,
     train,
 )
-from blockattn_rag.app.cli.output import fail, note
+from blockattn_rag.app.cli.output import fail, note, printing
 from blockattn_rag.errors import BlockAttnError
 from blockattn_rag.lazy import missing_extra
 
-_VERBOSE = ("-v", "--verbose")
+_ANYWHERE = ("-v", "--verbose", "--json")
+"""Global options that are also accepted after a command."""
 _EXTRA_OF = {
     "chromadb": "llama-index",
     "llama_index": "llama-index",
@@ -54,17 +55,18 @@ class _OneLineErrors(TyperGroup):
     """Reports an error in one line, with exit status 1; ``--debug`` shows the traceback."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Accept ``-v`` after a command too, and refuse NUL, which is not valid in file names."""
+        """Accept some options after a command too, and refuse NUL, which no file name has."""
         if damaged := next((argument for argument in args if "\0" in argument), None):
             raise typer.BadParameter(f"found a NUL character in {damaged!r}, expected none")
         own = args[: args.index("--")] if "--" in args else args
-        verbose = [one for one in own if one in _VERBOSE]
-        rest = [one for one in own if one not in _VERBOSE]
-        return super().parse_args(ctx, [*verbose[:1], *rest, *args[len(own) :]])
+        moved = dict.fromkeys(one for one in own if one in _ANYWHERE)
+        rest = [one for one in own if one not in _ANYWHERE]
+        return super().parse_args(ctx, [*moved, *rest, *args[len(own) :]])
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            return super().invoke(ctx)
+            with printing(ctx.params["as_json"]):
+                return super().invoke(ctx)
         except KeyboardInterrupt:
             fail("interrupted")
             raise typer.Exit(INTERRUPTED) from None
@@ -132,11 +134,17 @@ def options(
     debug: Annotated[
         bool, typer.Option("--debug", help="Show tracebacks, and log details.")
     ] = False,
+    as_json: Annotated[  # noqa: ARG001 - see _OneLineErrors.invoke
+        bool, typer.Option("--json", help="Print the result as one JSON object.")
+    ] = False,
     version: Annotated[  # noqa: ARG001 - handled by its callback
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show version.")
     ] = False,
 ) -> None:
-    """Block-Attention for RAG: encode passages once, reuse them in every answer."""
+    """Block-Attention for RAG: encode passages once, reuse them in every answer.
+
+    -v and --json may also follow after the command.
+    """
     # huggingface_hub and tqdm read these variables when they are imported.
     if not sys.stderr.isatty():  # no progress bars in log files
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

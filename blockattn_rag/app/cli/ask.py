@@ -12,8 +12,8 @@ from typing import Annotated, Any
 import typer
 
 from blockattn_rag.app.cli.answers import figures, show_answer, show_comparison, sources
-from blockattn_rag.app.cli.options import DatabaseOption, JsonOption, RecipeOption
-from blockattn_rag.app.cli.output import emit, fail, note, piece, working
+from blockattn_rag.app.cli.options import DatabaseOption, RecipeOption
+from blockattn_rag.app.cli.output import emit, fail, json_file, note, piece, show
 from blockattn_rag.app.cli.progress import waiting
 from blockattn_rag.app.rag.ask import TOP_K, Answer, Assistant, Turn
 from blockattn_rag.app.rag.database import Database
@@ -80,40 +80,38 @@ def ask(
             readable=True,
         ),
     ] = None,
-    as_json: JsonOption = False,
 ) -> None:
     """Answer questions from the ingested passages, with sources and reuse statistics.
 
     A conversation keeps the model loaded, and later questions may refer to earlier ones. Ctrl-C
     stops an answer, Ctrl-D leaves, /help lists the commands.
     """
-    is_conversation = _is_conversation(question, as_json)
-    with working(as_json):
-        if question is not None and not question.strip():
-            raise typer.BadParameter("the question is empty", param_hint="QUESTION")
-        if compare and mode != "block":
-            raise typer.BadParameter("--compare answers in both modes; leave out --mode")
-        if compare and is_conversation:
-            raise typer.BadParameter("--compare needs a QUESTION", param_hint="QUESTION")
-        variables = {}
-        if chat_template_kwargs is not None:
-            variables = _object(chat_template_kwargs, "--chat-template-kwargs", _VARIABLES)
-        answer_schema = None
-        if schema is not None:
-            answer_schema = _object(schema.read_bytes(), "--schema", _SCHEMA)
-        with waiting("loading the model"):
-            database = Database.open(db, model=model, recipe=recipe, remembers=not compare)
-            if not database.collection.count():
-                raise ValueError(
-                    f"{db} contains no passages; run `blockattn-rag ingest PATH --db {db}`"
-                )
-            assistant = Assistant(
-                database,
-                top_k=top_k,
-                max_new_tokens=max_new_tokens,
-                chat_template_kwargs=variables,
-                schema=answer_schema,
+    is_conversation = _is_conversation(question)
+    if question is not None and not question.strip():
+        raise typer.BadParameter("the question is empty", param_hint="QUESTION")
+    if compare and mode != "block":
+        raise typer.BadParameter("--compare answers in both modes; leave out --mode")
+    if compare and is_conversation:
+        raise typer.BadParameter("--compare needs a QUESTION", param_hint="QUESTION")
+    variables = {}
+    if chat_template_kwargs is not None:
+        variables = _object(chat_template_kwargs, "--chat-template-kwargs", _VARIABLES)
+    answer_schema = None
+    if schema is not None:
+        answer_schema = _object(schema.read_bytes(), "--schema", _SCHEMA)
+    with waiting("loading the model"):
+        database = Database.open(db, model=model, recipe=recipe, remembers=not compare)
+        if not database.collection.count():
+            raise ValueError(
+                f"{db} contains no passages; run `blockattn-rag ingest PATH --db {db}`"
             )
+        assistant = Assistant(
+            database,
+            top_k=top_k,
+            max_new_tokens=max_new_tokens,
+            chat_template_kwargs=variables,
+            schema=answer_schema,
+        )
     if is_conversation:
         note("/help lists the commands, Ctrl-D leaves")
         talk(assistant, mode=mode)
@@ -121,12 +119,12 @@ def ask(
     given = (line.strip() for line in sys.stdin) if question is None else [question]
     questions = filter(None, given)
     if compare:
-        with working(as_json), waiting("warming up both modes"):
+        with waiting("warming up both modes"):
             assistant.warm_up()
         for one in questions:
-            show_comparison(assistant, one, as_json=as_json)
+            show_comparison(assistant, one)
     else:
-        _answer(assistant, questions, mode, as_json=as_json)
+        _answer(assistant, questions, mode)
 
 
 def _object(text: str | bytes, option: str, example: str) -> dict[str, Any]:
@@ -145,15 +143,14 @@ def _object(text: str | bytes, option: str, example: str) -> dict[str, Any]:
     return found
 
 
-def _is_conversation(question: str | None, as_json: bool) -> bool:
-    return question is None and sys.stdin.isatty() and sys.stdout.isatty() and not as_json
+def _is_conversation(question: str | None) -> bool:
+    return question is None and sys.stdin.isatty() and sys.stdout.isatty() and not json_file()
 
 
-def _answer(assistant: Assistant, questions: Iterable[str], mode: Mode, *, as_json: bool) -> None:
+def _answer(assistant: Assistant, questions: Iterable[str], mode: Mode) -> None:
     for question in questions:
-        with working(as_json):
-            answer = show_answer(assistant, question, mode=mode, quiet=as_json)
-        emit(as_json, answer.to_dict(), "", *sources(answer), figures(answer))
+        answer = show_answer(assistant, question, mode=mode)
+        emit(answer.to_dict(), "", *sources(answer), figures(answer))
 
 
 def talk(assistant: Assistant, *, mode: Mode) -> None:
@@ -169,18 +166,18 @@ def talk(assistant: Assistant, *, mode: Mode) -> None:
             case ["/quit" | "/exit"]:
                 return
             case ["/help"]:
-                emit(False, {}, _HELP)
+                show(_HELP)
             case ["/clear"]:
                 turns.clear()
                 last = None
                 note("conversation cleared")
             case ["/sources"]:
-                emit(False, {}, *(sources(last, complete=True) if last else ["no answer yet"]))
+                show(*(sources(last, complete=True) if last else ["no answer yet"]))
             case [word, *_] if word.startswith("/"):
                 note(f"unknown command {word}; /help lists the commands")
             case _:
                 if (answer := _reply(assistant, line, mode, turns)) is not None:
-                    emit(False, {}, "", *sources(answer), figures(answer))
+                    show("", *sources(answer), figures(answer))
                     last = answer
 
 

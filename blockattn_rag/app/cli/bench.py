@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from blockattn_rag.app.cli.options import JsonOption
-from blockattn_rag.app.cli.output import duration, emit, size, table, working
+from blockattn_rag.app.cli.output import duration, emit, size, table
 from blockattn_rag.app.cli.progress import progress
 from blockattn_rag.app.rag.names import existing_model, loading
 
@@ -70,16 +69,15 @@ def bench(
     dtype: Annotated[
         str, typer.Option(help="Type of the weights: float32, bfloat16 or float16.")
     ] = "float32",
-    as_json: JsonOption = False,
 ) -> None:
     """Compare block mode with full prefill on this machine."""
     given = {"lengths": lengths, "block_tokens": block_tokens, "batch_sizes": batch_sizes}
     sizes = _sizes(measured, given)
     options = {} if measured == "memory" else {"repeats": repeats}
     longest = max(map(max, sizes.values())) + _LONGEST_REST
-    with _engine(as_json, model, dtype, longest) as (engine, tick):
+    with _engine(model, dtype, longest) as (engine, tick):
         rows = _measure(measured, engine, sizes, **options, on_progress=tick)
-    _show(as_json, measured, model, engine, rows, options)
+    _show(measured, model, engine, rows, options)
 
 
 def _sizes(measured: Measured, given: Mapping[str, str | None]) -> Sizes:
@@ -111,10 +109,10 @@ def _numbers(text: str, option: str) -> list[int]:
 
 @contextmanager
 def _engine(
-    as_json: bool, model: str, dtype: str, tokens: int
+    model: str, dtype: str, tokens: int
 ) -> Iterator[tuple[BlockAttentionEngine, OnProgress]]:
     """Create the engine to measure, for contexts of ``tokens`` tokens, and a progress bar."""
-    with working(as_json), progress("measuring") as tick:
+    with progress("measuring") as tick:
         from blockattn_rag.engine.engine import BlockAttentionEngine
         from blockattn_rag.lab.efficiency.shapes import SHAPES, counting_tokenizer, random_llama
         from blockattn_rag.model.loading import load_model
@@ -154,7 +152,6 @@ def _measure(
 
 
 def _show(
-    as_json: bool,
     measured: Measured,
     model: str,
     engine: BlockAttentionEngine,
@@ -177,7 +174,7 @@ def _show(
     where = f"{found['accelerator'] or found['processor']}, {found['threads']} threads, {versions}."
     note = "" if measured == "memory" else "Medians, with the range below. "
     cells = columns(measured, rows)
-    emit(as_json, data, table(title, list(cells), zip(*cells.values(), strict=True), left=()),
+    emit(data, table(title, list(cells), zip(*cells.values(), strict=True), left=()),
          note + where)  # fmt: skip
 
 

@@ -12,10 +12,9 @@ import typer
 from blockattn_rag.app.cli.options import (
     MODEL_HELP,
     DtypeOption,
-    JsonOption,
     file_in_folder,
 )
-from blockattn_rag.app.cli.output import count, emit, note, size, table, working
+from blockattn_rag.app.cli.output import count, emit, note, size, table
 from blockattn_rag.app.cli.progress import waiting
 from blockattn_rag.app.rag.names import check_recipe, existing_model, loading
 
@@ -70,7 +69,6 @@ def check(
         ),
     ] = None,
     dtype: DtypeOption = "auto",
-    as_json: JsonOption = False,
 ) -> None:
     """Check that block mode is exact for a model, or that a server answers correctly.
 
@@ -81,18 +79,16 @@ def check(
     if server is not None:
         if profile is not None or (recipe is not None and model is None):
             raise typer.BadParameter("--recipe and --profile need a MODEL; a server has its own")
-        with working(as_json):
-            report, fields, lines = _check_server(server, model, recipe, tokenizer, dtype)
+        report, fields, lines = _check_server(server, model, recipe, tokenizer, dtype)
     elif tokenizer:
         raise typer.BadParameter("--tokenizer needs --server")
     elif model is None:
         raise typer.BadParameter("expected a MODEL, or the address of a --server; found neither")
     else:
-        with working(as_json):
-            report, fields, lines = _check_model(model, recipe, profile, dtype)
+        report, fields, lines = _check_model(model, recipe, profile, dtype)
     title = str(fields.get("server", fields["model"]))
     data = {**fields, "passed": report.passed, "rows": [asdict(row) for row in report.rows]}
-    emit(as_json, data, rows_table(title, report), *lines)
+    emit(data, rows_table(title, report), *lines)
     if not report.passed:
         raise typer.Exit(1)
 

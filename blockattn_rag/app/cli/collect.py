@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
 import time
@@ -14,8 +15,8 @@ import typer
 
 from blockattn_rag import store as kv_store
 from blockattn_rag.adapters.handles import handles_in
-from blockattn_rag.app.cli.options import JsonOption, StoreArgument, open_maintained
-from blockattn_rag.app.cli.output import count, emit, note, size, working
+from blockattn_rag.app.cli.options import StoreArgument, open_maintained
+from blockattn_rag.app.cli.output import count, emit, json_file, note, size
 from blockattn_rag.app.cli.progress import counter
 from blockattn_rag.app.rag.database import MANIFEST, Manifest, chroma_client
 from blockattn_rag.store.namespaces import check_namespace
@@ -38,10 +39,10 @@ def live(
     The output has one handle per line. The first line is the time of the look-up, and the last line
     is the number of handles.
     """
-    with working(True):
+    with contextlib.redirect_stdout(sys.stderr):
         handles, names = _live_handles(users)
     for line in handles.lines():
-        typer.echo(line)
+        typer.echo(line, json_file())
     note(f"{count(len(handles), 'handle')} in {count(len(names), 'collection')}")
 
 
@@ -85,7 +86,6 @@ def gc(
     force: Annotated[
         bool, typer.Option("--force", help="Delete every entry, even if no passage is in use.")
     ] = False,
-    as_json: JsonOption = False,
 ) -> None:
     """Delete entries that no passage refers to, or that are old.
 
@@ -103,40 +103,39 @@ def gc(
         )
     grace_s, ttl_s = seconds_of(grace, "--grace"), None if ttl is None else seconds_of(ttl, "--ttl")
     users, files = list(db or []), handles or []
-    with working(as_json):
-        opened = open_maintained(store)
-        if (Path(store) / MANIFEST).is_file():
-            users.insert(0, store)
-        judged = namespaces_of(namespace or [], users)
-        kept, names = _live_handles([] if expired else users)
-        lists = [_listed(path) for path in files]
-        if not force:
-            _refuse_empty(files, lists)
-        if lists:
-            kept = _joined([kept, *lists])
-        by_age = expired or (ttl_s is not None and not users and not files)
-        if not by_age and not kept and not force:
-            raise ValueError(
-                f"found no handle in {count(len(names), 'collection')} of "
-                f"{count(len(users), 'Chroma database')}, so every entry would be deleted; name "
-                "the databases that use this store (--db), list the handles of another vector "
-                "store (--handles), or pass --force"
-            )
-        # Passages added after the look-up may refer to stored entries, so the grace period starts
-        # at the look-up.
-        young_s = grace_s + max(0.0, time.time() - kept.looked_up)
-        if ttl_s is not None and ttl_s >= grace_s:
-            ttl_s = max(ttl_s, young_s)
-        with counter("entries judged") as tick:
-            report = kv_store.gc(
-                opened,
-                None if by_age else kept,
-                tick,
-                grace_s=young_s,
-                ttl_s=ttl_s,
-                namespaces=judged,
-                dry_run=dry_run,
-            )
+    opened = open_maintained(store)
+    if (Path(store) / MANIFEST).is_file():
+        users.insert(0, store)
+    judged = namespaces_of(namespace or [], users)
+    kept, names = _live_handles([] if expired else users)
+    lists = [_listed(path) for path in files]
+    if not force:
+        _refuse_empty(files, lists)
+    if lists:
+        kept = _joined([kept, *lists])
+    by_age = expired or (ttl_s is not None and not users and not files)
+    if not by_age and not kept and not force:
+        raise ValueError(
+            f"found no handle in {count(len(names), 'collection')} of "
+            f"{count(len(users), 'Chroma database')}, so every entry would be deleted; name "
+            "the databases that use this store (--db), list the handles of another vector "
+            "store (--handles), or pass --force"
+        )
+    # Passages added after the look-up may refer to stored entries, so the grace period starts
+    # at the look-up.
+    young_s = grace_s + max(0.0, time.time() - kept.looked_up)
+    if ttl_s is not None and ttl_s >= grace_s:
+        ttl_s = max(ttl_s, young_s)
+    with counter("entries judged") as tick:
+        report = kv_store.gc(
+            opened,
+            None if by_age else kept,
+            tick,
+            grace_s=young_s,
+            ttl_s=ttl_s,
+            namespaces=judged,
+            dry_run=dry_run,
+        )
     for error in report.errors.first.values():
         note(f"note: {error}")
     data = asdict(report) | {"store": store, "collections": names, "live_handles": len(kept)}
@@ -152,7 +151,7 @@ def gc(
         summary += f" and {count(len(lists), 'list')}"
     if report.other:
         summary += f"; {count(report.other, 'entry')} in other namespaces not judged"
-    emit(as_json, data, summary)
+    emit(data, summary)
     if report.errors:
         raise typer.Exit(1)
 

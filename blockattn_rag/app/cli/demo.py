@@ -9,17 +9,17 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from blockattn_rag.app.cli.options import JsonOption, absolute_store
+from blockattn_rag.app.cli.options import absolute_store
 from blockattn_rag.app.cli.output import (
     count,
     duration,
     emit,
+    json_file,
     note,
     percent,
     plain,
     size,
     stdout,
-    working,
 )
 from blockattn_rag.app.cli.progress import spinner, stages, waiting
 from blockattn_rag.app.demo import web
@@ -75,7 +75,6 @@ def demo(
     as_page: Annotated[
         bool, typer.Option("--web", help="Serve a page that answers questions in both modes.")
     ] = False,
-    as_json: JsonOption = False,
 ) -> None:
     """Ingest a small collection, and answer questions about it with and without reuse.
 
@@ -83,22 +82,21 @@ def demo(
     $GRADIO_SERVER_NAME. It has no login: everyone who can reach it can read the passages.
     """
     if as_page:
-        if as_json:
+        if json_file():
             raise typer.BadParameter("--web serves a page; leave out --json")
         if db and store:
             raise typer.BadParameter("the database of --db has a store; leave out --store")
         _web(db, model, store)
         return
-    with working(as_json):
-        started = _load(db, model, store)
-        ingested = _ingest(started, quiet=as_json)
-        with waiting("warming up both modes"):
-            started.assistant.warm_up()
-        asking = time.perf_counter()
-        answers = _answers(started, quiet=as_json)
-        ask_s = time.perf_counter() - asking
-        report = DemoReport.of(started, ingested, answers, ask_s)
-    emit(as_json, report.to_dict(), *_summary(report))
+    started = _load(db, model, store)
+    ingested = _ingest(started)
+    with waiting("warming up both modes"):
+        started.assistant.warm_up()
+    asking = time.perf_counter()
+    answers = _answers(started)
+    ask_s = time.perf_counter() - asking
+    report = DemoReport.of(started, ingested, answers, ask_s)
+    emit(report.to_dict(), *_summary(report))
 
 
 def _web(db: Path | None, model: str | None, store: str | None) -> None:
@@ -109,7 +107,7 @@ def _web(db: Path | None, model: str | None, store: str | None) -> None:
             database, examples = Database.open(db, model=model, remembers=False), []
     else:
         started = _load(db, model, store, remembers=False)
-        _ingest(started, quiet=False)
+        _ingest(started)
         database = started.database
         examples = [one.question for one in started.collection.questions]
     race = web.Race(database)
@@ -127,10 +125,10 @@ def _load(db: Path | None, model: str | None, store: str | None, *, remembers: b
         return Demo(db or default_folder(), model, store, remembers=remembers)
 
 
-def _ingest(started: Demo, *, quiet: bool) -> IngestReport:
+def _ingest(started: Demo) -> IngestReport:
     with stages() as on_progress:
         report = started.ingest(on_progress)
-    if not quiet:
+    if not json_file():
         stdout.print(
             f"{count(report.passages, 'passage')}: {report.computed} computed, {report.reused} "
             f"found in the store ({duration(report.total_s)})\n",
@@ -139,9 +137,9 @@ def _ingest(started: Demo, *, quiet: bool) -> IngestReport:
     return report
 
 
-def _answers(started: Demo, *, quiet: bool) -> list[DemoAnswer]:
+def _answers(started: Demo) -> list[DemoAnswer]:
     """Answer all questions, and print each answer when it is complete."""
-    questions = started.collection.questions
+    questions, quiet = started.collection.questions, json_file() is not None
     begun, answers = time.perf_counter(), list[DemoAnswer]()
     for number, question in enumerate(questions, 1):
         if not quiet:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import RenderableType
 
-from blockattn_rag.app.cli.options import MODEL_HELP, DtypeOption, JsonOption, KVDtypeOption
-from blockattn_rag.app.cli.output import count, emit, note, percent, table, working
+from blockattn_rag.app.cli.options import MODEL_HELP, DtypeOption, KVDtypeOption
+from blockattn_rag.app.cli.output import count, emit, note, percent, table
 from blockattn_rag.app.cli.progress import progress, waiting
 from blockattn_rag.app.rag.names import check_recipe, existing_model, loading
 
@@ -71,7 +71,6 @@ def evaluate(
     ] = False,
     kv_dtype: KVDtypeOption = "model",
     dtype: DtypeOption = "auto",
-    as_json: JsonOption = False,
 ) -> None:
     """Compare block mode with full mode, by right answers or by predictions.
 
@@ -83,49 +82,48 @@ def evaluate(
         raise typer.BadParameter("expected --data FILE or --log FILE, and not both")
     if log is not None and closed_book:
         raise typer.BadParameter("--closed-book needs --data")
-    with working(as_json):
-        from blockattn_rag.engine.engine import BlockAttentionEngine
-        from blockattn_rag.lab import evaluation
+    from blockattn_rag.engine.engine import BlockAttentionEngine
+    from blockattn_rag.lab import evaluation
 
-        names = [name.strip() for name in recipes.split(",") if name.strip()]
+    names = [name.strip() for name in recipes.split(",") if name.strip()]
+    if log is not None:
+        prompts = evaluation.read_log(log)
+    elif data is not None:
+        samples = evaluation.read_samples(data)
+    for name in names:
+        check_recipe(name)
+    with waiting(f"loading {model}"), loading(model):
+        # Without resident blocks, no recipe reuses blocks that another recipe computed.
+        engine: BlockAttentionEngine = BlockAttentionEngine.from_pretrained(
+            model, dtype=dtype, kv_dtype=kv_dtype, recipe="none", resident_bytes=0
+        )
+    common: dict[str, Any] = {"max_new_tokens": max_new_tokens, "records_path": output}
+    compared = report = None
+    with progress("answering" if data and not fidelity else "comparing") as tick:
+        common["on_progress"] = tick
         if log is not None:
-            prompts = evaluation.read_log(log)
+            compared = evaluation.replay(engine, prompts, names, **common)
         elif data is not None:
-            samples = evaluation.read_samples(data)
-        for name in names:
-            check_recipe(name)
-        with waiting(f"loading {model}"), loading(model):
-            # Without resident blocks, no recipe reuses blocks that another recipe computed.
-            engine: BlockAttentionEngine = BlockAttentionEngine.from_pretrained(
-                model, dtype=dtype, kv_dtype=kv_dtype, recipe="none", resident_bytes=0
-            )
-        common: dict[str, Any] = {"max_new_tokens": max_new_tokens, "records_path": output}
-        compared = report = None
-        with progress("answering" if data and not fidelity else "comparing") as tick:
-            common["on_progress"] = tick
-            if log is not None:
-                compared = evaluation.replay(engine, prompts, names, **common)
-            elif data is not None:
-                common |= {
-                    "closed_book": closed_book,
-                    "settings": {"model": model, "data": data.name},
-                }
-                if fidelity:
-                    compared = evaluation.measure_fidelity(engine, samples, names, **common)
-                else:
-                    common["batch_size"] = _BATCH_SIZE
-                    report = evaluation.evaluate(engine, samples, names, **common)
+            common |= {
+                "closed_book": closed_book,
+                "settings": {"model": model, "data": data.name},
+            }
+            if fidelity:
+                compared = evaluation.measure_fidelity(engine, samples, names, **common)
+            else:
+                common["batch_size"] = _BATCH_SIZE
+                report = evaluation.evaluate(engine, samples, names, **common)
     title = f"{model} on {(data or log or Path()).name}"
     if compared:
-        emit(as_json, compared.to_dict(), fidelity_table(title, compared), *_FIDELITY_LEGEND)
+        emit(compared.to_dict(), fidelity_table(title, compared), *_FIDELITY_LEGEND)
     if report:
-        _show(as_json, title, report, max_new_tokens)
+        _show(title, report, max_new_tokens)
 
 
-def _show(as_json: bool, title: str, report: EvaluationReport, max_new_tokens: int) -> None:
+def _show(title: str, report: EvaluationReport, max_new_tokens: int) -> None:
     tables = [accuracy_table(title, report.results)]
     tables += [accuracy_table(f"of these: {kind}", rows) for kind, rows in report.by_kind.items()]
-    emit(as_json, report.to_dict(), *tables, *_LEGEND)
+    emit(report.to_dict(), *tables, *_LEGEND)
     if report.cut_off:
         _note_cut_off(report, max_new_tokens)
 

@@ -12,13 +12,12 @@ from blockattn_rag.app.cli.options import (
     KV_DTYPE_HELP,
     MODEL_HELP,
     DatabaseOption,
-    JsonOption,
     KVDtypeName,
     RecipeOption,
     absolute_recipe,
     lasting_store,
 )
-from blockattn_rag.app.cli.output import count, duration, emit, note, size, working
+from blockattn_rag.app.cli.output import count, duration, emit, note, size
 from blockattn_rag.app.cli.progress import progress, stages, waiting
 from blockattn_rag.app.rag.database import (
     Database,
@@ -112,47 +111,45 @@ def ingest(
             "key. Default: the database's, or none."
         ),
     ] = None,
-    as_json: JsonOption = False,
 ) -> None:
     """Read files, encode their passages, and make them searchable.
 
     Run it again when files have changed or after an interruption. Stored passages are not computed
     again.
     """
-    with working(as_json):
-        wanted = _manifest(
-            db,
-            model=model,
-            chunk_size=chunk_size,
-            embedding=embedding,
-            recipe=absolute_recipe(recipe),
-            namespace=namespace,
-            dtype=dtype,
-            kv_dtype=kv_dtype,
-            store=store,
-            server=server,
+    wanted = _manifest(
+        db,
+        model=model,
+        chunk_size=chunk_size,
+        embedding=embedding,
+        recipe=absolute_recipe(recipe),
+        namespace=namespace,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        store=store,
+        server=server,
+    )
+    if wanted.server is None:
+        check_model(wanted.model)  # before the documents are read
+    with progress("reading files") as tick:
+        loaded = load_documents(paths, exclude=db, on_progress=tick)
+    for file, reason in loaded.skipped:
+        note(f"skipped: {file}: {reason}")
+    if loaded.links:
+        note(
+            f"skipped: {count(len(loaded.links), 'link')} out of their folder, such as "
+            f"{loaded.links[0]}; to read a link's target, pass it as PATH"
         )
-        if wanted.server is None:
-            check_model(wanted.model)  # before the documents are read
-        with progress("reading files") as tick:
-            loaded = load_documents(paths, exclude=db, on_progress=tick)
-        for file, reason in loaded.skipped:
-            note(f"skipped: {file}: {reason}")
-        if loaded.links:
-            note(
-                f"skipped: {count(len(loaded.links), 'link')} out of their folder, such as "
-                f"{loaded.links[0]}; to read a link's target, pass it as PATH"
-            )
-        note(f"{count(len(loaded.documents), 'document')} read; splitting into passages ...")
-        with waiting(f"loading {wanted.model}"):
-            database = Database.create(db, wanted)
-        with stages() as report_progress:
-            report = ingest_documents(
-                database, loaded.documents, on_progress=report_progress, on_estimate=_show_estimate
-            )
-        unread = {str(file) for file in (*dict(loaded.skipped), *loaded.links)}
-        orphaned = orphaned_sources(database.collection, unread)
-        unused = unused_entries(database)
+    note(f"{count(len(loaded.documents), 'document')} read; splitting into passages ...")
+    with waiting(f"loading {wanted.model}"):
+        database = Database.create(db, wanted)
+    with stages() as report_progress:
+        report = ingest_documents(
+            database, loaded.documents, on_progress=report_progress, on_estimate=_show_estimate
+        )
+    unread = {str(file) for file in (*dict(loaded.skipped), *loaded.links)}
+    orphaned = orphaned_sources(database.collection, unread)
+    unused = unused_entries(database)
     if orphaned:
         others = f" and {len(orphaned) - 3} more" if len(orphaned) > 3 else ""
         note(
@@ -176,7 +173,6 @@ def ingest(
         "skipped": [{"file": file, "reason": reason} for file, reason in loaded.skipped],
     }
     emit(
-        as_json,
         data,
         f"{count(report.documents, 'document')}, {count(report.passages, 'passage')}: "
         f"{report.added} added to Chroma, {report.removed} outdated removed, "
@@ -248,27 +244,24 @@ def remove(
         typer.Argument(metavar="PATH...", help="Files and folders, as they were ingested."),
     ],
     db: DatabaseOption,
-    as_json: JsonOption = False,
 ) -> None:
     """Remove files from a database. The files need not exist any more.
 
     The keys and values of their passages stay until `blockattn-rag store gc` deletes them.
     """
-    with working(as_json):
-        name = require_manifest(db).collection
-        collection = chroma_client(db / "chroma").get_collection(name)
-        known = all_sources(collection)
-        wanted = {path: sources_at(path, known) for path in paths}
-        if absent := [str(path) for path, found in wanted.items() if not found]:
-            listed = f"it has {known[0]} and {len(known) - 1} more" if known else "it is empty"
-            raise ValueError(f"{db} has no passages from {', '.join(absent)} ({listed})")
-        sources = sorted({source for found in wanted.values() for source in found})
-        ids = list(ids_of(collection, sources))
-        delete_passages(collection, ids)
-        # Without --force, gc refuses to delete everything.
-        force = "" if collection.count() else " --force"
+    name = require_manifest(db).collection
+    collection = chroma_client(db / "chroma").get_collection(name)
+    known = all_sources(collection)
+    wanted = {path: sources_at(path, known) for path in paths}
+    if absent := [str(path) for path, found in wanted.items() if not found]:
+        listed = f"it has {known[0]} and {len(known) - 1} more" if known else "it is empty"
+        raise ValueError(f"{db} has no passages from {', '.join(absent)} ({listed})")
+    sources = sorted({source for found in wanted.values() for source in found})
+    ids = list(ids_of(collection, sources))
+    delete_passages(collection, ids)
+    # Without --force, gc refuses to delete everything.
+    force = "" if collection.count() else " --force"
     emit(
-        as_json,
         {"db": db, "sources": sources, "removed": len(ids)},
         f"{count(len(ids), 'passage')} of {count(len(sources), 'document')} removed",
         f"Free their keys and values: blockattn-rag store gc {db} --grace 0s{force}",

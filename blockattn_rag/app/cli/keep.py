@@ -10,8 +10,8 @@ import typer
 
 from blockattn_rag import store as kv_store
 from blockattn_rag.app.cli.collect import namespaces_of, seconds_of
-from blockattn_rag.app.cli.options import JsonOption, StoreArgument, open_maintained
-from blockattn_rag.app.cli.output import count, emit, working
+from blockattn_rag.app.cli.options import StoreArgument, open_maintained
+from blockattn_rag.app.cli.output import count, emit
 from blockattn_rag.app.cli.progress import counter
 from blockattn_rag.app.rag.database import Manifest, chroma_client, require_manifest
 from blockattn_rag.app.rag.passages import (
@@ -37,13 +37,13 @@ NamespaceOption = Annotated[
 ]
 
 
-def index(store: StoreArgument, as_json: JsonOption = False) -> None:
+def index(store: StoreArgument) -> None:
     """Compact the index of passages, and drop passages that are no longer stored.
 
     For a database folder, its passages are added if they are missing, so that an index that was
     deleted or damaged is complete again.
     """
-    with working(as_json), counter("entries read") as tick:
+    with counter("entries read") as tick:
         from blockattn_rag.prompts.recognition import entries_of
         from blockattn_rag.store.passage_index import compact
 
@@ -56,7 +56,7 @@ def index(store: StoreArgument, as_json: JsonOption = False) -> None:
             added = {manifest.namespace: entries_of(texts)}
         report = compact(opened, added, tick)
     summary = f"{count(report.passages, 'passage')} in the index, {report.dropped} dropped"
-    emit(as_json, {"store": store, **report._asdict()}, summary)
+    emit({"store": store, **report._asdict()}, summary)
 
 
 def pin(
@@ -67,19 +67,17 @@ def pin(
         str | None, typer.Option("--for", help="Time to keep them: 30m, 24h, 7d. Default: always.")
     ] = None,
     namespace: NamespaceOption = None,
-    as_json: JsonOption = False,
 ) -> None:
     """Keep passages in the store: no size limit, `gc` or `shrink` deletes them.
 
     Entries that are encoded later, for example with another model, are not pinned.
     """
     until_s = None if duration is None else time.time() + seconds_of(duration, "--for")
-    with working(as_json):
-        from blockattn_rag.store import retention
+    from blockattn_rag.store import retention
 
-        opened, keys = _found(store, handles, source, namespace)
-        retention.pin(opened, keys, until_s)
-    emit(as_json, {"store": store, "pinned": keys}, f"{count(len(keys), 'entry')} pinned")
+    opened, keys = _found(store, handles, source, namespace)
+    retention.pin(opened, keys, until_s)
+    emit({"store": store, "pinned": keys}, f"{count(len(keys), 'entry')} pinned")
 
 
 def unpin(
@@ -87,15 +85,13 @@ def unpin(
     handles: HandlesArgument = None,
     source: SourceOption = None,
     namespace: NamespaceOption = None,
-    as_json: JsonOption = False,
 ) -> None:
     """Let passages that were pinned be deleted again."""
-    with working(as_json):
-        from blockattn_rag.store import retention
+    from blockattn_rag.store import retention
 
-        opened, keys = _found(store, handles, source, namespace)
-        done = retention.unpin(opened, keys)
-    emit(as_json, {"store": store, "unpinned": done}, f"{count(done, 'entry')} unpinned")
+    opened, keys = _found(store, handles, source, namespace)
+    done = retention.unpin(opened, keys)
+    emit({"store": store, "unpinned": done}, f"{count(done, 'entry')} unpinned")
 
 
 def ttl(
@@ -109,24 +105,22 @@ def ttl(
     handles: HandlesArgument = None,
     source: SourceOption = None,
     namespace: NamespaceOption = None,
-    as_json: JsonOption = False,
 ) -> None:
     """Let passages expire: then `gc` deletes them even if they are in use, and size limits first.
 
     Until then they are used as before. Pinned entries are kept.
     """
     at_s = None if duration == _ALWAYS else time.time() + seconds_of(duration, "--for")
-    with working(as_json):
-        from blockattn_rag.store import retention
+    from blockattn_rag.store import retention
 
-        opened, keys = _found(store, handles, source, namespace)
-        if at_s is None:
-            retention.keep_forever(opened, keys)
-        else:
-            retention.expire(opened, keys, at_s)
+    opened, keys = _found(store, handles, source, namespace)
+    if at_s is None:
+        retention.keep_forever(opened, keys)
+    else:
+        retention.expire(opened, keys, at_s)
     verb = "kept" if at_s is None else f"will expire in {duration}"
     data = {"store": store, "entries": keys, "expires_at": at_s}
-    emit(as_json, data, f"{count(len(keys), 'entry')} {verb}")
+    emit(data, f"{count(len(keys), 'entry')} {verb}")
 
 
 def _found(

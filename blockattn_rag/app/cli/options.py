@@ -14,7 +14,6 @@ DatabaseOption = Annotated[Path, typer.Option("--db", help="Database folder, mad
 DtypeOption = Annotated[
     str, typer.Option(help="Type of the weights: auto, float32, bfloat16 or float16.")
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 KV_DTYPE_HELP = (
     "Type of the stored keys and values: model (the model's own type) or int8 (half the size of "
     "16 bits, with nearly the same answers)."

@@ -7,8 +7,9 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from collections.abc import Iterable, Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any, Literal, TextIO
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -26,6 +27,9 @@ def output_width() -> int | None:
     is_known = any(map(os.isatty, range(3))) or os.environ.get("COLUMNS", "").isdigit()
     return None if is_known else 160
 
+
+_JSON_FILE: ContextVar[TextIO | None] = ContextVar("json_file", default=None)
+"""File of results as JSON. None: results are printed as text."""
 
 stderr = Console(stderr=True)
 stdout = Console(width=output_width())
@@ -59,17 +63,33 @@ def piece(text: str) -> None:
     typer.echo(plain(text), nl=False)
 
 
-def working(as_json: bool) -> contextlib.AbstractContextManager[object]:
-    """With JSON output, redirect what libraries print on stdout to stderr."""
-    return contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
+@contextlib.contextmanager
+def printing(as_json: bool) -> Iterator[None]:
+    """Context of a command: with ``as_json``, only ``emit`` prints on stdout, and only JSON.
+
+    Everything else that is printed on stdout, such as by libraries, goes to stderr.
+    """
+    _JSON_FILE.set(sys.stdout if as_json else None)
+    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+        yield
 
 
-def emit(as_json: bool, data: dict[str, Any], *shown: RenderableType) -> None:
-    """Print a result: ``data`` as one JSON object if ``as_json`` is set, otherwise ``shown``."""
-    if as_json:
+def json_file() -> TextIO | None:
+    """The file of results as JSON. None: the command prints text."""
+    return _JSON_FILE.get()
+
+
+def emit(data: dict[str, Any], *shown: RenderableType) -> None:
+    """Print a result: ``data`` as one JSON object with ``--json``, otherwise ``shown``."""
+    if file := json_file():
         # ASCII works in every terminal encoding.
-        typer.echo(json.dumps(data, ensure_ascii=True, allow_nan=False, default=os.fspath))
-        return
+        typer.echo(json.dumps(data, ensure_ascii=True, allow_nan=False, default=os.fspath), file)
+    else:
+        show(*shown)
+
+
+def show(*shown: RenderableType) -> None:
+    """Print on stdout."""
     for renderable in shown:
         # Square brackets in passages, names and answers are text, not markup.
         if isinstance(renderable, str):

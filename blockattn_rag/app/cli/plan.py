@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from blockattn_rag.app.cli.options import JsonOption, KVDtypeOption
-from blockattn_rag.app.cli.output import count, duration, emit, size, table, working
+from blockattn_rag.app.cli.options import KVDtypeOption
+from blockattn_rag.app.cli.output import count, duration, emit, size, table
 from blockattn_rag.app.rag.names import existing_model, loading
 
 if TYPE_CHECKING:
@@ -57,7 +57,6 @@ def plan(
             help="Bandwidth of a shared store such as S3, in GB/s. Default: no shared store."
         ),
     ] = None,
-    as_json: JsonOption = False,
 ) -> None:
     """Estimate storage, ingestion time and time to first token from a model's config.
 
@@ -67,27 +66,26 @@ def plan(
     for option, value in (("--tflops", tflops), ("--network", network)):
         if value is not None and value <= 0:
             raise typer.BadParameter(f"found {value:g}, expected above 0", param_hint=option)
-    with working(as_json):
-        from blockattn_rag.lab.planning import plan as make_plan
+    from blockattn_rag.lab.planning import plan as make_plan
 
-        config, kind = config_of(model, dtype, on_gpu=gpu_memory is not None)
-        machine = machine_of(kind, gpu_memory, memory, tflops, network)
-        found = make_plan(
-            config,
-            kind,
-            machine,
-            passages=passages,
-            passage_tokens=tokens,
-            top_k=top_k,
-            kv_dtype=kv_dtype,
-        )
+    config, kind = config_of(model, dtype, on_gpu=gpu_memory is not None)
+    machine = machine_of(kind, gpu_memory, memory, tflops, network)
+    found = make_plan(
+        config,
+        kind,
+        machine,
+        passages=passages,
+        passage_tokens=tokens,
+        top_k=top_k,
+        kv_dtype=kv_dtype,
+    )
     settings: dict[str, Any] = {
         "model": model,
         "dtype": str(kind).removeprefix("torch."),
         "kv_dtype": kv_dtype,
         "passages": passages,
     }
-    emit(as_json, {**settings, **asdict(found)}, *_shown(settings, found, machine))
+    emit({**settings, **asdict(found)}, *_shown(settings, found, machine))
 
 
 def machine_of(

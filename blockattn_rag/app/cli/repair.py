@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from blockattn_rag import __version__
-from blockattn_rag.app.cli.options import MODEL_HELP, JsonOption
-from blockattn_rag.app.cli.output import count, duration, emit, working
+from blockattn_rag.app.cli.options import MODEL_HELP
+from blockattn_rag.app.cli.output import count, duration, emit
 from blockattn_rag.app.cli.progress import stages
 from blockattn_rag.app.rag.names import existing_model, loading
 
@@ -60,7 +60,6 @@ def repair(
     minutes: Annotated[
         float, typer.Option(min=0.1, help="Time limit in minutes, including measurements.")
     ] = 20.0,
-    as_json: JsonOption = False,
 ) -> None:
     """Make a recipe that improves the block mode of a model without block fine-tuning.
 
@@ -70,27 +69,26 @@ def repair(
     interrupted run.
     """
     started = time.monotonic()
-    with working(as_json):
-        from blockattn_rag.lab.repair.checks import check_packages
-        from blockattn_rag.lab.repair.run import repair as run
+    from blockattn_rag.lab.repair.checks import check_packages
+    from blockattn_rag.lab.repair.run import repair as run
 
-        check_packages()
-        job = _job(db, model, passages, questions, output)
-        with stages() as report:
-            recipe = run(
-                job.model,
-                job.material,
-                job.output,
-                minutes=minutes,
-                version=__version__,
-                on_progress=report,
-            )
-            encoded = None
-            if job.database is not None:
-                job.database.use_own_recipe()
-                until = started + 60 * minutes
-                encoded = _encode_passages(job.database, recipe, until, report)
-    _show(as_json, job, recipe, encoded, time.monotonic() - started)
+    check_packages()
+    job = _job(db, model, passages, questions, output)
+    with stages() as report:
+        recipe = run(
+            job.model,
+            job.material,
+            job.output,
+            minutes=minutes,
+            version=__version__,
+            on_progress=report,
+        )
+        encoded = None
+        if job.database is not None:
+            job.database.use_own_recipe()
+            until = started + 60 * minutes
+            encoded = _encode_passages(job.database, recipe, until, report)
+    _show(job, recipe, encoded, time.monotonic() - started)
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,9 +270,7 @@ def _encode_passages(
     return done, len(blocks)
 
 
-def _show(
-    as_json: bool, job: _Job, recipe: Recipe, encoded: tuple[int, int] | None, seconds: float
-) -> None:
+def _show(job: _Job, recipe: Recipe, encoded: tuple[int, int] | None, seconds: float) -> None:
     from blockattn_rag.lab.repair.report import figures
 
     if encoded is None:
@@ -292,4 +288,4 @@ def _show(
         "report": recipe.report,
     }
     first = f"Recipe {recipe} written to {job.output} in {duration(seconds)}."
-    emit(as_json, data, first, *figures(recipe.report), use)
+    emit(data, first, *figures(recipe.report), use)

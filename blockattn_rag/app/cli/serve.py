@@ -23,7 +23,7 @@ from blockattn_rag.app.cli.options import (
     absolute_recipe,
     lasting_store,
 )
-from blockattn_rag.app.cli.output import count, duration, emit, note, plain, stderr
+from blockattn_rag.app.cli.output import count, duration, note, plain, show, stderr
 from blockattn_rag.app.cli.progress import waiting
 from blockattn_rag.app.rag.names import existing_model
 from blockattn_rag.errors import ServingError
@@ -106,7 +106,7 @@ def serve(
                 address, port, lambda seconds: note(f"waiting for vLLM: {duration(seconds)}")
             )
             name = _check(url, address, served)
-            emit(False, {}, f"{name} is served at {url}", _curl(url, name, served))
+            show(f"{name} is served at {url}", _curl(url, name, served))
             note("Ctrl-C stops the server")
             server.run()
 

@@ -18,12 +18,11 @@ from blockattn_rag import store as kv_store
 from blockattn_rag.app.cli import collect, keep
 from blockattn_rag.app.cli.options import (
     FolderArgument,
-    JsonOption,
     StoreArgument,
     open_folder,
     open_maintained,
 )
-from blockattn_rag.app.cli.output import count, emit, note, plain, size, table, working
+from blockattn_rag.app.cli.output import count, emit, json_file, note, plain, show, size, table
 from blockattn_rag.app.cli.progress import counter
 from blockattn_rag.errors import StoreError
 from blockattn_rag.store.urls import bytes_of
@@ -41,10 +40,9 @@ app.command()(keep.ttl)
 
 
 @app.command()
-def stats(store: StoreArgument, as_json: JsonOption = False) -> None:
+def stats(store: StoreArgument) -> None:
     """Count entries, tokens and bytes by model, namespace and type."""
-    with working(as_json):
-        kinds, unreadable = _kinds(open_maintained(store))
+    kinds, unreadable = _kinds(open_maintained(store))
     total: Counter[str] = Counter(entries=0, tokens=0, bytes=0)
     groups: dict[str, dict[str, Counter[str]]] = {name: {} for name in _GROUPS}
     for names, figures in kinds.items():
@@ -59,7 +57,7 @@ def stats(store: StoreArgument, as_json: JsonOption = False) -> None:
     if unreadable:
         note(f"note: {unreadable.count} more cannot be used; see `blockattn-rag store verify`")
     data = {"store": store, **total, **groups, "unreadable": asdict(unreadable)}
-    emit(as_json, data, table(str(store), _COLUMNS, rows))
+    emit(data, table(str(store), _COLUMNS, rows))
 
 
 def _cells(figures: Counter[str]) -> tuple[object, ...]:
@@ -91,21 +89,19 @@ def list_entries(
     long: Annotated[
         bool, typer.Option("--long", "-l", help="Also list handle, tokens, namespace and model.")
     ] = False,
-    as_json: JsonOption = False,
 ) -> None:
     """List entries with key, bytes, and the time of the last use (in object stores: of writing)."""
-    with working(as_json):
-        opened = open_maintained(store)
+    opened = open_maintained(store)
     rows = _long_rows(opened) if long else _rows(opened)
-    if not as_json:
+    if (file := json_file()) is None:
         for row in rows:
             typer.echo(plain("  ".join(str(value) for value in row.values())))
         return
     # One object, written while entries are listed.
-    typer.echo(f'{{"store": {json.dumps(store)}, "entries": [', nl=False)
+    typer.echo(f'{{"store": {json.dumps(store)}, "entries": [', file, nl=False)
     for number, row in enumerate(rows):
-        typer.echo(f"{', ' if number else ''}{json.dumps(row)}", nl=False)
-    typer.echo("]}")
+        typer.echo(f"{', ' if number else ''}{json.dumps(row)}", file, nl=False)
+    typer.echo("]}", file)
 
 
 def _rows(opened: kv_store.MaintainedStore) -> Iterator[dict[str, Any]]:
@@ -146,7 +142,6 @@ def verify(
     sample: Annotated[
         str, typer.Option(help="Share of the entries to read, chosen at random: 1% or 0.01.")
     ] = "100%",
-    as_json: JsonOption = False,
 ) -> None:
     """Read and check entries. The exit status is 1 if damaged or unreadable entries remain.
 
@@ -154,14 +149,14 @@ def verify(
     reported and not deleted.
     """
     share = _share(sample)
-    with working(as_json), counter("verified") as tick:
+    with counter("verified") as tick:
         report = kv_store.verify(
             open_maintained(store),
             tick,
             delete_damaged=delete,
             sample=share,
             seed=secrets.randbits(30),
-            found=None if as_json else lambda key, why: emit(False, {}, f"{key}: {why}"),
+            found=None if json_file() else lambda key, why: show(f"{key}: {why}"),
         )
     data = asdict(report) | {"store": store, "bytes": report.total_bytes, "sample": share}
     for error in report.errors.first.values():
@@ -173,7 +168,7 @@ def verify(
     )
     if report.skipped:
         summary += f"; {count(report.skipped, 'entry')} not in the sample"
-    emit(as_json, data, summary)
+    emit(data, summary)
     if report.damaged.count > report.deleted or report.unread:
         raise typer.Exit(1)
 
@@ -184,7 +179,6 @@ def shrink(
     max_bytes: Annotated[
         str, typer.Option(help="Maximum size of the entries: 500MB, 20GB, 20GiB, or bytes.")
     ],
-    as_json: JsonOption = False,
 ) -> None:
     """Delete the least recently used entries until the store has at most a given size.
 
@@ -192,13 +186,12 @@ def shrink(
     Python, `DirectoryStore(path, max_bytes=…)` limits the size of a store permanently.
     """
     most = _bytes(max_bytes)
-    with working(as_json):
-        report = kv_store.shrink(open_folder(store), most)
+    report = kv_store.shrink(open_folder(store), most)
     summary = (
         f"deleted {count(len(report.deleted), 'entry')} ({size(report.freed_bytes)}); "
         f"the remaining entries take {size(report.left_bytes)}"
     )
-    emit(as_json, {**asdict(report), "store": store, "max_bytes": most}, summary)
+    emit({**asdict(report), "store": store, "max_bytes": most}, summary)
 
 
 def _bytes(text: str) -> int:

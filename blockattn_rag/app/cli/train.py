@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from blockattn_rag.app.cli.options import MODEL_HELP, JsonOption
-from blockattn_rag.app.cli.output import count, duration, emit, working
+from blockattn_rag.app.cli.options import MODEL_HELP
+from blockattn_rag.app.cli.output import count, duration, emit
 from blockattn_rag.app.rag.names import existing_model, loading
 
 if TYPE_CHECKING:
@@ -45,7 +45,6 @@ def train(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace an earlier result in the output folder.")
     ] = False,
-    as_json: JsonOption = False,
 ) -> None:
     """Fine-tune a model to answer in block mode as well as in full mode.
 
@@ -54,31 +53,30 @@ def train(
     FinetuneConfig in Python has more settings. For several GPUs, run
     `accelerate launch -m blockattn_rag train ...`.
     """
-    with working(as_json):
-        from blockattn_rag.lab.training.config import FinetuneConfig
-        from blockattn_rag.lab.training.finetune import finetune
+    from blockattn_rag.lab.training.config import FinetuneConfig
+    from blockattn_rag.lab.training.finetune import finetune
 
-        config = FinetuneConfig(
-            model,
-            output,
-            data,
-            eval_data=eval_data or (),
-            epochs=epochs,
-            learning_rate=learning_rate,
-            batch_size=batch_size,
-            blocks_per_turn=blocks_per_turn,
-            lora=lora,
-            bf16=bf16,
-            gradient_checkpointing=gradient_checkpointing,
-            resume=resume,
-            overwrite=overwrite,
-        )
-        with loading(model):
-            report = finetune(config)
-    _show(as_json, report, "adapter" if lora else "model")
+    config = FinetuneConfig(
+        model,
+        output,
+        data,
+        eval_data=eval_data or (),
+        epochs=epochs,
+        learning_rate=learning_rate,
+        batch_size=batch_size,
+        blocks_per_turn=blocks_per_turn,
+        lora=lora,
+        bf16=bf16,
+        gradient_checkpointing=gradient_checkpointing,
+        resume=resume,
+        overwrite=overwrite,
+    )
+    with loading(model):
+        report = finetune(config)
+    _show(report, "adapter" if lora else "model")
 
 
-def _show(as_json: bool, report: FinetuneReport, what: str) -> None:
+def _show(report: FinetuneReport, what: str) -> None:
     losses = report.eval_losses.items()
     data = {
         "output": report.output,
@@ -89,7 +87,6 @@ def _show(as_json: bool, report: FinetuneReport, what: str) -> None:
         "history": report.history,
     }
     emit(
-        as_json,
         data,
         f"The {what} is in {report.output}. Measure it: blockattn-rag eval --model {report.output} "
         "--data FILE",

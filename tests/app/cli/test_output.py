@@ -10,11 +10,11 @@ from blockattn_rag.app.cli.evaluate import accuracy_table
 from blockattn_rag.app.cli.output import (
     count,
     duration,
-    emit,
     fail,
     note,
     output_width,
     plain,
+    show,
     size,
     table,
 )
@@ -62,7 +62,7 @@ def test_control_characters_are_escaped_wherever_text_is_printed(
     assert plain("Straße\t東京 [bold]\n") == "Straße\t東京 [bold]\n"
     fail(HOSTILE)
     note(HOSTILE)
-    emit(False, {}, HOSTILE, table(HOSTILE, ("a",), [(HOSTILE,)]))
+    show(HOSTILE, table(HOSTILE, ("a",), [(HOSTILE,)]))
     shown = capsys.readouterr()
     assert [shown.err.count(ESCAPED), shown.out.count(ESCAPED)] == [2, 3]
     assert not {"\x1b", "\x07", "\r", "\x9b"} & set(shown.out + shown.err)
