@@ -33,7 +33,7 @@ from blockattn_rag import BlockAttentionEngine, DirectoryStore, MemoryStore
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.kv.quantization import KVDtype
 from blockattn_rag.lab.efficiency import machine
-from blockattn_rag.lab.evaluation import EvaluationSample, read_samples
+from blockattn_rag.lab.evaluation.datasets import EvaluationSample, read_samples
 from blockattn_rag.lab.evaluation.fidelity import FidelityRecord, full_answer
 from blockattn_rag.lab.evaluation.metrics import bootstrap_mean
 from blockattn_rag.lab.evaluation.records import Row

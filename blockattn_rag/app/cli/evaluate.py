@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,9 +16,9 @@ from blockattn_rag.app.rag.names import check_recipe, existing_model, loading
 
 if TYPE_CHECKING:
     from blockattn_rag.engine.engine import BlockAttentionEngine
-    from blockattn_rag.lab.evaluation import EvaluationReport, FidelityReport, ModeResult
+    from blockattn_rag.lab.evaluation.fidelity import FidelityReport
+    from blockattn_rag.lab.evaluation.run import EvaluationReport, ModeResult
 
-_BATCH_SIZE = 8
 _LEGEND = (
     "In percent. accuracy: answers that contain an accepted answer, with a 95 % interval; exact:",
     "answers equal to an accepted answer; F1: word overlap with it; diff: accuracy minus accuracy",
@@ -55,9 +56,6 @@ def evaluate(
             "head:4, or a recipe folder."
         ),
     ] = "auto",
-    closed_book: Annotated[
-        bool, typer.Option("--closed-book", help="Also answer without passages.")
-    ] = False,
     max_new_tokens: Annotated[
         int, typer.Option(min=1, help="Maximum length of an answer in tokens.")
     ] = 48,
@@ -80,16 +78,16 @@ def evaluate(
     """
     if (data is None) == (log is None):
         raise typer.BadParameter("expected --data FILE or --log FILE, and not both")
-    if log is not None and closed_book:
-        raise typer.BadParameter("--closed-book needs --data")
     from blockattn_rag.engine.engine import BlockAttentionEngine
-    from blockattn_rag.lab import evaluation
+    from blockattn_rag.lab.evaluation.datasets import read_samples
+    from blockattn_rag.lab.evaluation.fidelity import measure_fidelity, read_log, replay
+    from blockattn_rag.lab.evaluation.run import evaluate as measure_accuracy
 
     names = [name.strip() for name in recipes.split(",") if name.strip()]
     if log is not None:
-        prompts = evaluation.read_log(log)
+        prompts = read_log(log)
     elif data is not None:
-        samples = evaluation.read_samples(data)
+        samples = read_samples(data)
     for name in names:
         check_recipe(name)
     with waiting(f"loading {model}"), loading(model):
@@ -102,17 +100,13 @@ def evaluate(
     with progress("answering" if data and not fidelity else "comparing") as tick:
         common["on_progress"] = tick
         if log is not None:
-            compared = evaluation.replay(engine, prompts, names, **common)
+            compared = replay(engine, prompts, names, **common)
         elif data is not None:
-            common |= {
-                "closed_book": closed_book,
-                "settings": {"model": model, "data": data.name},
-            }
+            common["settings"] = {"model": model, "data": data.name}
             if fidelity:
-                compared = evaluation.measure_fidelity(engine, samples, names, **common)
+                compared = measure_fidelity(engine, samples, names, **common)
             else:
-                common["batch_size"] = _BATCH_SIZE
-                report = evaluation.evaluate(engine, samples, names, **common)
+                report = measure_accuracy(engine, samples, names, **common)
     title = f"{model} on {(data or log or Path()).name}"
     if compared:
         emit(compared.to_dict(), fidelity_table(title, compared), *_FIDELITY_LEGEND)
@@ -121,22 +115,17 @@ def evaluate(
 
 
 def _show(title: str, report: EvaluationReport, max_new_tokens: int) -> None:
-    tables = [accuracy_table(title, report.results)]
-    tables += [accuracy_table(f"of these: {kind}", rows) for kind, rows in report.by_kind.items()]
-    emit(report.to_dict(), *tables, *_LEGEND)
-    if report.cut_off:
-        _note_cut_off(report, max_new_tokens)
+    emit(report.to_dict(), accuracy_table(title, report.results), *_LEGEND)
+    if rows := ", ".join(f"{r.cut_off} in {r.mode}" for r in report.results if r.cut_off):
+        note(
+            f"cut off: {sum(r.cut_off for r in report.results)} of "
+            f"{count(len(report.records), 'answer')} ({rows}), after "
+            f"{count(max_new_tokens, 'token')} (--max-new-tokens) or at the end of the context "
+            "window"
+        )
 
 
-def _note_cut_off(report: EvaluationReport, max_new_tokens: int) -> None:
-    rows = ", ".join(f"{r.cut_off} in {r.mode}" for r in report.results if r.cut_off)
-    note(
-        f"cut off: {report.cut_off} of {count(len(report.records), 'answer')} ({rows}), after "
-        f"{count(max_new_tokens, 'token')} (--max-new-tokens) or at the end of the context window"
-    )
-
-
-def accuracy_table(title: str, results: list[ModeResult]) -> RenderableType:
+def accuracy_table(title: str, results: Sequence[ModeResult]) -> RenderableType:
     columns = ("recipe", "accuracy (95 %)", "exact", "F1", "diff", "same", "reused")
     rows = [_row(result) for result in results]
     return table(f"{title}, {count(results[0].samples, 'question')}", columns, rows)

@@ -2,7 +2,7 @@
 
 One JSON object per line::
 
-    {"id": str, "question": str, "answers": [str, ...], "kind": str (optional),
+    {"id": str, "question": str, "answers": [str, ...],
      "passages": [{"text": str, "title": str (optional), "gold": bool (optional)}, ...]}
 """
 
@@ -60,7 +60,6 @@ class EvaluationSample:
     question: str
     answers: tuple[str, ...]
     passages: tuple[EvaluationPassage, ...]
-    kind: str = ""
 
     @property
     def digest(self) -> str:
@@ -148,7 +147,6 @@ def _sample(record: Record) -> EvaluationSample:
         question=text_of(record, "question"),
         answers=answers_of(record),  # must not be empty: no output could be right
         passages=passages_of(record, may_be_empty=True),
-        kind=of_kind(record.get("kind", ""), str, "'kind'"),
     )
 
 

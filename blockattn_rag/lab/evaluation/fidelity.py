@@ -14,7 +14,8 @@ Its ``prompt`` is a list as for ``engine.generate``, with the final block last::
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,6 @@ from blockattn_rag.lab.evaluation.metrics import (
     plain_figures,
 )
 from blockattn_rag.lab.evaluation.records import (
-    CLOSED_BOOK,
     PLAIN,
     Recipes,
     RecordFile,
@@ -48,7 +48,6 @@ from blockattn_rag.lab.evaluation.records import (
     Row,
     rows_of,
     settings_of,
-    without_blank,
 )
 from blockattn_rag.lab.evaluation.run import make_prompt
 from blockattn_rag.model import BlockModel, EncodeRequest
@@ -123,10 +122,6 @@ class FidelityRecord:
         kl = F.kl_div(found, expected, reduction="none", log_target=True).sum(-1)
         return cls.of(sample, row, kl, found.argmax(-1) == expected.argmax(-1))
 
-    def to_dict(self) -> dict[str, Any]:
-        """As plain JSON types."""
-        return without_blank(asdict(self), "recipe")
-
 
 @dataclass(frozen=True, slots=True)
 class FidelityResult:
@@ -151,11 +146,8 @@ class FidelityResult:
         return plain_figures({name: getattr(self, name) for name in self.__slots__})
 
 
-class FidelityReport(Report[FidelityRecord, FidelityResult]):
-    """Result of a comparison with full mode."""
-
-    def _results(self, records: Mapping[str, Sequence[FidelityRecord]]) -> list[FidelityResult]:
-        return [_result(name, records) for name in records]
+FidelityReport = Report[FidelityRecord, FidelityResult]
+"""Result of a comparison with full mode."""
 
 
 def measure_fidelity(
@@ -163,7 +155,6 @@ def measure_fidelity(
     samples: Sequence[EvaluationSample],
     recipes: Recipes = ("auto",),
     *,
-    closed_book: bool = False,
     max_new_tokens: int = 24,
     records_path: str | Path | None = None,
     settings: Mapping[str, Any] | None = None,
@@ -176,7 +167,6 @@ def measure_fidelity(
         samples: See :func:`.datasets.read_samples`. Right answers are not used.
         recipes: Recipes of block mode to compare; see ``evaluation.records``. Every run also
             compares full mode with itself, in the row ``"floor"``.
-        closed_book: Whether to also compare full mode without passages.
         max_new_tokens: Maximum length of full mode's answers in tokens. Default: 24.
         records_path: File of records, with one JSON line for each sample and row. Recorded samples
             are not compared again.
@@ -190,7 +180,7 @@ def measure_fidelity(
     """
     if not samples:
         raise ValueError("expected at least one sample, found none")
-    rows = rows_of(engine, FLOOR, recipes, closed_book)
+    rows = rows_of(engine, FLOOR, recipes)
     form = format_for(AUTO, engine.model.name)
     noted = {
         **(settings or {}),
@@ -199,9 +189,8 @@ def measure_fidelity(
     }
 
     def compare(sample: EvaluationSample, missing: Sequence[Row]) -> list[FidelityRecord]:
-        made = make_prompt(engine, form, sample)
-        bare = make_prompt(engine, form, sample, closed_book=True) if closed_book else None
-        return compare_prompt(engine, sample, missing, made, max_new_tokens, bare)
+        prompt = make_prompt(engine, form, sample)
+        return compare_prompt(engine, sample, missing, prompt, max_new_tokens)
 
     return compare_each(samples, rows, compare, noted, records_path, on_progress)
 
@@ -285,7 +274,9 @@ def compare_each(
         if missing := [row for row in rows if (sample.id, row.name) not in file.records]:
             file.append(compare(sample, missing))
     notify(len(samples), len(samples))
-    return FidelityReport(noted, [file.records[s.id, row.name] for row in rows for s in samples])
+    found = {row.name: [file.records[s.id, row.name] for s in samples] for row in rows}
+    results = [_result(name, found) for name in found]
+    return FidelityReport(noted, [*chain.from_iterable(found.values())], results)
 
 
 def compare_prompt(
@@ -294,21 +285,15 @@ def compare_prompt(
     rows: Sequence[Row],
     prompt: BlockPrompt,
     max_new_tokens: int,
-    closed_book: BlockPrompt | None = None,
 ) -> list[FidelityRecord]:
-    """Compare one sample in several rows, which share full mode's answer and predictions.
-
-    Args:
-        closed_book: Prompt without passages, for closed-book rows.
-    """
+    """Compare one sample in several rows, which share full mode's answer and predictions."""
     answer, expected = full_answer(engine, prompt, max_new_tokens)
     records = []
     for row in rows:
-        shown = prompt if not row.closed_book or closed_book is None else closed_book
         if row is FLOOR:
             logits = _in_two_steps(engine.model, prompt, answer)
         else:
-            logits = engine.answer_logits(shown, answer, **row.options)
+            logits = engine.answer_logits(prompt, answer, **row.options)
         records.append(FidelityRecord.compared(sample, row, logits, expected))
     return records
 
@@ -348,7 +333,7 @@ def _in_two_steps(model: BlockModel, prompt: BlockPrompt, answer: Sequence[int])
 
 def _result(name: str, by_row: Mapping[str, Sequence[FidelityRecord]]) -> FidelityResult:
     rows, recovery = by_row[name], None
-    if name not in (PLAIN, FLOOR.name, CLOSED_BOOK) and PLAIN in by_row:
+    if name not in (PLAIN, FLOOR.name) and PLAIN in by_row:
         plain, found = (np.array([row.kl for row in by_row[one]]) for one in (PLAIN, name))
         measured = [row.kl for row in by_row.get(FLOOR.name, ())]
         floor = np.array(measured) if measured else np.full_like(plain, _UNMEASURED_FLOOR)

@@ -1,18 +1,16 @@
 """Rows of an evaluation, records of each question, and reports that summarize records by row.
 
-A row is full mode, block mode with one recipe, or prompts without passages. Records are stored in a
-file, so that an interrupted run can resume.
+A row is full mode, or block mode with one recipe. Records are stored in a file, so that an
+interrupted run can resume.
 """
 
 from __future__ import annotations
 
 import json
-from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import Field, asdict, dataclass
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.engine.find_recipe import RecipeLike, resolve_recipe
@@ -21,8 +19,8 @@ from blockattn_rag.engine.results import Mode
 from blockattn_rag.errors import DataError
 from blockattn_rag.lab.evaluation.datasets import Sample
 
-FULL, CLOSED_BOOK, PLAIN = "full", "closed-book", "none"
-"""Names of the rows for full mode, for prompts without passages, and for plain block mode."""
+FULL, PLAIN = "full", "none"
+"""Names of the rows for full mode and for plain block mode."""
 
 Recipes = Mapping[str, RecipeLike] | Sequence[RecipeLike]
 """Recipes by row name, or a list of recipes whose text is also their row name."""
@@ -35,12 +33,10 @@ class Row:
     Args:
         name: Name of the row.
         recipe: Recipe of block mode. None: full mode.
-        closed_book: Whether prompts have no passages.
     """
 
     name: str
     recipe: Recipe | None = None
-    closed_book: bool = False
 
     @property
     def mode(self) -> Mode:
@@ -57,12 +53,8 @@ class Row:
         return {"mode": self.mode} | ({} if self.recipe is None else {"recipe": self.recipe})
 
 
-def rows_of(
-    engine: BlockAttentionEngine, first: Row, recipes: Recipes, closed_book: bool = False
-) -> list[Row]:
-    """Return ``first``, a row for each recipe, and with ``closed_book`` a row without passages.
-
-    Recipes are resolved for the engine's model.
+def rows_of(engine: BlockAttentionEngine, first: Row, recipes: Recipes) -> list[Row]:
+    """Return ``first`` and a row for each recipe, which is resolved for the engine's model.
 
     Raises:
         ValueError: A name is repeated or reserved, or a recipe cannot be used with the model.
@@ -70,13 +62,13 @@ def rows_of(
     given = recipes if isinstance(recipes, Mapping) else {}
     pairs = [*given.items()] or [(str(recipe), recipe) for recipe in recipes]
     names = [name for name, _ in pairs]
-    if len(set(names)) < len(names) or not {FULL, CLOSED_BOOK}.isdisjoint(names):
+    if len(set(names)) < len(names) or FULL in names:
         raise ValueError(
-            f"found the recipes {names}, expected distinct names other than {FULL!r} and "
-            f"{CLOSED_BOOK!r}, which are reserved"
+            f"found the recipes {names}, expected distinct names other than {FULL!r}, which is "
+            "reserved"
         )
     rows = [Row(name, resolve_recipe(one, engine.model, engine.store)) for name, one in pairs]
-    return [first, *rows, *([Row(CLOSED_BOOK, closed_book=True)] if closed_book else [])]
+    return [first, *rows]
 
 
 def settings_of(engine: BlockAttentionEngine, **others: Any) -> dict[str, Any]:
@@ -86,7 +78,9 @@ def settings_of(engine: BlockAttentionEngine, **others: Any) -> dict[str, Any]:
 
 
 class Record(Sample, Protocol):
-    """One sample in one row."""
+    """One sample in one row: a dataclass."""
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
     @property
     def mode(self) -> str:
@@ -95,9 +89,6 @@ class Record(Sample, Protocol):
     @property
     def recipe(self) -> str:
         """Digest of the row's recipe; empty in full mode."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """As plain JSON types."""
 
 
 class RowResult(Protocol):
@@ -115,21 +106,13 @@ R = TypeVar("R", bound=Record)
 F = TypeVar("F", bound=RowResult)
 
 
-@dataclass(frozen=True)  # without slots, for the cached properties
+@dataclass(frozen=True, slots=True)
 class Report(Generic[R, F]):
-    """Result of a run: its settings, the summary of each row, and all records."""
+    """Result of a run: its settings, all records, and the summary of each row, in order."""
 
     settings: Mapping[str, Any]
     records: Sequence[R]
-
-    @cached_property
-    def results(self) -> list[F]:
-        """Summaries of the rows, in the order of the run."""
-        return self._results(by_row(self.records))
-
-    @abstractmethod
-    def _results(self, records: Mapping[str, Sequence[R]]) -> list[F]:
-        """Summarize the records of each row."""
+    results: Sequence[F]
 
     def __getitem__(self, row: str) -> F:
         return next(result for result in self.results if result.mode == row)
@@ -138,14 +121,6 @@ class Report(Generic[R, F]):
         """Settings and summaries as plain JSON types, without the records."""
         rows = [result.to_dict() for result in self.results]
         return {"settings": dict(self.settings), "rows": rows}
-
-
-def by_row(records: Iterable[R]) -> dict[str, list[R]]:
-    """Group records by row name, in the order of the run."""
-    found: dict[str, list[R]] = {}
-    for record in records:
-        found.setdefault(record.mode, []).append(record)
-    return found
 
 
 class RecordFile(Generic[R]):
@@ -158,8 +133,7 @@ class RecordFile(Generic[R]):
         path: File to open. It is created with its folders if it does not exist. None: records are
             kept in memory only.
         settings: Settings that the records depend on (model, data, prompt format, ...).
-        parse: Function that makes a record from the result of its ``to_dict``. It raises TypeError
-            or KeyError.
+        parse: Function that makes a record from its fields. It raises TypeError or KeyError.
         samples, rows: Samples and rows of the evaluation.
 
     Attributes:
@@ -190,7 +164,7 @@ class RecordFile(Generic[R]):
         new = list(records)
         if self._path is not None:
             with self._path.open("a", encoding="utf-8") as file:
-                file.writelines(_dump(record.to_dict()) for record in new)
+                file.writelines(_dump(asdict(record)) for record in new)
         self.records.update({(record.id, record.mode): record for record in new})
 
     def _open(
@@ -255,11 +229,6 @@ def listed(ids: Sequence[str], most: int = 20) -> str:
     """List ids for a message, at most the first ``most``."""
     rest = f" and {len(ids) - most} more" if len(ids) > most else ""
     return f"the ids {', '.join(ids[:most])}{rest}"
-
-
-def without_blank(line: dict[str, Any], name: str) -> dict[str, Any]:
-    """Remove a field from a record if it is empty."""
-    return line if line[name] else {key: value for key, value in line.items() if key != name}
 
 
 def _dump(value: Any) -> str:

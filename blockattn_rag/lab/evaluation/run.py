@@ -1,11 +1,11 @@
-"""Measures the accuracy of full mode, block mode with recipes, and questions without passages."""
+"""Measures the accuracy of full mode and of block mode with recipes."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,21 +26,18 @@ from blockattn_rag.lab.evaluation.records import (
     RecordFile,
     Report,
     Row,
-    by_row,
     listed,
     rows_of,
     settings_of,
-    without_blank,
 )
-from blockattn_rag.prompts.blocks import PLAIN, BlockPrompt
+from blockattn_rag.prompts.blocks import BlockPrompt
 from blockattn_rag.prompts.checkpoints import AUTO, format_for
 from blockattn_rag.prompts.formats import Passage, PromptFormat
 
-# The closed-book prompt of Liu et al. 2023.
-_CLOSED_BOOK = PromptFormat(
-    "closed-book", "", "", "{text}", PLAIN, "Question: {question}\nAnswer: "
+_COUNTS = (
+    *("hits", "misses", "reused_tokens", "computed_tokens", "promoted_tokens"),
+    "generated_tokens",
 )
-_COUNTS = ("hits", "misses", "reused_tokens", "computed_tokens", "generated_tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +47,11 @@ class EvaluationRecord:
     Args:
         id, digest: Id and digest of the sample.
         mode: Name of the row.
-        kind, question, answers: Fields of the sample.
+        question, answers: Fields of the sample.
         output: Answer of the model.
         accuracy, exact_match, f1: Scores in 0..1.
-        stats: Counts, and ``ttft_s`` of the question's batch. All other times are 0.
+        hits, misses, reused_tokens, computed_tokens, promoted_tokens, generated_tokens: Counts of
+            ``ReuseStats``.
         finish_reason: ``"length"`` if the answer was cut off by its limit or the context window.
         recipe: Digest of the row's recipe. Empty in full mode.
     """
@@ -61,36 +59,30 @@ class EvaluationRecord:
     id: str
     digest: str
     mode: str
-    kind: str
     question: str
     answers: tuple[str, ...]
     output: str
     accuracy: float
     exact_match: float
     f1: float
-    stats: ReuseStats
+    hits: int
+    misses: int
+    reused_tokens: int
+    computed_tokens: int
+    promoted_tokens: int
+    generated_tokens: int
     finish_reason: str
     recipe: str = ""
 
     @classmethod
     def from_dict(cls, line: Mapping[str, Any]) -> EvaluationRecord:
-        """Create a record from ``to_dict``. Raises KeyError or TypeError for other fields."""
-        rest = {**line, "answers": tuple(line["answers"])}
-        figures = {name: rest.pop(name) for name in (*_COUNTS, "ttft_s")}
-        mode: Mode = "block" if line.get("recipe") else "full"
-        return cls(**rest, stats=ReuseStats(mode, **figures))
-
-    def to_dict(self) -> dict[str, Any]:
-        """As plain JSON types, with the counts and ``ttft_s`` (seconds) at the top level."""
-        line = without_blank(asdict(self), "recipe")
-        stats, reason = line.pop("stats"), line.pop("finish_reason")
-        counts = {name: stats[name] for name in _COUNTS}
-        return {**line, **counts, "finish_reason": reason, "ttft_s": stats["ttft_s"]}
+        """Create a record from its fields. Raises KeyError or TypeError for other fields."""
+        return cls(**{**line, "answers": tuple(line["answers"])})
 
 
 @dataclass(frozen=True, slots=True)
 class ModeResult:
-    """Summary of one row. Scores are in 0..1 with 95 % bootstrap intervals; times are in seconds.
+    """Summary of one row. Scores are in 0..1 with 95 % bootstrap intervals.
 
     Args:
         mode: Name of the row.
@@ -100,9 +92,7 @@ class ModeResult:
         agreement: Share of questions with the same normalised output as in full mode.
         cut_off: Number of answers that ended at ``max_new_tokens`` or at the end of the context
             window.
-        ttft_s: Median time to the first token. None if questions were answered in batches, because
-            each question then waits for its complete batch.
-        stats: Sums over all questions.
+        stats: Sums over all questions. All times are 0.
     """
 
     mode: str
@@ -113,7 +103,6 @@ class ModeResult:
     difference: Interval
     agreement: float
     cut_off: int
-    ttft_s: float | None
     stats: ReuseStats
 
     def to_dict(self) -> dict[str, Any]:
@@ -122,31 +111,8 @@ class ModeResult:
         return plain_figures(fields) | self.stats.reuse()
 
 
-class EvaluationReport(Report[EvaluationRecord, ModeResult]):
-    """Result of an evaluation: summaries over all questions, and by kind of question."""
-
-    @cached_property
-    def by_kind(self) -> dict[str, list[ModeResult]]:
-        """Summaries of the rows for each kind of question. Empty if the data has no kinds."""
-        kinds = sorted({record.kind for record in self.records} - {""})
-        return {
-            kind: self._results(by_row(r for r in self.records if r.kind == kind)) for kind in kinds
-        }
-
-    def _results(self, records: Mapping[str, Sequence[EvaluationRecord]]) -> list[ModeResult]:
-        full = {record.id: record for record in records[FULL]}
-        timed = self.settings["batch_size"] == 1
-        return [_result(mode, rows, full, timed) for mode, rows in records.items()]
-
-    @property
-    def cut_off(self) -> int:
-        """Number of answers cut off by ``max_new_tokens`` or at the end of the context window."""
-        return sum(result.cut_off for result in self.results)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Settings and summaries as plain JSON types, without the records."""
-        by_kind = {kind: [r.to_dict() for r in rows] for kind, rows in self.by_kind.items()}
-        return {**super().to_dict(), "cut_off": self.cut_off, "by_kind": by_kind}
+EvaluationReport = Report[EvaluationRecord, ModeResult]
+"""Result of an evaluation."""
 
 
 def evaluate(
@@ -154,7 +120,6 @@ def evaluate(
     samples: Sequence[EvaluationSample],
     recipes: Recipes = ("auto",),
     *,
-    closed_book: bool = False,
     max_new_tokens: int = 48,
     batch_size: int = 8,
     records_path: str | Path | None = None,
@@ -163,14 +128,11 @@ def evaluate(
 ) -> EvaluationReport:
     """Answer every sample greedily in full mode and with every recipe, and score the answers.
 
-    Passages are encoded before block mode answers, so the times of block mode exclude encoding.
-
     Args:
         engine: The model and its KV store.
         samples: See :func:`blockattn_rag.lab.evaluation.datasets.read_samples`.
         recipes: Recipes of block mode; see ``evaluation.records``.
-        closed_book: Whether to also answer without passages.
-        batch_size: Questions answered at once. With 1, times to the first token are reported.
+        batch_size: Questions answered at once.
         records_path: File of records, with one JSON line for each answer. Recorded questions are
             not answered again.
         settings: Further settings for the report and the records file, such as the data's name.
@@ -187,7 +149,7 @@ def evaluate(
         raise ValueError(f"batch_size must be at least 1, found {batch_size}")
     if not samples:
         raise ValueError("expected at least one sample, found none")
-    rows = rows_of(engine, Row(FULL), recipes, closed_book)
+    rows = rows_of(engine, Row(FULL), recipes)
     form = format_for(AUTO, engine.model.name)
     noted = {
         **(settings or {}),
@@ -209,9 +171,9 @@ def evaluate(
             file.append([_record(s, row, a) for s, a in zip(batch, answers, strict=True)])
             answered += len(batch)
             notify(answered, total)
-    # The kind does not affect the answer, and may have changed since the sample was answered.
-    records = [replace(file.records[s.id, row.name], kind=s.kind) for row in rows for s in samples]
-    return EvaluationReport(noted, records)
+    found = {row.name: [file.records[sample.id, row.name] for sample in samples] for row in rows}
+    results = [_result(name, records, found[FULL]) for name, records in found.items()]
+    return EvaluationReport(noted, [*chain.from_iterable(found.values())], results)
 
 
 def _answer(
@@ -222,7 +184,7 @@ def _answer(
     **options: Any,
 ) -> list[Generation]:
     """Answer a batch of samples. In block mode, the passages are encoded first."""
-    prompts = [make_prompt(engine, form, s, closed_book=row.closed_book) for s in batch]
+    prompts = [make_prompt(engine, form, sample) for sample in batch]
     if row.recipe is not None:
         for prompt in prompts:
             engine.precompute(prompt.context, as_prompt=True, recipe=row.recipe)
@@ -230,18 +192,11 @@ def _answer(
 
 
 def make_prompt(
-    engine: BlockAttentionEngine,
-    form: PromptFormat,
-    sample: EvaluationSample,
-    *,
-    closed_book: bool = False,
+    engine: BlockAttentionEngine, form: PromptFormat, sample: EvaluationSample
 ) -> BlockPrompt:
-    """Make the prompt of a sample. Closed-book prompts have no passages."""
-    tokenizer = engine.model.tokenizer.tokenizer
-    if closed_book:
-        return _CLOSED_BOOK.prompt(sample.question, (), tokenizer)
+    """Make the prompt of a sample."""
     passages = [Passage(p.title, p.text) for p in sample.passages]
-    return form.prompt(sample.question, passages, tokenizer)
+    return form.prompt(sample.question, passages, engine.model.tokenizer.tokenizer)
 
 
 def _check_room(
@@ -265,29 +220,29 @@ def _check_room(
 
 
 def _record(sample: EvaluationSample, row: Row, answer: Generation) -> EvaluationRecord:
-    kept = replace(answer.stats, fetch_s=0.0, assemble_s=0.0, prefill_s=0.0, total_s=0.0)
     return EvaluationRecord(
         id=sample.id,
         digest=sample.digest,
         mode=row.name,
-        kind=sample.kind,
         question=sample.question,
         answers=sample.answers,
         output=answer.text,
-        stats=kept,
         finish_reason=answer.finish_reason,
         recipe=row.digest,
         **{name: metric(answer.text, sample.answers) for name, metric in METRICS.items()},
+        **{name: getattr(answer.stats, name) for name in _COUNTS},
     )
 
 
 def _result(
-    mode: str, rows: Sequence[EvaluationRecord], full: Mapping[str, EvaluationRecord], timed: bool
+    name: str, rows: Sequence[EvaluationRecord], full: Sequence[EvaluationRecord]
 ) -> ModeResult:
-    pairs = [(row, full[row.id]) for row in rows]
+    pairs = [*zip(rows, full, strict=True)]
     same = [normalize_answer(row.output) == normalize_answer(f.output) for row, f in pairs]
+    mode: Mode = "block" if rows[0].recipe else "full"
+    counts = {count: sum(getattr(row, count) for row in rows) for count in _COUNTS}
     return ModeResult(
-        mode=mode,
+        mode=name,
         samples=len(rows),
         accuracy=bootstrap_mean([row.accuracy for row in rows]),
         exact_match=bootstrap_mean([row.exact_match for row in rows]),
@@ -295,6 +250,5 @@ def _result(
         difference=bootstrap_mean([r.accuracy - f.accuracy for r, f in pairs]),
         agreement=statistics.fmean(same),
         cut_off=sum(row.finish_reason == "length" for row in rows),
-        ttft_s=statistics.median(row.stats.ttft_s for row in rows) if timed else None,
-        stats=sum((row.stats for row in rows[1:]), rows[0].stats),
+        stats=ReuseStats(mode, **counts),
     )

@@ -5,7 +5,7 @@ from pathlib import Path
 import typer
 from typer.testing import CliRunner
 
-from blockattn_rag.lab.evaluation import read_samples
+from blockattn_rag.lab.evaluation.datasets import read_samples
 from recipes.bundled_model import corpus, questions
 
 

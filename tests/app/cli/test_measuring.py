@@ -20,17 +20,16 @@ def test_eval_prints_a_row_for_each_recipe_and_resumes_from_its_records(
 ) -> None:
     data = write_jsonl(tmp_path / "data.jsonl", [record(i) for i in range(1, 3)])
     records = tmp_path / "records.jsonl"
-    command = ("eval", "--model", model, "--data", data, "--recipes", "none", "--closed-book",
+    command = ("eval", "--model", model, "--data", data, "--recipes", "none",
                "--max-new-tokens", 2, "--output", records)  # fmt: skip
     report = cli(*command, "--json")
     assert report.status == 0, report.stderr
-    assert [row["mode"] for row in report.json["rows"]] == ["full", "none", "closed-book"]
+    assert [row["mode"] for row in report.json["rows"]] == ["full", "none"]
     assert report.json["rows"][1]["samples"] == 2
-    assert report.json["cut_off"] == 6
-    assert "cut off: 6 of 6 answers (2 in full, 2 in none, 2 in closed-book)" in report.stderr
+    assert "cut off: 4 of 4 answers (2 in full, 2 in none)" in report.stderr
     lines = records.read_text(encoding="utf-8").splitlines()
-    assert len(lines) == 7
-    assert [row["cut_off"] for row in report.json["rows"]] == [2, 2, 2]
+    assert len(lines) == 5
+    assert [row["cut_off"] for row in report.json["rows"]] == [2, 2]
     shown = cli(*command).stdout
     assert records.read_text(encoding="utf-8").splitlines() == lines
     for name in ("accuracy", "exact", "F1", "diff", "same", "reused"):  # the legend
@@ -118,7 +117,6 @@ def test_eval_replays_a_log_of_prompts(cli: Command, model: Path, tmp_path: Path
     [
         ((), "expected --data FILE or --log FILE"),
         (("--data", "d", "--log", "l"), "expected --data FILE or --log FILE"),
-        (("--log", "l", "--closed-book"), "--closed-book needs --data"),
     ],
 )
 def test_eval_refuses_options_that_do_not_go_together(

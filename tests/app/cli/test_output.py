@@ -20,7 +20,8 @@ from blockattn_rag.app.cli.output import (
 )
 from blockattn_rag.app.cli.progress import stages, waiting
 from blockattn_rag.engine.results import ReuseStats
-from blockattn_rag.lab.evaluation import Interval, ModeResult
+from blockattn_rag.lab.evaluation.metrics import Interval
+from blockattn_rag.lab.evaluation.run import ModeResult
 
 
 @pytest.mark.parametrize(
@@ -72,7 +73,7 @@ def test_the_widest_table_of_eval_breaks_no_number_on_a_terminal_of_80_columns()
     whole = Interval(1.0, 1.0, 1.0)
     result = ModeResult(
         mode="block-composite", samples=500, accuracy=whole, exact_match=whole, f1=whole,
-        difference=Interval(-0.125, -0.2, -0.1), agreement=1.0, cut_off=9, ttft_s=None,
+        difference=Interval(-0.125, -0.2, -0.1), agreement=1.0, cut_off=9,
         stats=ReuseStats("block", hits=9, misses=1, reused_tokens=999, computed_tokens=1),
     )  # fmt: skip
     console = Console(width=80)

@@ -12,7 +12,6 @@ def record(number: int) -> dict[str, Any]:
     """A record of the evaluation schema: two other passages, then the gold one."""
     return {
         "id": f"q{number}",
-        "kind": "even" if number % 2 == 0 else "odd",
         "question": f"How high is Tower {number}?",
         "answers": [f"{number}00 metres"],
         "passages": [

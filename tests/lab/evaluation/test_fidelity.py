@@ -13,8 +13,9 @@ from blockattn_rag.check.oracle import oracle_logits
 from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.errors import ContextOverflowError, DataError
-from blockattn_rag.lab.evaluation import EvaluationSample, fidelity, measure_fidelity, read_samples
-from blockattn_rag.lab.evaluation.fidelity import FidelityReport, full_answer
+from blockattn_rag.lab.evaluation import fidelity
+from blockattn_rag.lab.evaluation.datasets import EvaluationSample, read_samples
+from blockattn_rag.lab.evaluation.fidelity import FidelityReport, full_answer, measure_fidelity
 from blockattn_rag.lab.evaluation.run import make_prompt
 from blockattn_rag.prompts.blocks import BlockPrompt
 from blockattn_rag.prompts.formats import CHAT
@@ -71,15 +72,12 @@ def test_divergence_and_agreement_are_those_of_the_oracle(
 def test_the_floor_is_rounding_and_block_mode_is_not(
     engine: BlockAttentionEngine, samples: list[EvaluationSample]
 ) -> None:
-    report = measure(engine, samples, "none", "head:4", closed_book=True)
-    assert [row.mode for row in report.results] == ["floor", "none", "head:4", "closed-book"]
+    report = measure(engine, samples, "none", "head:4")
+    assert [row.mode for row in report.results] == ["floor", "none", "head:4"]
     assert report["floor"].kl.high < 1e-8
     assert (report["floor"].agreement.mean, report["floor"].identical.mean) == (1, 1)
     assert report["none"].kl.low > 1e-3
-    assert report["closed-book"].kl.mean > report["none"].kl.mean
-    assert report["closed-book"].agreement.mean < report["none"].agreement.mean
-    assert report["closed-book"].identical.mean < 1
-    assert report["none"].recovery is report["closed-book"].recovery is None
+    assert report["none"].recovery is None
     difference = report["none"].kl.mean - report["head:4"].kl.mean
     recovered = report["head:4"].recovery
     assert recovered is not None
@@ -172,7 +170,7 @@ def test_records_made_with_another_recipe_of_the_same_name_are_refused(
 def test_unusable_recipes_and_no_samples_are_refused(
     engine: BlockAttentionEngine, samples: list[EvaluationSample]
 ) -> None:
-    for recipes in (("none", "none"), ("full",), ("closed-book", "none")):
+    for recipes in (("none", "none"), ("full",)):
         with pytest.raises(ValueError, match="expected distinct names other than 'full'"):
             measure(engine, samples, *recipes)
     for recipe in ("blocks", "sink=head:4"):

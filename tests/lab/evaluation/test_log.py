@@ -10,7 +10,7 @@ import pytest
 
 from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.errors import DataError
-from blockattn_rag.lab.evaluation import read_log, replay
+from blockattn_rag.lab.evaluation.fidelity import read_log, replay
 from tests.engines import tuned_engine
 
 PROMPTS = [["You answer.\n", f"Tower {n} is {n}00 metres high.\n", f"How high is {n}?"]

@@ -2,14 +2,14 @@ from __future__ import annotations
 
 import pytest
 
-from blockattn_rag.lab.evaluation import (
+from blockattn_rag.lab.evaluation.metrics import (
     bootstrap_mean,
+    bootstrap_ratio,
     contains_answer,
     exact_match,
     f1_score,
     normalize_answer,
 )
-from blockattn_rag.lab.evaluation.metrics import bootstrap_ratio
 
 
 def test_normalising_drops_case_punctuation_articles_and_extra_spaces() -> None:

@@ -8,30 +8,33 @@ from pathlib import Path
 import pytest
 
 from blockattn_rag.engine.recipe import Recipe
-from blockattn_rag.engine.results import ReuseStats
 from blockattn_rag.errors import DataError
-from blockattn_rag.lab.evaluation import EvaluationRecord, RecordFile
-from blockattn_rag.lab.evaluation.records import Row
+from blockattn_rag.lab.evaluation.records import RecordFile, Row
+from blockattn_rag.lab.evaluation.run import EvaluationRecord
 
 LINES = """\
 {"settings": {"model": "m", "limit": null}}
-{"id": "q1", "digest": "00ff", "mode": "head:4", "kind": "even", "question": "How high?", \
+{"id": "q1", "digest": "00ff", "mode": "head:4", "question": "How high?", \
 "answers": ["á", "b"], "output": "It is.", "accuracy": 1.0, "exact_match": 0.0, "f1": 0.5, \
-"recipe": "0a", "hits": 3, "misses": 1, "reused_tokens": 30, "computed_tokens": 12, \
-"generated_tokens": 4, "finish_reason": "length", "ttft_s": 0.125}
+"hits": 3, "misses": 1, "reused_tokens": 30, "computed_tokens": 12, "promoted_tokens": 0, \
+"generated_tokens": 4, "finish_reason": "length", "recipe": "0a"}
 """
 RECORD = EvaluationRecord(
     id="q1",
     digest="00ff",
     mode="head:4",
-    kind="even",
     question="How high?",
     answers=("á", "b"),
     output="It is.",
     accuracy=1.0,
     exact_match=0.0,
     f1=0.5,
-    stats=ReuseStats("block", 3, 1, 30, 12, generated_tokens=4, ttft_s=0.125),
+    hits=3,
+    misses=1,
+    reused_tokens=30,
+    computed_tokens=12,
+    promoted_tokens=0,
+    generated_tokens=4,
     finish_reason="length",
     recipe="0a",
 )
@@ -47,7 +50,7 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 
 def test_records_of_another_recipe_are_refused(tmp_path: Path) -> None:
-    full = replace(RECORD, mode="full", recipe="", stats=ReuseStats("full"))
+    full = replace(RECORD, mode="full", recipe="")
     path = tmp_path / "new.jsonl"
     RecordFile(path, {}, EvaluationRecord.from_dict).append([RECORD, full])
     sink = Row("head:4", Recipe("head:4"))
@@ -55,4 +58,3 @@ def test_records_of_another_recipe_are_refused(tmp_path: Path) -> None:
         RecordFile(path, {}, EvaluationRecord.from_dict, rows=[Row("full"), sink])
     file = RecordFile(path, {}, EvaluationRecord.from_dict, rows=[Row("full"), Row("new")])
     assert [record.recipe for record in file.records.values()] == ["0a", ""]
-    assert [record.stats.mode for record in file.records.values()] == ["block", "full"]

@@ -14,8 +14,8 @@ from blockattn_rag.engine.find_recipe import RecipeLike
 from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.engine.results import Generation, ReuseStats
 from blockattn_rag.errors import ContextOverflowError, DataError
-from blockattn_rag.lab.evaluation import EvaluationSample, evaluate, read_samples
-from blockattn_rag.lab.evaluation.run import make_prompt
+from blockattn_rag.lab.evaluation.datasets import EvaluationSample, read_samples
+from blockattn_rag.lab.evaluation.run import evaluate, make_prompt
 from blockattn_rag.model import BlockModel
 from blockattn_rag.prompts.blocks import BlockPrompt
 from blockattn_rag.prompts.formats import prompt_format
@@ -54,10 +54,8 @@ class FakeEngine:
         if self.fail_after < 0:
             raise KeyboardInterrupt
         name = "composite" if recipe and recipe.positions == "composite" else mode
-        if not any(prompt.context for prompt in prompts):
-            name = "closed-book"
         self.asked += [(name, prompt) for prompt in prompts]
-        stats = ReuseStats(mode="block", hits=3, reused_tokens=30, computed_tokens=10, ttft_s=0.5)
+        stats = ReuseStats(mode="block", hits=3, reused_tokens=30, computed_tokens=10)
         return [Generation(self._answer(name, p), [1], "stop", stats) for p in prompts]
 
     def _answer(self, name: str, prompt: BlockPrompt) -> str:
@@ -76,39 +74,24 @@ def run(engine: FakeEngine, *args: Any, **options: Any) -> Any:
 
 def test_recipes_are_scored_and_compared_with_full_mode(tmp_path: Path) -> None:
     right = {str(i): f"It is {i}00 metres." for i in range(1, 5)}
-    engine = FakeEngine(
-        {"full": right, "block": {**right, "2": "?"}, "closed-book": {"1": "100 metres"}}
-    )
+    engine = FakeEngine({"full": right, "block": {**right, "2": "?"}})
     recipes = {"none": Recipe(), "composite": Recipe(positions="composite")}
-    report = run(engine, samples(tmp_path), recipes, closed_book=True, batch_size=3)
-    assert [r.mode for r in report.results] == ["full", "none", "composite", "closed-book"]
-    assert [r.accuracy.mean for r in report.results] == [1.0, 0.75, 0.0, 0.25]
-    assert [r.agreement for r in report.results] == [1.0, 0.75, 0.0, 0.0]
+    report = run(engine, samples(tmp_path), recipes, batch_size=3)
+    assert [r.mode for r in report.results] == ["full", "none", "composite"]
+    assert [r.accuracy.mean for r in report.results] == [1.0, 0.75, 0.0]
+    assert [r.agreement for r in report.results] == [1.0, 0.75, 0.0]
     assert report["none"].difference.mean == -0.25
-    assert report["closed-book"].exact_match.mean == 0.25
     assert report["none"].stats.reused_tokens == 120
-    assert report.cut_off == 0
-    assert report.results is report.results  # bootstrapped once
-    assert {k: [r.samples for r in v] for k, v in report.by_kind.items()} == {
-        "even": [2, 2, 2, 2],
-        "odd": [2, 2, 2, 2],
-    }
+    assert report["none"].cut_off == 0
     assert json.loads(json.dumps(report.to_dict()))["rows"][1]["accuracy"]["mean"] == 0.75
 
 
 def test_blocks_are_encoded_before_block_mode_answers_and_not_for_full_mode(tmp_path: Path) -> None:
     engine = FakeEngine({})
-    run(engine, samples(tmp_path, 1), (), closed_book=True)
+    run(engine, samples(tmp_path, 1), ())
     assert engine.encoded == 0
     run(engine, samples(tmp_path, 1), ("none",))
     assert engine.encoded == 4  # the instructions and three passages
-
-
-def test_closed_book_prompts_hold_the_question_and_no_passage(tmp_path: Path) -> None:
-    engine = FakeEngine({})
-    run(engine, samples(tmp_path, 1), (), closed_book=True)
-    _, (_, prompt) = engine.asked
-    assert prompt.text == "Question: How high is Tower 1?\nAnswer: "
 
 
 def test_an_interrupted_evaluation_resumes_from_its_records(tmp_path: Path) -> None:
@@ -169,9 +152,6 @@ def test_records_of_other_samples_with_the_same_ids_are_refused(tmp_path: Path, 
         with pytest.raises(DataError, match="other passages, under the ids q2"):
             run(FakeEngine({}), changed, recipes, records_path=path)
     assert path.read_bytes() == kept
-    named = [replace(sample, kind="new") for sample in data]
-    report = run(FakeEngine({}), named, (), records_path=path)
-    assert [r.samples for r in report.by_kind["new"]] == [3]
 
 
 @pytest.mark.parametrize(
@@ -206,8 +186,6 @@ def test_a_real_engine_reuses_blocks_and_answers_alike_in_batches(tmp_path: Path
     single = evaluate(engine, data, recipes, max_new_tokens=4, batch_size=1)
     assert [r.output for r in batched.records] == [r.output for r in single.records]
     assert single["full"].stats.reused_tokens == 0
-    assert (single["full"].ttft_s or 0) > 0
-    assert [result.ttft_s for result in batched.results] == [None] * 4  # each waits for all
     assert [single[name].stats.misses for name in recipes] == [0, 0, 0]
     assert single["none"].stats.reused_tokens > 0
 
@@ -236,5 +214,5 @@ def test_answers_that_the_context_window_cuts_off_are_counted(tmp_path: Path) ->
     context, final = engine.model.tokenizer.prompt_ids(prompt)
     room = engine.model.max_context_tokens - sum(map(len, context)) - len(final)
     report = evaluate(engine, data, (), max_new_tokens=room + 50)
-    assert [r.stats.generated_tokens for r in report.records] == [room, room]
-    assert report.cut_off == report["full"].cut_off == 2
+    assert [r.generated_tokens for r in report.records] == [room, room]
+    assert report["full"].cut_off == 2
