@@ -63,7 +63,7 @@ def hostile(form: str, count: int) -> Iterator[str]:
 def counters(model: BlockModel) -> dict[tuple[str, str], Callable[[str], Count]]:
     """Functions that ask about a passage and count the calls of the answer, by adapter and mode."""
     engine = BlockAttentionEngine(model)
-    chat = ChatBlockAttention(engine=engine, mode="full", max_tokens=4096).bind_tools([delete_all])
+    chat = ChatBlockAttention(engine=engine, max_tokens=4096).bind_tools([delete_all], mode="full")
     llm = BlockAttentionLLM(engine=engine, mode="full", max_new_tokens=4096)
     tool = FunctionTool.from_defaults(delete_all)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from string import Formatter
 from typing import Any
 
 from langchain.agents.middleware import AgentMiddleware
@@ -23,12 +22,11 @@ from blockattn_rag.prompts.markers import strip_markers
 NOTHING_FOUND = "Nothing was found."
 """Result of the tool if the retriever finds nothing."""
 
-CONDENSE_PROMPT = (
+_CONDENSE = (
     "Given the conversation below, rephrase the follow-up question as one question that can be "
     "understood without it, in the same language. Answer with that question alone.\n\n"
     "{history}\n\nFollow-up question: {question}\nStandalone question:"
 )
-
 
 # LangGraph streams the tokens of all models in an agent, except models with this tag. A condensed
 # question is not part of the answer, so it must not be streamed.
@@ -39,31 +37,28 @@ class _Query(BaseModel):
     query: str = Field(description="What to look up, as a question or in key words.")
 
 
-def _runnable(given: Any, what: str, hint: str) -> Any:
-    """Return the object if it has ``invoke``; otherwise raise a TypeError with a hint."""
-    if hasattr(given, "invoke"):
-        return given
-    raise TypeError(f"expected {what}, found {type(given).__name__}; pass {hint}")
+def _check_runnable(given: Any, what: str, hint: str) -> None:
+    """Raise a TypeError with a hint if the object has no ``invoke``."""
+    if not hasattr(given, "invoke"):
+        raise TypeError(f"expected {what}, found {type(given).__name__}; pass {hint}")
 
 
-class _Lookup:
-    """Retrieves documents. Returns the text with marked passages, and documents with handles."""
+def _lookups(retriever: BaseRetriever, document_prompt: BasePromptTemplate[str] | None) -> Any:
+    """Functions (sync, async) of a query that return marked passages, and their documents."""
+    _check_runnable(retriever, "a retriever", "a vector store's as_retriever()")
+    prompt = as_block_prompt(document_prompt)
 
-    def __init__(
-        self, retriever: BaseRetriever, document_prompt: BasePromptTemplate[str] | None
-    ) -> None:
-        self._retriever = _runnable(retriever, "a retriever", "a vector store's as_retriever()")
-        self._prompt = as_block_prompt(document_prompt)
+    def shown(documents: Sequence[Document]) -> tuple[str, list[Document]]:
+        text = format_blocks(documents, prompt) or NOTHING_FOUND
+        return text, [prompt.stamp(document) for document in documents]
 
-    def __call__(self, query: str) -> tuple[str, list[Document]]:
-        return self._shown(self._retriever.invoke(query))
+    def look_up(query: str) -> tuple[str, list[Document]]:
+        return shown(retriever.invoke(query))
 
-    async def later(self, query: str) -> tuple[str, list[Document]]:
-        return self._shown(await self._retriever.ainvoke(query))
+    async def alook_up(query: str) -> tuple[str, list[Document]]:
+        return shown(await retriever.ainvoke(query))
 
-    def _shown(self, documents: Sequence[Document]) -> tuple[str, list[Document]]:
-        text = format_blocks(documents, self._prompt) or NOTHING_FOUND
-        return text, [self._prompt.stamp(document) for document in documents]
+    return look_up, alook_up
 
 
 def block_retriever_tool(
@@ -90,14 +85,7 @@ def block_retriever_tool(
     Raises:
         TypeError: ``retriever`` is not a retriever, but for example a vector store.
     """
-    lookup = _Lookup(retriever, document_prompt)
-
-    def look_up(query: str) -> tuple[str, list[Document]]:
-        return lookup(query)
-
-    async def alook_up(query: str) -> tuple[str, list[Document]]:
-        return await lookup.later(query)
-
+    look_up, alook_up = _lookups(retriever, document_prompt)
     return StructuredTool(
         name=name,
         description=description,
@@ -121,11 +109,8 @@ class RetrieveFirst(AgentMiddleware[Any, Any]):
         document_prompt: See ``block_retriever_tool``.
         condense: Chat model that rewrites follow-up questions as standalone questions. Default:
             questions are looked up unchanged.
-        condense_prompt: Prompt for the model ``condense``, with ``{history}`` and ``{question}``.
 
     Raises:
-        ValueError: ``condense_prompt`` lacks ``{history}`` or ``{question}``, or has other names in
-            braces.
         TypeError: ``retriever`` or ``condense`` has another type, such as a vector store or a name.
 
     Example::
@@ -141,22 +126,15 @@ class RetrieveFirst(AgentMiddleware[Any, Any]):
         name: str = "retrieve",
         document_prompt: BasePromptTemplate[str] | None = None,
         condense: BaseChatModel | None = None,
-        condense_prompt: str = CONDENSE_PROMPT,
     ) -> None:
         super().__init__()
-        names = {name for _, name, _, _ in Formatter().parse(condense_prompt) if name is not None}
-        if names != {"history", "question"}:
-            raise ValueError(
-                "condense_prompt must have {history} and {question} and no other name in braces; "
-                f"found {sorted(names)}"
-            )
         self.tools = []
-        self._lookup = _Lookup(retriever, document_prompt)
+        self._look_up, self._alook_up = _lookups(retriever, document_prompt)
         self._tool_name = name
         if condense is not None:
-            _runnable(condense, "a chat model for condense", "an object such as ChatBlockAttention")
+            hint = "an object such as ChatBlockAttention"
+            _check_runnable(condense, "a chat model for condense", hint)
         self._condense = condense
-        self._condense_prompt = condense_prompt
 
     def before_agent(self, state: Any, runtime: Any) -> dict[str, Any] | None:
         """Retrieve passages if the last message is a question. Returns the messages to add."""
@@ -165,7 +143,7 @@ class RetrieveFirst(AgentMiddleware[Any, Any]):
         if prompt := self._condensing(messages, question):
             assert self._condense is not None
             question = self._condense.invoke(prompt, _UNSEEN).text.strip() or question
-        return self._messages(question, *self._lookup(question))
+        return self._messages(question, *self._look_up(question))
 
     async def abefore_agent(self, state: Any, runtime: Any) -> dict[str, Any] | None:
         """``before_agent`` for event loops."""
@@ -174,7 +152,7 @@ class RetrieveFirst(AgentMiddleware[Any, Any]):
         if prompt := self._condensing(messages, question):
             assert self._condense is not None
             question = (await self._condense.ainvoke(prompt, _UNSEEN)).text.strip() or question
-        return self._messages(question, *await self._lookup.later(question))
+        return self._messages(question, *await self._alook_up(question))
 
     def _condensing(self, messages: Sequence[BaseMessage], question: str) -> str | None:
         """Prompt of the condensing model. None: the question is looked up unchanged."""
@@ -182,7 +160,7 @@ class RetrieveFirst(AgentMiddleware[Any, Any]):
         history = "\n".join(line for line in said if line)
         if self._condense is None or not history:
             return None
-        return self._condense_prompt.format(history=history, question=question)
+        return _CONDENSE.format(history=history, question=question)
 
     def _messages(self, query: str, text: str, documents: list[Document]) -> dict[str, Any]:
         call_id, name = new_call_id(), self._tool_name

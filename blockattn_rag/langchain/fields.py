@@ -27,7 +27,6 @@ from blockattn_rag.adapters.arguments import check_known
 from blockattn_rag.adapters.engine_source import EngineSource, source_of
 from blockattn_rag.adapters.exchange import Exchange, Step
 from blockattn_rag.engine.protocol import Engine
-from blockattn_rag.engine.results import Mode
 from blockattn_rag.langchain.messages import PROVIDER, without_markers
 from blockattn_rag.prompts.blocks import BlockTemplate
 from blockattn_rag.prompts.formats import BLANK_LINE
@@ -132,7 +131,6 @@ class GenerationFields(EngineFields):
     """Fields of a language model: default options of all calls. A call's own options override them.
 
     Args:
-        mode: ``"block"`` reuses passages; ``"full"`` is ordinary attention over the same tokens.
         max_tokens (or max_new_tokens): Maximum number of tokens in an answer.
         temperature: Sampling temperature. None or 0: greedy decoding.
         stop (or stop_sequences): Strings that end the answer. The answer excludes them.
@@ -140,14 +138,14 @@ class GenerationFields(EngineFields):
         recognize: Whether to also find ingested passages in text without markers. Prompts then need
             no ``format_blocks``. Not with ``base_url``, because a server has its own option.
         generate_kwargs: Further options of every call, such as ``top_p``, ``top_k`` and ``seed``,
-            and the arguments of transformers' ``generate``.
+            the arguments of transformers' ``generate``, and ``mode``: ``"block"`` reuses passages
+            (default); ``"full"`` is ordinary attention over the same tokens.
     """
 
     takes_llm: ClassVar[bool] = False
     prompt_options: ClassVar[tuple[str, ...]] = ()
     """Options of a call that affect the prompt. The engine receives all other options."""
 
-    mode: Mode = "block"
     max_tokens: int = Field(default=256, alias="max_new_tokens", gt=0)
     temperature: float | None = Field(default=None, ge=0)
     stop: list[str] | None = Field(default=None, alias="stop_sequences")
@@ -172,7 +170,6 @@ class GenerationFields(EngineFields):
     def engine_options(self, stop: list[str] | None, call: dict[str, Any]) -> dict[str, Any]:
         """Engine options of one call. The call's options override the fields."""
         options = {
-            "mode": self.mode,
             "temperature": self.temperature,
             "max_new_tokens": self.max_tokens,
             **self.generate_kwargs,

@@ -228,14 +228,6 @@ async def test_an_agents_stream_excludes_the_condensed_question(
     assert retriever.queries == ["3 please", "3 please"]
 
 
-@pytest.mark.parametrize("wrong", ["{question}", "{history} {question} {}", "{history}{a}"])
-def test_a_prompt_for_condensing_that_cannot_be_filled_is_refused(
-    retriever: Numbered, wrong: str
-) -> None:
-    with pytest.raises(ValueError, match=r"must have \{history\} and \{question\}.*found \['"):
-        RetrieveFirst(retriever, condense_prompt=wrong)
-
-
 def test_invalid_retrievers_and_models_raise_in_the_constructor(retriever: Numbered) -> None:
     vectors: Any = InMemoryVectorStore(HashingEmbeddings(8))
     with pytest.raises(TypeError, match=r"found InMemoryVectorStore; pass .* as_retriever"):
