@@ -106,7 +106,7 @@ R = TypeVar("R", bound=Record)
 F = TypeVar("F", bound=RowResult)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots, which generic classes cannot have
 class Report(Generic[R, F]):
     """Result of a run: its settings, all records, and the summary of each row, in order."""
 

@@ -220,6 +220,8 @@ def _check_room(
 
 
 def _record(sample: EvaluationSample, row: Row, answer: Generation) -> EvaluationRecord:
+    scores = {name: metric(answer.text, sample.answers) for name, metric in METRICS.items()}
+    counts: dict[str, Any] = {name: getattr(answer.stats, name) for name in _COUNTS}
     return EvaluationRecord(
         id=sample.id,
         digest=sample.digest,
@@ -229,8 +231,8 @@ def _record(sample: EvaluationSample, row: Row, answer: Generation) -> Evaluatio
         output=answer.text,
         finish_reason=answer.finish_reason,
         recipe=row.digest,
-        **{name: metric(answer.text, sample.answers) for name, metric in METRICS.items()},
-        **{name: getattr(answer.stats, name) for name in _COUNTS},
+        **scores,
+        **counts,
     )
 
 
