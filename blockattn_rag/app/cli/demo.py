@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -30,14 +31,14 @@ from blockattn_rag.app.demo.run import (
     SMOLLM2,
     Demo,
     DemoAnswer,
-    DemoReport,
     default_folder,
     default_model,
+    report_of,
     speedup,
 )
 from blockattn_rag.app.rag.ask import Answer
 from blockattn_rag.app.rag.database import Database
-from blockattn_rag.app.rag.ingest import IngestReport
+from blockattn_rag.app.rag.ingest import IngestReport, ingest_documents
 from blockattn_rag.app.rag.names import existing_model
 from blockattn_rag.engine.results import Mode
 from blockattn_rag.store.urls import lasts
@@ -95,8 +96,8 @@ def demo(
     asking = time.perf_counter()
     answers = _answers(started)
     ask_s = time.perf_counter() - asking
-    report = DemoReport.of(started, ingested, answers, ask_s)
-    emit(report.to_dict(), *_summary(report))
+    report = report_of(started, ingested, answers, ask_s)
+    emit(report, *_summary(report))
 
 
 def _web(db: Path | None, model: str | None, store: str | None) -> None:
@@ -127,7 +128,8 @@ def _load(db: Path | None, model: str | None, store: str | None, *, remembers: b
 
 def _ingest(started: Demo) -> IngestReport:
     with stages() as on_progress:
-        report = started.ingest(on_progress)
+        documents = started.collection.documents()
+        report = ingest_documents(started.database, documents, on_progress=on_progress)
     if not json_file():
         stdout.print(
             f"{count(report.passages, 'passage')}: {report.computed} computed, {report.reused} "
@@ -149,7 +151,7 @@ def _answers(started: Demo) -> list[DemoAnswer]:
         for mode in MODES:
             left = "" if not answers else f", {_left(begun, len(answers), len(questions))} left"
             with spinner(f"question {number} of {len(questions)}, {mode} mode{left}"):
-                found[mode] = started.ask(question, mode)
+                found[mode] = started.assistant.ask(question.question, mode=mode)
             if not quiet:
                 _show(found[mode], right=is_right(found[mode].answer, question.answers))
         answers.append(DemoAnswer(question, **found))
@@ -181,8 +183,8 @@ def _text(text: str) -> str:
     return escape(plain(text))
 
 
-def _summary(report: DemoReport) -> list[str]:
-    total, ingest = report.summary, report.ingest
+def _summary(report: Mapping[str, Any]) -> list[str]:
+    total, ingest = report["summary"], report["ingest"]
     tokens = total["reused_tokens"] + total["computed_tokens"]
     share = percent(total["reused_tokens"] / tokens)
     rows = {
@@ -193,25 +195,25 @@ def _summary(report: DemoReport) -> list[str]:
         f"{speedup(total['speedup'])}",
         "Prompt tokens": f"{total['reused_tokens']:,} of {tokens:,} ({share} %) reused in block "
         "mode",
-        "Ingestion": f"{ingest.computed_tokens:,} tokens computed in {duration(ingest.encode_s)}, "
-        f"{count(ingest.reused, 'passage')} found in the store",
-        "Keys and values": f"{size(report.stored_bytes)} in {report.store}",
-        "Time": f"loading {duration(report.load_s)}, ingestion {duration(ingest.total_s)}, "
-        f"questions {duration(report.ask_s)}",
-        "Block mode ran with": report.recipe,
+        "Ingestion": f"{ingest['computed_tokens']:,} tokens computed in "
+        f"{duration(ingest['encode_s'])}, {count(ingest['reused'], 'passage')} found in the store",
+        "Keys and values": f"{size(report['stored_bytes'])} in {report['store']}",
+        "Time": f"loading {duration(report['load_s'])}, ingestion {duration(ingest['total_s'])}, "
+        f"questions {duration(report['ask_s'])}",
+        "Block mode ran with": report["recipe"],
     }
     lines = ["", *(f"{name:<20}{value}" for name, value in rows.items())]
-    if report.model == SMOLLM2:
+    if report["model"] == SMOLLM2:
         lines.append(
             "SmolLM2 has only 135 million parameters, so it is often wrong in both modes. It shows "
             "the difference in speed."
         )
-    if lasts(report.store):
+    if lasts(report["store"]):
         extra = "" if web.is_available() else f" (needs {web.MISSING})"
-        ask = f'blockattn-rag ask "..." --db {report.db}'
+        ask = f'blockattn-rag ask "..." --db {report["db"]}'
         lines += [
             "",
             f"Ask: {ask}",
-            f"Watch both modes: blockattn-rag demo --web --db {report.db}{extra}",
+            f"Watch both modes: blockattn-rag demo --web --db {report['db']}{extra}",
         ]
     return lines

@@ -27,7 +27,7 @@ from blockattn_rag.app.rag.database import (
     require_manifest,
 )
 from blockattn_rag.app.rag.documents import load_documents
-from blockattn_rag.app.rag.ingest import Estimate, check_room, ingest_documents, unused_entries
+from blockattn_rag.app.rag.ingest import Estimate, ingest_documents
 from blockattn_rag.app.rag.names import HASHING, MINILM, check_model, existing_model
 from blockattn_rag.app.rag.passages import (
     all_sources,
@@ -149,18 +149,11 @@ def ingest(
         )
     unread = {str(file) for file in (*dict(loaded.skipped), *loaded.links)}
     orphaned = orphaned_sources(database.collection, unread)
-    unused = unused_entries(database)
     if orphaned:
         others = f" and {len(orphaned) - 3} more" if len(orphaned) > 3 else ""
         note(
             f"note: these files are gone, skipped or empty, but {db} still has their passages: "
             f"{', '.join(orphaned[:3])}{others}; `blockattn-rag remove PATH --db {db}` removes them"
-        )
-    if unused:
-        note(
-            f"note: {count(unused.entries, 'entry')} of {db} ({size(unused.nbytes)} of "
-            f"{size(unused.total_bytes)}) belong to no passage any more; when no ingestion is "
-            f"running, free them: blockattn-rag store gc {db} --grace 0s"
         )
     shared = report.passages - report.computed - report.reused
     data = {
@@ -168,7 +161,6 @@ def ingest(
         "db": db,
         **{name: getattr(database.manifest, name) for name in _REPORTED},
         "orphaned": orphaned,
-        "unused": unused and asdict(unused),
         "links": loaded.links,
         "skipped": [{"file": file, "reason": reason} for file, reason in loaded.skipped],
     }
@@ -188,7 +180,11 @@ def ingest(
 
 
 def _show_estimate(found: Estimate) -> None:
-    """Print an estimate of the work, and refuse it if the disk is too small."""
+    """Print an estimate of the work.
+
+    Raises:
+        ValueError: The disk is too small.
+    """
     if not found.new_blocks:
         return
     where = f" in {found.folder}, {size(found.free_bytes)} free" if found.free_bytes else ""
@@ -197,8 +193,15 @@ def _show_estimate(found: Estimate) -> None:
         f"{count(found.new_blocks, 'passage')} of {count(found.new_tokens, 'token')} to encode: "
         f"about {size(found.new_bytes)} of keys and values{where}{takes}"
     )
-    check_room(found)
-    if found.new_bytes >= LARGE_BYTES and found.int8_bytes < found.new_bytes:
+    saves = found.int8_bytes < found.new_bytes
+    if found.free_bytes is not None and found.new_bytes > found.free_bytes:
+        int8 = f" (int8 takes {size(found.int8_bytes)}: --kv-dtype int8)" if saves else ""
+        raise ValueError(
+            f"{found.folder} has {size(found.free_bytes)} free, but the keys and values of "
+            f"{found.new_blocks:,} passages take about {size(found.new_bytes)}{int8}; free space, "
+            "ingest less, or ingest elsewhere"
+        )
+    if found.new_bytes >= LARGE_BYTES and saves:
         note(
             f"note: with --kv-dtype int8 they would take about {size(found.int8_bytes)}, with "
             "nearly the same answers"

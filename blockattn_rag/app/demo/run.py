@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -18,7 +18,7 @@ from blockattn_rag.app.demo.corpus import bundled_corpus, bundled_questions
 from blockattn_rag.app.rag.ask import Answer, Assistant
 from blockattn_rag.app.rag.database import Database, Manifest
 from blockattn_rag.app.rag.documents import set_source
-from blockattn_rag.app.rag.ingest import IngestReport, ingest_documents
+from blockattn_rag.app.rag.ingest import IngestReport
 from blockattn_rag.engine.results import Mode, ReuseStats
 from blockattn_rag.errors import DatabaseError
 from blockattn_rag.files import state_folder
@@ -145,7 +145,7 @@ def _check_folder(folder: Path) -> None:
 
 
 class Demo:
-    """A demo in progress: ``ingest``, warm up the assistant, then ``ask`` each question.
+    """A demo in progress: its database, collection and assistant.
 
     Passages that an earlier run stored are reused.
 
@@ -179,71 +179,35 @@ class Demo:
         )
         self.load_s = time.perf_counter() - started
 
-    def ingest(self, on_progress: Callable[[str, int, int], None] | None = None) -> IngestReport:
-        """Encode and store new passages. ``on_progress`` is called with (stage, done, total)."""
-        documents = self.collection.documents()
-        return ingest_documents(self.database, documents, on_progress=on_progress)
 
-    def ask(self, question: facts.Question, mode: Mode) -> Answer:
-        """Answer a question."""
-        return self.assistant.ask(question.question, mode=mode)
+def report_of(
+    demo: Demo, ingest: IngestReport, answers: Sequence[DemoAnswer], ask_s: float
+) -> dict[str, Any]:
+    """The report of a finished demo, as plain JSON types. ``ask_s``: seconds of all answers.
 
-
-@dataclass(frozen=True, slots=True)
-class DemoReport:
-    """Results of a demo.
-
-    Attributes:
-        recipe: Recipe of block mode.
-        store: Folder or address of the store.
-        stored_bytes: Size of the store.
-        load_s, ask_s: Duration of loading and of answering, in seconds.
+    The summary has the right answers, totals of block mode, and medians of the times.
     """
-
-    db: str
-    store: str
-    model: str
-    recipe: str
-    stored_bytes: int
-    load_s: float
-    ask_s: float
-    ingest: IngestReport
-    questions: tuple[DemoAnswer, ...]
-
-    @classmethod
-    def of(
-        cls, demo: Demo, ingest: IngestReport, answers: list[DemoAnswer], ask_s: float
-    ) -> DemoReport:
-        """Create the report of a finished demo."""
-        engine = demo.database.local_engine
-        return cls(
-            db=str(demo.folder),
-            store=demo.store,
-            model=demo.model,
-            recipe=engine.recipe.source or str(engine.recipe),
-            stored_bytes=engine.store.stats().total_bytes,
-            load_s=demo.load_s,
-            ask_s=ask_s,
-            ingest=ingest,
-            questions=tuple(answers),
-        )
-
-    @property
-    def summary(self) -> dict[str, Any]:
-        """Right answers, totals of block mode, and medians of the times."""
-        block, full = (
-            statistics.median(one.of(mode).stats.ttft_s for one in self.questions) for mode in MODES
-        )
-        return {
-            "of": len(self.questions),
-            **{f"right_{mode}": sum(q.is_right(mode) for q in self.questions) for mode in MODES},
-            **sum((q.block.stats for q in self.questions), ReuseStats("block")).reuse(),
-            "ttft_block_median_s": block,
-            "ttft_full_median_s": full,
-            "speedup": full / block if block else 0.0,
-        }
-
-    def to_dict(self) -> dict[str, Any]:
-        """As plain JSON types."""
-        questions = [question.to_dict() for question in self.questions]
-        return {**asdict(self), "questions": questions, "summary": self.summary}
+    engine = demo.database.local_engine
+    block, full = (
+        statistics.median(one.of(mode).stats.ttft_s for one in answers) for mode in MODES
+    )
+    summary = {
+        "of": len(answers),
+        **{f"right_{mode}": sum(one.is_right(mode) for one in answers) for mode in MODES},
+        **sum((one.block.stats for one in answers), ReuseStats("block")).reuse(),
+        "ttft_block_median_s": block,
+        "ttft_full_median_s": full,
+        "speedup": full / block if block else 0.0,
+    }
+    return {
+        "db": str(demo.folder),
+        "store": demo.store,
+        "model": demo.model,
+        "recipe": engine.recipe.source or str(engine.recipe),
+        "stored_bytes": engine.store.stats().total_bytes,
+        "load_s": demo.load_s,
+        "ask_s": ask_s,
+        "ingest": asdict(ingest),
+        "questions": [one.to_dict() for one in answers],
+        "summary": summary,
+    }

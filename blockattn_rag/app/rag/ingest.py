@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import blockattn_rag.llama_index as adapter
-from blockattn_rag.adapters.handles import handles_in
 from blockattn_rag.app.rag.database import Database
 from blockattn_rag.app.rag.documents import SOURCE_KEY
 from blockattn_rag.app.rag.passages import delete_passages, ids_of
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
 
 _ADD_BATCH = 128
 """Passages per embedding batch, which is the most that an interruption can lose."""
-_FEW = 8
-"""Number of unused entries that any database may have, such as the text before the passages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +154,6 @@ class Estimate:
     """Estimate of the work of an ingestion.
 
     Args:
-        passages: Passages of the documents.
         blocks: Distinct passages. Each is encoded once.
         new_blocks: Blocks that are not stored yet.
         new_tokens: Tokens of the new blocks.
@@ -168,7 +164,6 @@ class Estimate:
         free_bytes: Free space in the folder.
     """
 
-    passages: int
     blocks: int
     new_blocks: int
     new_tokens: int
@@ -210,7 +205,6 @@ def estimate(database: Database, blocks: Sequence[Block]) -> Estimate | None:
         speed = measured_operations_per_s(model.dtype, model.device.type)
         seconds = sum(prefill_flops(config, size) for size in sizes) / speed
     return Estimate(
-        passages=len(blocks),
         blocks=len(distinct),
         new_blocks=len(new),
         new_tokens=sum(sizes),
@@ -222,60 +216,6 @@ def estimate(database: Database, blocks: Sequence[Block]) -> Estimate | None:
     )
 
 
-def check_room(found: Estimate) -> None:
-    """Refuse an ingestion that does not fit on the disk.
-
-    Raises:
-        ValueError: There is not enough free space.
-    """
-    if found.free_bytes is not None and found.new_bytes > found.free_bytes:
-        int8 = ""
-        if found.int8_bytes < found.new_bytes:
-            int8 = f" (int8 takes {_gib(found.int8_bytes)}: --kv-dtype int8)"
-        raise ValueError(
-            f"{found.folder} has {_gib(found.free_bytes)} free, but the keys and values of "
-            f"{found.new_blocks:,} passages take about {_gib(found.new_bytes)}{int8}; free space, "
-            "ingest less, or ingest elsewhere"
-        )
-
-
-def _gib(number: int) -> str:
-    return f"{number / (1 << 30):.2f} GiB"
-
-
 def _existing(folder: Path) -> Path:
     """The folder, or its nearest parent that exists."""
     return next(one for one in (folder, *folder.absolute().parents) if one.exists())
-
-
-@dataclass(frozen=True, slots=True)
-class Unused:
-    """Number and bytes of entries that ``store gc --grace 0s`` would delete, and total bytes."""
-
-    entries: int
-    nbytes: int
-    total_bytes: int
-
-
-def unused_entries(database: Database) -> Unused | None:
-    """Count the entries in a database's own store that no passage uses. None: there are few.
-
-    Also returns None for stores that may be shared, or that belong to a server.
-    """
-    from blockattn_rag.engine.engine import BlockAttentionEngine
-    from blockattn_rag.store import DirectoryStore, LiveHandles, gc
-    from blockattn_rag.store.live import is_handle
-
-    engine, manifest = database.engine, database.manifest
-    store = engine.store if isinstance(engine, BlockAttentionEngine) else None
-    if manifest.store is not None or not isinstance(store, DirectoryStore):
-        return None
-    collections = database.client.list_collections()
-    live = LiveHandles(filter(is_handle, handles_in(collections)))
-    stats = store.stats()
-    if stats.entries <= len(live) + _FEW:
-        return None
-    found = gc(store, live, grace_s=0, namespaces={manifest.namespace}, dry_run=True)
-    if found.deleted.count <= _FEW:
-        return None
-    return Unused(found.deleted.count, found.freed_bytes, stats.total_bytes)

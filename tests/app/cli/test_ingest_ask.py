@@ -346,28 +346,6 @@ def test_int8_is_suggested_for_large_databases(
     assert "note: with --kv-dtype int8 they would" in cli(*command, tmp_path / "large").stderr
 
 
-def test_unused_entries_are_reported_with_the_command_that_frees_them(
-    cli: Command, model: Path, tmp_path: Path
-) -> None:
-    text = tmp_path / "long.txt"
-    text.write_text("".join(f"Sentence {n} of this text. " for n in range(120)), encoding="utf-8")
-    command = ("ingest", text, "--db", tmp_path / "db", "--model", model, "--json", "--chunk-size")
-    first = cli(*command, 200)
-    assert (first.json["unused"], "store gc" in first.stderr) == (None, False)
-    second = cli(*command, 150)
-    unused = second.json["unused"]
-    assert first.json["computed"] <= unused["entries"] <= first.json["computed"] + 1
-    assert (
-        "belong to no passage any more; when no ingestion is running, free them: "
-        f"blockattn-rag store gc {tmp_path / 'db'} " in second.stderr
-    )
-    freed = cli("store", "gc", tmp_path / "db", "--grace", "0s", "--json").json
-    assert (freed["deleted"]["count"], freed["freed_bytes"]) == (
-        unused["entries"],
-        unused["nbytes"],
-    )
-
-
 def test_equal_passages_are_explained(
     cli: Command, documents: Path, model: Path, tmp_path: Path
 ) -> None:
