@@ -80,14 +80,11 @@ def evaluate(
         raise typer.BadParameter("expected --data FILE or --log FILE, and not both")
     from blockattn_rag.engine.engine import BlockAttentionEngine
     from blockattn_rag.lab.evaluation.datasets import read_samples
-    from blockattn_rag.lab.evaluation.fidelity import measure_fidelity, read_log, replay
+    from blockattn_rag.lab.evaluation.fidelity import measure_fidelity, read_log
     from blockattn_rag.lab.evaluation.run import evaluate as measure_accuracy
 
     names = [name.strip() for name in recipes.split(",") if name.strip()]
-    if log is not None:
-        prompts = read_log(log)
-    elif data is not None:
-        samples = read_samples(data)
+    samples = read_samples(data) if data else read_log(log or Path())
     for name in names:
         check_recipe(name)
     with waiting(f"loading {model}"), loading(model):
@@ -95,23 +92,21 @@ def evaluate(
         engine: BlockAttentionEngine = BlockAttentionEngine.from_pretrained(
             model, dtype=dtype, kv_dtype=kv_dtype, recipe="none", resident_bytes=0
         )
-    common: dict[str, Any] = {"max_new_tokens": max_new_tokens, "records_path": output}
-    compared = report = None
-    with progress("answering" if data and not fidelity else "comparing") as tick:
-        common["on_progress"] = tick
-        if log is not None:
-            compared = replay(engine, prompts, names, **common)
-        elif data is not None:
-            common["settings"] = {"model": model, "data": data.name}
-            if fidelity:
-                compared = measure_fidelity(engine, samples, names, **common)
-            else:
-                report = measure_accuracy(engine, samples, names, **common)
-    title = f"{model} on {(data or log or Path()).name}"
-    if compared:
-        emit(compared.to_dict(), fidelity_table(title, compared), *_FIDELITY_LEGEND)
-    if report:
+    file = (data or log or Path()).name
+    title = f"{model} on {file}"
+    common: dict[str, Any] = {
+        "max_new_tokens": max_new_tokens,
+        "records_path": output,
+        "settings": {"model": model, "data": file},
+    }
+    by_answers = data is not None and not fidelity
+    with progress("answering" if by_answers else "comparing") as tick:
+        measure: Any = measure_accuracy if by_answers else measure_fidelity
+        report = measure(engine, samples, names, **common, on_progress=tick)
+    if by_answers:
         _show(title, report, max_new_tokens)
+    else:
+        emit(report.to_dict(), fidelity_table(title, report), *_FIDELITY_LEGEND)
 
 
 def _show(title: str, report: EvaluationReport, max_new_tokens: int) -> None:

@@ -150,51 +150,6 @@ FidelityReport = Report[FidelityRecord, FidelityResult]
 """Result of a comparison with full mode."""
 
 
-def measure_fidelity(
-    engine: BlockAttentionEngine,
-    samples: Sequence[EvaluationSample],
-    recipes: Recipes = ("auto",),
-    *,
-    max_new_tokens: int = 24,
-    records_path: str | Path | None = None,
-    settings: Mapping[str, Any] | None = None,
-    on_progress: Callable[[int, int], None] | None = None,
-) -> FidelityReport:
-    """Compare block mode with full mode on every sample.
-
-    Args:
-        engine: The model and its KV store.
-        samples: See :func:`.datasets.read_samples`. Right answers are not used.
-        recipes: Recipes of block mode to compare; see ``evaluation.records``. Every run also
-            compares full mode with itself, in the row ``"floor"``.
-        max_new_tokens: Maximum length of full mode's answers in tokens. Default: 24.
-        records_path: File of records, with one JSON line for each sample and row. Recorded samples
-            are not compared again.
-        settings: Further settings for the report and the records file.
-        on_progress: Called with the number of finished samples and the number of all samples.
-
-    Raises:
-        ValueError: A recipe cannot be used, or there is no sample.
-        DataError: ``records_path`` has records of another measurement, or is not a record file.
-        ContextOverflowError: A prompt does not fit in the context window.
-    """
-    if not samples:
-        raise ValueError("expected at least one sample, found none")
-    rows = rows_of(engine, FLOOR, recipes)
-    form = format_for(AUTO, engine.model.name)
-    noted = {
-        **(settings or {}),
-        "measured": "fidelity",
-        **settings_of(engine, prompt_format=form.name, max_new_tokens=max_new_tokens),
-    }
-
-    def compare(sample: EvaluationSample, missing: Sequence[Row]) -> list[FidelityRecord]:
-        prompt = make_prompt(engine, form, sample)
-        return compare_prompt(engine, sample, missing, prompt, max_new_tokens)
-
-    return compare_each(samples, rows, compare, noted, records_path, on_progress)
-
-
 @dataclass(frozen=True, slots=True)
 class LoggedPrompt:
     """A logged prompt: its id, and its blocks with the final block last."""
@@ -221,30 +176,54 @@ def read_log(path: str | Path) -> list[LoggedPrompt]:
     return read_distinct(path, parse)
 
 
-def replay(
+def measure_fidelity(
     engine: BlockAttentionEngine,
-    log: Sequence[LoggedPrompt],
+    samples: Sequence[EvaluationSample] | Sequence[LoggedPrompt],
     recipes: Recipes = ("auto",),
     *,
     max_new_tokens: int = 24,
     records_path: str | Path | None = None,
+    settings: Mapping[str, Any] | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> FidelityReport:
-    """Compare block mode with full mode on logged prompts; see ``measure_fidelity``.
+    """Compare block mode with full mode on every sample.
 
     Args:
-        log: Logged prompts; see ``read_log``.
+        engine: The model and its KV store.
+        samples: Evaluation data, whose right answers are not used, or logged prompts; see
+            :func:`.datasets.read_samples` and :func:`read_log`.
+        recipes: Recipes of block mode to compare; see ``evaluation.records``. Every run also
+            compares full mode with itself, in the row ``"floor"``.
+        max_new_tokens: Maximum length of full mode's answers in tokens. Default: 24.
+        records_path: File of records, with one JSON line for each sample and row. Recorded samples
+            are not compared again.
+        settings: Further settings for the report and the records file.
+        on_progress: Called with the number of finished samples and the number of all samples.
+
+    Raises:
+        ValueError: A recipe cannot be used, or there is no sample.
+        DataError: ``records_path`` has records of another measurement, or is not a record file.
+        ContextOverflowError: A prompt does not fit in the context window.
     """
-    if not log:
-        raise ValueError("found no prompt to replay, expected at least one")
-    noted = {"measured": "log", **settings_of(engine, max_new_tokens=max_new_tokens)}
-
-    def compare(logged: LoggedPrompt, missing: Sequence[Row]) -> list[FidelityRecord]:
-        prompt = BlockPrompt.from_texts(logged.texts)
-        return compare_prompt(engine, logged, missing, prompt, max_new_tokens)
-
+    if not samples:
+        raise ValueError("expected at least one sample, found none")
     rows = rows_of(engine, FLOOR, recipes)
-    return compare_each(log, rows, compare, noted, records_path, on_progress)
+    is_log = isinstance(samples[0], LoggedPrompt)
+    form = None if is_log else format_for(AUTO, engine.model.name)
+    own = settings_of(engine, prompt_format=form and form.name, max_new_tokens=max_new_tokens)
+    noted = {**(settings or {}), "measured": "log" if is_log else "fidelity", **own}
+
+    def compare(
+        sample: EvaluationSample | LoggedPrompt, missing: Sequence[Row]
+    ) -> list[FidelityRecord]:
+        if isinstance(sample, LoggedPrompt):
+            prompt = BlockPrompt.from_texts(sample.texts)
+        else:
+            assert form is not None
+            prompt = make_prompt(engine, form, sample)
+        return compare_prompt(engine, sample, missing, prompt, max_new_tokens)
+
+    return compare_each([*samples], rows, compare, noted, records_path, on_progress)
 
 
 def compare_each(

@@ -10,7 +10,7 @@ import pytest
 
 from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.errors import DataError
-from blockattn_rag.lab.evaluation.fidelity import read_log, replay
+from blockattn_rag.lab.evaluation.fidelity import measure_fidelity, read_log
 from tests.engines import tuned_engine
 
 PROMPTS = [["You answer.\n", f"Tower {n} is {n}00 metres high.\n", f"How high is {n}?"]
@@ -31,7 +31,7 @@ def test_predictions_along_full_modes_answer_are_compared(
     engine: BlockAttentionEngine, tmp_path: Path
 ) -> None:
     log = read_log(write(tmp_path / "log.jsonl", *({"prompt": one} for one in PROMPTS)))
-    report = replay(engine, log, ("none", "head:4"), max_new_tokens=4)
+    report = measure_fidelity(engine, log, ("none", "head:4"), max_new_tokens=4)
     assert [row.mode for row in report.results] == ["floor", "none", "head:4"]
     for prompt, record in zip(PROMPTS, report.records[3:6], strict=True):
         full = engine.generate(prompt, mode="full", max_new_tokens=4)
@@ -53,13 +53,15 @@ def test_a_stopped_replay_resumes_from_its_records(
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        replay(engine, log, ("none",), max_new_tokens=3, records_path=path, on_progress=stop)
+        measure_fidelity(
+            engine, log, ("none",), max_new_tokens=3, records_path=path, on_progress=stop
+        )
     done: list[int] = []
-    resumed = replay(
+    resumed = measure_fidelity(
         engine, log, ("none",), max_new_tokens=3, records_path=path,
         on_progress=lambda number, _: done.append(number),
     )  # fmt: skip
-    assert resumed.records == replay(engine, log, ("none",), max_new_tokens=3).records
+    assert resumed.records == measure_fidelity(engine, log, ("none",), max_new_tokens=3).records
     assert len(path.read_text("utf-8").splitlines()) == 1 + 2 * 3
 
 
@@ -86,8 +88,3 @@ def test_an_invalid_line_of_a_log_is_reported(
 ) -> None:
     with pytest.raises(DataError, match=message):
         read_log(write(tmp_path / "log.jsonl", *records))
-
-
-def test_an_empty_log_is_refused(engine: BlockAttentionEngine) -> None:
-    with pytest.raises(ValueError, match="found no prompt to replay"):
-        replay(engine, [])
