@@ -64,13 +64,14 @@ def test_a_model_is_loaded_once_with_its_arguments(
 def test_models_and_ingestion_steps_by_name_survive_pickling(
     framework: Framework, saved: str, tmp_path: Path
 ) -> None:
-    chat = framework.chat(saved, 3, kv_store=tmp_path / "kv", mode="full")
+    options = {"mode": "full"}
+    chat = framework.chat(saved, 3, kv_store=tmp_path / "kv", generate_kwargs=options)
     expected = framework.ask(chat, "whole").text
     data = pickle.dumps(chat)
     assert len(data) < 5000  # no weights
     sent = pickle.loads(data)
     assert framework.ask(sent, "whole").text == expected
-    assert sent.mode == "full"
+    assert sent.generate_kwargs == options
     step = framework.ingestion(model=saved, kv_store=tmp_path / "kv")
     framework.ingest(pickle.loads(pickle.dumps(step)), TEXTS)
     stats = framework.ingest(step, TEXTS)
