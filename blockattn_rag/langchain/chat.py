@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import UserDict
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any, ClassVar, cast
 
@@ -322,7 +323,7 @@ def _at_once(inputs: list[LanguageModelInput], config: Configs) -> int:
     return min(len(inputs), wanted or MAX_BATCH)
 
 
-class SourceProfile(Mapping[str, Any]):
+class SourceProfile(UserDict[str, Any]):
     """Profile of a model, read from its config and tokenizer on first use.
 
     It is lazy because the constructor of a chat model sets the profile, and must not read files.
@@ -332,7 +333,7 @@ class SourceProfile(Mapping[str, Any]):
         self._source = source
 
     @cached_property
-    def _known(self) -> ModelProfile:
+    def data(self) -> ModelProfile:  # type: ignore[override]
         tokenizer = self._source.tokenizer.tokenizer
         calls_tools = tool_template(tokenizer) is not None
         holds = self._source.follows_grammars
@@ -354,17 +355,5 @@ class SourceProfile(Mapping[str, Any]):
             structured_output=holds,
         )
 
-    def __getitem__(self, name: str) -> Any:
-        return self._known[name]  # type: ignore[literal-required]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._known)
-
-    def __len__(self) -> int:
-        return len(self._known)
-
     def __bool__(self) -> bool:
         return True  # the default would read files for the length
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({dict(self)})"

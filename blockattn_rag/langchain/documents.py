@@ -99,8 +99,6 @@ DocumentPromptField = Annotated[BlockDocumentPrompt, BeforeValidator(as_block_pr
 def format_blocks(
     documents: Sequence[Document],
     document_prompt: BasePromptTemplate[str] | None = None,
-    *,
-    separator: str = "\n\n",
 ) -> str:
     """Format documents as one string of marked passages: ``retriever | format_blocks``.
 
@@ -108,9 +106,7 @@ def format_blocks(
         documents: Documents in the order of the prompt. Empty documents are left out.
         document_prompt: Prompt that formats one document. Default: the document's
             ``page_content``.
-        separator: White space between passages. The chat model replaces it with its own
-            ``block_template``.
     """
     prompt = as_block_prompt(document_prompt)
     texts = (format_document(document, prompt) for document in documents)
-    return separator.join(text for text in texts if text)
+    return "\n\n".join(text for text in texts if text)

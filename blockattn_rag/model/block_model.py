@@ -180,8 +180,8 @@ class BlockModel:
     def batch_tokens(self) -> int:
         """Default size of an encoding batch in tokens, including padding.
 
-        Large enough for efficient matrix products: measured by ``bench ingest`` on the CPU,
-        estimated for accelerators.
+        Large enough for efficient matrix products: measured by ``benchmarks/efficiency.py`` on the
+        CPU, estimated for accelerators.
         """
         return 2048 if self.device.type == "cpu" else 16384
 

@@ -28,8 +28,7 @@ from blockattn_rag.lab.repair.data import Material, Question, Sample, distinct, 
 from blockattn_rag.lab.repair.plan import LIMITS, Limits, Plan, Speeds
 from blockattn_rag.lab.repair.questions import write_questions
 from blockattn_rag.lab.repair.report import plot
-from blockattn_rag.lab.repair.store import ReadThroughStore
-from blockattn_rag.lab.repair.student import BlockSource, Student
+from blockattn_rag.lab.repair.student import BlockSource, ReadThroughStore, Student
 from blockattn_rag.lab.repair.teacher import Teacher
 from blockattn_rag.lab.repair.trainer import BATCH, CorrectionTrainer, seconds_of_a_prompt
 from blockattn_rag.model import BlockModel, EncodeRequest

@@ -28,7 +28,7 @@ from blockattn_rag.lab.repair.compare import Comparer
 from blockattn_rag.lab.repair.data import distinct
 from blockattn_rag.lab.repair.plan import Plan, Speeds
 from blockattn_rag.lab.repair.report import figures
-from blockattn_rag.lab.repair.store import ReadThroughStore
+from blockattn_rag.lab.repair.student import ReadThroughStore
 from blockattn_rag.lab.repair.teacher import Teacher
 from blockattn_rag.model import BlockModel
 from blockattn_rag.prompts.formats import BLANK_LINE, PromptFormat
