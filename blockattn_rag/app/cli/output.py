@@ -69,9 +69,12 @@ def printing(as_json: bool) -> Iterator[None]:
 
     Everything else that is printed on stdout, such as by libraries, goes to stderr.
     """
-    _JSON_FILE.set(sys.stdout if as_json else None)
-    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-        yield
+    before = _JSON_FILE.set(sys.stdout if as_json else None)
+    try:
+        with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+            yield
+    finally:
+        _JSON_FILE.reset(before)
 
 
 def json_file() -> TextIO | None:
