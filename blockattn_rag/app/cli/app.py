@@ -129,22 +129,23 @@ def _show_version(wanted: bool) -> None:
 @app.callback()
 def options(
     verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Log loading, retrieval and reuse.")
+        bool,
+        typer.Option(
+            "--verbose", "-v", help="Log loading, retrieval and reuse. Also after a command."
+        ),
     ] = False,
     debug: Annotated[
         bool, typer.Option("--debug", help="Show tracebacks, and log details.")
     ] = False,
     as_json: Annotated[  # noqa: ARG001 - see _OneLineErrors.invoke
-        bool, typer.Option("--json", help="Print the result as one JSON object.")
+        bool,
+        typer.Option("--json", help="Print the result as one JSON object. Also after a command."),
     ] = False,
     version: Annotated[  # noqa: ARG001 - handled by its callback
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show version.")
     ] = False,
 ) -> None:
-    """Block-Attention for RAG: encode passages once, reuse them in every answer.
-
-    -v and --json may also follow after the command.
-    """
+    """Block-Attention for RAG: encode passages once, reuse them in every answer."""
     # huggingface_hub and tqdm read these variables when they are imported.
     if not sys.stderr.isatty():  # no progress bars in log files
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
