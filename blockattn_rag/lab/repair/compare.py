@@ -20,7 +20,7 @@ from blockattn_rag.lab.evaluation.datasets import digest_of
 from blockattn_rag.lab.evaluation.fidelity import FidelityRecord, FidelityReport, compare_each
 from blockattn_rag.lab.evaluation.metrics import contains_answer
 from blockattn_rag.lab.evaluation.records import FULL, PLAIN, Row
-from blockattn_rag.lab.repair.data import Sample
+from blockattn_rag.lab.repair.data import Question
 from blockattn_rag.lab.repair.teacher import Teacher, divergence
 from blockattn_rag.model import BlockModel
 from blockattn_rag.model.correction import Correction
@@ -94,14 +94,14 @@ class Comparer:
         self,
         engine: BlockAttentionEngine,
         teacher: Teacher,
-        prompt: Callable[[Sample], BlockPrompt],
+        prompt: Callable[[Question], BlockPrompt],
         records_path: Path,
     ) -> None:
         self._engine, self._teacher, self._prompt = engine, teacher, prompt
         self._records_path = records_path
 
     def losses(
-        self, samples: Sequence[Sample], recipes: Mapping[str, Recipe], tick: Tick
+        self, samples: Sequence[Question], recipes: Mapping[str, Recipe], tick: Tick
     ) -> dict[str, NDArray[np.float64]]:
         """Losses on the samples by recipe, in the order of the recipes."""
         records = self.compared(samples, recipes, tick).records
@@ -111,7 +111,7 @@ class Comparer:
         }
 
     def compared(
-        self, samples: Sequence[Sample], recipes: Mapping[str, Recipe], tick: Tick
+        self, samples: Sequence[Question], recipes: Mapping[str, Recipe], tick: Tick
     ) -> FidelityReport:
         """Compare every recipe with full mode on the samples."""
         rows = [Row(name, recipe) for name, recipe in recipes.items()]
@@ -131,7 +131,7 @@ class Comparer:
         return records
 
     def right(
-        self, samples: Sequence[Sample], chosen: Recipe, max_new_tokens: int, tick: Tick
+        self, samples: Sequence[Question], chosen: Recipe, max_new_tokens: int, tick: Tick
     ) -> tuple[dict[str, int], int]:
         """Count right answers in full mode, without a recipe, and with the chosen recipe.
 

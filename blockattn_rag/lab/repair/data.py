@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,15 +57,6 @@ class Question:
                 f"expected a question with at least one passage, found {self.text[:60]!r} with "
                 f"{len(self.passages)} passages"
             )
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """A question, its passages in the order of the prompt, and its right answers."""
-
-    question: str
-    passages: tuple[Passage, ...]
-    answers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +116,10 @@ def distinct(questions: Sequence[Question], seed: int) -> list[Question]:
 
 def draw_samples(
     questions: Sequence[Question], count: int, fewest: int, most: int, seed: int
-) -> list[Sample]:
+) -> list[Question]:
     """Draw ``count`` samples: each question in turn, each time with other passages.
+
+    A sample has the passages in the order of its prompt.
 
     Args:
         questions: At least one question.
@@ -143,7 +136,7 @@ def draw_samples(
         wanted = rng.randint(min(fewest, len(others) + 1), min(most, len(others) + 1))
         shown = [first, *rng.sample(others, wanted - 1)]
         rng.shuffle(shown)
-        samples.append(Sample(question.text, tuple(shown), question.answers))
+        samples.append(replace(question, passages=tuple(shown)))
     return samples
 
 

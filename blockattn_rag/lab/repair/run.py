@@ -24,7 +24,7 @@ from blockattn_rag.lab import work
 from blockattn_rag.lab.repair.checks import check_disk, check_output, check_packages
 from blockattn_rag.lab.repair.closed_form import fit_correction, no_correction
 from blockattn_rag.lab.repair.compare import IN_USE, Comparer, choose, free_recipes, promoting
-from blockattn_rag.lab.repair.data import Material, Question, Sample, distinct, draw_samples
+from blockattn_rag.lab.repair.data import Material, Question, distinct, draw_samples
 from blockattn_rag.lab.repair.plan import LIMITS, Limits, Plan, Speeds
 from blockattn_rag.lab.repair.questions import write_questions
 from blockattn_rag.lab.repair.report import plot
@@ -298,7 +298,7 @@ class Repair:
 
     def samples(
         self, questions: Sequence[Question], plan: Plan
-    ) -> tuple[list[Sample], list[Sample]]:
+    ) -> tuple[list[Question], list[Question]]:
         """Draw samples to fit to, with one or more passages, and held-out samples.
 
         Held-out samples have as many passages as ``ask`` retrieves. The number of samples to fit to
@@ -312,8 +312,8 @@ class Repair:
             draw_samples(held, len(held), most, most, _SEED + 1),
         )
 
-    def _prompt(self, sample: Sample) -> BlockPrompt:
-        prompt = self.material.prompt(sample.question, sample.passages)
+    def _prompt(self, sample: Question) -> BlockPrompt:
+        prompt = self.material.prompt(sample.text, sample.passages)
         if len(prompt.context) < 2:
             raise DataError(
                 "found a prompt of one context block, for which block mode equals full mode; "

@@ -30,7 +30,7 @@ def test_samples_always_show_the_first_passage_in_random_company() -> None:
     samples = draw_samples(QUESTIONS, 80, 1, 4, seed=0)
     for number, sample in enumerate(samples):
         question = QUESTIONS[number % 4]
-        assert sample.question == question.text
+        assert sample.text == question.text
         assert question.passages[0] in sample.passages
         assert len(set(sample.passages)) == len(sample.passages)
     assert {len(sample.passages) for sample in samples} == {1, 2, 3, 4}

@@ -160,7 +160,7 @@ class TestResult:
         decode = model.tokenizer.tokenizer.decode
         right = 0
         for sample in held_out(model, tmp_path / "again", report["plan"]["held_out"])[3:]:
-            prompt = material(model).prompt(sample.question, sample.passages)
+            prompt = material(model).prompt(sample.text, sample.passages)
             text = decode(teacher(prompt).ids.tolist(), skip_special_tokens=True)
             assert (
                 text
