@@ -68,7 +68,7 @@ def plot(measured: str, rows: Sequence[Mapping[str, Any]], file: Path) -> None:
     places = sorted({row[x] for row in rows})
     axes.set_xticks(places, [f"{place:,}" for place in places])
     axes.set_xticks([], minor=True)
-    axes.legend()
+    axes.legend(loc="upper left")
     axes.grid(alpha=0.3)
     figure.savefig(file)
 

@@ -433,7 +433,7 @@ def plot_rooms(requests: Sequence[Request], clock: Clock, file: Path) -> None:
         shares = [100 * (replay(requests, policy, clock, room).passage_hits or 0) for room in rooms]
         axes.plot([room / (1 << 30) for room in rooms], shares, marker="o", label=LABELS[policy])
     axes.set(xscale="log", ylim=(0, 100), xlabel="GiB of room", ylabel="% of passage tokens reused")
-    axes.legend()
+    axes.legend(loc="upper left")
     axes.grid(alpha=0.3)
     figure.savefig(file)
 

@@ -220,7 +220,9 @@ def _check_room(
 
 
 def _record(sample: EvaluationSample, row: Row, answer: Generation) -> EvaluationRecord:
-    scores = {name: metric(answer.text, sample.answers) for name, metric in METRICS.items()}
+    scores: dict[str, Any] = {
+        name: metric(answer.text, sample.answers) for name, metric in METRICS.items()
+    }
     counts: dict[str, Any] = {name: getattr(answer.stats, name) for name in _COUNTS}
     return EvaluationRecord(
         id=sample.id,

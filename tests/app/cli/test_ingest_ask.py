@@ -321,7 +321,7 @@ def test_the_estimate_is_what_entries_take(
     loaded = load_documents([documents])
     report = ingest_documents(database, loaded.documents, on_estimate=estimates.append)
     [found] = estimates
-    assert (found.passages, found.new_blocks) == (2, 2)
+    assert (found.blocks, found.new_blocks) == (2, 2)
     assert (found.new_tokens, found.new_bytes) == (report.computed_tokens, report.stored_bytes)
 
 
