@@ -1,8 +1,8 @@
-"""Convert RAGPulse, a public log of a RAG service, to a trace for ``trace_replay.py``.
+"""Convert RAGPulse, a public log of a RAG service, to a trace for ``blockattn-rag plan --trace``.
 
     git clone https://github.com/flashserve/RAGPulse
     python benchmarks/ragpulse.py RAGPulse ragpulse.jsonl
-    python benchmarks/trace_replay.py ragpulse.jsonl --model 8b --dtype bfloat16
+    blockattn-rag plan --trace ragpulse.jsonl --model 8b --dtype bfloat16
 
 The folder has ``0_trace.jsonl`` with the requests, and the lengths of their segments in
 ``1_sys_prompt.jsonl`` to ``5_web_search.jsonl``, gzipped or not. Requests are sorted by time.
@@ -40,7 +40,7 @@ def records(folder: Path, name: str) -> Iterator[dict[str, Any]]:
 
 
 def converted(folder: Path) -> Iterator[dict[str, Any]]:
-    """The requests in the format of ``trace_replay``, in the order of their time."""
+    """The requests in the format of ``blockattn_rag.lab.trace``, in the order of their time."""
     lengths: dict[int, int] = {}
     for name in LENGTHS:
         for record in records(folder, name):

@@ -1,28 +1,46 @@
-"""``blockattn-rag plan``: storage and times of a collection, from a model's config."""
+"""``blockattn-rag plan``: storage and times of a collection or a trace, from a model's config."""
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from blockattn_rag.app.cli.options import KVDtypeOption
-from blockattn_rag.app.cli.output import count, duration, emit, size, table
+from blockattn_rag.app.cli.options import KVDtypeOption, PlotOption, check_plot
+from blockattn_rag.app.cli.output import count, duration, emit, percent, size, table
+from blockattn_rag.app.cli.progress import progress
 from blockattn_rag.app.rag.names import existing_model, loading
 
 if TYPE_CHECKING:
     from blockattn_rag.lab.planning import Machine, Plan, Tier
+    from blockattn_rag.lab.replay import Outcome
 
 GIB = 1 << 30
 _DEVICE_BYTES_PER_S = {"cpu": 10e9, "cuda": 2e12}
 """Memory bandwidths of a typical machine and of a data centre GPU."""
 
 
+_OF_A_COLLECTION = ("passages", "tokens", "top_k", "network")
+_OF_A_TRACE = ("room", "plot")
+
+
 def plan(
-    passages: Annotated[int, typer.Option(min=1, help="Passages in the collection.")],
+    context: typer.Context,
+    passages: Annotated[
+        int | None, typer.Option(min=1, help="Passages in the collection.", show_default=False)
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            help="Log of requests to replay, .jsonl or .jsonl.gz, one request per line: "
+            '{"segments": [{"id": "...", "tokens": 123, "kind": "passage"}, ...]}, with segments '
+            "in prompt order, the question last."
+        ),
+    ] = None,
     model: Annotated[
         str,
         typer.Option(
@@ -57,6 +75,14 @@ def plan(
             help="Bandwidth of a shared store such as S3, in GB/s. Default: no shared store."
         ),
     ] = None,
+    room: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            help="With --trace: also replay the trace with caches of this size in GiB.",
+        ),
+    ] = None,
+    plot: PlotOption = None,
 ) -> None:
     """Estimate storage, ingestion time and time to first token from a model's config.
 
@@ -66,10 +92,25 @@ def plan(
     for option, value in (("--tflops", tflops), ("--network", network)):
         if value is not None and value <= 0:
             raise typer.BadParameter(f"found {value:g}, expected above 0", param_hint=option)
+    _check_subject(context, passages, trace)
+    check_plot(plot)
+    config, kind = _config(model, dtype, on_gpu=gpu_memory is not None)
+    machine = _machine(kind, gpu_memory, memory, tflops, network)
+    settings: dict[str, Any] = {
+        "model": model,
+        "dtype": str(kind).removeprefix("torch."),
+        "kv_dtype": kv_dtype,
+    }
+    if trace is not None:
+        rooms = [None] if room is None else [None, int(room * GIB)]
+        requests, outcomes = _replayed(trace, config, kind, kv_dtype, machine, rooms, plot)
+        settings |= {"requests": requests}
+        data = {"outcomes": [asdict(one) for one in outcomes], "machine": asdict(machine)}
+        emit({**settings, **data}, *_shown_outcomes(settings, outcomes, machine))
+        return
     from blockattn_rag.lab.planning import plan as make_plan
 
-    config, kind = config_of(model, dtype, on_gpu=gpu_memory is not None)
-    machine = machine_of(kind, gpu_memory, memory, tflops, network)
+    assert passages is not None  # checked above
     found = make_plan(
         config,
         kind,
@@ -79,21 +120,28 @@ def plan(
         top_k=top_k,
         kv_dtype=kv_dtype,
     )
-    settings: dict[str, Any] = {
-        "model": model,
-        "dtype": str(kind).removeprefix("torch."),
-        "kv_dtype": kv_dtype,
-        "passages": passages,
-    }
+    settings |= {"passages": passages}
     emit({**settings, **asdict(found)}, *_shown(settings, found, machine))
 
 
-def machine_of(
+def _check_subject(context: typer.Context, passages: int | None, trace: Path | None) -> None:
+    """Require --passages or --trace, and refuse options that belong to the other one."""
+    if passages is None and trace is None:
+        raise typer.BadParameter("found neither --passages nor --trace, expected one of them")
+    kind, others = ("--passages", _OF_A_TRACE) if trace is None else ("--trace", _OF_A_COLLECTION)
+    for name in others:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            option = f"--{name.replace('_', '-')}"
+            raise typer.BadParameter(f"cannot be combined with {kind}", param_hint=option)
+
+
+def _machine(
     dtype: Any,
     gpu_memory: float | None,
     memory: float | None,
     tflops: float | None,
-    network: float | None = None,
+    network: float | None,
 ) -> Machine:
     """The machine to plan for. Unset options are measured on this machine."""
     import psutil
@@ -118,7 +166,35 @@ def machine_of(
     )
 
 
-def config_of(model: str, dtype: str | None, *, on_gpu: bool) -> tuple[Any, Any]:
+def _replayed(
+    trace: Path,
+    config: Any,
+    dtype: Any,
+    kv_dtype: Any,
+    machine: Machine,
+    rooms: Sequence[int | None],
+    file: Path | None,
+) -> tuple[int, list[Outcome]]:
+    """Replay a trace under all policies. Returns the number of requests, and the outcomes."""
+    from blockattn_rag.lab.planning import footprint
+    from blockattn_rag.lab.replay import LABELS, Clock, plot_rooms, replay
+    from blockattn_rag.lab.trace import read_trace
+
+    requests = read_trace(trace)
+    config = config.get_text_config(decoder=True)
+    clock = Clock(config, footprint(config, dtype, kv_dtype), machine)
+    runs = [(policy, room) for room in rooms for policy in LABELS if policy != "full" or not room]
+    outcomes = []
+    with progress("replaying") as tick:
+        for i, (policy, room) in enumerate(runs, 1):
+            outcomes.append(replay(requests, policy, clock, room))
+            tick(i, len(runs))
+    if file is not None:
+        plot_rooms(requests, clock, file)
+    return len(requests), outcomes
+
+
+def _config(model: str, dtype: str | None, *, on_gpu: bool) -> tuple[Any, Any]:
     """The config of a model or shape, and the type of its keys and values when it is loaded."""
     import torch
 
@@ -159,12 +235,44 @@ def _shown(settings: dict[str, Any], found: Plan, machine: Machine) -> list[Any]
         f"({size(found.footprint.bytes_per_token)} per token). Encoding all: "
         f"{duration(found.ingest_s)}. Full prefill: {duration(found.full_ttft_s)}.",
         _break_even(found),
-        assumed(machine),
+        _assumed(machine),
     ]
 
 
-def assumed(machine: Machine) -> str:
-    """The speeds that an estimate assumes."""
+def _shown_outcomes(
+    settings: dict[str, Any], outcomes: Sequence[Outcome], machine: Machine
+) -> list[Any]:
+    from blockattn_rag.lab.replay import LABELS
+
+    rows = [
+        (
+            LABELS[one.policy],
+            "no limit" if one.room_bytes is None else size(one.room_bytes),
+            percent(one.passage_hits),
+            percent(one.hits),
+            f"{one.computed_tokens:,.0f}",
+            size(one.read_bytes),
+            duration(one.ttft_s),
+            duration(one.ttft_p95_s),
+        )
+        for one in outcomes
+    ]
+    title = f"{count(settings['requests'], 'request')}, {settings['model']}, {settings['dtype']}"
+    if settings["kv_dtype"] != "model":
+        title += f", blocks in {settings['kv_dtype']}"
+    columns = ("", "room", "% of passages", "% of all", "computed", "read", "first token", "p95")
+    lines = [
+        table(title, columns, rows, left=(0, 1)),
+        "Shares of tokens reused; tokens computed and bytes of blocks read per request; modelled "
+        "times to first token, median and 95th percentile.",
+        _assumed(machine),
+    ]
+    if any(one.from_disk for one in outcomes):
+        lines.insert(2, "Blocks without a limit exceed the memory: they are read from disk.")
+    return lines
+
+
+def _assumed(machine: Machine) -> str:
     return (
         f"Estimated at {machine.operations_per_s / 1e12:.2f} * 10^12 operations/s, "
         f"{machine.device_bytes_per_s / 1e9:.0f} GB/s of the device's memory, "

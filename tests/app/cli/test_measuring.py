@@ -243,3 +243,53 @@ def test_plan_needs_the_speed_of_an_absent_gpu(
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     output = cli("plan", "--passages", 10, "--model", "8b", *options)
     assert (output.status, "--tflops" in output.stderr) == (status, True)
+
+
+def test_plan_replays_a_trace(cli: Command, tmp_path: Path) -> None:
+    passages = [{"id": id_, "tokens": 64, "kind": "passage"} for id_ in "ab"]
+    question = {"id": "q", "tokens": 8, "kind": "question"}
+    orders = (passages, passages[::-1])
+    lines = [json.dumps({"segments": [*order, question]}) + "\n" for order in orders]
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("".join(lines), encoding="utf-8")
+    command = ("plan", "--trace", trace, "--model", "8b", "--tflops", 1, "--memory", 64)
+    plot = tmp_path / "rooms.svg"
+    output = cli(*command, "--room", 1, "--plot", plot, "--json")
+    assert output.status == 0, output.stderr
+    assert output.json["requests"] == 2
+    hits = {
+        (one["policy"], one["room_bytes"]): one["passage_hits"] for one in output.json["outcomes"]
+    }
+    assert hits == {("full", None): 0} | {
+        (policy, room): share
+        for room in (None, 1 << 30)
+        for policy, share in (
+            ("prefix", 0), ("prefix-sorted", 0.5), ("blocks", 0.5), ("blocks-ingested", 1),
+        )
+    }  # fmt: skip
+    assert plot.is_file()
+    shown = cli(*command)
+    assert shown.status == 0, shown.stderr
+    assert "blocks, ingested before" in shown.stdout
+    assert "1.00 GiB" not in shown.stdout
+    trace.write_text('{"segments": 3}\n', encoding="utf-8")
+    refused = cli(*command)
+    assert (refused.status, "line 1: found 'segments' of a number" in refused.stderr) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ((), "found neither --passages nor --trace"),
+        (("--passages", 3, "--room", 1), "cannot be combined with --passages"),
+        (("--trace", "t.jsonl", "--passages", 3), "cannot be combined with --trace"),
+        (("--trace", "t.jsonl", "--top-k", 10), "cannot be combined with --trace"),
+        (("--trace", "t.jsonl", "--plot", "x.txt"), "expected a name ending in .svg"),
+    ],
+)
+def test_plan_takes_a_collection_or_a_trace(
+    cli: Command, options: tuple[object, ...], message: str
+) -> None:
+    output = cli("plan", "--model", "8b", "--tflops", 1, *options)
+    shown = " ".join(output.stderr.replace("│", " ").split())
+    assert (output.status, message in shown) == (2, True), shown

@@ -1,40 +1,20 @@
-"""Replay a trace, and estimate what prefix caching and block reuse save.
-
-    python benchmarks/trace_replay.py requests.jsonl --model 8b --tflops 1 --room 16
-
-A trace is a log of requests without their texts: JSON lines, plain or gzip, with one request per
-line. Its segments are in prompt order::
-
-    {"segments": [{"id": "rules", "tokens": 212, "kind": "system"},
-                  {"id": "doc-17", "tokens": 254, "kind": "passage"},
-                  {"id": "q-1", "tokens": 19, "kind": "question"}]}
-
-Segments with equal ids have equal text. Segments of kind ``passage`` are passages; all other kinds
-are treated alike. The last segment is the final block, and every other segment is a context block.
-"""
+"""Replay of a trace, which estimates what prefix caching and block reuse save."""
 
 from __future__ import annotations
 
 import itertools
-import json
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
-import typer
 
-from blockattn_rag.app.cli.options import KVDtypeOption
-from blockattn_rag.app.cli.output import count, duration, percent, show, size, table
-from blockattn_rag.app.cli.plan import GIB, assumed, config_of, machine_of
-from blockattn_rag.app.cli.progress import progress
-from blockattn_rag.errors import DataError
-from blockattn_rag.files import Record, of_kind, text_of, value_of
 from blockattn_rag.lab.efficiency.shapes import prefill_flops
-from blockattn_rag.lab.evaluation.datasets import parsed_lines
-from blockattn_rag.lab.planning import Footprint, Machine, footprint, forward_s
+from blockattn_rag.lab.planning import Footprint, Machine, forward_s
+from blockattn_rag.lab.trace import Request, Segment, distinct_blocks
+from blockattn_rag.lazy import missing_extra
 
 PAGE_TOKENS = 16
 """Tokens of a page of a prefix cache: vLLM's default."""
@@ -49,70 +29,6 @@ LABELS: dict[Policy, str] = {
     "blocks": "blocks",
     "blocks-ingested": "blocks, ingested before",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """A part of a prompt.
-
-    Args:
-        id: Identity of the text.
-        tokens: Number of tokens.
-        kind: ``"passage"``, or any other string.
-    """
-
-    id: str
-    tokens: int
-    kind: str
-
-
-Request = tuple[Segment, ...]
-
-
-def read_trace(path: str | Path) -> list[Request]:
-    """Read a trace from a ``.jsonl`` or ``.jsonl.gz`` file.
-
-    To save memory, equal segments are one object, which all requests share.
-
-    Raises:
-        DataError: A line is malformed, or an id has another number of tokens than on an earlier
-            line (the message gives file and line); or the file is missing, damaged or empty.
-    """
-    known: dict[str, Segment] = {}
-    return [request for _, request in parsed_lines(path, lambda line, _: _request(line, known))]
-
-
-def _request(record: Record, known: dict[str, Segment]) -> Request:
-    listed = of_kind(value_of(record, "segments"), list, "'segments'")
-    if not listed:
-        raise DataError("found no segment in 'segments', expected at least the question")
-    segments = []
-    for i, segment in enumerate(listed):
-        try:
-            segments.append(_segment(of_kind(segment, dict, "a segment"), known))
-        except DataError as error:
-            raise DataError(f"segments[{i}]: {error}") from error
-    return tuple(segments)
-
-
-def _segment(record: Record, known: dict[str, Segment]) -> Segment:
-    tokens = value_of(record, "tokens")
-    if type(tokens) is not int or tokens < 1:
-        raise DataError(f"found {tokens!r} as 'tokens', expected a whole number above 0")
-    found = Segment(text_of(record, "id"), tokens, text_of(record, "kind"))
-    first = known.setdefault(found.id, found)
-    if first.tokens != tokens:
-        raise DataError(
-            f"found {tokens} tokens for the id {found.id!r}, which had {first.tokens} before; give "
-            "each text its own id"
-        )
-    return first if first == found else found
-
-
-def distinct_blocks(requests: Sequence[Request], kind: str | None = None) -> list[Segment]:
-    """The distinct context blocks of a trace, or only the blocks of one kind."""
-    blocks = {block.id: block for request in requests for block in request[:-1]}
-    return [block for block in blocks.values() if kind in (None, block.kind)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,7 +183,7 @@ class BlockCache:
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """Estimates times to first token, as ``blockattn-rag plan`` does.
+    """Estimates times to first token, as ``planning.plan`` does.
 
     Args:
         config: Config of a model with gated feed-forward layers.
@@ -419,9 +335,14 @@ def plot_rooms(requests: Sequence[Request], clock: Clock, file: Path) -> None:
         requests: The trace.
         clock: Provides the sizes of blocks.
         file: File to write. Its extension determines the format.
-    """
-    from matplotlib.figure import Figure
 
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(f"plots need {missing_extra('matplotlib', 'train')}") from error
     figure = Figure(figsize=(6.4, 4.0), layout="constrained")
     axes = figure.subplots()
     all_bytes = sum(
@@ -436,78 +357,3 @@ def plot_rooms(requests: Sequence[Request], clock: Clock, file: Path) -> None:
     axes.legend(loc="upper left")
     axes.grid(alpha=0.3)
     figure.savefig(file)
-
-
-def main(
-    trace: Annotated[Path, typer.Argument(help="Trace to replay, .jsonl or .jsonl.gz.")],
-    model: Annotated[str, typer.Option(help="Model, or a Llama shape: 135m, 1b, 8b.")] = "bundled",
-    dtype: Annotated[str | None, typer.Option(help="Type of keys and values.")] = None,
-    kv_dtype: KVDtypeOption = "model",
-    gpu_memory: Annotated[float | None, typer.Option(help="GPU memory in GiB.")] = None,
-    memory: Annotated[float | None, typer.Option(help="Main memory in GiB.")] = None,
-    tflops: Annotated[
-        float | None, typer.Option(help="Speed in 10^12 operations per second.")
-    ] = None,
-    room: Annotated[
-        float | None, typer.Option(min=0, help="Also replay with caches of this size in GiB.")
-    ] = None,
-    plot: Annotated[Path | None, typer.Option(help="Plot of the reused passage tokens.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-) -> None:
-    """Replay a trace under all policies; see `blockattn-rag plan` for the machine's options."""
-    config, kind = config_of(model, dtype, on_gpu=gpu_memory is not None)
-    machine = machine_of(kind, gpu_memory, memory, tflops)
-    config = config.get_text_config(decoder=True)
-    clock = Clock(config, footprint(config, kind, kv_dtype), machine)
-    requests = read_trace(trace)
-    rooms = [None] if room is None else [None, int(room * GIB)]
-    runs = [(policy, one) for one in rooms for policy in LABELS if policy != "full" or not one]
-    outcomes = []
-    with progress("replaying") as tick:
-        for done, (policy, limit) in enumerate(runs, 1):
-            outcomes.append(replay(requests, policy, clock, limit))
-            tick(done, len(runs))
-    if plot is not None:
-        plot_rooms(requests, clock, plot)
-    settings = {"model": model, "dtype": str(kind).removeprefix("torch."), "kv_dtype": kv_dtype}
-    data = {
-        **settings,
-        "requests": len(requests),
-        "outcomes": [asdict(one) for one in outcomes],
-        "machine": asdict(machine),
-    }
-    title = f"{count(len(requests), 'request')}, {', '.join(settings.values())}"
-    if as_json:
-        print(json.dumps(data))
-    else:
-        show(*shown(title, outcomes), assumed(machine))
-
-
-def shown(title: str, outcomes: Sequence[Outcome]) -> list[Any]:
-    """The table of the outcomes, and notes."""
-    rows = [
-        (
-            LABELS[one.policy],
-            "no limit" if one.room_bytes is None else size(one.room_bytes),
-            percent(one.passage_hits),
-            percent(one.hits),
-            f"{one.computed_tokens:,.0f}",
-            size(one.read_bytes),
-            duration(one.ttft_s),
-            duration(one.ttft_p95_s),
-        )
-        for one in outcomes
-    ]
-    columns = ("", "room", "% of passages", "% of all", "computed", "read", "first token", "p95")
-    lines = [
-        table(title, columns, rows, left=(0, 1)),
-        "Shares of tokens reused; tokens computed and bytes of blocks read per request; modelled "
-        "times to first token, median and 95th percentile.",
-    ]
-    if any(one.from_disk for one in outcomes):
-        lines.append("Blocks without a limit exceed the memory: they are read from disk.")
-    return lines
-
-
-if __name__ == "__main__":
-    typer.run(main)

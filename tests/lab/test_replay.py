@@ -1,9 +1,6 @@
-"""The benchmark that replays traces."""
-
 from __future__ import annotations
 
 import json
-import sys
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,20 +13,8 @@ from hypothesis import strategies as st
 from blockattn_rag.errors import DataError
 from blockattn_rag.lab.efficiency.shapes import prefill_flops, shape_config
 from blockattn_rag.lab.planning import Footprint, Machine
-
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
-
-from trace_replay import (
-    BlockCache,
-    Clock,
-    PrefixCache,
-    Request,
-    Segment,
-    main,
-    plot_rooms,
-    read_trace,
-    replay,
-)
+from blockattn_rag.lab.replay import BlockCache, Clock, PrefixCache, plot_rooms, replay
+from blockattn_rag.lab.trace import Request, Segment, read_trace
 
 LENGTHS = {"s": 16, "a": 24, "b": 8, "c": 40, "d": 1, "q": 5, "r": 16}
 FOOTPRINT = Footprint(weight_bytes=0, bytes_per_token=1)
@@ -255,27 +240,3 @@ def test_a_malformed_line_is_refused_with_its_number(
 def test_an_empty_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="expected one JSON object a line, found no line"):
         read_trace(written(tmp_path / "trace.jsonl"))
-
-
-def test_the_command_replays_a_trace_under_every_policy(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    passages = [{"id": id_, "tokens": 64, "kind": "passage"} for id_ in "ab"]
-    question = {"id": "q", "tokens": 8, "kind": "question"}
-    orders = (passages, passages[::-1])
-    lines = [json.dumps({"segments": [*order, question]}) + "\n" for order in orders]
-    trace, plot = tmp_path / "trace.jsonl", tmp_path / "rooms.svg"
-    trace.write_text("".join(lines), encoding="utf-8")
-    given: dict[str, Any] = {"model": "8b", "tflops": 1, "memory": 64}
-    main(trace, **given, room=1, plot=plot, as_json=True)
-    found = json.loads(capsys.readouterr().out)
-    assert found["requests"] == 2
-    hits = {(one["policy"], one["room_bytes"]): one["passage_hits"] for one in found["outcomes"]}
-    assert hits == {("full", None): 0} | {
-        (policy, room): share
-        for room in (None, 1 << 30)
-        for policy, share in (
-            ("prefix", 0), ("prefix-sorted", 0.5), ("blocks", 0.5), ("blocks-ingested", 1),
-        )
-    }  # fmt: skip
-    assert plot.is_file()
