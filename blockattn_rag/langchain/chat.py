@@ -79,6 +79,39 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
 
+    @classmethod
+    def from_model_id(
+        cls,
+        model_id: str,
+        task: str = "text-generation",
+        *,
+        device: int | str | None = None,
+        device_map: str | None = None,
+        model_kwargs: dict[str, Any] | None = None,
+        pipeline_kwargs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> ChatBlockAttention:
+        """Create a chat model with the arguments of ``from_model_id`` in langchain-huggingface.
+
+        ``kwargs`` are further constructor arguments.
+        """
+        if task != "text-generation":
+            raise ValueError(f"task must be 'text-generation', found {task!r}")
+        if isinstance(device, int):
+            device = "cpu" if device < 0 else f"cuda:{device}"
+        options = dict(pipeline_kwargs or {})
+        if options.pop("return_full_text", False):
+            raise ValueError("return_full_text=True is not supported: answers exclude the prompt")
+        named = ("max_new_tokens", "temperature", "stop")
+        own = {} if device is None and device_map is None else {"device": device or device_map}
+        arguments = {
+            "model_name": model_id,
+            "model_kwargs": {**own, **(model_kwargs or {})},
+            **{name: options.pop(name) for name in named if name in options},
+            "generate_kwargs": options,
+        }
+        return cls(**{**arguments, **kwargs})
+
     @property
     def _llm_type(self) -> str:
         return "blockattn-rag-chat"

@@ -161,3 +161,18 @@ def test_a_recipe_stays_when_another_store_is_configured(saved_model: Path, tmp_
     )
     expected.generate(chat.to_prompt(chat._convert_input(asking()).to_messages()))
     assert keys == set(local(expected).store.keys())
+
+
+def test_from_model_id_takes_the_arguments_of_langchain_huggingface(saved_model: Path) -> None:
+    chat = ChatBlockAttention.from_model_id(
+        str(saved_model),
+        task="text-generation",
+        device=-1,
+        model_kwargs={"dtype": "float32"},
+        pipeline_kwargs={"max_new_tokens": 4, "top_k": 3, "repetition_penalty": 1.1},
+    )
+    assert (chat.model_kwargs["device"], chat.max_tokens) == ("cpu", 4)
+    assert chat.generate_kwargs == {"top_k": 3, "repetition_penalty": 1.1}
+    assert len(str(chat.invoke("Hello").content)) == 4
+    with pytest.raises(ValueError, match="text2text"):
+        ChatBlockAttention.from_model_id("x", task="text2text-generation")

@@ -13,6 +13,7 @@ from langchain_core.stores import InMemoryStore
 from langchain_core.vectorstores import InMemoryVectorStore
 from langchain_text_splitters import RecursiveCharacterTextSplitter
 
+from blockattn_rag.errors import ContextOverflowError
 from blockattn_rag.langchain import (
     BlockDocumentPrompt,
     BlockKVCompressor,
@@ -86,7 +87,29 @@ def test_the_compressor_replaces_and_logs_stale_handles(
     assert "If a previous step shortens or rewrites documents" in caplog.text
 
 
-def test_a_compressor_with_a_model_has_stored_documents_read_ahead(
+async def test_a_warm_compressor_encodes_missing_documents(chat: ChatBlockAttention) -> None:
+    compressor = BlockKVCompressor(llm=chat, warm=True)
+    assert compressor.wait_until_warm() is None
+    documents = await compressor.acompress_documents(passages(), "q")
+    stats = compressor.wait_until_warm(60)
+    assert stats is not None
+    assert stats.computed == 3
+    messages = [("system", format_blocks(documents)), ("human", "Which?")]
+    assert chat.invoke(messages).response_metadata["block_attention"]["hits"] == 3
+
+
+def test_a_warming_that_fails_is_logged_and_breaks_nothing(
+    chat: ChatBlockAttention, caplog: pytest.LogCaptureFixture
+) -> None:
+    compressor = BlockKVCompressor(llm=chat, warm=True)
+    with caplog.at_level(logging.WARNING, "blockattn_rag"):
+        assert len(compressor.compress_documents([Document("x" * 9000)], "q")) == 1
+        with pytest.raises(ContextOverflowError):
+            compressor.wait_until_warm(60)
+    assert "warming the KV store failed" in caplog.text
+
+
+def test_a_compressor_with_a_model_in_block_mode_has_stored_documents_read_ahead(
     chat: ChatBlockAttention,
 ) -> None:
     documents = BlockKVTransformer(llm=chat).transform_documents(passages())
@@ -98,6 +121,11 @@ def test_a_compressor_with_a_model_has_stored_documents_read_ahead(
         assert time.monotonic() < until
         time.sleep(0.005)
     assert (now.ready - before.ready, now.absent - before.absent) == (3, 1)
+
+
+def test_warming_needs_a_model() -> None:
+    with pytest.raises(ValueError, match="warm=True needs llm="):
+        BlockKVCompressor(warm=True)
 
 
 def test_a_compressor_without_a_model_pickles() -> None:

@@ -56,6 +56,9 @@ def evaluate(
             "head:4, or a recipe folder."
         ),
     ] = "auto",
+    closed_book: Annotated[
+        bool, typer.Option("--closed-book", help="Also answer without passages.")
+    ] = False,
     max_new_tokens: Annotated[
         int, typer.Option(min=1, help="Maximum length of an answer in tokens.")
     ] = 48,
@@ -78,6 +81,8 @@ def evaluate(
     """
     if (data is None) == (log is None):
         raise typer.BadParameter("expected --data FILE or --log FILE, and not both")
+    if log is not None and closed_book:
+        raise typer.BadParameter("--closed-book needs --data")
     from blockattn_rag.engine.engine import BlockAttentionEngine
     from blockattn_rag.lab.evaluation.datasets import read_samples
     from blockattn_rag.lab.evaluation.fidelity import measure_fidelity, read_log
@@ -95,6 +100,7 @@ def evaluate(
     file = (data or log or Path()).name
     title = f"{model} on {file}"
     common: dict[str, Any] = {
+        "closed_book": closed_book,
         "max_new_tokens": max_new_tokens,
         "records_path": output,
         "settings": {"model": model, "data": file},

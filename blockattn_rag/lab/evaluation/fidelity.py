@@ -41,6 +41,7 @@ from blockattn_rag.lab.evaluation.metrics import (
     plain_figures,
 )
 from blockattn_rag.lab.evaluation.records import (
+    CLOSED_BOOK,
     PLAIN,
     Recipes,
     RecordFile,
@@ -181,6 +182,7 @@ def measure_fidelity(
     samples: Sequence[EvaluationSample] | Sequence[LoggedPrompt],
     recipes: Recipes = ("auto",),
     *,
+    closed_book: bool = False,
     max_new_tokens: int = 24,
     records_path: str | Path | None = None,
     settings: Mapping[str, Any] | None = None,
@@ -194,6 +196,7 @@ def measure_fidelity(
             :func:`.datasets.read_samples` and :func:`read_log`.
         recipes: Recipes of block mode to compare; see ``evaluation.records``. Every run also
             compares full mode with itself, in the row ``"floor"``.
+        closed_book: Whether to also compare full mode without passages. For evaluation data only.
         max_new_tokens: Maximum length of full mode's answers in tokens. Default: 24.
         records_path: File of records, with one JSON line for each sample and row. Recorded samples
             are not compared again.
@@ -207,7 +210,7 @@ def measure_fidelity(
     """
     if not samples:
         raise ValueError("expected at least one sample, found none")
-    rows = rows_of(engine, FLOOR, recipes)
+    rows = rows_of(engine, FLOOR, recipes, closed_book)
     is_log = isinstance(samples[0], LoggedPrompt)
     form = None if is_log else format_for(AUTO, engine.model.name)
     own = settings_of(engine, prompt_format=form and form.name, max_new_tokens=max_new_tokens)
@@ -216,12 +219,14 @@ def measure_fidelity(
     def compare(
         sample: EvaluationSample | LoggedPrompt, missing: Sequence[Row]
     ) -> list[FidelityRecord]:
+        bare = None
         if isinstance(sample, LoggedPrompt):
             prompt = BlockPrompt.from_texts(sample.texts)
         else:
             assert form is not None
             prompt = make_prompt(engine, form, sample)
-        return compare_prompt(engine, sample, missing, prompt, max_new_tokens)
+            bare = make_prompt(engine, form, sample, closed_book=True)
+        return compare_prompt(engine, sample, missing, prompt, max_new_tokens, bare)
 
     return compare_each([*samples], rows, compare, noted, records_path, on_progress)
 
@@ -264,15 +269,21 @@ def compare_prompt(
     rows: Sequence[Row],
     prompt: BlockPrompt,
     max_new_tokens: int,
+    closed_book: BlockPrompt | None = None,
 ) -> list[FidelityRecord]:
-    """Compare one sample in several rows, which share full mode's answer and predictions."""
+    """Compare one sample in several rows, which share full mode's answer and predictions.
+
+    Args:
+        closed_book: Prompt without passages, for closed-book rows.
+    """
     answer, expected = full_answer(engine, prompt, max_new_tokens)
     records = []
     for row in rows:
+        shown = prompt if not row.closed_book or closed_book is None else closed_book
         if row is FLOOR:
             logits = _in_two_steps(engine.model, prompt, answer)
         else:
-            logits = engine.answer_logits(prompt, answer, **row.options)
+            logits = engine.answer_logits(shown, answer, **row.options)
         records.append(FidelityRecord.compared(sample, row, logits, expected))
     return records
 
@@ -312,7 +323,7 @@ def _in_two_steps(model: BlockModel, prompt: BlockPrompt, answer: Sequence[int])
 
 def _result(name: str, by_row: Mapping[str, Sequence[FidelityRecord]]) -> FidelityResult:
     rows, recovery = by_row[name], None
-    if name not in (PLAIN, FLOOR.name) and PLAIN in by_row:
+    if name not in (PLAIN, FLOOR.name, CLOSED_BOOK) and PLAIN in by_row:
         plain, found = (np.array([row.kl for row in by_row[one]]) for one in (PLAIN, name))
         measured = [row.kl for row in by_row.get(FLOOR.name, ())]
         floor = np.array(measured) if measured else np.full_like(plain, _UNMEASURED_FLOOR)

@@ -1,7 +1,7 @@
 """Rows of an evaluation, records of each question, and reports that summarize records by row.
 
-A row is full mode, or block mode with one recipe. Records are stored in a file, so that an
-interrupted run can resume.
+A row is full mode, block mode with one recipe, or prompts without passages. Records are stored in a
+file, so that an interrupted run can resume.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from blockattn_rag.engine.results import Mode
 from blockattn_rag.errors import DataError
 from blockattn_rag.lab.evaluation.datasets import Sample
 
-FULL, PLAIN = "full", "none"
-"""Names of the rows for full mode and for plain block mode."""
+FULL, CLOSED_BOOK, PLAIN = "full", "closed-book", "none"
+"""Names of the rows for full mode, for prompts without passages, and for plain block mode."""
 
 Recipes = Mapping[str, RecipeLike] | Sequence[RecipeLike]
 """Recipes by row name, or a list of recipes whose text is also their row name."""
@@ -33,10 +33,12 @@ class Row:
     Args:
         name: Name of the row.
         recipe: Recipe of block mode. None: full mode.
+        closed_book: Whether prompts have no passages.
     """
 
     name: str
     recipe: Recipe | None = None
+    closed_book: bool = False
 
     @property
     def mode(self) -> Mode:
@@ -53,8 +55,12 @@ class Row:
         return {"mode": self.mode} | ({} if self.recipe is None else {"recipe": self.recipe})
 
 
-def rows_of(engine: BlockAttentionEngine, first: Row, recipes: Recipes) -> list[Row]:
-    """Return ``first`` and a row for each recipe, which is resolved for the engine's model.
+def rows_of(
+    engine: BlockAttentionEngine, first: Row, recipes: Recipes, closed_book: bool = False
+) -> list[Row]:
+    """Return ``first``, a row for each recipe, and with ``closed_book`` a row without passages.
+
+    Recipes are resolved for the engine's model.
 
     Raises:
         ValueError: A name is repeated or reserved, or a recipe cannot be used with the model.
@@ -62,13 +68,13 @@ def rows_of(engine: BlockAttentionEngine, first: Row, recipes: Recipes) -> list[
     given = recipes if isinstance(recipes, Mapping) else {}
     pairs = [*given.items()] or [(str(recipe), recipe) for recipe in recipes]
     names = [name for name, _ in pairs]
-    if len(set(names)) < len(names) or FULL in names:
+    if len(set(names)) < len(names) or not {FULL, CLOSED_BOOK}.isdisjoint(names):
         raise ValueError(
-            f"found the recipes {names}, expected distinct names other than {FULL!r}, which is "
-            "reserved"
+            f"found the recipes {names}, expected distinct names other than {FULL!r} and "
+            f"{CLOSED_BOOK!r}, which are reserved"
         )
     rows = [Row(name, resolve_recipe(one, engine.model, engine.store)) for name, one in pairs]
-    return [first, *rows]
+    return [first, *rows, *([Row(CLOSED_BOOK, closed_book=True)] if closed_book else [])]
 
 
 def settings_of(engine: BlockAttentionEngine, **others: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Measures the accuracy of full mode and of block mode with recipes."""
+"""Measures the accuracy of full mode, block mode with recipes, and questions without passages."""
 
 from __future__ import annotations
 
@@ -30,10 +30,14 @@ from blockattn_rag.lab.evaluation.records import (
     rows_of,
     settings_of,
 )
-from blockattn_rag.prompts.blocks import BlockPrompt
+from blockattn_rag.prompts.blocks import PLAIN, BlockPrompt
 from blockattn_rag.prompts.checkpoints import AUTO, format_for
 from blockattn_rag.prompts.formats import Passage, PromptFormat
 
+# The closed-book prompt of Liu et al. 2023.
+_CLOSED_BOOK = PromptFormat(
+    "closed-book", "", "", "{text}", PLAIN, "Question: {question}\nAnswer: "
+)
 _COUNTS = (
     *("hits", "misses", "reused_tokens", "computed_tokens", "promoted_tokens"),
     "generated_tokens",
@@ -120,6 +124,7 @@ def evaluate(
     samples: Sequence[EvaluationSample],
     recipes: Recipes = ("auto",),
     *,
+    closed_book: bool = False,
     max_new_tokens: int = 48,
     batch_size: int = 8,
     records_path: str | Path | None = None,
@@ -132,6 +137,7 @@ def evaluate(
         engine: The model and its KV store.
         samples: See :func:`blockattn_rag.lab.evaluation.datasets.read_samples`.
         recipes: Recipes of block mode; see ``evaluation.records``.
+        closed_book: Whether to also answer without passages.
         batch_size: Questions answered at once.
         records_path: File of records, with one JSON line for each answer. Recorded questions are
             not answered again.
@@ -149,7 +155,7 @@ def evaluate(
         raise ValueError(f"batch_size must be at least 1, found {batch_size}")
     if not samples:
         raise ValueError("expected at least one sample, found none")
-    rows = rows_of(engine, Row(FULL), recipes)
+    rows = rows_of(engine, Row(FULL), recipes, closed_book)
     form = format_for(AUTO, engine.model.name)
     noted = {
         **(settings or {}),
@@ -184,7 +190,7 @@ def _answer(
     **options: Any,
 ) -> list[Generation]:
     """Answer a batch of samples. In block mode, the passages are encoded first."""
-    prompts = [make_prompt(engine, form, sample) for sample in batch]
+    prompts = [make_prompt(engine, form, s, closed_book=row.closed_book) for s in batch]
     if row.recipe is not None:
         for prompt in prompts:
             engine.precompute(prompt.context, as_prompt=True, recipe=row.recipe)
@@ -192,10 +198,16 @@ def _answer(
 
 
 def make_prompt(
-    engine: BlockAttentionEngine, form: PromptFormat, sample: EvaluationSample
+    engine: BlockAttentionEngine,
+    form: PromptFormat,
+    sample: EvaluationSample,
+    *,
+    closed_book: bool = False,
 ) -> BlockPrompt:
-    """Make the prompt of a sample."""
-    passages = [Passage(p.title, p.text) for p in sample.passages]
+    """Make the prompt of a sample. Closed-book prompts have no passages."""
+    if closed_book:
+        form = _CLOSED_BOOK
+    passages = [] if closed_book else [Passage(p.title, p.text) for p in sample.passages]
     return form.prompt(sample.question, passages, engine.model.tokenizer.tokenizer)
 
 

@@ -117,6 +117,7 @@ def test_eval_replays_a_log_of_prompts(cli: Command, model: Path, tmp_path: Path
     [
         ((), "expected --data FILE or --log FILE"),
         (("--data", "d", "--log", "l"), "expected --data FILE or --log FILE"),
+        (("--log", "l", "--closed-book"), "--closed-book needs --data"),
     ],
 )
 def test_eval_refuses_options_that_do_not_go_together(

@@ -72,8 +72,8 @@ def test_divergence_and_agreement_are_those_of_the_oracle(
 def test_the_floor_is_rounding_and_block_mode_is_not(
     engine: BlockAttentionEngine, samples: list[EvaluationSample]
 ) -> None:
-    report = measure(engine, samples, "none", "head:4")
-    assert [row.mode for row in report.results] == ["floor", "none", "head:4"]
+    report = measure(engine, samples, "none", "head:4", closed_book=True)
+    assert [row.mode for row in report.results] == ["floor", "none", "head:4", "closed-book"]
     assert report["floor"].kl.high < 1e-8
     assert (report["floor"].agreement.mean, report["floor"].identical.mean) == (1, 1)
     assert report["none"].kl.low > 1e-3
@@ -170,7 +170,7 @@ def test_records_made_with_another_recipe_of_the_same_name_are_refused(
 def test_unusable_recipes_and_no_samples_are_refused(
     engine: BlockAttentionEngine, samples: list[EvaluationSample]
 ) -> None:
-    for recipes in (("none", "none"), ("full",)):
+    for recipes in (("none", "none"), ("full",), ("closed-book", "none")):
         with pytest.raises(ValueError, match="expected distinct names other than 'full'"):
             measure(engine, samples, *recipes)
     for recipe in ("blocks", "sink=head:4"):

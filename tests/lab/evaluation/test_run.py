@@ -54,6 +54,8 @@ class FakeEngine:
         if self.fail_after < 0:
             raise KeyboardInterrupt
         name = "composite" if recipe and recipe.positions == "composite" else mode
+        if not any(prompt.context for prompt in prompts):
+            name = "closed-book"
         self.asked += [(name, prompt) for prompt in prompts]
         stats = ReuseStats(mode="block", hits=3, reused_tokens=30, computed_tokens=10)
         return [Generation(self._answer(name, p), [1], "stop", stats) for p in prompts]
@@ -74,14 +76,17 @@ def run(engine: FakeEngine, *args: Any, **options: Any) -> Any:
 
 def test_recipes_are_scored_and_compared_with_full_mode(tmp_path: Path) -> None:
     right = {str(i): f"It is {i}00 metres." for i in range(1, 5)}
-    engine = FakeEngine({"full": right, "block": {**right, "2": "?"}})
+    engine = FakeEngine(
+        {"full": right, "block": {**right, "2": "?"}, "closed-book": {"1": "100 metres"}}
+    )
     recipes = {"none": Recipe(), "composite": Recipe(positions="composite")}
-    report = run(engine, samples(tmp_path), recipes, batch_size=3)
-    assert [r.mode for r in report.results] == ["full", "none", "composite"]
-    assert [r.accuracy.mean for r in report.results] == [1.0, 0.75, 0.0]
-    assert [r.agreement for r in report.results] == [1.0, 0.75, 0.0]
+    report = run(engine, samples(tmp_path), recipes, closed_book=True, batch_size=3)
+    assert [r.mode for r in report.results] == ["full", "none", "composite", "closed-book"]
+    assert [r.accuracy.mean for r in report.results] == [1.0, 0.75, 0.0, 0.25]
+    assert [r.agreement for r in report.results] == [1.0, 0.75, 0.0, 0.0]
     assert report["none"].difference.mean == -0.25
     assert report["none"].stats.reused_tokens == 120
+    assert report["closed-book"].exact_match.mean == 0.25
     assert report["none"].cut_off == 0
     assert json.loads(json.dumps(report.to_dict()))["rows"][1]["accuracy"]["mean"] == 0.75
 

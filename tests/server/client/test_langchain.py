@@ -138,8 +138,11 @@ def test_documents_are_encoded_by_the_server(chat: ChatBlockAttention) -> None:
     stamped = transformer.transform_documents(DOCUMENTS)
     assert transformer.stats is not None
     assert transformer.stats.computed == 3
-    compressor = BlockKVCompressor(llm=chat)
+    compressor = BlockKVCompressor(llm=chat, warm=True)
     assert compressor.compress_documents(stamped, "Which?") == stamped
+    warmed = compressor.wait_until_warm(60)
+    assert warmed is not None
+    assert (warmed.computed, warmed.reused) == (0, 3)
 
 
 @pytest.mark.parametrize("key", [KEY, SecretStr(KEY)])
