@@ -36,7 +36,7 @@ from blockattn_rag.store.base import (
 from blockattn_rag.store.concurrency import Readers
 from blockattn_rag.store.header import FORMAT, VERSION, Header, read_header
 from blockattn_rag.store.layout import ByteRange
-from blockattn_rag.store.retention import retention
+from blockattn_rag.store.retention import forget_expired, retention
 from blockattn_rag.store.sidecar import SIDECAR
 
 T = TypeVar("T")
@@ -283,12 +283,13 @@ class DirectoryStore(MaintainedStore):
                 if bound.refused == 1:
                     warn_of_refused(self, nbytes)
                 return
-            bound.make_room(
+            evicted = bound.make_room(
                 nbytes,
                 lambda: (entry for entry in self.entries() if entry.key != path.stem),
                 self.remove_unused,
                 lambda: retention(self),
             )
+            forget_expired(self, evicted)
             self._write(path, buffers)
 
     def _make(self, create: bool) -> None:

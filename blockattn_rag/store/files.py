@@ -175,7 +175,7 @@ def evict(
     entries: Iterable[StoredEntry],
     max_bytes: int,
     remove: Remove,
-    marks: Callable[[], Retention],
+    read_marks: Callable[[], Retention],
     *,
     more_bytes: int = 0,
 ) -> tuple[int, tuple[StoredEntry, ...]]:
@@ -183,7 +183,7 @@ def evict(
     recently used. Pinned entries are kept.
 
     Args:
-        marks: Function that reads the pins and times to live. Called only if needed.
+        read_marks: Function that reads the pins and times to live. Called only if needed.
         more_bytes: Extra bytes to free, in complete entries, if any entry must be deleted.
 
     Returns:
@@ -194,7 +194,7 @@ def evict(
     deleted: list[StoredEntry] = []
     if left <= max_bytes:
         return left, ()
-    now_ns, (pinned, expired) = time.time_ns(), marks()
+    now_ns, (pinned, expired) = time.time_ns(), read_marks()
     known = [entry for entry in known if entry.key not in pinned]
     known.sort(key=lambda entry: (entry.key not in expired, -age_s(entry.used_ns, now_ns)))
     for entry in known:
@@ -232,23 +232,29 @@ class SizeBound:
         nbytes: int,
         entries: Callable[[], Iterable[StoredEntry]],
         remove: Remove,
-        marks: Callable[[], Retention],
-    ) -> None:
+        read_marks: Callable[[], Retention],
+    ) -> list[str]:
         """Evict entries, if needed, before a write of ``nbytes`` (at most ``max_bytes``).
 
         Args:
             entries: Function that lists all other entries. Called only if needed.
-            marks: As for ``evict``.
+            read_marks: As for ``evict``.
+
+        Returns:
+            Keys of the evicted entries.
         """
+        evicted: list[str] = []
         if nbytes > self._room:
             share, most = self.max_bytes // _SHARE, self.max_bytes - nbytes
             for _ in range(_LOOKS):
-                left, deleted = evict(entries(), most, remove, marks, more_bytes=share)
-                self.evictions += len(deleted)
+                left, deleted = evict(entries(), most, remove, read_marks, more_bytes=share)
+                evicted += [entry.key for entry in deleted]
                 if left <= most:
                     break
             self._room = nbytes + min(share, most - left)
         self._room -= nbytes
+        self.evictions += len(evicted)
+        return evicted
 
 
 class FolderSidecar(Sidecar):

@@ -27,7 +27,7 @@ from blockattn_rag.store.base import (
 from blockattn_rag.store.directory import DirectoryStore
 from blockattn_rag.store.files import evict
 from blockattn_rag.store.namespaces import is_of
-from blockattn_rag.store.retention import keep_forever, retention
+from blockattn_rag.store.retention import forget_expired, retention
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -39,7 +39,7 @@ MOST_NAMES = 100
 """Maximum number of names in a ``Tally``."""
 
 _HEADERS_AT_ONCE = 16
-_LEFT = ("kept", "young", "used", "other")
+_DELETED = ("expired", "dead")  # outcomes of ``gc``
 _WHOLE_AT_ONCE = 4  # each is read into memory completely
 
 
@@ -296,7 +296,7 @@ def gc(
         )
 
     marks = retention(store)
-    ended = set(marks.expired)
+    removed: list[str] = []
 
     def judge(key: str) -> _Verdict:
         try:
@@ -328,8 +328,8 @@ def gc(
     for done, one in enumerate(_at_once(judge, store.keys(), _HEADERS_AT_ONCE), start=1):
         counts[one.outcome] += 1
         freed_bytes += one.nbytes
-        if one.outcome in _LEFT or one.error:
-            ended.discard(one.key)
+        if one.key in marks.expired and one.outcome in _DELETED:
+            removed.append(one.key)
         if one.reason:
             gone.add(one.key, one.reason)
             if deleted is not None:
@@ -338,8 +338,12 @@ def gc(
             errors.add(one.key, one.error)
         if progress is not None:
             progress(done)
-    if ended and not dry_run:  # so that the entries do not expire again at once when they return
-        keep_forever(store, ended)
+    if not dry_run:
+        removed += [key for key in marks.expired.difference(removed) if key not in store]
+        try:
+            forget_expired(store, removed)
+        except StoreError as error:
+            errors.add("times to live", str(error))
     leftovers = Tally()
     freed_bytes += _sweep_leftovers(store.leftovers(), grace_s, dry_run, leftovers, errors)
     return GcReport(
@@ -392,6 +396,7 @@ def shrink(store: DirectoryStore, max_bytes: int) -> ShrinkReport:
     left_bytes, deleted = evict(
         store.entries(), max_bytes, store.remove_unused, lambda: retention(store)
     )
+    forget_expired(store, [entry.key for entry in deleted])
     freed_bytes = sum(entry.nbytes for entry in deleted)
     return ShrinkReport(left_bytes, tuple(entry.key for entry in deleted), freed_bytes)
 

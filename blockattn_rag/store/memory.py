@@ -16,7 +16,7 @@ from blockattn_rag.store.base import (
     check_max_bytes,
     warn_of_refused,
 )
-from blockattn_rag.store.retention import retention
+from blockattn_rag.store.retention import forget_expired, retention
 from blockattn_rag.store.sidecar import MemorySidecar
 
 
@@ -112,6 +112,8 @@ class MemoryStore(KVStore):
             for key in sorted(keys, key=lambda key: key not in expired):
                 self._remove(key)
                 self._evictions += 1
+                if key in expired:
+                    forget_expired(self, [key])
                 if self._total_bytes + nbytes <= self.max_bytes:
                     break
         return self._total_bytes + nbytes <= self.max_bytes

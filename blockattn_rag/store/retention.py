@@ -3,11 +3,13 @@
 Both are marks: empty files beside the entries (``store.sidecar``), named after a key and a time, so
 one listing reads all marks of a kind. A pinned entry is not deleted. An expired entry that is not
 pinned is deleted by the next ``gc``, and before all others if a store makes room. Until then it is
-used like any other.
+used like any other. Its mark is deleted with it; an entry that is deleted earlier and stored again
+keeps its time to live.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Collection, Iterator
 from typing import NamedTuple
@@ -32,8 +34,8 @@ def retention(store: KVStore) -> Retention:
     if store.sidecar is None:
         return Retention(frozenset(), frozenset())
     now_s = time.time()
-    pins = {key for _, key, end_s in _marks(store.sidecar, _PINS) if not 0 < end_s <= now_s}
-    expired = {key for _, key, end_s in _marks(store.sidecar, _EXPIRIES) if 0 < end_s <= now_s}
+    pins = {key for key, end_s in _ends(store.sidecar, _PINS).items() if end_s > now_s}
+    expired = {key for key, end_s in _ends(store.sidecar, _EXPIRIES).items() if end_s <= now_s}
     return Retention(frozenset(pins), frozenset(expired - pins))
 
 
@@ -68,6 +70,25 @@ def expire(store: KVStore, keys: Collection[str], at_s: float) -> None:
 def keep_forever(store: KVStore, keys: Collection[str]) -> int:
     """Undo ``expire``. Returns the number of entries that had a time to live."""
     return _unmark(_sidecar(store), _EXPIRIES, keys)
+
+
+def forget_expired(store: KVStore, keys: Collection[str]) -> None:
+    """Delete the marks of expired entries that were deleted. A time to live that has not ended is
+    kept."""
+    now_s, wanted = time.time(), set(keys)
+    if wanted and (sidecar := store.sidecar) is not None:
+        for name, key, end_s in [*_marks(sidecar, _EXPIRIES)]:
+            if key in wanted and end_s <= now_s:
+                sidecar.delete(f"{_EXPIRIES}/{name}")
+
+
+def _ends(sidecar: Sidecar, folder: str) -> dict[str, float]:
+    """Latest end of the marks of each key: an extension may be interrupted between its two steps,
+    the new mark and the deletion of the old one."""
+    ends: dict[str, float] = {}
+    for _, key, end_s in _marks(sidecar, folder):
+        ends[key] = max(ends.get(key, 0.0), math.inf if end_s == _NEVER else end_s)
+    return ends
 
 
 def _mark(sidecar: Sidecar, folder: str, keys: Collection[str], end_s: int) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from blockattn_rag.errors import StoreError
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.store import (
     DirectoryStore,
@@ -146,6 +147,46 @@ def test_expired_entries_make_room_first(tmp_path: Path) -> None:
         expire(store, KEYS[2:3], time.time() - 1)
         fill(store, KVS[3:4])
         assert sorted(store.keys()) == sorted([*KEYS[:2], KEYS[3]])
+        fill(store, KVS[2:3])  # returns without a time to live
+        assert retention(store).expired == set()
+        store.delete(KEYS[2])
+        fill(store, KVS[:2])
     shrunk = DirectoryStore(tmp_path / "limited")
     expire(shrunk, KEYS[3:4], time.time() - 1)
     assert shrink(shrunk, 2 * nbytes).deleted == (KEYS[3],)
+
+
+def test_an_interrupted_extension_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = DirectoryStore(tmp_path)
+    fill(store)
+    expire(store, KEYS[:1], time.time() - 1)
+    monkeypatch.setattr(type(store.sidecar), "delete", lambda *_: None)
+    expire(store, KEYS[:1], time.time() + 60)
+    assert retention(store).expired == set()
+
+
+def test_gc_keeps_a_time_to_live_that_was_set_meanwhile(tmp_path: Path) -> None:
+    store = DirectoryStore(tmp_path)
+    fill(store)
+    expire(store, KEYS[:1], time.time() - 1)
+
+    def sets_another(key: str) -> None:
+        expire(store, [key], time.time() + 60)
+
+    assert gc(store, None, deleted=sets_another).expired == 1
+    assert keep_forever(store, KEYS[:1]) == 1
+
+
+def test_gc_reports_marks_that_cannot_be_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = DirectoryStore(tmp_path)
+    fill(store)
+    expire(store, KEYS[:1], time.time() - 1)
+
+    def fails(*_: object) -> None:
+        raise StoreError("cannot delete the mark")
+
+    monkeypatch.setattr(type(store.sidecar), "delete", fails)
+    report = gc(store, None)
+    assert (report.expired, report.errors.first) == (1, {"times to live": "cannot delete the mark"})

@@ -99,7 +99,7 @@ def ttl(
     duration: Annotated[
         str,
         typer.Option(
-            "--for", help=f"Time to live from now on: 30m, 24h, 7d, or {_ALWAYS} to end a limit."
+            "--for", help=f"Time to live from now on: 30m, 24h, 7d, or {_ALWAYS} to remove it."
         ),
     ],
     handles: HandlesArgument = None,
@@ -148,7 +148,9 @@ def _found(
     names = namespaces_of([] if namespace is None else [namespace], [store])
     keys, seen = [], set()
     for key, info in kv_store.describe_all(opened):
-        if not isinstance(info, EntryInfo) or not is_of(info.header.namespace, names or ()):
+        if not isinstance(info, EntryInfo) or not (
+            names is None or is_of(info.header.namespace, names)
+        ):
             continue
         if there := wanted & set(info.handles):
             keys.append(key)
