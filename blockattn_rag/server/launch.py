@@ -180,13 +180,17 @@ class VllmServer:
             errors="replace",
             start_new_session=True,  # Ctrl-C reaches this process only, which then stops vLLM
         )
-        self._watcher = subprocess.Popen(
-            ["sh", "-c", _WATCHER, str(self._process.pid), f"{STOP_S:.0f}"],
-            stdin=subprocess.PIPE,  # ends with this process
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        try:
+            self._watcher = subprocess.Popen(
+                ["sh", "-c", _WATCHER, str(self._process.pid), f"{STOP_S:.0f}"],
+                stdin=subprocess.PIPE,  # ends with this process
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        except OSError:
+            self._process.kill()
+            raise
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -237,11 +241,11 @@ class VllmServer:
         except subprocess.TimeoutExpired:
             self._log(f"vLLM did not stop within {STOP_S:.0f} s and is killed")
         finally:  # also after a second Ctrl-C
-            self._watcher.kill()
-            self._watcher.communicate()
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
+            self._watcher.kill()
+            self._watcher.communicate()
             self._reader.join(1)
 
     def _read(self) -> None:

@@ -16,6 +16,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -38,6 +39,7 @@ _SUFFIX = ".safetensors"
 _ATTEMPTS = 3  # a compaction may delete files between their listing and their reading
 _MOST_BYTES = 256 << 20  # index entries in memory, of the namespaces that were used last
 _NAMESPACE_BYTES = 4096  # counted for a namespace, in addition to its entries
+_PATIENCE_S = 0.2  # how long a prompt waits for an index that is read in the background
 _THREADS = 2
 _SMALL_PART = 8  # the entries of new files are merged when they exceed this part of the others
 
@@ -48,8 +50,8 @@ class PassageIndex:
     Args:
         store: The store.
         refresh_s: Seconds for which passages that other processes add may stay unknown.
-        in_background: Whether ``split`` never waits for the index: new files are read in the
-            background, and until then only the passages of earlier ones are found.
+        in_background: Whether ``split`` waits at most 0.2 s for new files, which are read in the
+            background. Until then, only the passages of earlier ones are found.
 
     Raises:
         ValueError: The store cannot keep an index.
@@ -116,8 +118,16 @@ class PassageIndex:
             self._update(namespace, segments)
         elif segments.is_due(self._refresh_s) and not segments.is_updating:
             segments.is_updating = True
-            self._threads.submit(self._update, namespace, segments)
+            update = self._threads.submit(self._update_logged, namespace, segments)
+            with suppress(TimeoutError):
+                update.result(_PATIENCE_S)
         return segments.made
+
+    def _update_logged(self, namespace: str, segments: _Segments) -> None:
+        try:
+            self._update(namespace, segments)
+        except Exception as error:
+            logger.exception("unexpected error while the index of passages is read: %s", error)
 
     def _update(self, namespace: str, segments: _Segments) -> None:
         """Files are read and matchers are made outside of the lock, which all tenants share."""
@@ -141,7 +151,7 @@ class PassageIndex:
         return segments
 
     def _count(self, namespace: str, segments: _Segments) -> None:
-        """Count the bytes of a namespace, and forget the namespaces that were used least lately."""
+        """Count the bytes of a namespace, and forget the least recently used namespaces."""
         with self._lock:
             if self._segments.get(namespace) is not segments:
                 return  # was forgotten meanwhile

@@ -38,20 +38,30 @@ def test_a_busy_server_writes_few_files_and_loses_nothing_at_its_end() -> None:
         assert [PassageIndex(store).add(one, namespace) for one in ENTRIES] == [0] * 6
 
 
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (StoreError, "the index of passages cannot be written: {} is full"),
+        (MemoryError, "unexpected error while the index is written: {} is full"),
+    ],
+)
 def test_a_failed_write_is_logged_counted_and_repeated(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    kind: type[Exception],
+    message: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     failing, add = ["a", "b"], PassageIndex.add
 
     def add_or_fail(index: PassageIndex, entries: Entries, namespace: str) -> int:
         if namespace in failing:
             failing.remove(namespace)
-            raise StoreError(f"{namespace} is full")
+            raise kind(f"{namespace} is full")
         return add(index, entries, namespace)
 
     monkeypatch.setattr(PassageIndex, "add", add_or_fail)
     store = MemoryStore(1 << 20)
     assert add_all(PassageIndex(store), "a", "b") == 2
     for namespace in ("a", "b"):
-        assert f"the index of passages cannot be written: {namespace} is full" in caplog.text
+        assert message.format(namespace) in caplog.text
         assert [PassageIndex(store).add(one, namespace) for one in ENTRIES] == [0] * 6

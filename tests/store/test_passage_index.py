@@ -64,13 +64,34 @@ def test_an_index_is_read_again_only_after_a_while(store: KVStore) -> None:
     assert found(index, *TEXTS) == [TEXTS[1]]
 
 
+def test_the_first_prompt_finds_what_was_added_by_others(store: KVStore) -> None:
+    index = PassageIndex(store, refresh_s=0.01, in_background=True)
+    assert found(index, *TEXTS) == []
+    add(PassageIndex(store), *TEXTS)
+    time.sleep(0.02)
+    assert found(index, *TEXTS) == TEXTS
+
+
+def test_unexpected_errors_of_a_background_read_are_logged(
+    store: KVStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    index = PassageIndex(store, in_background=True)
+
+    def fails(_: str) -> list[str]:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(index.sidecar, "names", fails)
+    assert found(index, *TEXTS) == []
+    assert "unexpected error while the index of passages is read: no room" in caplog.text
+
+
 def test_an_index_in_the_background_delays_no_prompt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, may_read = DirectoryStore(tmp_path), threading.Event()
     index = PassageIndex(store, refresh_s=0, in_background=True)
     names = index.sidecar.names
-    monkeypatch.setattr(index.sidecar, "names", lambda at: names(at) if may_read.wait() else [])
+    monkeypatch.setattr(index.sidecar, "names", lambda at: names(at) if may_read.wait(60) else [])
     add(PassageIndex(store), *TEXTS)
     assert found(index, *TEXTS) == []
     may_read.set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Callable
 
 from blockattn_rag.errors import StoreError
@@ -36,6 +37,7 @@ class IndexWriter:
         self._collected: dict[str, list[Entries]] = {}
         self._unwritten: dict[str, list[Entries]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._writing = threading.Lock()
 
     def add(self, entries: Entries, namespace: str) -> None:
         """Add index entries later. Call it in the event loop, after their passages were stored."""
@@ -53,15 +55,19 @@ class IndexWriter:
                 await asyncio.to_thread(self._write, collected)
                 await asyncio.sleep(self._every_s)
         except asyncio.CancelledError:
-            self._write(self._collected)
+            self._write({name: [] for name in self._unwritten} | self._collected)
             raise
 
     def _write(self, collected: dict[str, list[Entries]]) -> None:
-        for namespace, parts in collected.items():
-            entries = joined([*parts, *self._unwritten.pop(namespace, ())])
-            try:
-                self._index.add(entries, namespace)
-            except StoreError as error:
-                logger.warning("the index of passages cannot be written: %s", error)
-                self._unwritten[namespace] = [entries[:_MOST_UNWRITTEN]]
-                self._on_failure()
+        with self._writing:  # a cancelled task leaves its thread running
+            for namespace, parts in collected.items():
+                entries = joined([*parts, *self._unwritten.pop(namespace, ())])
+                try:
+                    self._index.add(entries, namespace)
+                except Exception as error:  # the entries of other namespaces must be written
+                    self._unwritten[namespace] = [entries[:_MOST_UNWRITTEN]]
+                    self._on_failure()
+                    if isinstance(error, StoreError):
+                        logger.warning("the index of passages cannot be written: %s", error)
+                    else:
+                        logger.exception("unexpected error while the index is written: %s", error)

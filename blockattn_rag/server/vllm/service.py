@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from prometheus_client import Counter
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.exceptions import RetryableRequestError
 
 from blockattn_rag.errors import MissError, SegmentationError, ServingError, StoreError
 from blockattn_rag.model.loading import load_tokenizer
@@ -38,6 +39,10 @@ INDEX_FAILURES = Counter(
 
 Create = Callable[[Any, Any], Awaitable[Any]]
 """Method of one of vLLM's handlers, which answers a body and its HTTP request."""
+
+
+_UNRECOGNIZED = (MissError, SegmentationError, ServingError, StoreError, RetryableRequestError)
+"""Errors after which a chat is answered without recognition."""
 
 
 class Service:
@@ -196,7 +201,7 @@ class Service:
         try:
             prompt = await self._rendered(body, request, namespace)
             answer = await self._reported(request, raw_request, prompt)
-        except (MissError, SegmentationError, ServingError, StoreError) as error:
+        except _UNRECOGNIZED as error:
             # Recognition must not refuse a chat that can be answered without it.
             plain = await self._rendered(body, request) if body.passages else None
             if prompt is not None and plain == prompt:
