@@ -235,6 +235,8 @@ class VllmServer:
     def stop(self) -> None:
         """Stop the server with SIGTERM, and end what is left of its process group after
         ``STOP_S``."""
+        if self._process.poll() is None:
+            self._log(f"stopping vLLM, which takes up to {STOP_S:.0f} s while requests are running")
         self._process.terminate()
         try:
             self._process.wait(STOP_S)
