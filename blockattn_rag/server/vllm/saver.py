@@ -167,8 +167,9 @@ class BlockSaver:
         if group.world_size == 1:
             return states
         mine = torch.cat([one.reshape(-1) for layer in states for one in layer])
-        flat = group.gather(mine, dst=0, dim=0)
-        if flat is None:
+        # vLLM's gather to one rank can hang on a CPU: the other ranks do not wait for it.
+        flat = group.all_gather(mine, dim=0)
+        if group.rank_in_group:
             return None
         shapes = [one.shape for layer in states for one in layer]
         sizes = [shape.numel() for shape in shapes]
