@@ -58,7 +58,9 @@ def service_of(reference: Reference, store: DirectoryStore, **options: Any) -> S
     service = Service(client, state, ServingConfig.parse(given), reference.profile)
     assert service.passages is not None
     span = Span(STALE, "conversation")
+    end = time.monotonic() + 30
     while service.passages.split([span], OPEN) == (span,):  # until the index is read
+        assert time.monotonic() < end, "the index was not read in 30 seconds"
         time.sleep(0.01)
     return service
 
