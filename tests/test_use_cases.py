@@ -6,17 +6,11 @@ import json
 import sys
 from pathlib import Path
 
-import llama_index.core
-import pytest
-from llama_index.core import Settings
-
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks" / "use_cases"))
 
-import kits
-from outcomes import Outcome, tried
 from registry import all_uses
 
-from tests.scripted import Script, ScriptedEngine
+from tests.scripted import Script
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 
@@ -46,20 +40,6 @@ FOLLOWED: dict[str, Script] = {
     "FactExtractionMemoryBlock": lambda _: "<facts><fact>It is 214 metres.</fact></facts>",
 }
 """What an able model would write."""
-
-
-@pytest.mark.parametrize("use_name", FOLLOWED)
-def test_what_needs_a_more_able_model_works_with_one(
-    use_name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    [use] = [use for use in all_uses() if use.name == use_name]
-    for limit in ("TOKENS", "OBJECT_TOKENS"):
-        monkeypatch.setattr(kits, limit, 200)
-    for name in ("_llm", "_embed_model", "_prompt_helper", "_tokenizer"):
-        monkeypatch.setattr(Settings, name, None)  # taken back after the test
-    monkeypatch.setattr(llama_index.core, "global_tokenizer", None)
-    make = {"LangChain": kits.own_langchain, "LlamaIndex": kits.own_llama_index}[use.framework]
-    assert tried(use, make(ScriptedEngine(FOLLOWED[use_name])), trace=True) == Outcome("works")
 
 
 def test_the_table_of_the_docs_has_every_use() -> None:
