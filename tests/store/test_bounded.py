@@ -100,22 +100,6 @@ def test_one_large_block_replaces_several(kind: type[Bounded], tmp_path: Path) -
     assert store.stats().total_bytes <= most
 
 
-def test_putting_again_replaces_and_evicts_nothing(kind: type[Bounded], tmp_path: Path) -> None:
-    store = bounded(kind, tmp_path, 1)
-    put(store, 0, 0, 0)
-    stats = store.stats()
-    assert (stats.entries, stats.evictions, stats.refused) == (1, 0, 0)
-
-
-def test_deleting_frees_the_bytes(kind: type[Bounded], tmp_path: Path) -> None:
-    store = bounded(kind, tmp_path, 1)
-    put(store, 0)
-    assert store.delete(KEYS[0])
-    assert store.stats().total_bytes == 0
-    put(store, 1)
-    assert store.stats().evictions == 0
-
-
 def test_a_larger_block_is_not_kept_counted_and_logged_once(
     kind: type[Bounded], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

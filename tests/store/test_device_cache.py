@@ -53,12 +53,6 @@ def test_stores_in_memory_and_caches_of_no_size_are_not_wrapped(store: Recorded)
     assert isinstance(with_device_cache(store, 1), DeviceCache)
 
 
-def test_what_was_read_is_not_read_again(cache: DeviceCache, store: Recorded) -> None:
-    store.put(KEY, KV)
-    assert cache.get(KEY) is cache.get(KEY)
-    assert store.asked == ["get"]
-
-
 def test_what_is_put_is_stored_and_what_is_kept_is_not(cache: DeviceCache, store: Recorded) -> None:
     cache.put(KEY, KV)
     cache.keep(OTHER.key, OTHER)
@@ -67,12 +61,6 @@ def test_what_is_put_is_stored_and_what_is_kept_is_not(cache: DeviceCache, store
     assert "get" not in store.asked
     assert OTHER.key not in cache
     assert cache.stats() == store.stats()
-
-
-def test_what_is_deleted_is_gone_from_memory_too(cache: DeviceCache) -> None:
-    cache.put(KEY, KV)
-    assert cache.delete(KEY)
-    assert cache.get(KEY) is None
 
 
 def test_a_copy_that_is_kept_replaces_what_was_read(cache: DeviceCache) -> None:

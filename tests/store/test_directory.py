@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import pickle
 import resource
 import shutil
 import tempfile
@@ -138,11 +137,6 @@ def test_a_tilde_is_the_home_of_the_user(tmp_path: Path, monkeypatch: pytest.Mon
         assert opened.path == tmp_path / "kv"
 
 
-def test_a_store_can_be_pickled(store: DirectoryStore) -> None:
-    key, _ = stored(store)
-    assert same(got(pickle.loads(pickle.dumps(store)), key), make_kv())
-
-
 # Damage
 
 
@@ -272,11 +266,6 @@ def test_a_store_that_must_exist_is_not_made(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="there is no store at"):
         DirectoryStore(tmp_path / "kv", create=False)
     assert not (tmp_path / "kv").exists()
-
-
-def test_a_store_that_must_exist_and_does_is_opened(store: DirectoryStore) -> None:
-    key, _ = stored(store)
-    assert key in DirectoryStore(store.path, create=False)
 
 
 def test_a_directory_with_something_else_in_it_is_refused(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from blockattn_rag.store import LiveHandles
-from tests.store.kvs import make_kv
 
 HANDLES = [hashlib.sha256(bytes([i])).hexdigest()[:32] for i in range(50)]
 SAME_START = [HANDLES[0][:16] + end for end in ("0" * 16, "8" + "0" * 15, "f" * 16)]
@@ -30,10 +29,6 @@ def test_it_holds_nothing_else() -> None:
     odd = ("", "x" * 32, HANDLES[0].upper(), HANDLES[0] + "0", 7, None)
     assert not any(handle in live for handle in (mixed, *odd))
     assert HANDLES[0] not in LiveHandles([])
-
-
-def test_a_handle_of_a_block_is_one() -> None:
-    assert make_kv().handle in LiveHandles([make_kv().handle])
 
 
 def test_what_is_no_handle_is_refused() -> None:
@@ -92,8 +87,3 @@ def test_a_plain_list_may_tell_its_number_which_is_checked() -> None:
     assert len(LiveHandles.parse([*HANDLES, "# end of 50 handles"])) == 50
     with pytest.raises(ValueError, match="a pipe is truncated: found 49 handles"):
         LiveHandles.parse([*HANDLES[:-1], "# end of 50 handles"], "a pipe")
-
-
-def test_what_comes_first_in_a_plain_list_is_checked_too() -> None:
-    with pytest.raises(ValueError, match="found 'kv_handle' after 0 handles"):
-        LiveHandles.parse(["kv_handle", HANDLES[0]])

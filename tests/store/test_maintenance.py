@@ -242,14 +242,6 @@ def test_gc_deletes_what_nothing_refers_to(new: Raw[MaintainedStore]) -> None:
     assert sorted(store.keys()) == sorted(kv.key for kv in MANY[:5])
 
 
-def test_gc_leaves_young_entries_alone(store: DirectoryStore) -> None:
-    store.put(KEYS[3], KV[3])
-    report = gc(store, set())
-    assert (report.kept, report.kept_young, report.deleted.count) == (0, 1, 3)
-    assert list(store.keys()) == [KEYS[3]]
-    assert list(gc(store, set(), grace_s=0).deleted.first) == [KEYS[3]]
-
-
 def test_entries_of_namespaces_that_are_not_judged_are_left_alone(store: DirectoryStore) -> None:
     others = [make_kv(f"passage {n}", namespace=name) for n, name in enumerate(TENANTS)]
     for one in others:

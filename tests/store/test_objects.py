@@ -88,25 +88,6 @@ def test_an_entry_is_read_in_parts(
     assert same(found, KV)
 
 
-def test_parts_of_two_versions_are_not_joined(
-    store: ObjectStore, backend: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("blockattn_rag.store.object_client._PART_BYTES", 1000)
-    store.put(KEY, KV)
-    client = store._client
-    read = client._range
-
-    def replaced_after_the_first(path: str, start: int, stop: int, e_tag: Any = None) -> Any:
-        found = read(path, start, stop, e_tag)
-        if start == 0:
-            store.put(KEY, make_kv(tokens=41))
-        return found
-
-    monkeypatch.setattr(client, "_range", replaced_after_the_first)
-    with pytest.raises(StoreError, match="cannot read"):
-        store.get(KEY)
-
-
 # Maintenance
 
 

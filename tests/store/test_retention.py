@@ -117,14 +117,6 @@ def test_gc_deletes_expired_entries_even_if_they_are_in_use(kind: str, tmp_path:
     assert sorted(store.keys()) == sorted([*KEYS[:2], *KEYS[3:]])
 
 
-def test_gc_without_handles_deletes_only_expired_entries(tmp_path: Path) -> None:
-    store = DirectoryStore(tmp_path)
-    fill(store)
-    expire(store, KEYS[:2], time.time() - 1)
-    assert gc(store, None, grace_s=0).expired == 2
-    assert sorted(store.keys()) == sorted(KEYS[2:])
-
-
 def test_an_expired_entry_is_used_until_it_is_deleted_and_may_return(tmp_path: Path) -> None:
     store = DirectoryStore(tmp_path)
     fill(store)

@@ -108,10 +108,6 @@ def test_a_store_that_may_only_be_read_is_read_all_the_same(
 # Touching
 
 
-def test_what_is_absent_cannot_be_touched(store: DirectoryStore) -> None:
-    assert not store.touch(make_kv("other").key)
-
-
 def test_what_does_not_look_sound_counts_as_absent_and_is_mended_by_putting_it(
     store: DirectoryStore,
 ) -> None:
@@ -133,17 +129,6 @@ def test_what_does_not_look_sound_counts_as_absent_and_is_mended_by_putting_it(
     store.put(KEY, KV)
     assert store.touch(KEY)
     assert same(store.get(KEY) or make_kv("none"), KV)
-
-
-def test_stores_in_memory_are_touched_too_and_others_only_asked() -> None:
-    store = MemoryStore(2 * KV.nbytes)
-    others = [make_kv("second"), make_kv("third")]
-    store.put(KEY, KV)
-    store.put(others[0].key, others[0])
-    assert store.touch(KEY)
-    store.put(others[1].key, others[1])
-    assert list(store.keys()) == [KEY, others[1].key]
-    assert not store.touch(others[0].key)
 
 
 def test_a_store_without_touch_is_asked_whether_it_has_the_entry() -> None:
