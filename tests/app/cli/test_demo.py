@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -145,17 +144,6 @@ def test_the_demo_answers_the_same_over_every_store_and_one_string_chooses_it(
     assert again["reused"] == (0 if kind == "memory" else 6)
 
 
-def test_the_demo_refuses_what_is_no_store(cli: Command, model: Path, tmp_path: Path) -> None:
-    command = ("demo", "--model", model, "--db", tmp_path / "db")
-    for store, message in [
-        ("s3:/bucket/kv", "two slashes"),
-        ("ftp://host/kv", "unknown store address ftp://"),
-    ]:
-        output = cli(*command, "--store", store)
-        assert output.status != 0
-        assert message in " ".join(output.stderr.replace("│", " ").split())
-
-
 def test_the_demo_leaves_a_database_of_other_documents_alone(
     cli: Command, model: Path, tmp_path: Path
 ) -> None:
@@ -191,9 +179,3 @@ def test_the_page_without_gradio_names_the_extra_before_a_model_is_loaded(
     assert ".[web]" in output.stderr
     shown = cli("demo", "--model", "bundled", "--db", tmp_path / "db").stdout
     assert ".[web]" in shown
-
-
-def test_the_report_of_the_demo_is_plain_json(cli: Command, model: Path, tmp_path: Path) -> None:
-    report = cli("demo", "--json", "--db", tmp_path / "db", "--model", model).json
-    assert json.loads(json.dumps(report)) == report
-    assert report["summary"]["of"] == 2

@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 
-from blockattn_rag.app.rag.ask import Answer
 from blockattn_rag.app.rag.database import MANIFEST, Database, Manifest
 from blockattn_rag.app.rag.documents import load_documents
 from blockattn_rag.app.rag.ingest import Estimate, ingest_documents
-from blockattn_rag.engine.results import ReuseStats
 from blockattn_rag.llama_index import BlockAttentionLLM
 from blockattn_rag.model import BlockModel
 from tests.app.cli.conftest import Command
@@ -286,19 +284,6 @@ def test_a_failed_ingestion_fixes_neither_model_nor_embedding(
     assert (report.json["added"], report.json["embedding"]) == (2, "hashing")
 
 
-def test_a_wrong_model_is_reported_before_documents_are_read(
-    cli: Command, documents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def read(*_: object, **__: object) -> None:
-        raise AssertionError("documents were read")
-
-    monkeypatch.setattr("blockattn_rag.app.cli.ingest.load_documents", read)
-    output = cli("ingest", documents, "--db", tmp_path / "db", "--model", "no/such-model")
-    assert output.status == 1
-    assert "error: cannot load no/such-model: " in output.stderr
-    assert not (tmp_path / "db").exists()
-
-
 def test_what_is_to_be_computed_is_estimated_first(
     cli: Command, documents: Path, model: Path, tmp_path: Path
 ) -> None:
@@ -354,18 +339,6 @@ def test_equal_passages_are_explained(
     assert "stored; 1 passage of equal text share them" in output.stdout
 
 
-def test_a_recipe_is_looked_for_before_the_model_is_loaded(
-    cli: Command, database: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def load(*_: object, **__: object) -> None:
-        raise AssertionError("the model was loaded")
-
-    monkeypatch.setattr("blockattn_rag.engine.engine.BlockAttentionEngine.from_pretrained", load)
-    output = cli("ask", "How?", "--db", database, "--recipe", "nowhere")
-    assert output.status == 1
-    assert output.stderr.startswith("error: Found no recipe at nowhere: expected ")
-
-
 def test_questions_need_words_and_passages(
     cli: Command, database: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -393,12 +366,6 @@ def test_a_manifest_that_cannot_be_used_is_reported(
     output = cli("ask", "How?", "--db", database)
     assert output.status == 1
     assert message in output.stderr
-
-
-def test_chroma_is_asked_for_no_embedding_of_its_own(database: Path, model: Path) -> None:
-    collection = Database.open(database).collection
-    [metadata] = collection.get(include=["metadatas"])["metadatas"] or []
-    assert len(str(metadata["kv_handle"])) == 32
 
 
 def test_square_brackets_in_a_passage_are_text(cli: Command, model: Path, tmp_path: Path) -> None:
@@ -452,18 +419,6 @@ def test_control_characters_of_a_passage_reach_no_terminal(
     assert r"\x1b]0;owned\x07The depth is 45 feet.\x1b[2J" in asked.stdout
     [source] = cli(*command, "--json").json["sources"]
     assert source["text"].startswith("\x1b]0;owned\x07The")
-
-
-def test_control_characters_of_an_answer_reach_no_terminal(
-    cli: Command, database: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def answer(self: object, question: str, *, on_text: Any = None, **_: object) -> Answer:
-        for part in ("\x1b", "[31mred"):
-            on_text(part)
-        return Answer(question, "", (), ReuseStats("block", 1, 0, 9, 1, 2), "stop", 0.1)
-
-    monkeypatch.setattr("blockattn_rag.app.cli.ask.Assistant.ask", answer)
-    assert cli("ask", "How?", "--db", database).stdout.startswith("\\x1b[31mred\n")
 
 
 def test_a_block_that_a_question_computes_is_reported(cli: Command, database: Path) -> None:

@@ -151,13 +151,6 @@ def test_bench_prints_one_json_object_with_a_row_for_each_length(cli: Command) -
     assert "torch" in report.json["machine"]["versions"]
 
 
-def test_bench_measures_any_model(cli: Command, model: Path) -> None:
-    command = ("bench", "ttft", "--model", model, "--lengths", 32, "--repeats", 1)
-    output = cli(*command, "--block-tokens", 16)
-    assert output.status == 0, output.stderr
-    assert "FLOPs" in output.stdout
-
-
 @pytest.mark.parametrize(
     ("command", "options", "column"),
     [
@@ -220,17 +213,6 @@ def test_plan_estimates_int8(cli: Command) -> None:
     assert shown["passage_bytes"] < 0.53 * (64 << 20)
     assert "blocks in int8" in cli(*command, "--kv-dtype", "int8").stdout
     assert cli(*command, "--kv-dtype", "int4").status == 2
-
-
-def test_plan_says_when_a_store_is_slower_than_computing(cli: Command) -> None:
-    command = ("plan", "--passages", 10, "--tokens", 512, "--model", "8b", "--tflops", 600)
-    gpu = ("--gpu-memory", 80, "--memory", 64, "--network", 1.2)
-    shown = cli(*command, *gpu).stdout
-    assert "slower than computing" in shown
-    assert "reading a store is slower than computing" in shown
-    found = cli(*command, *gpu, "--json").json
-    assert [tier["pays"] for tier in found["tiers"]] == [True, True, False, False]
-    assert found["break_even_bytes_per_s"] == pytest.approx(6.9e9, rel=0.02)
 
 
 @pytest.mark.parametrize(

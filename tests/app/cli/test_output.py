@@ -85,18 +85,6 @@ def test_the_widest_table_of_eval_breaks_no_number_on_a_terminal_of_80_columns()
     assert [cell in lines[2] for cell in shown] == [True] * len(shown)
 
 
-def test_a_long_path_is_folded_without_losing_numbers() -> None:
-    path = "/home/somebody/projects/documents/databases/mydb/recipe"
-    numbers = ["100.0", "99.5", "-12.5", "97.5", "123 ms", "99.9", "0.1234"]
-    console = Console(width=80)
-    with console.capture() as capture:
-        console.print(table("t", ("recipe", *"abcdefg"), [(path, *numbers)]))
-    shown = capture.get()
-    assert [number in shown for number in numbers] == [True] * len(numbers)
-    folded = [line.split("  ")[0] for line in shown.splitlines()[3:]]
-    assert "".join(folded) == path
-
-
 class Clock:
     """Time as a test sets it."""
 
@@ -187,13 +175,6 @@ def test_an_unknown_width_is_not_80_columns(
     monkeypatch.setattr("os.isatty", lambda fd: fd == terminal)
     monkeypatch.setenv("COLUMNS", columns)
     assert output_width() == width
-
-
-def test_a_title_is_not_folded_to_the_width_of_its_table() -> None:
-    console = Console(width=80)
-    with console.capture() as capture:
-        console.print(table("/a/path/that/is/longer/than/the/table", ("a",), [("1",)]))
-    assert capture.get().splitlines()[0].rstrip() == "/a/path/that/is/longer/than/the/table"
 
 
 def test_a_spread_has_its_unit_once_if_both_ends_share_it() -> None:

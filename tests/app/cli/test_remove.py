@@ -61,16 +61,6 @@ def test_what_was_never_ingested_is_an_error_and_nothing_is_removed(
     assert cli("remove", "x.txt", "--db", tmp_path).status == 1  # no database
 
 
-def test_a_file_that_holds_no_text_any_more_is_named_and_can_be_removed(
-    cli: Command, database: Path, documents: Path
-) -> None:
-    emptied = documents / "tower.txt"
-    emptied.write_text("")
-    report = cli("ingest", documents, "--db", database, "--json").json
-    assert report["orphaned"] == [str(emptied)]
-    assert cli("remove", emptied, "--db", database, "--json").json["removed"] == 1
-
-
 def test_a_link_is_removed_by_the_name_it_was_ingested_under(
     cli: Command, database: Path, documents: Path
 ) -> None:
@@ -78,22 +68,3 @@ def test_a_link_is_removed_by_the_name_it_was_ingested_under(
     link.symlink_to(documents / "tower.txt")
     assert cli("ingest", documents, "--db", database).status == 0
     assert cli("remove", link, "--db", database, "--json").json["sources"] == [str(link)]
-
-
-def test_a_file_that_a_link_out_of_the_folder_replaced_is_named(
-    cli: Command, database: Path, documents: Path, tmp_path: Path
-) -> None:
-    replaced, outside = documents / "tower.txt", tmp_path / "outside.txt"
-    replaced.rename(outside)
-    replaced.symlink_to(outside)
-    output = cli("ingest", documents, "--db", database)
-    assert f"skipped: 1 link out of their folder, such as {replaced};" in output.stderr
-    assert f"{database} still has their passages: {replaced}" in output.stderr
-
-
-def test_the_command_that_is_suggested_frees_everything(
-    cli: Command, database: Path, documents: Path
-) -> None:
-    suggestion = cli("remove", documents, "--db", database).stdout.split("blockattn-rag ")[1]
-    words = suggestion.replace("\n", "").split()
-    assert cli(*words, "--json").json["deleted"]["count"] == 3  # two, and the words before them

@@ -252,16 +252,6 @@ def test_gc_keeps_what_a_file_lists_and_refuses_a_cut_one(
     assert entries(database) == [entry]
 
 
-def test_gc_takes_handles_of_any_vector_store_from_a_pipe(cli: Command, database: Path) -> None:
-    [entry] = entries(database)
-    orphan = add_orphan(database)
-    printed = cli("store", "live", database).stdout.splitlines()
-    gc = ("store", "gc", database / "kv", "--handles", "-", "--grace", "0", "--json")
-    done = cli(*gc, given=printed[1] + "\n").json
-    assert (done["kept"], done["live_handles"], done["deleted"]["count"]) == (1, 1, 1)
-    assert (entries(database), orphan.exists()) == ([entry], False)
-
-
 @pytest.mark.parametrize(
     ("given", "message"),
     [
