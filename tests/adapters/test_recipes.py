@@ -72,12 +72,6 @@ def test_a_call_may_have_another_recipe(framework: Framework, how: How) -> None:
     assert framework.ask(chat, how, QUESTION).reuse["promoted_tokens"] == 0
 
 
-def test_the_default_is_the_recipe_of_the_engine(framework: Framework) -> None:
-    engine = BlockAttentionEngine(tuned_engine().model, recipe=Recipe(promote=1))
-    found = framework.ask(framework.chat(engine, 4), "whole", QUESTION)
-    assert found.reuse["promoted_tokens"] > 0
-
-
 def test_invalid_recipes_are_refused_by_constructors(framework: Framework) -> None:
     engine = tuned_engine()
     with pytest.raises(ValueError, match="Found no recipe at nowhere"):

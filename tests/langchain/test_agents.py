@@ -12,8 +12,6 @@ from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, ToolMe
 from langchain_core.retrievers import BaseRetriever
 from langchain_core.vectorstores import InMemoryVectorStore
 from langgraph.checkpoint.memory import InMemorySaver
-from langgraph.graph import END, START, MessagesState, StateGraph
-from langgraph.prebuilt import ToolNode, tools_condition
 from pydantic import Field
 
 from blockattn_rag.adapters.handles import HANDLE_KEY
@@ -130,57 +128,6 @@ def test_each_turn_of_an_agent_computes_what_is_new(retriever: Numbered) -> None
         prompts.append(last.usage_metadata["input_tokens"])
     assert prompts[-1] > 2 * prompts[0]
     assert len(set(computed[1:])) == 1  # the same in every turn, however long the history
-
-
-async def test_an_agent_in_an_event_loop_streams_its_answer(retriever: Numbered) -> None:
-    chat = chat_that(steps)
-    agent = create_agent(chat, [block_retriever_tool(retriever, "look_up", "Looks up.")])
-    asked: Any = {"messages": [("human", "About 1")]}
-    text = ""
-    chunk: Any
-    async for chunk, _ in agent.astream(asked, stream_mode="messages"):
-        text += chunk.text if chunk.type == "AIMessageChunk" else ""
-    assert text == "Found it."
-
-
-def test_the_agentic_graph_of_the_tutorial_reuses_passages_in_every_step(
-    retriever: Numbered,
-) -> None:
-    def answer(prompt: str) -> str:
-        if "Is it relevant?" in prompt:
-            return "yes"
-        return "Found it." if "Use the context" in prompt else looking_up("0 1")
-
-    chat = chat_that(answer)
-    BlockKVTransformer(llm=chat).transform_documents(retriever.documents)
-    tool = block_retriever_tool(retriever, "look_up", "Looks up.")
-
-    def ask(state: MessagesState) -> dict[str, Any]:
-        return {"messages": [chat.bind_tools([tool]).invoke(state["messages"])]}
-
-    def grade(state: MessagesState) -> str:
-        found, question = state["messages"][-1].content, state["messages"][0].content
-        grade = chat.invoke(f"{found}\n\nQuestion: {question}\nIs it relevant?")
-        assert reuse_of(grade)["hits"] == 2
-        return "generate" if grade.content == "yes" else END
-
-    def generate(state: MessagesState) -> dict[str, Any]:
-        found, question = state["messages"][-1].content, state["messages"][0].content
-        prompt = f"Use the context.\n\nContext: {found}\n\nQuestion: {question}"
-        return {"messages": [chat.invoke(prompt)]}
-
-    graph = StateGraph(MessagesState)
-    graph.add_node("ask", ask)
-    graph.add_node("retrieve", ToolNode([tool]))
-    graph.add_node("generate", generate)
-    graph.add_edge(START, "ask")
-    graph.add_conditional_edges("ask", tools_condition, {"tools": "retrieve", END: END})
-    graph.add_conditional_edges("retrieve", grade, {"generate": "generate", END: END})
-    graph.add_edge("generate", END)
-    given: Any = {"messages": [("human", "Which?")]}
-    last = graph.compile().invoke(given)["messages"][-1]
-    assert last.content == "Found it."
-    assert reuse_of(last)["hits"] == 2
 
 
 @pytest.mark.parametrize("is_async", [False, True])

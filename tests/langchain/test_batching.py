@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from langchain_core.callbacks import BaseCallbackHandler
-from langchain_core.prompts import ChatPromptTemplate
 
 from blockattn_rag.errors import ContextOverflowError
 from blockattn_rag.langchain import ChatBlockAttention, format_blocks
@@ -56,14 +55,6 @@ async def test_an_asynchronous_batch_does_the_same(
     assert engine.batches == [8]
 
 
-def test_a_batch_of_a_chain_reaches_the_model_as_one(
-    chat: ChatBlockAttention, engine: CountingEngine
-) -> None:
-    chain = ChatPromptTemplate.from_messages([("human", "{x}")]) | chat
-    assert len(chain.batch([{"x": "a"}, {"x": "b"}])) == 2
-    assert engine.batches == [2]
-
-
 def test_max_concurrency_limits_the_batch(
     chat: ChatBlockAttention, engine: CountingEngine, one_by_one: list[Any]
 ) -> None:
@@ -110,11 +101,6 @@ async def test_one_input_that_fails_leaves_the_others_their_answers(
     assert isinstance(answers[2], ContextOverflowError)
     with pytest.raises(ContextOverflowError):
         chat.batch(mixed)
-
-
-def test_an_empty_batch_and_a_batch_of_one(chat: ChatBlockAttention, one_by_one: list[Any]) -> None:
-    assert chat.batch([]) == []
-    assert contents(chat.batch(inputs(1))) == one_by_one[:1]
 
 
 def test_a_batch_that_fails_at_its_first_input_ends_though_others_wait_for_company(

@@ -62,17 +62,6 @@ def test_figures_count_reused_and_computed_tokens(chat: ChatBlockAttention) -> N
     assert second.response_metadata["model_provider"] == "blockattn_rag"
 
 
-def test_the_pieces_of_a_stream_sum_up_to_the_answer(chat: ChatBlockAttention) -> None:
-    answer = chat.invoke(asking())
-    chunks = list(chat.stream(asking()))
-    message = whole(chunks)
-    assert len(chunks) > 2
-    assert [c.chunk_position for c in chunks].count("last") == 1
-    assert message.usage_metadata is not None
-    assert message.usage_metadata["total_tokens"] == answer.usage_metadata["total_tokens"]  # type: ignore[index]
-    assert message.response_metadata["finish_reason"] == "length"
-
-
 def test_usage_handlers_find_the_figures_under_the_model_s_name(chat: ChatBlockAttention) -> None:
     handler = UsageMetadataCallbackHandler()
     chat.batch([asking(), asking("Who?")], {"callbacks": [handler]})
@@ -119,13 +108,6 @@ def test_a_model_without_a_chat_template_raises_value_error() -> None:
     chat = ChatBlockAttention(engine=BlockAttentionEngine(model))
     with pytest.raises(ValueError, match="use BlockAttentionLLM"):
         chat.invoke("Hello")
-
-
-def test_engine_shares_the_model(chat: ChatBlockAttention) -> None:
-    other = ChatBlockAttention(engine=chat.engine, max_tokens=2)
-    assert other.engine is chat.engine
-    with pytest.raises(TypeError, match="no argument 'llm'"):
-        ChatBlockAttention(llm=chat)
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from langchain_core.documents import Document
 from langchain_core.prompts import PromptTemplate
 
@@ -40,11 +39,6 @@ def test_any_document_prompt_formats_the_passage() -> None:
     assert format_blocks([document], TITLED) == wrap("title: A\n\ntext")
 
 
-def test_a_missing_variable_raises_as_with_any_document_prompt() -> None:
-    with pytest.raises(ValueError, match="title"):
-        format_blocks([Document("text")], TITLED)
-
-
 def test_partial_variables_are_filled_in() -> None:
     document = Document("text")
     prompt = TITLED.partial(title="Fixed")
@@ -71,10 +65,3 @@ def test_a_document_that_became_empty_loses_its_stamp() -> None:
     stamped = BlockDocumentPrompt().stamp(Document("text"))
     emptied = stamped.model_copy(update={"page_content": " "})
     assert BlockDocumentPrompt().stamp(emptied).metadata == {}
-
-
-def test_unknown_arguments_raise_with_a_suggestion() -> None:
-    with pytest.raises(
-        TypeError, match=r"no argument 'document_promt' \(did you mean 'document_prompt'"
-    ):
-        BlockDocumentPrompt(document_promt=PromptTemplate.from_template("{page_content}"))

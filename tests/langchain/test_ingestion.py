@@ -30,36 +30,6 @@ from tests.langchain.conftest import passages
 TITLED = BlockDocumentPrompt.from_template("title: {title}\n\n{page_content}")
 
 
-def test_ingested_passages_are_all_found_by_the_first_question(chat: ChatBlockAttention) -> None:
-    documents = BlockKVTransformer(llm=chat).transform_documents(passages())
-    messages = [("system", format_blocks(documents)), ("human", "Which?")]
-    reuse = chat.invoke(messages).response_metadata["block_attention"]
-    assert (reuse["hits"], reuse["misses"]) == (3, 1)  # all but the text before them
-
-
-def test_documents_come_back_as_copies_with_their_handles(chat: ChatBlockAttention) -> None:
-    documents = passages()
-    stamped = BlockKVTransformer(llm=chat).transform_documents(documents)
-    assert [d.metadata["kv_handle"] for d in stamped] == [
-        handle_of(d.page_content.strip()) for d in documents
-    ]
-    assert all("kv_handle" not in d.metadata for d in documents)
-    assert [d.id for d in stamped] == [d.id for d in documents]
-
-
-def test_stored_documents_are_skipped(chat: ChatBlockAttention) -> None:
-    transformer = BlockKVTransformer(llm=chat)
-    transformer.transform_documents(passages(2))
-    transformer.transform_documents(passages(3))
-    assert transformer.stats is not None
-    assert (transformer.stats.computed, transformer.stats.reused) == (1, 2)
-
-
-def test_empty_documents_pass_through_without_a_handle(chat: ChatBlockAttention) -> None:
-    (empty,) = BlockKVTransformer(llm=chat).transform_documents([Document(" ")])
-    assert empty.metadata == {}
-
-
 async def test_ingestion_runs_asynchronously_and_shows_progress(
     chat: ChatBlockAttention, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -151,14 +121,3 @@ def test_the_documents_of_small_pieces_are_hits(chat: ChatBlockAttention) -> Non
     assert live_handles(docstore.mget(list(docstore.yield_keys()))) == {
         handle_of(d.page_content.strip()) for d in parents
     }
-
-
-def test_metadata_may_replace_the_text(chat: ChatBlockAttention) -> None:
-    shown = BlockDocumentPrompt.from_template("{window}")
-    pieces = [Document(f"Sentence {n}.", metadata={"window": f"Around {n}."}) for n in range(3)]
-    stamped = BlockKVTransformer(llm=chat, document_prompt=shown).transform_documents(pieces)
-    store = InMemoryVectorStore.from_documents(list(stamped), HashingEmbeddings(dimensions=64))
-    found = store.similarity_search("Sentence 1.", k=2)
-    messages = [("system", format_blocks(found, shown)), ("human", "Which?")]
-    reuse = chat.invoke(messages).response_metadata["block_attention"]
-    assert (reuse["hits"], reuse["misses"]) == (2, 1)

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
 from langchain_core.caches import InMemoryCache
-from langchain_core.language_models import FakeListChatModel
-from langchain_core.messages import AIMessage, AIMessageChunk
-from langchain_core.outputs import ChatGenerationChunk
-from langchain_core.runnables import ConfigurableField
+from langchain_core.messages import AIMessage
 
 from blockattn_rag import BlockAttentionEngine
 from blockattn_rag.adapters import engine_source
@@ -57,22 +53,6 @@ def test_answers_that_are_cached_know_their_variables(chat: ChatBlockAttention) 
         one.invoke(ASKED)
         one.bind(chat_template_kwargs={"enable_thinking": True}).invoke(ASKED)
     assert len(cache._cache) == 4
-
-
-def test_thoughts_are_streamed_as_they_come(chat: ChatBlockAttention) -> None:
-    async def streamed() -> list[AIMessageChunk]:
-        return [chunk async for chunk in chat.astream(ASKED, **says(ANSWER))]
-
-    for chunks in (list(chat.stream(ASKED, **says(ANSWER))), asyncio.run(streamed())):
-        thinking = [c for c in chunks if c.additional_kwargs]
-        assert len(thinking) > 5
-        assert not any(c.content for c in thinking)
-        whole = ChatGenerationChunk(message=chunks[0])
-        for chunk in chunks[1:]:
-            whole += ChatGenerationChunk(message=chunk)
-        assert whole.message.content == "31 metres."
-        assert whole.message.additional_kwargs == {"reasoning_content": "It is deep."}
-        assert [b["type"] for b in whole.message.content_blocks] == ["reasoning", "text"]
 
 
 def test_thoughts_of_earlier_answers_reach_a_template_that_shows_them(
@@ -136,11 +116,3 @@ def test_the_profile_is_read_on_first_use(monkeypatch: pytest.MonkeyPatch) -> No
     assert copied.profile is not None
     assert (copied.profile["max_input_tokens"], read) == (7, ["config"])
     assert "'max_input_tokens': 7" in repr(made.profile)
-
-
-def test_configuration_chooses_between_this_model_and_others(chat: ChatBlockAttention) -> None:
-    model = chat.configurable_alternatives(
-        ConfigurableField("model"), default_key="local", other=FakeListChatModel(responses=["hi"])
-    )
-    assert model.invoke("How?", {"configurable": {"model": "other"}}).content == "hi"
-    assert model.invoke("How?").content != "hi"

@@ -12,7 +12,7 @@ from pydantic import BaseModel, Field
 from pydantic.v1 import BaseModel as BaseModelV1
 
 from blockattn_rag import BlockAttentionEngine
-from blockattn_rag.errors import GrammarError, IncompleteAnswerError
+from blockattn_rag.errors import IncompleteAnswerError
 from blockattn_rag.langchain import ChatBlockAttention, format_blocks
 from blockattn_rag.langchain.structured_output import named_schema
 from tests.langchain.conftest import passages
@@ -94,14 +94,6 @@ def test_schemas_keep_their_names_and_references() -> None:
     assert "$ref" in str(named_schema(Node)["schema"])
 
 
-def test_a_recursive_class_is_held_to(chat: ChatBlockAttention) -> None:
-    structured = chat.with_structured_output(Node, include_raw=True)
-    found = structured.invoke(ASKED)
-    assert isinstance(found["parsed"], Node) or isinstance(
-        found["parsing_error"], IncompleteAnswerError
-    )
-
-
 def test_the_raw_message_has_the_reuse_figures(chat: ChatBlockAttention) -> None:
     chat.invoke(ASKED)
     found = chat.with_structured_output(Tower, include_raw=True).invoke(ASKED)
@@ -153,14 +145,6 @@ def test_unknown_methods_and_arguments_are_refused(chat: ChatBlockAttention) -> 
         chat.with_structured_output(Tower, method="yaml")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="did you mean 'strict'"):
         chat.with_structured_output(Tower, stict=True)
-
-
-def test_a_schema_that_cannot_be_compiled_is_refused_by_name(chat: ChatBlockAttention) -> None:
-    class Names(BaseModel):
-        names: set[str]
-
-    with pytest.raises(GrammarError, match=r"'Names' cannot be compiled.*uniqueItems"):
-        chat.with_structured_output(Names).invoke(ASKED)
 
 
 def test_what_the_schema_cannot_say_is_still_validated(chat: ChatBlockAttention) -> None:

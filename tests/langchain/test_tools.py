@@ -12,9 +12,7 @@ from langchain_core.tools import tool
 from pydantic import BaseModel, Field
 
 from blockattn_rag import BlockAttentionEngine
-from blockattn_rag.adapters.exchange import template_messages
 from blockattn_rag.langchain import ChatBlockAttention, format_blocks
-from blockattn_rag.langchain.messages import chat_turns
 from tests.langchain.conftest import passages
 from tests.scripted import Script, ScriptedEngine
 
@@ -119,12 +117,6 @@ def test_a_malformed_call_is_shown_to_the_model_again() -> None:
     assert '<|assistant|>\n{"name": "look_up"}<|end|>' in prompts_of(chat)[-1]
 
 
-def test_results_carry_the_name_of_the_tool_that_was_called() -> None:
-    call = {"name": "look_up", "args": {}, "id": "1", "type": "tool_call"}
-    history = [AIMessage("", tool_calls=[call]), ToolMessage("x", tool_call_id="1")]
-    assert template_messages(chat_turns(history))[1]["name"] == "look_up"
-
-
 def test_a_template_without_tools_is_refused_by_the_model_s_name(
     engine: BlockAttentionEngine,
 ) -> None:
@@ -143,8 +135,3 @@ def test_tokens_are_counted_with_tools() -> None:
     assert answer.usage_metadata is not None
     assert counted == answer.usage_metadata["input_tokens"]
     assert counted > chat.get_num_tokens_from_messages(messages)
-
-
-def test_batches_of_models_with_tools_read_calls() -> None:
-    model = scripted(CALL).bind_tools([look_up])
-    assert [len(one.tool_calls) for one in model.batch(["One?", "Two?"])] == [1, 1]

@@ -99,13 +99,3 @@ def test_an_upsert_through_the_transformer_replaces_handle_and_kv(
     collect(engine, filled)
     assert is_stored(engine, changed)
     assert not is_stored(engine, old)
-
-
-def test_the_kv_of_a_deleted_document_is_collected(
-    engine: BlockAttentionEngine, filled: Chroma
-) -> None:
-    old = found(filled)["p0"]
-    filled.delete(["p0"])
-    collect(engine, filled)
-    assert not is_stored(engine, old)
-    assert is_stored(engine, found(filled)["p1"])

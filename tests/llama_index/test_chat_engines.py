@@ -8,9 +8,6 @@ import pytest
 from llama_index.core import Settings, VectorStoreIndex
 from llama_index.core.chat_engine.types import ChatMode
 from llama_index.core.memory import ChatMemoryBuffer
-from llama_index.core.query_engine import RouterQueryEngine
-from llama_index.core.selectors import EmbeddingSingleSelector
-from llama_index.core.tools import QueryEngineTool
 
 from blockattn_rag.llama_index import (
     BlockAttentionLLM,
@@ -18,7 +15,6 @@ from blockattn_rag.llama_index import (
     BlockKVTransform,
     BlockPromptHelper,
     HashingEmbedding,
-    block_query_engine,
     canonical_text,
     configure,
 )
@@ -94,30 +90,3 @@ def test_configure_sets_llm_helper_and_tokenizer(llm: BlockAttentionLLM) -> None
     assert Settings.llm is llm
     assert isinstance(Settings.prompt_helper, BlockPromptHelper)
     assert len(Settings.tokenizer("abc")) == 3
-
-
-def test_a_router_reaches_engines_whose_passages_are_blocks(
-    index: VectorStoreIndex, llm: BlockAttentionLLM, engine: RecordingEngine, tokenised: list[str]
-) -> None:
-    tool = QueryEngineTool.from_defaults(
-        block_query_engine(index, llm, similarity_top_k=2), name="facts", description="w1x3"
-    )
-    router = RouterQueryEngine(
-        EmbeddingSingleSelector.from_defaults(EMBED), [tool], llm=llm, summarizer=None
-    )
-    router.query("w1x3")
-    assert blocks_per_call(engine) == [2]
-    check(engine, tokenised)
-
-
-def test_two_lines_are_all_that_changes(
-    index: VectorStoreIndex, llm: BlockAttentionLLM, engine: RecordingEngine, tokenised: list[str]
-) -> None:
-    answers = index.as_query_engine(
-        llm=llm, similarity_top_k=3, node_postprocessors=[BlockKVPostprocessor(order="ascending")]
-    )
-    response = answers.query("What is w1x3?")
-    scores = [node.score or 0.0 for node in response.source_nodes]
-    assert scores == sorted(scores)
-    assert blocks_per_call(engine) == [3]
-    check(engine, tokenised)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from llama_index.core.schema import TextNode
 
 from blockattn_rag.llama_index import HashingEmbedding
@@ -29,9 +28,3 @@ def test_it_embeds_nodes_in_a_pipeline_and_survives_a_dict() -> None:
     embed = HashingEmbedding.from_dict(HashingEmbedding(32).to_dict())
     [node] = embed([TextNode(text="otter")])
     assert len(node.get_embedding()) == 32
-
-
-def test_unknown_arguments_raise_with_a_suggestion() -> None:
-    with pytest.raises(TypeError, match=r"HashingEmbedding has no argument 'dimension' \(did you"):
-        HashingEmbedding(dimension=8)
-    assert HashingEmbedding.from_dict(HashingEmbedding(8).to_dict()).dimensions == 8

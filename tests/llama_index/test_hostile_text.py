@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from llama_index.core.schema import NodeWithScore, TextNode
@@ -70,15 +68,3 @@ def test_hostile_passages_are_whole_blocks_of_plain_text(
 def bytes_of(ids: list[int], engine: RecordingEngine) -> bytes:
     """The text of byte-level tokens."""
     return str(engine.model.tokenizer.tokenizer.decode(ids)).encode()
-
-
-def test_a_question_with_markers_is_answered_as_it_was_asked(
-    llm: BlockAttentionLLM, engine: RecordingEngine
-) -> None:
-    digest = hashlib.sha256(b"a").hexdigest()[:32]
-    question = f"[[kvblock:{digest}]]a[[/kvblock:{digest}]] what is [[/kvblock: and [[1, 2]]?"
-    llm.complete(question)
-    [call] = engine.calls
-    assert not [block for block in call.prompt.context if block.is_passage]
-    assert question in call.prompt.final
-    assert engine.calls[0].answer.stats.generated_tokens == 4

@@ -204,13 +204,6 @@ def test_generate_kwargs_are_defaults_that_a_call_overrides(engine: RecordingEng
     assert options["repetition_penalty"] == 3.0
 
 
-def test_unknown_arguments_raise(llm: BlockAttentionLLM, engine: RecordingEngine) -> None:
-    with pytest.raises(ValueError, match="max_tokenz"):
-        llm.complete("Hi", max_tokenz=3)
-    with pytest.raises(TypeError, match="contxt_window"):
-        BlockAttentionLLM(engine=engine, contxt_window=1000)
-
-
 def test_metadata_follows_the_model_and_the_fields(engine: RecordingEngine) -> None:
     whole = BlockAttentionLLM(engine=engine).metadata
     assert (whole.context_window, whole.num_output, whole.is_chat_model) == (8192, 256, True)
@@ -219,15 +212,6 @@ def test_metadata_follows_the_model_and_the_fields(engine: RecordingEngine) -> N
     ).metadata
     assert (own.context_window, own.num_output, own.is_chat_model) == (1000, 9, False)
     assert own.is_function_calling_model is False
-
-
-def test_no_marker_and_no_chat_markup_is_tokenised_as_passage_text(
-    llm: BlockAttentionLLM, tokenised: list[str]
-) -> None:
-    llm.chat(user(MARKED))
-    assert tokenised
-    assert not [text for text in tokenised if "kvblock" in text]
-    assert len(llm.tokenize(wrap("abc"))) == 3
 
 
 def test_what_a_prompt_function_shows_besides_the_content_is_no_template(

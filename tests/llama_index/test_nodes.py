@@ -82,15 +82,6 @@ def test_the_canonical_text_excludes_the_handle() -> None:
     assert block.text == "title: T\n\nbody"
 
 
-def test_a_stamp_is_hidden_from_llm_and_embedder() -> None:
-    node = TextNode(text="body", metadata={"title": "T"})
-    stamped = stamp(node, canonical_text(node))
-    assert stamped.metadata[HANDLE_KEY] == handle_of("title: T\n\nbody")
-    for mode in (MetadataMode.LLM, MetadataMode.EMBED):
-        assert stamped.get_content(mode) == node.get_content(mode)
-    assert stamp(stamped, "x").excluded_llm_metadata_keys == [HANDLE_KEY]
-
-
 def test_nodes_without_text_show_nothing() -> None:
     for node in (TextNode(text=" \n"), Node(image_resource=MediaResource(data=b"hi"))):
         assert canonical_text(node) == ""

@@ -33,12 +33,6 @@ def test_keeps_the_order_or_puts_the_best_last() -> None:
     assert [n.text for n in ascending] == ["t1", "t3", "t0", "t4", "t2"]
 
 
-def test_retrieved_nodes_stay_as_they_were() -> None:
-    nodes = scored(0.5)
-    BlockKVPostprocessor().postprocess_nodes(nodes)
-    assert llm_views(nodes) == ["t0"]
-
-
 def test_works_after_and_before_other_postprocessors() -> None:
     chain = [SimilarityPostprocessor(similarity_cutoff=0.2), BlockKVPostprocessor()]
     nodes = scored(0.9, 0.1, 0.5)

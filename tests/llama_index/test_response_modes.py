@@ -178,28 +178,6 @@ async def test_modes_that_read_no_context_work_without_default_llm(
     assert not [text for text in tokenised if "kvblock" in text]
 
 
-async def test_the_compact_prompt_is_word_for_word_what_was_expected(
-    llm: BlockAttentionLLM, engine: RecordingEngine
-) -> None:
-    llm.is_chat_model = False
-    nodes = encoded(llm, passages(2))
-    block_response_synthesizer(llm).synthesize(QUESTION, nodes)
-    line = "---------------------"
-    final = (
-        f"\n{line}\nGiven the context information and not prior knowledge, answer the query.\n"
-        f"Query: {QUESTION}\nAnswer: "
-    )
-    assert engine.calls[0].prompt == BlockPrompt(
-        (
-            Block.of([Span(f"Context information is below.\n{line}\n", "conversation")]),
-            *(Block(canonical_text(n.node), BLANK_LINE) for n in nodes),
-        ),
-        final,
-        (Span(final, "conversation"),),
-    )
-    assert engine.calls[0].answer.stats.hits == 2
-
-
 def test_one_helper_in_settings_serves_llms_of_different_windows(engine: RecordingEngine) -> None:
     small, large = (
         BlockAttentionLLM(engine=engine, context_window=window, max_new_tokens=4)

@@ -17,7 +17,7 @@ from llama_index.core.query_engine import (
 from llama_index.core.question_gen import LLMQuestionGenerator
 from llama_index.core.question_gen.types import SubQuestionList
 from llama_index.core.schema import QueryBundle, TextNode
-from llama_index.core.selectors import PydanticMultiSelector, PydanticSingleSelector
+from llama_index.core.selectors import PydanticSingleSelector
 from llama_index.core.tools import QueryEngineTool, ToolMetadata
 
 from blockattn_rag.llama_index import (
@@ -78,13 +78,6 @@ async def test_a_selector_s_choice_is_what_the_model_called() -> None:
     query = QueryBundle("How deep?")
     for found in (selector.select(CHOICES, query), await selector.aselect(CHOICES, query)):
         assert (found.ind, found.reason) == (1, "It is wet.")
-
-
-def test_a_selector_of_several_gives_them_all() -> None:
-    both = {"selections": [SELECTED, {"index": 1, "reason": "It is tall."}]}
-    llm: Any = scripted(call_of("MultiSelection", both))
-    found = PydanticMultiSelector.from_defaults(llm=llm).select(CHOICES, QueryBundle("Which?"))
-    assert found.inds == [1, 0]
 
 
 async def test_a_selector_s_choice_is_a_call_by_grammar_where_the_template_knows_no_tools() -> None:

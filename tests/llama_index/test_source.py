@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,6 @@ from llama_index.core.base.llms.types import ChatMessage
 
 from blockattn_rag import BlockAttentionEngine
 from blockattn_rag.llama_index import BlockAttentionLLM, BlockKVTransform
-from blockattn_rag.model import BlockModel
-from tests.engines import local
 from tests.models import tiny_model, tiny_tokenizer
 
 
@@ -60,23 +57,6 @@ def test_given_metadata_needs_no_file_at_all(loads: list[Any]) -> None:
     assert not llm.metadata.is_function_calling_model
     assert llm.to_payload()["model_name"] == "nowhere/at-all"
     assert loads == []
-
-
-def test_a_live_model_is_used_unchanged(loads: list[Any]) -> None:
-    model = tiny_model("llama")
-    model.config.block_attention = {"test": True}
-    engine = BlockAttentionEngine(BlockModel(model, tiny_tokenizer(chat=False)))
-    llm = BlockAttentionLLM(engine=engine, max_new_tokens=1)
-    assert llm.metadata.context_window == 4096
-    assert not llm.metadata.is_chat_model
-    assert loads == []
-    llm.complete("Hi")
-    assert local(llm.engine).model.hf_model is model
-
-
-def test_a_transform_with_a_store_in_memory_is_not_pickled(saved: str) -> None:
-    with pytest.raises(pickle.PicklingError, match=r"stores in the memory.*without num_workers"):
-        pickle.dumps(BlockKVTransform(saved))
 
 
 def test_components_survive_a_dict(saved: str, tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from llama_index.core import VectorStoreIndex
 from llama_index.core.llms import ChatMessage
-from llama_index.core.program import LLMTextCompletionProgram
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.schema import NodeWithScore, TextNode
 from pydantic import BaseModel, Field
@@ -78,14 +77,6 @@ def test_an_answer_that_is_cut_raises(llm: BlockAttentionLLM) -> None:
 def test_a_structured_llm_answers_messages(llm: BlockAttentionLLM) -> None:
     answer = llm.as_structured_llm(Tower).chat([ChatMessage(role="user", content="What?")])
     assert isinstance(answer.raw, Tower)
-
-
-def test_a_program_is_held_to_a_class_by_an_option_of_the_call(llm: BlockAttentionLLM) -> None:
-    program = LLMTextCompletionProgram.from_defaults(
-        output_cls=Tower, prompt_template_str="What is {thing}?", llm=llm
-    )
-    found = program(llm_kwargs={"response_format": Tower}, thing="a tower")
-    assert isinstance(found, Tower)
 
 
 def test_a_synthesizer_with_a_class_reuses_passages(llm: BlockAttentionLLM) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from llama_index.core.agent.workflow import FunctionAgent, ReActAgent
+from llama_index.core.agent.workflow import FunctionAgent
 from llama_index.core.base.llms.types import ChatMessage, ChatResponse, ToolCallBlock
 from llama_index.core.llms.function_calling import FunctionCallingLLM
 from llama_index.core.schema import BaseNode, TextNode
@@ -53,25 +53,6 @@ def prompts_of(llm: BlockAttentionLLM) -> list[str]:
 def calls_of(response: ChatResponse) -> list[tuple[str, Any]]:
     blocks = [one for one in response.message.blocks if isinstance(one, ToolCallBlock)]
     return [(one.tool_name, one.tool_kwargs) for one in blocks]
-
-
-async def test_calls_are_read_in_every_way_to_chat() -> None:
-    llm = scripted(f"I add.\n{CALL}")
-    given: Any = {"tools": [ADD], "user_msg": "1 + 2?"}
-    last = [
-        llm.chat_with_tools(**given),
-        await llm.achat_with_tools(**given),
-        [*llm.stream_chat_with_tools(**given)][-1],
-        [one async for one in await llm.astream_chat_with_tools(**given)][-1],
-    ]
-    for response in last:
-        assert response.message.content == "I add."
-        assert calls_of(response) == [("add", {"a": 1, "b": 2})]
-        (selected,) = llm.get_tool_calls_from_response(response)
-        assert (selected.tool_name, selected.tool_kwargs) == ("add", {"a": 1, "b": 2})
-        assert response.raw
-        assert response.raw["usage"]["completion_tokens"] > 0
-    assert all('"name": "add"' in prompt for prompt in prompts_of(llm))
 
 
 def test_a_template_with_tools_makes_a_function_calling_model(
@@ -163,28 +144,6 @@ async def test_a_function_agent_calls_tools_and_answers(streaming: bool) -> None
     agent = FunctionAgent(tools=[ADD], llm=llm, streaming=streaming)
     assert str(await agent.run("1 + 2?")) == "Three."
     assert len(prompts_of(llm)) == 2
-
-
-async def test_a_react_agent_reads_passages_as_blocks() -> None:
-    nodes: list[BaseNode] = [TextNode(text=f"Passage {n} tells of {n}.") for n in range(3)]
-
-    def script(prompt: str) -> str:
-        if "Observation:" in prompt.rpartition("<|user|>")[2]:
-            return "Thought: I know.\nAnswer: Found."
-        return 'Thought: I look.\nAction: retriever\nAction Input: {"input": "numbers"}'
-
-    llm = scripted(script)
-    nodes = BlockKVTransform(llm=llm)(nodes)
-    tool = RetrieverTool.from_defaults(
-        Fixed(nodes),
-        node_postprocessors=[BlockKVPostprocessor()],
-        name="retriever",
-        description="Looks up.",
-    )
-    agent = ReActAgent(tools=[tool], llm=llm, streaming=False)
-    answer: Any = await agent.run("Which numbers?")
-    assert str(answer) == "Found."
-    assert answer.raw["usage"]["hits"] == 3
 
 
 async def test_a_function_agent_reuses_the_passages_that_its_tool_finds() -> None:

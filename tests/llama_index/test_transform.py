@@ -12,21 +12,16 @@ import pytest
 from llama_index.core import Document, SimpleDirectoryReader, StorageContext, VectorStoreIndex
 from llama_index.core.ingestion import DocstoreStrategy, IngestionCache, IngestionPipeline
 from llama_index.core.node_parser import (
-    HierarchicalNodeParser,
     SentenceSplitter,
     SentenceWindowNodeParser,
-    get_leaf_nodes,
 )
 from llama_index.core.postprocessor import MetadataReplacementPostProcessor
-from llama_index.core.query_engine import RetrieverQueryEngine
-from llama_index.core.retrievers import AutoMergingRetriever
 from llama_index.core.schema import BaseNode, ImageNode, MediaResource, MetadataMode, Node, TextNode
 from llama_index.core.storage.docstore import SimpleDocumentStore
 from llama_index.core.vector_stores import SimpleVectorStore
 from llama_index.vector_stores.chroma import ChromaVectorStore
 
 from blockattn_rag.adapters.handles import HANDLE_KEY
-from blockattn_rag.engine.ingest import EncodeStats
 from blockattn_rag.llama_index import (
     BlockAttentionLLM,
     BlockKVPostprocessor,
@@ -157,20 +152,6 @@ def test_identical_ingests_run_the_transform_once(engine: RecordingEngine) -> No
     assert [size for size in transform.sizes if size] == [3]  # type: ignore[attr-defined]
 
 
-def test_nodes_given_directly_are_not_seen_as_changed(engine: RecordingEngine) -> None:
-    transform = CountingTransform(engine=engine)
-    ingest = IngestionPipeline(
-        transformations=[transform, HashingEmbedding(64)],
-        docstore=SimpleDocumentStore(),
-        vector_store=SimpleVectorStore(),
-        docstore_strategy=DocstoreStrategy.UPSERTS,
-        disable_cache=True,
-    )
-    for _ in range(3):
-        ingest.run(nodes=passages(2))
-    assert [size for size in transform.sizes if size] == [2]  # type: ignore[attr-defined]
-
-
 def test_a_cached_ingestion_is_redone_for_another_model_store_or_template(
     engine: RecordingEngine,
 ) -> None:
@@ -190,17 +171,6 @@ def test_a_cached_ingestion_is_redone_for_another_model_store_or_template(
         nodes = pipeline(transform, cache=cache).run(documents=documents())
         assert all(HANDLE_KEY in node.metadata for node in nodes)
         assert (transform.stats is not before) == runs
-
-
-def test_stats_count_tokens_and_bytes(llm: BlockAttentionLLM) -> None:
-    transform = BlockKVTransform(llm=llm)
-    before: EncodeStats | None = transform.stats
-    transform([TextNode(text="abc")])
-    after: EncodeStats | None = transform.stats
-    assert before is None
-    assert after is not None
-    assert after.computed_tokens == len("abc\n\n")
-    assert after.stored_bytes > 0
 
 
 def folder(path: Path) -> Path:
@@ -313,24 +283,3 @@ def test_a_metadata_key_that_no_node_has_is_logged(
         assert not caplog.messages
         BlockKVTransform(llm=llm, metadata_key="windw")(nodes)
     assert any("'windw'" in one and "found window" in one for one in caplog.messages)
-
-
-def test_leaves_and_parents_are_hits_whichever_is_shown(
-    llm: BlockAttentionLLM, engine: RecordingEngine
-) -> None:
-    text = " ".join(f"Tower {n} is {100 + n} metres tall." for n in range(30))
-    parser = HierarchicalNodeParser.from_defaults(chunk_sizes=[120, 40], chunk_overlap=0)
-    nodes = BlockKVTransform(llm=llm)(parser([Document(text=text)]))
-    storage = StorageContext.from_defaults()
-    storage.docstore.add_documents(nodes)
-    index = VectorStoreIndex(
-        get_leaf_nodes(nodes), storage_context=storage, embed_model=HashingEmbedding(64)
-    )
-    leaves: Any = index.as_retriever(similarity_top_k=5)
-    retriever = AutoMergingRetriever(leaves, storage, simple_ratio_thresh=0.5)
-    asked = RetrieverQueryEngine.from_args(
-        retriever, llm=llm, node_postprocessors=[BlockKVPostprocessor()]
-    ).query("How tall is tower 7?")
-    assert len({node.node.child_nodes is None for node in asked.source_nodes}) == 2  # both kinds
-    [call] = engine.calls
-    assert call.answer.stats.hits == len(asked.source_nodes)
