@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from blockattn_rag.errors import CorruptEntryError, LoadError, StoreError
-from blockattn_rag.kv.block_kv import BlockKV, store_key, token_digest
+from blockattn_rag.kv.block_kv import BlockKV, token_digest
 from blockattn_rag.server.keys import BlockId, block_keys
 from blockattn_rag.server.loader import BlockLoader, LoaderStats
 from blockattn_rag.server.protocol import BlockPlan
@@ -353,9 +353,3 @@ def test_a_closed_loader_begins_no_load_and_ends_those_that_go_on(loader: Make) 
 def test_numbers_that_are_not_positive_are_refused(options: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=r"positive|at least one|greater than 0"):
         BlockLoader(MemoryStore(1), PROFILE, WHOLE, **options)  # type: ignore[arg-type]
-
-
-def test_keys_of_blocks_are_those_of_their_tokens() -> None:
-    digest = token_digest([4, 5])
-    names = ("tenant", "shared")
-    assert BLOCKS[1].keys == tuple(store_key("f" * 64, digest, name) for name in names)

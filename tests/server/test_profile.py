@@ -66,10 +66,6 @@ def test_a_file_holds_a_profile(tmp_path: Path) -> None:
     assert PROFILE.num_layers == 2
 
 
-def test_layers_that_rotate_alike_share_one_layout() -> None:
-    assert len({id(layout) for layout in PROFILE.layouts}) == 1
-
-
 @pytest.mark.parametrize("content", [None, b"", b"[" * 10**5, b"{}", b"\xff", b'{"version": 2}'])
 def test_a_file_that_holds_none_says_how_to_make_one(tmp_path: Path, content: bytes | None) -> None:
     path = tmp_path / "model.json"

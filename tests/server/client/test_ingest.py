@@ -140,14 +140,6 @@ def test_a_block_that_does_not_fit_is_refused_before_anything_is_sent(
     assert server.bodies(ENCODE) == []
 
 
-def test_another_recipe_than_the_servers_is_refused(
-    engine: RemoteEngine, server: FakeServer
-) -> None:
-    with pytest.raises(ValueError, match="found recipe head:4, but"):
-        engine.precompute(BLOCKS, recipe="head:4")
-    assert server.bodies(ENCODE) == []
-
-
 @pytest.mark.parametrize(
     ("told", "message"),
     [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import pickle
 from typing import Any
 
@@ -183,20 +182,6 @@ def test_an_answer_cache_tells_servers_apart(
     assert chat._identifying_params != other._identifying_params
 
 
-def test_copies_share_the_engine(chat: ChatBlockAttention) -> None:
-    assert copy.deepcopy(chat).engine is chat.engine
-    assert chat.bind(stop=["x"]).engine is chat.engine
-    assert BlockKVTransformer(llm=chat).engine is chat.engine
-
-
-def test_a_ready_engine_tells_answer_caches_what_it_is(
-    chat: ChatBlockAttention, server: FakeServer
-) -> None:
-    given = ChatBlockAttention(engine=chat.engine, max_tokens=6)
-    assert given.invoke(MESSAGES).content == chat.invoke(MESSAGES).content
-    assert given._identifying_params["engine"]["fingerprint"] == server.profile.fingerprint
-
-
 def test_what_a_server_has_itself_is_refused() -> None:
     for arguments in ({"kv_store": "kv"}, {"model_kwargs": {"device": "cuda"}}):
         with pytest.raises(ValueError, match="a server has its own model, device and store"):
@@ -216,12 +201,6 @@ def test_max_retries_bounds_the_further_tries(
     with pytest.raises(ServingError, match="overloaded"):
         chat.invoke(MESSAGES)
     assert len(server.bodies(COMPLETIONS)) == 1 + retries
-
-
-def test_timeout_bounds_the_wait(server: FakeServer, saved: str) -> None:
-    chat = remote(server.url, saved, timeout=0)
-    with pytest.raises(ValueError, match="timeout_s must be positive, found 0"):
-        chat.invoke(MESSAGES)
 
 
 def test_a_copy_keeps_timeout_and_max_retries(server: FakeServer, saved: str) -> None:

@@ -15,7 +15,6 @@ from llama_index.core.schema import TextNode
 from llama_index_instrumentation import get_dispatcher
 
 from blockattn_rag import BlockAttentionEngine
-from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.errors import ServingError
 from blockattn_rag.llama_index import (
     BlockAttentionLLM,
@@ -187,19 +186,6 @@ def test_it_goes_to_another_process_without_its_key(
     assert transform.stats.reused == 4
 
 
-def test_copies_share_the_engine(llm: BlockAttentionLLM) -> None:
-    assert llm.model_copy().engine is llm.engine
-    assert BlockKVTransform(llm=llm).engine is llm.engine
-
-
-def test_a_ready_engine_may_be_given(server: FakeServer, llm: BlockAttentionLLM) -> None:
-    given = BlockAttentionLLM(engine=llm.engine, max_new_tokens=6)
-    assert given.complete("Hi").text == llm.complete("Hi").text
-    assert given.model_name == "the-model"
-    with pytest.raises(pickle.PicklingError, match="live engine"):
-        pickle.dumps(given)
-
-
 @pytest.mark.parametrize(
     "arguments",
     [{"kv_store": "kv"}, {"device_map": "cuda"}],
@@ -221,8 +207,3 @@ def test_arguments_of_the_engine_go_into_model_kwargs(server: FakeServer, saved:
     with pytest.raises(TypeError, match="timeout"):
         _ = remote(server.url, saved, model_kwargs={"timeout": 1}).engine
     assert llm.complete("Hi").text
-
-
-def test_what_a_server_cannot_do_is_refused(llm: BlockAttentionLLM) -> None:
-    with pytest.raises(ValueError, match=r"found recipe promote 1, but .* has the recipe none"):
-        llm.chat(MESSAGES, recipe=Recipe(promote=1))
