@@ -68,9 +68,7 @@ def test_torch_comes_from_the_index_that_is_given(calls: Path) -> None:
 
 @pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="needs a machine without a GPU")
 @pytest.mark.parametrize("offline", ["", "1"])
-def test_without_a_gpu_torch_of_pypi_with_cuda_is_the_last_resort(
-    calls: Path, offline: str
-) -> None:
+def test_cuda_torch_of_pypi_is_the_last_resort(calls: Path, offline: str) -> None:
     venv = calls.parent / "venv"
     status, _, ran = make(calls, f"{venv}/.demo", f"VENV={venv}", CUDA="1", OFFLINE=offline)
     assert status == 0

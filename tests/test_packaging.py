@@ -31,9 +31,7 @@ def test_links_of_the_readme_lead_to_files() -> None:
     assert [target for target in local if not (ROOT / target).exists()] == []
 
 
-def test_links_of_the_packaged_readme_are_absolute(
-    portable: Callable[[str, str, str], str],
-) -> None:
+def test_packaged_readme_links_are_absolute(portable: Callable[[str, str, str], str]) -> None:
     text = portable(
         "![a](docs/a.svg) [b](docs/b.md#c) [d](https://d) [e](#f)", "https://h/o/n", "2.0"
     )
@@ -45,9 +43,7 @@ def test_links_of_the_packaged_readme_are_absolute(
     assert [target for target in targets if not target.startswith(("https:", "#"))] == []
 
 
-def test_links_of_a_readme_without_an_address_become_text(
-    portable: Callable[[str, str, str], str],
-) -> None:
+def test_readme_without_address_has_no_links(portable: Callable[[str, str, str], str]) -> None:
     assert portable("![a](a.svg)[b](b.md), [d](https://d)", "", "2.0") == "b, [d](https://d)"
 
 

@@ -59,9 +59,7 @@ def test_answers_are_those_of_the_local_engine(reference: Reference, engine: Eng
 
 
 @pytest.mark.parametrize("beyond", [0, 1, PAGE - 1])
-def test_a_context_may_end_anywhere_in_a_page(
-    reference: Reference, engine: Engine, beyond: int
-) -> None:
+def test_context_may_end_within_a_page(reference: Reference, engine: Engine, beyond: int) -> None:
     pad = (beyond - sum(reference.case(6, records=3).lengths)) % PAGE
     case = reference.stored(reference.case(6, records=3, pad=pad))
     assert reference.answer(case) != reference.answer(case, recipe=Recipe(positions="composite"))
@@ -80,9 +78,7 @@ def test_pages_of_the_modes_are_kept_apart(reference: Reference, engine: Engine)
     assert engine.full(case).tokens == full
 
 
-def test_the_same_tokens_cut_otherwise_have_pages_of_their_own(
-    reference: Reference, engine: Engine
-) -> None:
+def test_other_cuts_have_their_own_pages(reference: Reference, engine: Engine) -> None:
     case = reference.telling(4)
     joined = (case.texts[0] + "".join(case.texts[1:-1]), case.texts[-1])
     whole = reference.stored(reference.case_of(joined))
@@ -110,9 +106,7 @@ def test_a_client_cannot_name_the_salt_of_block_mode(reference: Reference, engin
     assert said.blocks["local_tokens"] == 0
 
 
-def test_a_client_s_own_salt_keeps_its_pages_from_others(
-    reference: Reference, engine: Engine
-) -> None:
+def test_client_salt_separates_pages(reference: Reference, engine: Engine) -> None:
     case = reference.telling(5)
     engine.block(case)
     for least, most in ((0, 0), (PAGE, sum(case.lengths))):
@@ -135,9 +129,7 @@ def test_many_requests_at_once_share_what_they_may(reference: Reference, engine:
     assert [said.tokens for said in engine.ask_all(asked)] == expected
 
 
-def test_a_request_that_had_to_make_room_goes_on_as_it_was(
-    reference: Reference, engine: Engine
-) -> None:
+def test_preempted_request_continues(reference: Reference, engine: Engine) -> None:
     cases = [reference.telling(place) for place in range(4)]
     expected = [reference.answer(case, tokens=200) for case in cases]
     before = engine.counted("vllm:num_preemptions")
@@ -157,9 +149,7 @@ def test_two_answers_to_one_prompt_are_both_right(reference: Reference, engine: 
     assert [list(one.token_ids) for one in output.outputs] == [reference.answer(case)] * 2
 
 
-def test_a_request_with_a_missing_block_fails_and_the_next_is_right(
-    reference: Reference, engine: Engine
-) -> None:
+def test_missing_block_fails_one_request(reference: Reference, engine: Engine) -> None:
     missing = reference.case(50, records=2)
     failed = engine.counted("vllm:blockattn_load_failures")
     assert engine.block(missing).reason == "error"
@@ -170,9 +160,7 @@ def test_a_request_with_a_missing_block_fails_and_the_next_is_right(
     assert free_pages_are_all(engine)
 
 
-def test_entries_that_are_cut_short_or_of_other_tokens_are_not_used(
-    reference: Reference, engine: Engine
-) -> None:
+def test_damaged_entries_are_not_used(reference: Reference, engine: Engine) -> None:
     store = DirectoryStore(reference.store)
     cut = reference.stored(reference.case(36))
     (path,) = reference.store.rglob(f"*{reference.key(cut.blocks[1])}*")
@@ -188,9 +176,7 @@ def test_entries_that_are_cut_short_or_of_other_tokens_are_not_used(
     assert free_pages_are_all(engine)
 
 
-def test_a_store_that_failed_and_is_back_serves_again_within_a_second(
-    reference: Reference, engine: Engine
-) -> None:
+def test_recovered_store_serves_within_a_second(reference: Reference, engine: Engine) -> None:
     case = reference.stored(reference.case(45, records=2))
     objects = DirectoryStore(reference.store).entry_path("0" * 64).parents[1]
     objects.rename(reference.folder / "away")
@@ -203,9 +189,7 @@ def test_a_store_that_failed_and_is_back_serves_again_within_a_second(
     assert engine.block(case).tokens == reference.answer(case)
 
 
-def test_a_request_that_is_left_while_it_loads_gives_its_pages_back(
-    reference: Reference, engine: Engine, gate: Path
-) -> None:
+def test_aborted_load_frees_its_pages(reference: Reference, engine: Engine, gate: Path) -> None:
     case = reference.stored(reference.case(30, records=2))
     gate.touch()
     try:
@@ -247,9 +231,7 @@ def test_prompt_logprobs_are_refused_in_block_mode(reference: Reference, engine:
     assert engine.block(case).tokens == reference.answer(case)
 
 
-def test_a_block_that_is_encoded_here_is_a_hit_for_every_engine(
-    reference: Reference, engine: Engine
-) -> None:
+def test_encoded_block_is_a_hit_for_all_engines(reference: Reference, engine: Engine) -> None:
     case = reference.case(44)
     store = DirectoryStore(reference.store)
     for block in case.blocks:

@@ -90,9 +90,7 @@ def blocks_of(reference: Reference) -> list[Encodable]:
     return encodables(blocks, "", reference.profile, opens_prompt=True, keep=keep)
 
 
-def test_a_block_is_encoded_once_for_all_who_ask(
-    reference: Reference, store: DirectoryStore
-) -> None:
+def test_block_is_encoded_once_for_all(reference: Reference, store: DirectoryStore) -> None:
     client = Client(reference, store)
     ensurer, blocks = ensurer_of(client), blocks_of(reference)
 
@@ -104,9 +102,7 @@ def test_a_block_is_encoded_once_for_all_who_ask(
     assert asyncio.run(ensurer_of(client).ensure(blocks)) == [False] * len(blocks)
 
 
-def test_who_goes_away_does_not_take_the_block_from_others(
-    reference: Reference, store: DirectoryStore
-) -> None:
+def test_leaving_spares_other_waiters(reference: Reference, store: DirectoryStore) -> None:
     client = Client(reference, store)
     ensurer, blocks = ensurer_of(client), blocks_of(reference)
 
@@ -180,9 +176,7 @@ def test_nothing_is_encoded_for_a_store_that_takes_nothing(
     assert asyncio.run(ask()) == [True, True]
 
 
-def test_blocks_that_a_full_store_does_not_take_are_kept_in_memory(
-    reference: Reference, store: DirectoryStore
-) -> None:
+def test_full_store_keeps_blocks_in_memory(reference: Reference, store: DirectoryStore) -> None:
     client = Client(reference, store, unstored="No space left on device")
     ensurer, blocks = ensurer_of(client), blocks_of(reference)
     began = time.monotonic()
@@ -193,9 +187,7 @@ def test_blocks_that_a_full_store_does_not_take_are_kept_in_memory(
     assert list(store.keys()) == []
 
 
-def test_a_block_that_must_be_stored_fails_with_what_the_store_reports(
-    reference: Reference, store: DirectoryStore
-) -> None:
+def test_must_store_fails_with_the_reason(reference: Reference, store: DirectoryStore) -> None:
     client = Client(reference, store, unstored="No space left on device")
     ensurer, blocks = ensurer_of(client), blocks_of(reference)
     began = time.monotonic()
@@ -206,9 +198,7 @@ def test_a_block_that_must_be_stored_fails_with_what_the_store_reports(
     assert client.kept == []
 
 
-def test_without_room_in_memory_a_full_store_is_an_error_with_its_reason(
-    reference: Reference, store: DirectoryStore
-) -> None:
+def test_full_store_without_memory_is_an_error(reference: Reference, store: DirectoryStore) -> None:
     client = Client(reference, store, unstored="No space left on device")
     ensurer = ensurer_of(client, private_memory="0")
     with pytest.raises(ServingError, match="not stored: No space left on device"):
@@ -247,9 +237,7 @@ def test_what_a_store_says_of_its_place_is_logged_and_not_told_to_clients(
     assert f"{store.path}/" in caplog.text
 
 
-def test_a_server_that_only_reads_says_what_is_missing(
-    reference: Reference, store: DirectoryStore
-) -> None:
+def test_read_only_server_names_missing_blocks(reference: Reference, store: DirectoryStore) -> None:
     client = Client(reference, store)
     blocks = blocks_of(reference)
     with pytest.raises(MissError, match=f"{len(blocks) - 1} of {len(blocks)} blocks"):
@@ -257,9 +245,7 @@ def test_a_server_that_only_reads_says_what_is_missing(
     assert client.asked == []
 
 
-def test_a_block_that_the_engine_fails_to_encode_is_told(
-    reference: Reference, store: DirectoryStore
-) -> None:
+def test_encoding_error_is_reported(reference: Reference, store: DirectoryStore) -> None:
     client = Client(reference, store, reason="error")
     with pytest.raises(ServingError, match="ended by 'error'"):
         asyncio.run(ensurer_of(client).ensure(blocks_of(reference)))
@@ -271,9 +257,7 @@ def kept_of(reference: Reference, *keep: Keep) -> list[Encodable]:
     )
 
 
-def test_what_may_not_be_stored_is_encoded_for_memory_even_where_nothing_is_stored(
-    reference: Reference, store: DirectoryStore
-) -> None:
+def test_read_only_server_encodes_for_memory(reference: Reference, store: DirectoryStore) -> None:
     client = Client(reference, store)
     ensurer = ensurer_of(client, read_only=True)
     blocks = kept_of(reference, "memory", "private", "private")
@@ -285,9 +269,7 @@ def test_what_may_not_be_stored_is_encoded_for_memory_even_where_nothing_is_stor
     assert asyncio.run(ensurer.ensure(blocks, thorough=True)) == [True] * 3
 
 
-def test_what_is_stored_is_as_good_as_memory_but_not_for_private_blocks(
-    reference: Reference, store: DirectoryStore
-) -> None:
+def test_stored_blocks_do_not_serve_as_private(reference: Reference, store: DirectoryStore) -> None:
     blocks = kept_of(reference, "memory", "private")
     for one in kept_of(reference, "store", "store"):
         store.put(one.key, reference.encoded(one.token_ids))
@@ -298,9 +280,7 @@ def test_what_is_stored_is_as_good_as_memory_but_not_for_private_blocks(
     assert client.kept == ["private"] * 2
 
 
-def test_a_block_that_is_in_memory_alone_is_stored_for_who_may_store_it(
-    reference: Reference, store: DirectoryStore
-) -> None:
+def test_memory_block_is_stored_later(reference: Reference, store: DirectoryStore) -> None:
     client = Client(reference, store)
     ensurer = ensurer_of(client)
     assert asyncio.run(ensurer.ensure(kept_of(reference, "memory"))) == [True]
@@ -318,9 +298,7 @@ def test_a_block_that_is_in_memory_alone_is_stored_for_who_may_store_it(
     assert len(client.asked) == 2
 
 
-def test_a_server_that_only_reads_answers_from_memory_and_stores_nothing(
-    reference: Reference, store: DirectoryStore
-) -> None:
+def test_read_only_server_stores_nothing(reference: Reference, store: DirectoryStore) -> None:
     client = Client(reference, store)
     ensurer = ensurer_of(client, read_only=True)
     assert asyncio.run(ensurer.ensure(kept_of(reference, "memory"))) == [True]
@@ -330,9 +308,7 @@ def test_a_server_that_only_reads_answers_from_memory_and_stores_nothing(
         asyncio.run(ensurer.ensure(kept_of(reference, "store"), thorough=True))
 
 
-def test_more_than_memory_holds_is_refused_before_anything_is_encoded(
-    reference: Reference, store: DirectoryStore
-) -> None:
+def test_too_many_blocks_are_refused_first(reference: Reference, store: DirectoryStore) -> None:
     client = Client(reference, store)
     blocks = kept_of(reference, "private", "private")
     room = sum(one.tokens for one in blocks) * reference.profile.bytes_per_token

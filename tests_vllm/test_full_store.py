@@ -34,9 +34,7 @@ def server(reference: Reference, store: DirectoryStore) -> Iterator[Server]:
         yield server
 
 
-def test_answers_do_not_depend_on_the_store_and_encoding_reports_why_it_failed(
-    reference: Reference, store: DirectoryStore, server: Server
-) -> None:
+def test_full_store_answers(reference: Reference, store: DirectoryStore, server: Server) -> None:
     case = reference.case(10)
     for encoded in (len(case.lengths), 0):
         began = time.monotonic()

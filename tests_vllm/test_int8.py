@@ -64,9 +64,7 @@ def answer(local: BlockAttentionEngine, case: Case) -> list[int]:
     return list(made.token_ids)
 
 
-def test_what_is_encoded_is_stored_in_int8_as_the_local_engine_would(
-    reference: Reference, engine: Engine, store: DirectoryStore
-) -> None:
+def test_encodes_int8_as_local(reference: Reference, engine: Engine, store: DirectoryStore) -> None:
     case = reference.case(TELLING[0])
     encode(engine, reference, store, case)
     for ids in case.blocks:

@@ -88,9 +88,7 @@ def test_the_models_are_listed_and_the_key_is_checked(server: Server) -> None:
     assert server.post(CHATS, {"messages": []}, Authorization="").status_code == 401
 
 
-def test_documents_are_answered_like_the_same_passages_of_our_client(
-    reference: Reference, server: Server, engine: RemoteEngine
-) -> None:
+def test_documents_are_passages(reference: Reference, server: Server, engine: RemoteEngine) -> None:
     body = asked(reference, 11)
     passages = [Passage(one["title"], one["text"]) for one in body["documents"]]
     tokenizer = reference.model.tokenizer.tokenizer
@@ -118,9 +116,7 @@ def test_documents_are_answered_like_the_same_passages_of_our_client(
     assert full["usage"]["prompt_tokens"] == usage["prompt_tokens"]
 
 
-def test_passages_are_computed_once_and_other_text_is_not_stored(
-    reference: Reference, server: Server
-) -> None:
+def test_other_text_is_not_stored(reference: Reference, server: Server) -> None:
     store = DirectoryStore(reference.folder / "openai")
     before, body = {*store.keys()}, asked(reference, 12)
     body["documents"] = body["documents"][:2]
@@ -132,9 +128,7 @@ def test_passages_are_computed_once_and_other_text_is_not_stored(
     assert len({*store.keys()} - before) == 2
 
 
-def test_a_stream_gives_the_same_answer_and_counts(
-    reference: Reference, server: Server, client: openai.OpenAI
-) -> None:
+def test_streams_the_answer(reference: Reference, server: Server, client: openai.OpenAI) -> None:
     body = asked(reference, 13)
     answered(server, body)  # stores the passages
     whole = answered(server, body)
@@ -182,9 +176,7 @@ def test_parts_of_a_message_are_passages(reference: Reference, server: Server) -
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_tools_and_schemas_constrain_answers_from_passages(
-    reference: Reference, server: Server, stream: bool
-) -> None:
+def test_schemas_constrain_answers(reference: Reference, server: Server, stream: bool) -> None:
     schema = {"name": "height", "schema": TOOL["function"]["parameters"]}  # type: ignore[index]
     # The penalty ends runs of blanks, which the grammar of calls allows.
     body = asked(reference, 15, max_tokens=128, frequency_penalty=2.0)
@@ -228,9 +220,7 @@ def recognized(server: Server, body: dict[str, Any], hits: int) -> dict[str, Any
     return answer
 
 
-def test_known_passages_are_recognized_in_plain_text_by_their_tenant_alone(
-    reference: Reference, server: Server, engine: RemoteEngine
-) -> None:
+def test_tenants_recognize_own(reference: Reference, server: Server, engine: RemoteEngine) -> None:
     _, ingested, sent, *_, question = (text.strip() for text in reference.case(18).texts)
     engine.precompute([Block(ingested, BLANK_LINE)])
     text = f"Context:\n<source>{ingested}</source>\n<source>{sent}</source>\n{question}"

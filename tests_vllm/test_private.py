@@ -62,9 +62,7 @@ def test_answers_are_those_of_the_local_engine_and_nothing_is_written(
     assert not list(reference.folder.glob("private*/**/*.safetensors"))
 
 
-def test_private_blocks_and_stored_ones_of_the_same_tokens_share_no_page(
-    reference: Reference, home: DirectoryStore, engine: Engine
-) -> None:
+def test_private_pages_differ(reference: Reference, home: DirectoryStore, engine: Engine) -> None:
     case = reference.case(35)
     long = reference.case_of((*case.texts, "And" + " a" * 300))
     encode(engine, long.blocks)
@@ -85,9 +83,7 @@ def test_private_blocks_and_stored_ones_of_the_same_tokens_share_no_page(
     assert said.blocks["local_tokens"] == 0
 
 
-def test_what_was_not_used_for_the_longest_time_makes_room(
-    reference: Reference, engine: Engine
-) -> None:
+def test_least_recently_used_makes_room(reference: Reference, engine: Engine) -> None:
     first, *others = (reference.case(number) for number in (36, 37, 38))
     assert sum(first.lengths) + sum(others[0].lengths) <= ROOM
     assert sum(sum(case.lengths) for case in (first, *others)) > ROOM

@@ -70,9 +70,7 @@ def test_answers_are_those_of_the_local_engine(reference: Reference, engine: Eng
 
 
 @BOTH
-def test_a_missing_block_fails_on_both_and_the_next_is_right(
-    reference: Reference, engine: Engine
-) -> None:
+def test_missing_block_fails_on_both_ranks(reference: Reference, engine: Engine) -> None:
     assert engine.block(reference.case(41)).reason == "error"
     case = reference.stored(reference.case(6))
     assert engine.block(case).tokens == reference.answer(case)
@@ -104,9 +102,7 @@ def test_each_rank_keeps_its_own_layers_on_disk(reference: Reference, pipeline: 
     assert kept == {"layers-0-2-heads-0-2", "layers-2-4-heads-0-2"}
 
 
-def test_a_block_that_may_not_be_stored_is_kept_by_each_rank(
-    reference: Reference, pipeline: Engine
-) -> None:
+def test_each_rank_keeps_private_blocks(reference: Reference, pipeline: Engine) -> None:
     case = reference.case(47)
     keep: Keep = "memory"
     for block in case.blocks:

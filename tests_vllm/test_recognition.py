@@ -70,9 +70,7 @@ def answered(service: Service, body: dict[str, Any]) -> Any:
     return asyncio.run(service.openai_chat(*_read_chat(body), raw_request))["blockattn"]
 
 
-def test_a_stale_index_entry_does_not_refuse_a_chat(
-    reference: Reference, store: DirectoryStore
-) -> None:
+def test_stale_index_entry_is_no_error(reference: Reference, store: DirectoryStore) -> None:
     ask = {"messages": [{"role": "user", "content": "How tall?"}], "documents": [{"text": STORED}]}
     plain = {"messages": [{"role": "user", "content": f"{STALE}\nHow tall?"}]}
     reader = service_of(reference, store, read_only=True)

@@ -22,9 +22,7 @@ def engine(reference: Reference) -> Iterator[Engine]:
     engine.close()
 
 
-def test_a_request_that_lost_its_pages_loads_them_again(
-    reference: Reference, engine: Engine
-) -> None:
+def test_lost_pages_are_loaded_again(reference: Reference, engine: Engine) -> None:
     cases = [reference.telling(place) for place in range(4)]
     expected = [reference.answer(case, tokens=200) for case in cases]
     said = engine.ask_all([(case.ids, case.params) for case in cases], max_tokens=200)

@@ -134,9 +134,7 @@ def test_passages_are_encoded_once(engine: RemoteEngine, local: BlockAttentionEn
     assert engine.contains(head.context[0], first=True)
 
 
-def test_what_is_encoded_is_stored_in_the_server_s_namespace(
-    reference: Reference, engine: RemoteEngine
-) -> None:
+def test_server_stores_in_its_namespace(reference: Reference, engine: RemoteEngine) -> None:
     block = Block("Of the team.")
     engine.precompute([block])
     key = reference.key(list(engine.model.tokenised(block, False).ids), "team")

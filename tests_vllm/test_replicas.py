@@ -31,9 +31,7 @@ def replicas(reference: Reference, monkeypatch: pytest.MonkeyPatch) -> Iterator[
             one.close()
 
 
-def test_alternating_requests_compute_each_passage_once(
-    reference: Reference, replicas: list[RemoteEngine]
-) -> None:
+def test_replicas_share_passages(reference: Reference, replicas: list[RemoteEngine]) -> None:
     known = [text for number in range(30, 40) for text in reference.case(number).texts[1:-1]]
     known, draw = sorted({*known})[:PASSAGES], random.Random(0)
     asked, misses, hits, computed, reused = set[str](), 0, 0, 0, 0

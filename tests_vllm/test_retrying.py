@@ -112,9 +112,7 @@ def test_second_tries_and_answers_that_a_stop_string_ends_are_counted() -> None:
         ({}, "all its 2 blocks were intact in the store: the workers cannot read them within"),
     ],
 )
-def test_there_is_no_third_try_and_what_was_seen_in_between_is_told(
-    encoded: dict[str, int], message: str
-) -> None:
+def test_second_failure_is_final(encoded: dict[str, int], message: str) -> None:
     async def ensure_again() -> dict[str, int]:
         return encoded
 

@@ -37,9 +37,7 @@ def request_of(params: dict[str, Any], **more: Any) -> Request:
         (RequestStatus.FINISHED_ERROR, False),
     ],
 )
-def test_a_block_is_stored_if_its_request_came_to_its_end(
-    reference: Reference, status: RequestStatus, is_saved: bool
-) -> None:
+def test_saves_whole_requests(reference: Reference, status: RequestStatus, is_saved: bool) -> None:
     scheduler = scheduler_of(reference)
     request = request_of(ENCODE)
     scheduler.add(request)
@@ -73,9 +71,7 @@ def test_what_block_mode_cannot_do_fails_by_a_load_that_never_ends_well(
     assert scheduler.finished(request, [3]) == (False, None)
 
 
-def test_a_refused_request_that_asks_for_failed_saves_is_forgotten_when_it_ends(
-    reference: Reference,
-) -> None:
+def test_refused_request_is_forgotten(reference: Reference) -> None:
     scheduler = scheduler_of(reference)
     request = request_of({**COMPLETE, UNSAVED: "any"})
     scheduler.add(request)

@@ -77,9 +77,7 @@ def test_private_blocks_have_the_adapter_too(
         assert found.stats.reuse() == expected.stats.reuse()
 
 
-def test_lost_entries_are_encoded_again_with_the_adapter(
-    reference: Reference, engine: RemoteEngine, recipe: Recipe
-) -> None:
+def test_encodes_lost_entries(reference: Reference, engine: RemoteEngine, recipe: Recipe) -> None:
     texts = list(reference.case(21, records=2).texts)
     store = DirectoryStore(reference.folder / f"served-recipe-{recipe.promote}-kv")
     for question in (texts[-1], "Question: What is near the lake?\nAnswer:"):

@@ -71,9 +71,7 @@ def test_missing_blocks_are_encoded_and_then_found(reference: Reference, server:
         assert served.encoded_tokens == (sum(case.lengths) if encoded else 0)
 
 
-def test_a_stream_tells_of_blocks_at_its_end_and_of_usage(
-    reference: Reference, server: Server
-) -> None:
+def test_stream_ends_with_blocks_and_usage(reference: Reference, server: Server) -> None:
     case = reference.case(19)
     events = [*server.events(COMPLETIONS, case.body(stream_options={"include_usage": True}))]
     tokens = [id_ for one in events for choice in one["choices"] for id_ in choice["token_ids"]]
@@ -84,9 +82,7 @@ def test_a_stream_tells_of_blocks_at_its_end_and_of_usage(
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT_COMPLETIONS])
-def test_an_answer_that_a_stop_string_ends_tells_of_its_blocks(
-    reference: Reference, server: Server, path: str
-) -> None:
+def test_stopped_answer_reports_blocks(reference: Reference, server: Server, path: str) -> None:
     case = reference.case(9)
     whole = reference.answer(case)
     text = reference.model.tokenizer.tokenizer.decode(whole)
@@ -105,9 +101,7 @@ def test_an_answer_that_a_stop_string_ends_tells_of_its_blocks(
     assert ServedBlocks.from_dict(told) == ServedBlocks(len(case.lengths), 0, 0, cut_short=True)
 
 
-def test_a_context_that_is_in_the_engine_counts_as_local(
-    reference: Reference, server: Server
-) -> None:
+def test_context_in_the_engine_is_local(reference: Reference, server: Server) -> None:
     case = reference.case(5)
     long = reference.case_of((*case.texts[:-1], "And" + " a" * 300 + case.texts[-1]))
     for _ in range(2):
@@ -115,9 +109,7 @@ def test_a_context_that_is_in_the_engine_counts_as_local(
     assert (served.loaded_tokens, served.local_tokens) == (0, sum(long.lengths))
 
 
-def test_a_stream_that_is_left_early_leaves_no_page_behind(
-    reference: Reference, server: Server
-) -> None:
+def test_abandoned_stream_frees_its_pages(reference: Reference, server: Server) -> None:
     case = reference.case(3)
     events = server.events(COMPLETIONS, case.body(max_tokens=1000, min_tokens=1000))
     next(events)
@@ -140,9 +132,7 @@ def test_a_chat_is_answered_from_its_token_ids(reference: Reference, server: Ser
     assert served.blocks == len(case.lengths)
 
 
-def test_without_a_plan_the_answer_is_computed_in_full_mode(
-    reference: Reference, server: Server
-) -> None:
+def test_request_without_plan_is_full_mode(reference: Reference, server: Server) -> None:
     case = reference.case(23)
     asked = case.body()
     del asked["kv_transfer_params"]
@@ -151,9 +141,7 @@ def test_without_a_plan_the_answer_is_computed_in_full_mode(
     assert response.json()["kv_transfer_params"] is None
 
 
-def test_an_entry_that_is_damaged_behind_its_head_is_encoded_anew(
-    reference: Reference, server: Server, store: DirectoryStore
-) -> None:
+def test_repairs_damaged_entry(reference: Reference, server: Server, store: DirectoryStore) -> None:
     fresh = reference.case(8)
     server.post(ENCODE, {"blocks": fresh.blocks, "opens_prompt": True})
     (path,) = store.path.rglob(f"*{reference.key(fresh.blocks[2])}*")
@@ -165,9 +153,7 @@ def test_an_entry_that_is_damaged_behind_its_head_is_encoded_anew(
     assert served.encoded == 1
 
 
-def test_many_clients_with_common_passages_are_all_answered_rightly(
-    reference: Reference, server: Server
-) -> None:
+def test_concurrent_clients_get_right_answers(reference: Reference, server: Server) -> None:
     cases = [reference.case(16 + place % 4, records=3) for place in range(16)]
     with ThreadPoolExecutor(16) as threads:
         said = [*threads.map(lambda case: answered(server.post(COMPLETIONS, case.body())), cases)]
@@ -186,9 +172,7 @@ def test_blocks_are_looked_for_encoded_and_found(reference: Reference, server: S
     assert answers[1].stored_bytes == (sum(map(len, blocks)) * reference.profile.bytes_per_token)
 
 
-def test_tenants_do_not_find_each_others_blocks(
-    reference: Reference, server: Server, store: DirectoryStore
-) -> None:
+def test_tenants_share_nothing(reference: Reference, server: Server, store: DirectoryStore) -> None:
     block = reference.case(31).blocks[1]
     asked = {"blocks": [block]}
     for tenant in ("a", "b"):
@@ -212,9 +196,7 @@ def test_tenants_share_no_pages_in_full_mode(reference: Reference, server: Serve
     assert hits == [False, False, True]
 
 
-def test_private_blocks_are_found_again_by_their_tenant_alone_and_not_stored(
-    reference: Reference, server: Server, store: DirectoryStore
-) -> None:
+def test_private_is_per_tenant(reference: Reference, server: Server, store: DirectoryStore) -> None:
     case = reference.case(32)
     keep = ["store", "private", *["store"] * (len(case.lengths) - 2)]
     params = BlockPlan("complete", case.lengths, keep=keep).to_dict()  # type: ignore[arg-type]
@@ -257,9 +239,7 @@ def test_what_block_mode_cannot_do_is_refused_with_a_reason(
     assert message in response.json()["error"]["message"]
 
 
-def test_nothing_is_encoded_for_a_request_that_is_refused(
-    reference: Reference, server: Server, store: DirectoryStore
-) -> None:
+def test_refusal_encodes_none(reference: Reference, server: Server, store: DirectoryStore) -> None:
     before = {*store.keys()}
     fresh = reference.case(33)
     long = [*fresh.ids, *fresh.ids[-1:] * 2048]

@@ -29,9 +29,7 @@ def engine(reference: Reference, profile: ModelProfile) -> Iterator[Engine]:
     engine.close()
 
 
-def test_blocks_are_encoded_after_the_sink_and_read_without_it(
-    reference: Reference, engine: Engine, profile: ModelProfile
-) -> None:
+def test_encodes_after_sink(reference: Reference, engine: Engine, profile: ModelProfile) -> None:
     case = reference.case(12)
     sink = list(profile.sink_ids)
     prompts = [case.blocks[0], *([*sink, *block] for block in case.blocks[1:])]
@@ -45,9 +43,7 @@ def test_blocks_are_encoded_after_the_sink_and_read_without_it(
     assert engine.block(case).tokens == reference.answer(case, recipe=SINK)
 
 
-def test_a_block_after_anything_else_is_refused(
-    reference: Reference, engine: Engine, profile: ModelProfile
-) -> None:
+def test_refuses_other_prefix(reference: Reference, engine: Engine, profile: ModelProfile) -> None:
     block = reference.case(13).blocks[1]
     plan = BlockPlan("encode", (len(block),), keep=("store",)).to_dict()
     assert engine.ask([5, 6, 7, 8, *block], plan, max_tokens=1).reason == "error"

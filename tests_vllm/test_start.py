@@ -84,9 +84,7 @@ def test_engines_that_cannot_be_built_here_are_refused(
         check_engine(engine, cache_of(FULL), config, reference.profile)
 
 
-def test_what_stands_in_the_way_of_encoding_alone_is_no_matter_for_reading(
-    reference: Reference,
-) -> None:
+def test_reading_needs_less_than_encoding(reference: Reference) -> None:
     engine = engine_of()
     engine.parallel_config.pipeline_parallel_size = 2
     engine.cache_config.cache_dtype = "fp8_e4m3"
@@ -98,9 +96,7 @@ def test_what_stands_in_the_way_of_encoding_alone_is_no_matter_for_reading(
 
 
 @pytest.mark.parametrize("specs", [(FULL, SLIDING), (SLIDING,), ()])
-def test_caches_that_do_not_keep_all_tokens_are_refused(
-    reference: Reference, specs: tuple[Any, ...]
-) -> None:
+def test_partial_caches_are_refused(reference: Reference, specs: tuple[Any, ...]) -> None:
     config = ServingConfig.parse(reference.options())
     with pytest.raises(ServingError, match=f"the cache has {len(specs)} groups"):
         check_engine(engine_of(), cache_of(*specs), config, reference.profile)

@@ -33,9 +33,7 @@ def server(reference: Reference) -> Iterator[Server]:
     yield from serving(reference, "structured", *more)
 
 
-def test_an_answer_follows_its_schema_and_its_blocks_are_loaded(
-    reference: Reference, engine: RemoteEngine
-) -> None:
+def test_answer_follows_its_schema(reference: Reference, engine: RemoteEngine) -> None:
     texts = list(reference.case(31).texts)
     for _ in range(2):
         answer = engine.generate(texts, response_format=Height, max_new_tokens=64)
@@ -70,9 +68,7 @@ def test_an_answer_that_was_cut_is_no_object(reference: Reference, engine: Remot
 
 
 @pytest.mark.parametrize("form", ["hermes", "llama3", "mistral", "mistral_args", "granite"])
-def test_vllm_holds_an_answer_to_a_call_of_a_tool(
-    reference: Reference, engine: RemoteEngine, form: str
-) -> None:
+def test_vllm_forces_a_tool_call(reference: Reference, engine: RemoteEngine, form: str) -> None:
     function = {"name": "measure", "parameters": Height.model_json_schema()}
     tokenizer = reference.model.tokenizer.tokenizer
     grammar = calls_grammar(
@@ -86,9 +82,7 @@ def test_vllm_holds_an_answer_to_a_call_of_a_tool(
     assert Height.model_validate(calls[0].arguments)
 
 
-def test_what_vllm_cannot_compile_is_refused_in_its_words(
-    reference: Reference, engine: RemoteEngine
-) -> None:
+def test_invalid_grammar_is_refused(reference: Reference, engine: RemoteEngine) -> None:
     with pytest.raises(ServingError, match=r"regex|parse|grammar|pattern"):
         engine.generate(list(reference.case(35).texts), structured_outputs={"regex": "(["})
 
@@ -156,9 +150,7 @@ def test_a_grammar_that_fails_is_refused_with_the_reason(
     assert server.counted("blockattn_retries_total") == retries
 
 
-def test_a_grammar_that_is_too_large_is_refused_at_once(
-    reference: Reference, server: Server
-) -> None:
+def test_too_large_grammar_is_refused(reference: Reference, server: Server) -> None:
     choices = [f"Street {i} of Halden" for i in range(110_000)]
     for path in (COMPLETIONS, CHAT_COMPLETIONS):
         body: dict[str, Any] = {"structured_outputs": {"choice": choices}, "max_tokens": 4}

@@ -24,9 +24,7 @@ def chat(framework: Framework) -> Any:
 
 
 @AWAITED
-async def test_the_event_loop_ticks_while_the_model_works(
-    framework: Framework, chat: Any, held: Held, how: How
-) -> None:
+async def test_event_loop_keeps_on(framework: Framework, chat: Any, held: Held, how: How) -> None:
     task = asyncio.create_task(framework.aask(chat, how, **SHORT))
     await asyncio.to_thread(held.wait_for_token)
     for _ in range(10):  # turns of the loop, while the model waits in the middle of an answer
@@ -46,9 +44,7 @@ def assert_ended_early(framework: Framework, chat: Any, held: Held) -> None:
 
 
 @AWAITED
-async def test_a_cancelled_task_frees_the_model(
-    framework: Framework, chat: Any, held: Held, how: How
-) -> None:
+async def test_cancel_frees_model(framework: Framework, chat: Any, held: Held, how: How) -> None:
     task = asyncio.create_task(framework.aask(chat, how, **LONG))
     await asyncio.to_thread(held.wait_for_token)
     task.cancel()
@@ -65,9 +61,7 @@ def test_a_closed_stream_frees_the_model(framework: Framework, chat: Any, held: 
     assert_ended_early(framework, chat, held)
 
 
-async def test_a_closed_asynchronous_stream_frees_the_model(
-    framework: Framework, chat: Any, held: Held
-) -> None:
+async def test_closing_astream_frees_model(framework: Framework, chat: Any, held: Held) -> None:
     stream = framework.astream(chat, "Well?", **LONG)
     held.let_go(FEW)
     await anext(stream)
@@ -100,9 +94,7 @@ async def test_gathered_calls_share_a_batch(framework: Framework, chat: Any) -> 
     assert chat.engine.batches == [5]
 
 
-async def test_a_cancelled_call_leaves_the_others_of_its_batch(
-    framework: Framework, chat: Any, held: Held
-) -> None:
+async def test_cancel_spares_rest_of_batch(framework: Framework, chat: Any, held: Held) -> None:
     calls = [
         asyncio.create_task(framework.aask(chat, "awaited", "x" * 50, **SHORT)) for _ in range(2)
     ]

@@ -32,24 +32,18 @@ def test_unmarked_passages_log_a_hint(hints: ReuseHints, caplog: pytest.LogCaptu
     assert "format_blocks" in record.getMessage()
 
 
-def test_short_prompts_and_prompts_after_marked_ones_log_no_hint(
-    hints: ReuseHints, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_marked_prompts_log_no_hint(hints: ReuseHints, caplog: pytest.LogCaptureFixture) -> None:
     show(hints, *["What is meant?"] * 9, wrap("passage") + "Q", *[LONG] * 9)
     assert not caplog.records
 
 
-def test_a_question_before_the_passages_logs_a_hint(
-    hints: ReuseHints, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_question_first_logs_hint(hints: ReuseHints, caplog: pytest.LogCaptureFixture) -> None:
     show(hints, *(f"Question {n}? {wrap('passage')}Answer:" for n in range(9)))
     (record,) = caplog.records
     assert "before the passages" in record.getMessage()
 
 
-def test_alternating_templates_log_no_hint(
-    hints: ReuseHints, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_alternating_heads_log_no_hint(hints: ReuseHints, caplog: pytest.LogCaptureFixture) -> None:
     show(hints, *(f"Template {n % 4}: {wrap('passage')}Question {n}?" for n in range(12)))
     assert not caplog.records
 

@@ -22,9 +22,7 @@ def output_of(code: str) -> str:
 
 
 @EACH
-def test_importing_loads_neither_torch_nor_the_framework(
-    package: str, name: str, needed: str
-) -> None:
+def test_import_loads_no_torch_and_no_framework(package: str, name: str, needed: str) -> None:
     found = output_of(
         f"import sys, blockattn_rag.{package}\n"
         f"print([one for one in ('torch', 'transformers', {needed!r}) if one in sys.modules])"

@@ -61,9 +61,7 @@ def test_a_model_is_loaded_once_with_its_arguments(
     assert isinstance(local(chat.engine).store, DirectoryStore)
 
 
-def test_models_and_ingestion_steps_by_name_survive_pickling(
-    framework: Framework, saved: str, tmp_path: Path
-) -> None:
+def test_named_models_survive_pickling(framework: Framework, saved: str, tmp_path: Path) -> None:
     options = {"mode": "full"}
     chat = framework.chat(saved, 3, kv_store=tmp_path / "kv", generate_kwargs=options)
     expected = framework.ask(chat, "whole").text

@@ -37,9 +37,7 @@ def test_arguments_for_loading_reach_the_engine(store: MemoryStore) -> None:
 
 
 @pytest.mark.parametrize("step", ["llama_index", "langchain"])
-def test_an_ingestion_step_stores_for_the_tenant_of_its_engine(
-    store: MemoryStore, step: str
-) -> None:
+def test_ingestion_uses_the_namespace_of_the_engine(store: MemoryStore, step: str) -> None:
     engine = engine_of(store, "one")
     if step == "llama_index":
         from llama_index.core.schema import TextNode

@@ -37,9 +37,7 @@ def answer_of(
 @WHOLE_OR_STREAM
 @FORM
 @pytest.mark.parametrize("special", [True, False])
-def test_a_quoted_call_is_text_if_its_mark_is_a_token(
-    framework: Framework, form: str, how: How, special: bool
-) -> None:
+def test_quoted_call_is_text(framework: Framework, form: str, how: How, special: bool) -> None:
     (said,) = quoted(form)
     assert answer_of(framework, form, quoted(form), how, special) == (said.text, [])
     text = f"{CALLS[form]} is quoted."
@@ -70,9 +68,7 @@ def test_marks_are_found_after_thoughts(framework: Framework, how: How) -> None:
 
 @WHOLE_OR_STREAM
 @FORM
-def test_a_constrained_answer_is_text_or_calls_if_marks_are_no_tokens(
-    framework: Framework, form: str, how: How
-) -> None:
+def test_constrained_answer_is_text_or_calls(framework: Framework, form: str, how: How) -> None:
     options: dict[str, Any] = {"special": None, "tool_calls": "constrained"}
     (said,) = quoted(form)
     assert answer_of(framework, form, [said], how, **options) == (said.text, [])

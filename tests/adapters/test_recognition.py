@@ -67,9 +67,7 @@ def test_both_adapters_find_passages_in_plain_text(bundled: BlockAttentionEngine
         assert passages(prompt_of(model, PLAIN)) == []
 
 
-def test_passages_that_an_earlier_answer_quotes_are_not_found(
-    bundled: BlockAttentionEngine,
-) -> None:
+def test_quotes_in_earlier_answers_are_not_recognized(bundled: BlockAttentionEngine) -> None:
     turns = [("user", PLAIN), ("assistant", f"It says: {TEXTS[0]}"), ("user", "And how deep?")]
     llama_index, chat, _ = models(bundled, recognize=True)
     for prompt in (
@@ -88,9 +86,7 @@ def test_an_answer_reuses_passages_without_markers(bundled: BlockAttentionEngine
     assert answer.response_metadata["block_attention"]["hits"] == 3  # and the text before them
 
 
-def test_a_pipeline_without_a_postprocessor_equals_one_with_it(
-    bundled: BlockAttentionEngine,
-) -> None:
+def test_recognition_equals_the_postprocessor(bundled: BlockAttentionEngine) -> None:
     engine = with_settings(bundled, namespace="pipeline")
     llm, plain = (BlockAttentionLLM(engine=engine, recognize=flag) for flag in (True, False))
     nodes = BlockKVTransform(llm=llm)([Document(text=text) for text in TEXTS])
@@ -111,9 +107,7 @@ def test_an_ingestion_in_langchain_is_recognized(bundled: BlockAttentionEngine) 
     assert passages(prompt_of(chat, PLAIN)) == TEXTS
 
 
-def test_another_process_recognizes_what_was_ingested(
-    bundled: BlockAttentionEngine, tmp_path: Path
-) -> None:
+def test_another_process_finds_passages(bundled: BlockAttentionEngine, tmp_path: Path) -> None:
     first = BlockAttentionEngine(bundled.model, DirectoryStore(tmp_path))
     first.encode(TEXTS)
     second = BlockAttentionEngine(bundled.model, DirectoryStore(tmp_path), read_only=True)

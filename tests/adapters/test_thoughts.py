@@ -31,9 +31,7 @@ def engine() -> BlockAttentionEngine:
 
 
 @EVERY_WAY
-def test_thoughts_are_separate_from_the_answer(
-    framework: Framework, engine: BlockAttentionEngine, how: How
-) -> None:
+def test_thoughts_are_apart(framework: Framework, engine: BlockAttentionEngine, how: How) -> None:
     found = framework.ask(framework.chat(engine), how, **says(SAID))
     assert (found.text, found.thoughts) == ("31 metres.", "It is deep.")
 
@@ -45,9 +43,7 @@ def test_everything_is_answer_if_the_template_marks_no_thoughts(framework: Frame
 
 
 @EVERY_WAY
-def test_template_variables_of_the_call_override_those_of_the_model(
-    framework: Framework, engine: BlockAttentionEngine, how: How
-) -> None:
+def test_call_variables_win(framework: Framework, engine: BlockAttentionEngine, how: How) -> None:
     def tokens(defaults: dict[str, Any], **call: Any) -> int:
         chat = framework.chat(engine, 2, generate_kwargs=defaults)
         reuse = framework.ask(chat, how, "How deep?", **call).reuse

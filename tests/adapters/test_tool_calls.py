@@ -50,9 +50,7 @@ def test_calls_are_read_and_the_text_before_them_is_kept(framework: Framework, h
         ('<tool_call>\n{"name": "look_up", "query": "towers"}\n</tool_call>', "'arguments' once"),
     ],
 )
-def test_invalid_calls_are_reported(
-    framework: Framework, how: How, written: str, error: str
-) -> None:
+def test_reports_invalid_calls(framework: Framework, how: How, written: str, error: str) -> None:
     found = framework.ask(scripted(framework, f"Hm. {written}"), how, tools=[LOOK_UP])
     assert (found.text.strip(), found.calls) == ("Hm.", [])
     ((name, said, text),) = found.invalid
@@ -69,9 +67,7 @@ def test_a_call_that_the_token_limit_cuts_is_invalid(framework: Framework) -> No
 
 @WHOLE_OR_STREAM
 @pytest.mark.parametrize("choice", ["auto", "any"])
-def test_the_same_call_again_ends_the_answer_and_is_dropped(
-    framework: Framework, how: How, choice: str
-) -> None:
+def test_repeated_call_ends_the_answer(framework: Framework, how: How, choice: str) -> None:
     chat = scripted(framework, "\n".join([OTHER] + [CALL] * 4))
     found = framework.ask(chat, how, tools=[LOOK_UP, ADD], tool_choice=choice)
     assert [name for name, _ in found.calls] == ["add", "look_up"]
@@ -82,9 +78,7 @@ def test_the_same_call_again_ends_the_answer_and_is_dropped(
 
 @WHOLE_OR_STREAM
 @pytest.mark.parametrize("choice", ["auto", "any"])
-def test_the_answer_ends_with_the_only_call_that_is_allowed(
-    framework: Framework, how: How, choice: str
-) -> None:
+def test_only_allowed_call_ends_the_answer(framework: Framework, how: How, choice: str) -> None:
     options: dict[str, Any] = {"tool_choice": choice, "parallel_tool_calls": False}
     chat = scripted(framework, f"{CALL}\n{OTHER}\nDone.")
     found = framework.ask(chat, how, tools=[LOOK_UP, ADD], **options)
@@ -100,9 +94,7 @@ def test_the_prompt_has_no_tools_if_none_may_be_called(framework: Framework) -> 
 
 @WHOLE_OR_STREAM
 @pytest.mark.parametrize("choice", ["any", "required", True, "digits"])
-def test_a_required_call_has_valid_arguments(
-    framework: Framework, how: How, choice: str | bool
-) -> None:
+def test_required_call_is_valid(framework: Framework, how: How, choice: str | bool) -> None:
     # A random model, whose answers are not scripted.
     chat = framework.chat(BlockAttentionEngine(tool_model()), 200)
     tools = [LOOK_UP, DIGITS] if choice == "digits" else [DIGITS]

@@ -27,9 +27,7 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Served:
     return Served(model=str(tmp_path / "model"), store=str(tmp_path / "kv"), recipe="head:4")
 
 
-def test_a_profile_is_measured_once_and_again_for_a_changed_model(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_profile_is_measured_once(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     file = profile_file(served)
     model = BlockModel.from_pretrained(served.model, device="cpu")
     assert ModelProfile.read(file) == profile_of(model, Recipe("head:4"))

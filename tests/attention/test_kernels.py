@@ -97,9 +97,7 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Te
 
 @pytest.mark.usefixtures("cuda_kernels")
 @pytest.mark.parametrize(("kernel", "dtype"), kernels(KERNELS))
-def test_one_query_over_two_keys_gives_the_numbers_worked_out_by_hand(
-    kernel: Kernel, dtype: torch.dtype
-) -> None:
+def test_two_keys_give_hand_computed_numbers(kernel: Kernel, dtype: torch.dtype) -> None:
     # Scores 0 and ln 3: weights 1/4 and 3/4, log-sum-exp ln 4.
     rest = [0.0] * 6  # fused kernels take heads of 8
     query = torch.tensor([[[[1.0, 0.0, *rest]]]], dtype=dtype)
@@ -114,9 +112,7 @@ def test_one_query_over_two_keys_gives_the_numbers_worked_out_by_hand(
 @pytest.mark.usefixtures("cuda_kernels")
 @pytest.mark.parametrize(("kernel", "dtype"), kernels(KERNELS))
 @pytest.mark.parametrize("size", [64, 80, 96, 128, 256])
-def test_each_kernel_stays_within_the_rounding_of_its_type(
-    kernel: Kernel, dtype: torch.dtype, size: int
-) -> None:
+def test_kernels_stay_within_rounding(kernel: Kernel, dtype: torch.dtype, size: int) -> None:
     scale = size**-0.5
     for group, tokens, keys in itertools.product((1, 2, 4, 8), (1, 5), (1, 7, 64, 300)):
         query = random(1, KV_HEADS, group * tokens, size, dtype=dtype)
@@ -159,9 +155,7 @@ def test_large_scores_are_attended_to_exactly(spread: float) -> None:
 
 @pytest.mark.usefixtures("cuda_kernels")
 @pytest.mark.parametrize(("kernel", "dtype"), kernels(MASKING))
-def test_a_query_that_sees_nothing_has_output_zero_and_minus_infinity(
-    kernel: Kernel, dtype: torch.dtype
-) -> None:
+def test_query_without_keys_is_zero(kernel: Kernel, dtype: torch.dtype) -> None:
     mask = torch.tensor([[True, True], [False, False]])[None, None]
     states = random(1, 1, 2, SIZE, dtype=dtype)
     part = kernel(states, states, states, 1.0, mask)

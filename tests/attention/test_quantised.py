@@ -44,9 +44,7 @@ def mixed(lengths: list[int]) -> list[BlockKV]:
 @pytest.mark.parametrize("orders", ORDERS.values(), ids=ORDERS)
 @pytest.mark.parametrize("joined", [0, 50], ids=["one by one", "joined"])
 @pytest.mark.parametrize("tokens", [1, 6])
-def test_int8_blocks_and_others_share_a_batch(
-    tokens: int, joined: int, orders: list[list[int]]
-) -> None:
+def test_int8_and_float_share_a_batch(tokens: int, joined: int, orders: list[list[int]]) -> None:
     blocks = mixed(LENGTHS)
     contexts = [place([blocks[i] for i in order]) for order in orders]
     query = random(len(orders), HEADS, tokens, SIZE, seed=7)

@@ -93,9 +93,7 @@ ORDERS = {
 @pytest.mark.parametrize("orders", ORDERS.values(), ids=ORDERS)
 @pytest.mark.parametrize("layout", [LAYOUT, NO_ROTATION], ids=["rotary", "nope"])
 @pytest.mark.parametrize("tokens", [1, 6])
-def test_turning_queries_equals_moving_keys(
-    layout: RotaryLayout, tokens: int, orders: list[list[int]]
-) -> None:
+def test_query_shift_is_exact(layout: RotaryLayout, tokens: int, orders: list[list[int]]) -> None:
     blocks = blocks_of([40, 1, 17, 60])
     contexts = [place([blocks[i] for i in order]) for order in orders]
     query = random(len(orders), HEADS, tokens, SIZE, seed=7)
@@ -178,9 +176,7 @@ def test_an_accelerator_joins_blocks_once_for_prompt_and_answer() -> None:
 
 @pytest.mark.parametrize("layout", [LAYOUT, *OTHER_LAYOUTS.values()], ids=["half", *OTHER_LAYOUTS])
 @pytest.mark.parametrize("joined", [0, 50], ids=["one by one", "joined"])
-def test_a_token_of_an_answer_attends_to_all_blocks_at_once(
-    layout: RotaryLayout, joined: int
-) -> None:
+def test_answer_token_attends_to_all_blocks_at_once(layout: RotaryLayout, joined: int) -> None:
     context = place(blocks_of([40, 1, 17, 60]))
     plan = relay_plan([context], [layout], joined)
     query = random(1, HEADS, 1, SIZE, seed=7)
@@ -197,9 +193,7 @@ def test_a_token_of_an_answer_attends_to_all_blocks_at_once(
 @pytest.mark.parametrize("layout", [LAYOUT, *OTHER_LAYOUTS.values()], ids=["half", *OTHER_LAYOUTS])
 @pytest.mark.parametrize("spread", [1.0, 1e3])
 @pytest.mark.parametrize("fully_masked", [False, True], ids=["causal", "a row is fully masked"])
-def test_a_question_attends_to_all_blocks_and_to_itself(
-    fully_masked: bool, spread: float, layout: RotaryLayout
-) -> None:
+def test_question_sees_blocks(fully_masked: bool, spread: float, layout: RotaryLayout) -> None:
     context = place(blocks_of([40, 1, 17, 60]))
     plan = relay_plan([context], [layout])
     query = random(1, HEADS, 6, SIZE, seed=7) * spread
@@ -222,9 +216,7 @@ def test_a_prompt_without_context_attends_to_itself() -> None:
         assert (found - expected).abs().max() <= RELAY_BUDGET
 
 
-def test_only_one_request_in_float32_takes_one_softmax_for_all_blocks(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_one_float32_request_takes_one_softmax(monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = blocks_of([4, 3])
     half = [replace(kv, keys=(kv.keys[0].half(),), values=(kv.values[0].half(),)) for kv in blocks]
     calls: list[object] = []

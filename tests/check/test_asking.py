@@ -81,9 +81,7 @@ def test_answers_tell_what_was_reused(server: FakeServer, asker: Asker) -> None:
         (lambda told: _changed(told, loaded_tokens=7), "3 blocks of 7 tokens, expected 3 of 136"),
     ],
 )
-def test_an_answer_that_is_not_of_all_blocks_is_refused(
-    server: FakeServer, asker: Asker, marker: Any, message: str
-) -> None:
+def test_refuses_other_blocks(server: FakeServer, asker: Asker, marker: Any, message: str) -> None:
     server.marker = marker
     with pytest.raises(ProtocolError, match=message):
         asker.block(probe())

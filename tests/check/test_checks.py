@@ -64,9 +64,7 @@ def test_a_wrong_layout_fails_wherever_a_block_was_moved(model: BlockModel, faul
     assert "one block = full attention" not in failed(report)
 
 
-def test_one_wrong_layer_of_values_fails(
-    model: BlockModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_value_layer_fails(model: BlockModel, monkeypatch: pytest.MonkeyPatch) -> None:
     right = assemble
 
     def wrong(context: Context, layouts: Sequence[RotaryLayout]) -> Iterator[tuple[Tensor, Tensor]]:
@@ -77,9 +75,7 @@ def test_one_wrong_layer_of_values_fails(
     assert "assembled = oracle" in failed(check_model(model))
 
 
-def test_keys_that_are_not_turned_back_from_behind_a_sink_fail(
-    model: BlockModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unrotated_sink_keys_fail(model: BlockModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encoding, "rotate", lambda keys, *_: keys)
     assert failed(check_model(model)) == {"blocks after a sink = oracle"}
 

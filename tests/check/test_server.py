@@ -121,9 +121,7 @@ def test_the_model_need_not_be_here(model: BlockModel, check: Check) -> None:
 
 
 @pytest.mark.parametrize(("keeps", "left"), [(True, 1), (False, 3)])
-def test_what_is_left_in_the_store_is_little_and_told(
-    model: BlockModel, check: Check, keeps: bool, left: int
-) -> None:
+def test_leaves_little_in_store(model: BlockModel, check: Check, keeps: bool, left: int) -> None:
     server = FakeServer(model, keeps=keeps)
     report = check(server, model)
     assert failed(report) == set()
@@ -153,9 +151,7 @@ def test_a_server_that_only_reads_is_left_as_it_is(model: BlockModel, check: Che
     assert server.store.stats().entries == 0
 
 
-def test_a_server_that_encodes_nothing_at_all_is_asked_for_full_mode_alone(
-    model: BlockModel, check: Check
-) -> None:
+def test_server_without_encoding_gets_full_mode(model: BlockModel, check: Check) -> None:
     server = FakeServer(model, read_only=True, keeps=False)
     report = check(server, model)
     assert failed(report) == set()

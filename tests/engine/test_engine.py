@@ -187,9 +187,7 @@ def test_empty_texts_before_the_final_one_are_left_out(engine: BlockAttentionEng
         engine.generate(["", ""])
 
 
-def test_stale_and_orphan_markers_give_the_answer_of_the_same_text(
-    engine: BlockAttentionEngine,
-) -> None:
+def test_stray_markers_do_not_change_the_answer(engine: BlockAttentionEngine) -> None:
     plain = engine.generate(["S", A, B, Q], max_new_tokens=NEW)
     stale = wrap("something else").replace("something else", A)
     orphan = wrap("something else").partition("something else")[0]
@@ -224,9 +222,7 @@ def small() -> BlockAttentionEngine:
 
 
 @pytest.mark.parametrize("mode", ["block", "full"])
-def test_new_tokens_are_capped_by_the_window_and_a_prompt_that_fills_it_is_refused(
-    small: BlockAttentionEngine, mode: Any
-) -> None:
+def test_window_caps_new_tokens(small: BlockAttentionEngine, mode: Any) -> None:
     # 1 of BOS.
     answer = small.generate(["x" * 40, "y" * 20], mode=mode, max_new_tokens=50)
     assert len(answer.token_ids) == 3
@@ -256,9 +252,7 @@ def test_a_block_longer_than_the_window_says_what_to_do(small: BlockAttentionEng
         small.generate(["x" * 70, "y"])
 
 
-def test_a_prompt_that_does_not_fit_computes_and_stores_nothing(
-    small: BlockAttentionEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_long_stores_none(small: BlockAttentionEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     before = set(small.store.keys())
     monkeypatch.setattr(small.model, "encode", lambda *_, **__: pytest.fail("computed"))
     with pytest.raises(ContextOverflowError):
@@ -279,9 +273,7 @@ def test_every_row_of_a_batch_has_its_own_figures(engine: BlockAttentionEngine) 
 
 
 @pytest.mark.parametrize("size", [0, -1, 2.5, 4.0, "2", None])
-def test_a_batch_size_that_is_no_number_of_requests_is_refused(
-    engine: BlockAttentionEngine, size: Any
-) -> None:
+def test_batch_size_must_be_positive(engine: BlockAttentionEngine, size: Any) -> None:
     with pytest.raises(ValueError, match=f"Invalid batch_size {size!r}: expected an integer"):
         engine.generate_batch([[A, Q]], batch_size=size)
 
@@ -294,9 +286,7 @@ def asked_together(
     return [engine.submit(prompt, group=group, **options) for prompt in prompts]
 
 
-def test_a_batch_that_nobody_waits_for_ends_after_the_step_it_is_in(
-    engine: BlockAttentionEngine, held: Held
-) -> None:
+def test_abandoned_batch_ends_after_its_step(engine: BlockAttentionEngine, held: Held) -> None:
     pending = asked_together(engine, [["a", "b"], ["c", "d"]], {"max_new_tokens": 3500})
     held.wait_for_token()
     pending[0].leave()
@@ -351,9 +341,7 @@ def test_an_interrupt_ends_a_whole_batch_at_once(
     ]
 
 
-def test_answers_that_share_no_forward_come_one_by_one_and_end_one_by_one(
-    engine: BlockAttentionEngine, held: Held
-) -> None:
+def test_requests_without_batching_run_in_turn(engine: BlockAttentionEngine, held: Held) -> None:
     options: dict[str, Any] = {"max_new_tokens": NEW, "temperature": 1.0, "seed": 1}
     prompts = [["a", "b"], ["c", "d"], ["e", "f"]]
     pending = asked_together(engine, prompts, options)
@@ -382,9 +370,7 @@ def test_prompts_of_many_tokens_to_compute_go_in_smaller_batches(
     assert batch_sizes == [2]  # and two alone
 
 
-def test_an_answer_counts_the_time_since_its_call_came(
-    engine: BlockAttentionEngine, held: Held
-) -> None:
+def test_answer_time_starts_at_the_call(engine: BlockAttentionEngine, held: Held) -> None:
     first = engine.submit([A, Q], max_new_tokens=NEW)
     held.wait_for_token()
     second = engine.submit([B, Q], max_new_tokens=NEW)
@@ -399,9 +385,7 @@ def test_an_answer_counts_the_time_since_its_call_came(
 @pytest.mark.parametrize(
     "options", [{"stop": ["<|user|>"], "pad_token_id": 65}, {"eos_token_id": None}]
 )
-def test_rows_that_end_in_their_own_way_are_as_alone(
-    engine: BlockAttentionEngine, options: dict[str, Any]
-) -> None:
+def test_each_row_ends_as_alone(engine: BlockAttentionEngine, options: dict[str, Any]) -> None:
     prompts = [[f"prompt {n} {'x' * n}"] for n in range(12)]
     alone = [engine.generate(prompt, max_new_tokens=60, **options) for prompt in prompts]
     batch = engine.generate_batch(prompts, max_new_tokens=60, **options)
@@ -415,9 +399,7 @@ def test_rows_that_end_in_their_own_way_are_as_alone(
 
 
 @pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"mode": "full"}])
-def test_the_pieces_of_a_stream_add_up_to_the_answer(
-    engine: BlockAttentionEngine, options: dict[str, Any]
-) -> None:
+def test_stream_adds_up_to_answer(engine: BlockAttentionEngine, options: dict[str, Any]) -> None:
     whole = engine.generate([A, Q], max_new_tokens=20, **options)
     chunks = list(engine.stream([A, Q], max_new_tokens=20, **options))
     assert "".join(chunk.text for chunk in chunks) == whole.text
@@ -437,9 +419,7 @@ def test_an_abandoned_stream_frees_the_model(engine: BlockAttentionEngine, held:
     assert engine.generate([A, Q], max_new_tokens=NEW).token_ids == oracle(engine.model, [A, Q])
 
 
-async def test_a_stream_abandoned_while_it_waits_does_not_run(
-    engine: BlockAttentionEngine, held: Held
-) -> None:
+async def test_abandoned_stream_does_not_run(engine: BlockAttentionEngine, held: Held) -> None:
     first = engine.submit([A, Q], max_new_tokens=NEW)
     await asyncio.to_thread(held.wait_for_token)  # it stands: who comes now has to wait
     waiting = asyncio.ensure_future(anext(engine.astream([A, Q], max_new_tokens=9)))
@@ -453,9 +433,7 @@ async def test_a_stream_abandoned_while_it_waits_does_not_run(
     assert held.tokens == NEW + 1
 
 
-def test_an_error_reaches_the_reader_of_a_stream_and_frees_the_model(
-    engine: BlockAttentionEngine,
-) -> None:
+def test_stream_error_reaches_reader_and_frees_model(engine: BlockAttentionEngine) -> None:
     with pytest.raises(ValueError, match="not used by the model"):
         list(engine.stream([A, Q], no_such_option=1))
     with pytest.raises(MissError):
@@ -473,9 +451,7 @@ def test_a_prompt_is_encoded_with_its_beginning() -> None:
     assert engine.store.stats().entries == 2
 
 
-def test_two_engines_over_one_model_take_turns_and_seeded_answers_are_as_alone(
-    model: BlockModel,
-) -> None:
+def test_two_engines_share_one_model_and_seeds_hold(model: BlockModel) -> None:
     engines = [BlockAttentionEngine(model), BlockAttentionEngine(model)]
     options: dict[str, Any] = {"temperature": 1.0, "max_new_tokens": 12}
     asked = [(engine, seed) for engine in engines for seed in range(6)]

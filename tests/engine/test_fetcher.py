@@ -48,9 +48,7 @@ def test_a_block_that_comes_twice_is_computed_once(fetcher: BlockFetcher) -> Non
     assert found.blocks[1] is found.blocks[2] is found.blocks[3]
 
 
-def test_the_first_block_holds_bos_and_is_another_entry(
-    fetcher: BlockFetcher, model: BlockModel
-) -> None:
+def test_first_block_is_another_entry(fetcher: BlockFetcher, model: BlockModel) -> None:
     found = fetch(fetcher, [A, A])
     assert len(found.computed) == 2
     assert found.blocks[0].num_tokens == found.blocks[1].num_tokens + 1
@@ -59,9 +57,7 @@ def test_the_first_block_holds_bos_and_is_another_entry(
     assert not fetcher.contains(B)
 
 
-def test_without_bos_a_block_is_one_entry_wherever_it_stands(
-    model_without_bos: BlockModel, store: FaultyStore
-) -> None:
+def test_one_entry_without_bos(model_without_bos: BlockModel, store: FaultyStore) -> None:
     fetcher = BlockFetcher(model_without_bos, store)
     ingest(fetcher, [A, B])
     assert fetcher.contains(A, first=True)
@@ -69,9 +65,7 @@ def test_without_bos_a_block_is_one_entry_wherever_it_stands(
     assert (found.hits, len(found.computed)) == (3, 0)
 
 
-def test_on_miss_error_names_what_is_missing_and_computes_nothing(
-    model: BlockModel, store: FaultyStore
-) -> None:
+def test_on_miss_error_names_missing_blocks(model: BlockModel, store: FaultyStore) -> None:
     fetcher = BlockFetcher(model, store, on_miss="error")
     ingest(fetcher, [B])
     with pytest.raises(MissError, match=r"1 of 2 blocks .*first is 'first passage'"):
@@ -179,9 +173,7 @@ def test_a_resident_block_is_read_and_checked_once(model: BlockModel, tmp_path: 
     assert store.reads == 3
 
 
-def test_residents_go_when_there_is_no_room_and_are_read_again(
-    model: BlockModel, tmp_path: Path
-) -> None:
+def test_evicted_residents_are_read_again(model: BlockModel, tmp_path: Path) -> None:
     store = CountingStore(tmp_path / "kv")
     one = ingest(BlockFetcher(model, store), [B]).stored_bytes
     ingest(BlockFetcher(model, store), [A, C])
@@ -191,9 +183,7 @@ def test_residents_go_when_there_is_no_room_and_are_read_again(
     assert store.reads > 4
 
 
-def test_a_resident_block_does_not_follow_a_file_that_changes(
-    model: BlockModel, tmp_path: Path
-) -> None:
+def test_residents_ignore_file_changes(model: BlockModel, tmp_path: Path) -> None:
     store = DirectoryStore(tmp_path / "kv")
     fetcher = BlockFetcher(model, store, resident_bytes=1 << 20)
     ingest(fetcher, [B])
@@ -248,9 +238,7 @@ def test_what_is_private_to_a_prompt_stays_in_memory(on_disk: BlockFetcher, orig
     assert not on_disk.contains(private, first=True)
 
 
-def test_a_passage_is_stored_at_once_and_a_system_message_when_it_comes_again(
-    on_disk: BlockFetcher,
-) -> None:
+def test_passages_are_stored_at_once_and_system_messages_later(on_disk: BlockFetcher) -> None:
     system = of("system")
     fetch(on_disk, [system, A])
     assert on_disk.contains(A)
@@ -259,9 +247,7 @@ def test_a_passage_is_stored_at_once_and_a_system_message_when_it_comes_again(
     assert on_disk.contains(system, first=True)
 
 
-def test_a_hundred_questions_before_their_passages_store_the_passages_alone(
-    on_disk: BlockFetcher,
-) -> None:
+def test_only_passages_of_a_hundred_questions_are_stored(on_disk: BlockFetcher) -> None:
     for number in range(100):
         fetch(on_disk, [of("conversation", f"Question {number}?"), A, B])
     assert on_disk.store.stats().entries == 2
@@ -281,9 +267,7 @@ def test_on_miss_error_is_about_passages(model: BlockModel, store: FaultyStore) 
 
 
 @pytest.mark.parametrize("origin", ["system", "conversation"])
-def test_a_damaged_entry_of_any_origin_is_overwritten_at_once(
-    model: BlockModel, tmp_path: Path, origin: Origin
-) -> None:
+def test_damaged_entries_are_replaced(model: BlockModel, tmp_path: Path, origin: Origin) -> None:
     def fresh() -> BlockFetcher:
         return BlockFetcher(model, DirectoryStore(tmp_path / "kv"), 1 << 26)
 

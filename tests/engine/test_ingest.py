@@ -37,9 +37,7 @@ def test_precompute_says_what_it_did(fetcher: BlockFetcher, store: FaultyStore) 
     assert (again.computed, again.reused) == (1, 2)
 
 
-def test_precompute_raises_where_it_cannot_store_and_goes_on_from_there(
-    fetcher: BlockFetcher, store: FaultyStore
-) -> None:
+def test_precompute_continues_after_an_error(fetcher: BlockFetcher, store: FaultyStore) -> None:
     blocks = [Block(f"passage {i}") for i in range(10)]
     store.full_after = 4
     with pytest.raises(StoreError, match="no space left"):
@@ -71,9 +69,7 @@ def test_precompute_survives_an_interruption(
     assert (stats.reused, stats.computed) == (kept, 6 - kept)
 
 
-def test_the_model_runs_one_batch_at_a_time_and_stores_in_between(
-    fetcher: BlockFetcher, store: FaultyStore
-) -> None:
+def test_encodes_and_stores_batch_by_batch(fetcher: BlockFetcher, store: FaultyStore) -> None:
     entries: list[int] = []
 
     def run(work: Callable[[], Batch | None]) -> Batch | None:
@@ -87,9 +83,7 @@ def test_the_model_runs_one_batch_at_a_time_and_stores_in_between(
     assert entries == [0, 1, 2, 3, 4]  # the last piece of work finds nothing left
 
 
-def test_a_block_too_long_for_the_model_is_an_error_that_says_what_to_do(
-    fetcher: BlockFetcher,
-) -> None:
+def test_too_long_block_says_what_to_do(fetcher: BlockFetcher) -> None:
     with pytest.raises(ContextOverflowError, match="split the passage into smaller chunks"):
         ingest(fetcher, [Block("x" * 5000)])
 
@@ -127,9 +121,7 @@ def opened(kind: str, path: Path) -> tuple[KVStore, DirectoryStore | ObjectStore
 
 @pytest.mark.parametrize("together", [True, False])
 @pytest.mark.parametrize("kind", ["directory", "tiers", "tiers behind", "objects"])
-def test_an_entry_lives_as_long_as_one_of_the_texts_that_share_it(
-    model: BlockModel, tmp_path: Path, kind: str, together: bool
-) -> None:
+def test_entry_of_shared_text(model: BlockModel, tmp_path: Path, kind: str, together: bool) -> None:
     store, home = opened(kind, tmp_path / "kv")
     fetcher = BlockFetcher(model, store)
     for blocks in [SHARED] if together else [[block] for block in SHARED]:
@@ -142,9 +134,7 @@ def test_an_entry_lives_as_long_as_one_of_the_texts_that_share_it(
     assert collected(home, [A]) == []
 
 
-def test_an_entry_of_more_texts_than_its_header_names_goes_by_its_age(
-    model: BlockModel, tmp_path: Path
-) -> None:
+def test_entry_of_too_many_texts_goes_by_age(model: BlockModel, tmp_path: Path) -> None:
     store = DirectoryStore(tmp_path / "kv")
     text = "a text of many letters"
     blocks = [Block(text[cut:], BlockTemplate(text[:cut])) for cut in range(MOST_HANDLES + 1)]
@@ -154,9 +144,7 @@ def test_an_entry_of_more_texts_than_its_header_names_goes_by_its_age(
     assert list(store.keys()) == []
 
 
-def test_a_shared_entry_that_is_damaged_is_computed_again(
-    model: BlockModel, tmp_path: Path
-) -> None:
+def test_damaged_shared_entry_is_recomputed(model: BlockModel, tmp_path: Path) -> None:
     store = DirectoryStore(tmp_path / "kv")
     fetcher = BlockFetcher(model, store)
     ingest(fetcher, SHARED[:1])

@@ -41,9 +41,7 @@ def stored(store: KVStore) -> list[BlockKV]:
 
 
 @pytest.mark.parametrize("assembly", ["relay", "copy"])
-def test_a_miss_gives_the_answer_of_the_later_hit(
-    model: BlockModel, make_store: MakeStore, assembly: str
-) -> None:
+def test_miss_and_hit_answer_alike(model: BlockModel, make_store: MakeStore, assembly: str) -> None:
     settings: dict[str, Any] = {"assembly": assembly, "kv_dtype": "int8"}
     cold = BlockAttentionEngine(model, make_store(), **settings)
     assert cold.kv_dtype == "int8"
@@ -59,9 +57,7 @@ def test_a_miss_gives_the_answer_of_the_later_hit(
     assert torch.equal(*logits)
 
 
-def test_a_store_may_hold_both_and_each_engine_reads_both(
-    model: BlockModel, make_store: MakeStore
-) -> None:
+def test_store_may_mix_int8_and_float(model: BlockModel, make_store: MakeStore) -> None:
     plain = BlockAttentionEngine(model, make_store())
     assert plain.kv_dtype == "model"
     plain.encode([A])

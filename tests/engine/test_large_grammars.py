@@ -81,9 +81,7 @@ def _fails_at_the_third_token() -> dict[str, Any]:
     return {"grammar": f'start: /[a-z]/ /[a-z]/ "x" case\ncase: {cases}\n{rules}'}
 
 
-def test_a_grammar_that_fails_within_an_answer_raises_in_every_mode(
-    engine: BlockAttentionEngine,
-) -> None:
+def test_failing_grammar_raises_in_every_mode(engine: BlockAttentionEngine) -> None:
     asked = _fails_at_the_third_token()
     for mode in ("block", "full"):
         with pytest.raises(GrammarError, match="max is 10000"):
@@ -94,9 +92,7 @@ def test_a_grammar_that_fails_within_an_answer_raises_in_every_mode(
             engine.generate_batch([A, B], structured_outputs=asked, mode=mode)
 
 
-def test_a_grammar_that_fails_ends_no_other_answer_of_its_batch(
-    engine: BlockAttentionEngine, batch_sizes: list[int]
-) -> None:
+def test_failing_grammar_spares_rest(engine: BlockAttentionEngine, batch_sizes: list[int]) -> None:
     asked = _fails_at_the_third_token()
     options: dict[str, Any] = {"max_new_tokens": 12}
     expected = engine.generate(B, **options).token_ids
@@ -117,9 +113,7 @@ def test_a_grammar_that_fails_ends_no_other_answer_of_its_batch(
     assert found == expected
 
 
-def test_what_is_too_large_is_refused_before_anything_is_computed(
-    engine: BlockAttentionEngine,
-) -> None:
+def test_too_large_grammar_is_refused_first(engine: BlockAttentionEngine) -> None:
     entries = engine.store.stats().entries
     for asked in (
         {"choice": [f"Street {i} of Halden" for i in range(200_000)]},
@@ -130,9 +124,7 @@ def test_what_is_too_large_is_refused_before_anything_is_computed(
     assert engine.store.stats().entries == entries
 
 
-def test_other_answers_overtake_one_whose_grammar_is_being_compiled(
-    engine: BlockAttentionEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compiles_aside(engine: BlockAttentionEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     may_end = threading.Event()
     compile_one = GrammarCompiler._compile
 

@@ -69,9 +69,7 @@ def test_text_that_repeats_itself_ends(engine: BlockAttentionEngine, how: str, m
 
 
 @pytest.mark.parametrize("options", [{"seed": 7}, {"temperature": 0.0}, {"top_p": 0.5}])
-def test_a_seed_or_what_greedy_choice_ignores_leaves_the_guard_on(
-    engine: BlockAttentionEngine, options: dict[str, Any]
-) -> None:
+def test_guard_stays_on_with_a_seed(engine: BlockAttentionEngine, options: dict[str, Any]) -> None:
     assert ask(engine, "alone", **options).finish_reason == "repetition"
 
 
@@ -106,9 +104,7 @@ SCHEMA: dict[str, Any] = {
 
 @HOW
 @MODE
-def test_a_string_that_repeats_itself_is_closed(
-    engine: BlockAttentionEngine, how: str, mode: str
-) -> None:
+def test_repeating_string_is_closed(engine: BlockAttentionEngine, how: str, mode: str) -> None:
     pytest.importorskip("llguidance")
     answer = ask(engine, how, mode=mode, structured_outputs={"json": SCHEMA})
     assert answer.finish_reason == "repetition"
@@ -126,8 +122,6 @@ def test_settings_of_sampling_leave_strings_to_their_limit(engine: BlockAttentio
         answer.json()
 
 
-def test_json_that_no_grammar_holds_is_no_object_when_it_is_ended(
-    engine: BlockAttentionEngine,
-) -> None:
+def test_ended_json_without_grammar_is_no_object(engine: BlockAttentionEngine) -> None:
     with pytest.raises(IncompleteAnswerError, match="it repeated itself; pass a schema"):
         ask(engine, "alone").json()

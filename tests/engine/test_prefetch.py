@@ -52,9 +52,7 @@ def wait_for(condition: Callable[[], object]) -> None:
         time.sleep(0.005)
 
 
-def test_what_was_prefetched_is_not_read_again_by_its_answer(
-    model: BlockModel, store: GatedStore
-) -> None:
+def test_prefetched_blocks_are_not_read_again(model: BlockModel, store: GatedStore) -> None:
     engine = BlockAttentionEngine(model, store)
     engine.prefetch([A, B])
     wait_for(lambda: engine.prefetches == PrefetchStats(ready=1, absent=1))
@@ -65,9 +63,7 @@ def test_what_was_prefetched_is_not_read_again_by_its_answer(
     assert store.asked.count(of_b) == 2
 
 
-def test_it_returns_while_the_store_hangs_and_the_answer_waits_for_the_read(
-    model: BlockModel, store: GatedStore
-) -> None:
+def test_answer_waits_for_hanging_prefetch(model: BlockModel, store: GatedStore) -> None:
     engine = BlockAttentionEngine(model, store)
     store.gate.clear()
     engine.prefetch([A])
@@ -101,9 +97,7 @@ def test_what_would_push_out_the_passages_before_it_is_not_read(
 
 
 @pytest.mark.parametrize("passages", [[""], [None], [3], "text", []])
-def test_passages_that_are_none_raise_nothing(
-    model: BlockModel, store: GatedStore, passages: Any
-) -> None:
+def test_invalid_passages_do_not_raise(model: BlockModel, store: GatedStore, passages: Any) -> None:
     engine = BlockAttentionEngine(model, store)
     engine.prefetch(passages)
     engine.prefetch([A])
@@ -111,9 +105,7 @@ def test_passages_that_are_none_raise_nothing(
     assert engine.prefetches.failed == sum(one in (None, 3) for one in passages)
 
 
-def test_passages_under_another_recipe_are_other_blocks(
-    model: BlockModel, store: GatedStore
-) -> None:
+def test_prefetch_depends_on_the_recipe(model: BlockModel, store: GatedStore) -> None:
     engine = BlockAttentionEngine(model, store)
     engine.prefetch([A], recipe="head:2")
     wait_for(lambda: engine.prefetches == PrefetchStats(absent=1))
@@ -136,9 +128,7 @@ def test_what_fails_is_counted_logged_once_and_raised_to_nobody(
     wait_for(lambda: engine.prefetches.ready == 1)
 
 
-def test_calls_beyond_what_may_wait_are_dropped_and_counted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_excess_calls_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefetch, "MOST_WAITING", 2)
     prefetcher, gate, begun = Prefetcher(), threading.Event(), threading.Event()
 

@@ -66,9 +66,7 @@ def test_promoted_passages_see_all_blocks_and_one_another(
     assert together[0].token_ids == expected
 
 
-def test_all_passages_promoted_is_full_attention_in_another_order(
-    engine: BlockAttentionEngine,
-) -> None:
+def test_promoting_all_is_full_attention(engine: BlockAttentionEngine) -> None:
     oracle = RecipeOracle(engine.model, PROMPT, promoting(3))
     order = [token for block in oracle.blocks for token in block]
     full = engine.model.next_logits(torch.tensor([order]))
@@ -179,9 +177,7 @@ def test_figures_tell_what_promotion_costs(engine: BlockAttentionEngine) -> None
 
 
 @pytest.mark.parametrize("context", [(), (HEAD,)])
-def test_where_there_is_no_passage_nothing_is_chosen(
-    engine: BlockAttentionEngine, context: tuple[Block, ...]
-) -> None:
+def test_nothing_to_promote(engine: BlockAttentionEngine, context: tuple[Block, ...]) -> None:
     prompt = BlockPrompt(context, Q)
     found = engine.generate(prompt, recipe=promoting(1), max_new_tokens=1).stats
     assert found.promoted_tokens == 0

@@ -209,9 +209,7 @@ def test_missing_and_broken_files_are_refused(model: BlockModel, tmp_path: Path,
             Recipe.load(tmp_path / "recipe")
 
 
-def test_auto_takes_the_shipped_recipe_of_a_known_fingerprint(
-    stock: BlockModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto_takes_the_shipped_recipe(stock: BlockModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """SmolLM2-135M-Instruct's."""
     monkeypatch.setattr(BlockModel, "fingerprint", SMOLLM2)
     monkeypatch.setattr(Correction, "check_shapes", lambda *_: None)
@@ -225,9 +223,7 @@ def test_auto_takes_the_shipped_recipe_of_a_known_fingerprint(
 # -- which one ---------------------------------------------------------------------------------
 
 
-def test_a_folder_that_changes_afterwards_changes_no_answer(
-    model: BlockModel, tmp_path: Path
-) -> None:
+def test_recipe_is_read_once(model: BlockModel, tmp_path: Path) -> None:
     """It is read once, when the engine is made."""
     recipe_of(model).save(tmp_path / "recipe")
     engine = BlockAttentionEngine(model, recipe=tmp_path / "recipe")
@@ -335,9 +331,7 @@ def test_auto_refuses_a_damaged_recipe(model: BlockModel, tmp_path: Path) -> Non
         resolve_recipe("auto", model, open_store("memory:"), tmp_path)
 
 
-def test_a_stock_model_gets_a_sink_and_one_warning(
-    stock: BlockModel, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_stock_model_warns_once(stock: BlockModel, caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(2):
         assert resolve_recipe("auto", stock, open_store("memory:")) == Recipe("head:4")
     [record] = caplog.records

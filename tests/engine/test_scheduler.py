@@ -112,9 +112,7 @@ async def started(model: Model) -> None:
 # -- batches ---------------------------------------------------------------------------------------
 
 
-async def test_calls_of_one_turn_are_one_batch_and_each_gets_its_own_answer(
-    scheduler: Scheduler, model: Model
-) -> None:
+async def test_calls_of_one_turn_share_a_batch(scheduler: Scheduler, model: Model) -> None:
     texts = [f"question {n}" for n in range(MAX_BATCH)]
     assert await asyncio.gather(*(ask(scheduler, model, text) for text in texts)) == texts
     assert model.batches == [texts]
@@ -126,9 +124,7 @@ async def test_a_call_alone_waits_for_nobody(scheduler: Scheduler, model: Model)
     assert model.batches == [["alone"], ["again"]]
 
 
-def test_requests_that_come_while_the_model_works_are_the_next_batch(
-    scheduler: Scheduler, model: Model
-) -> None:
+def test_busy_model_batches_what_comes(scheduler: Scheduler, model: Model) -> None:
     first = keep_busy(scheduler, model)
     others = [pending(model, text) for text in "abc"]
     for one in others:
@@ -145,9 +141,7 @@ def test_more_requests_than_a_batch_holds_are_several(scheduler: Scheduler, mode
     assert [len(batch) for batch in model.batches] == [4, 4, 2]
 
 
-def test_requests_with_other_options_or_of_another_engine_keep_apart(
-    scheduler: Scheduler, model: Model
-) -> None:
+def test_only_like_requests_share_a_batch(scheduler: Scheduler, model: Model) -> None:
     other = Model()
     requests = [
         pending(model, "a", top_k=1), pending(model, "b", top_k=2), pending(other, "c", top_k=1),
@@ -159,9 +153,7 @@ def test_requests_with_other_options_or_of_another_engine_keep_apart(
     assert other.batches == [["c"]]
 
 
-def test_requests_that_cannot_share_are_answered_in_the_order_they_came(
-    scheduler: Scheduler, model: Model
-) -> None:
+def test_unbatchable_requests_keep_order(scheduler: Scheduler, model: Model) -> None:
     model.shares = False
     requests = [pending(model, "a"), pending(model, "b", top_k=1), pending(model, "c")]
     scheduler.submit(*requests)
@@ -177,18 +169,14 @@ class Incomparable:
 
 
 @pytest.mark.parametrize("make", [Incomparable, lambda: torch.ones(2)])
-def test_options_that_cannot_be_compared_keep_apart(
-    scheduler: Scheduler, model: Model, make: Callable[[], Any]
-) -> None:
+def test_uncomparable_options(scheduler: Scheduler, model: Model, make: Callable[[], Any]) -> None:
     requests = [pending(model, text, bias=make()) for text in "ab"]
     scheduler.submit(*requests)
     assert [one.result(LONGEST_S).text for one in requests] == ["a", "b"]
     assert model.batches == [["a"], ["b"]]
 
 
-def test_a_job_comes_between_answers_and_gives_its_result(
-    scheduler: Scheduler, model: Model
-) -> None:
+def test_jobs_run_between_answers(scheduler: Scheduler, model: Model) -> None:
     keep_busy(scheduler, model)
     job, last = Job(lambda: [*model.batches]), pending(model, "last")
     scheduler.submit(job)
@@ -229,9 +217,7 @@ def test_a_group_waits_for_all_its_calls_under_way(scheduler: Scheduler, model: 
     assert sorted(model.batches[1]) == ["a", "b"]
 
 
-def test_a_group_that_is_dissolved_waits_for_no_more_calls(
-    scheduler: Scheduler, model: Model
-) -> None:
+def test_dissolved_group_waits_no_more(scheduler: Scheduler, model: Model) -> None:
     group = Group(None, calls=3, at_once=3)
     first = pending(model, "a", group=group)
     scheduler.submit(first)
@@ -242,9 +228,7 @@ def test_a_group_that_is_dissolved_waits_for_no_more_calls(
 # -- errors ----------------------------------------------------------------------------------------
 
 
-def test_an_error_of_a_batch_reaches_those_without_an_answer(
-    scheduler: Scheduler, model: Model
-) -> None:
+def test_batch_error_reaches_open_requests(scheduler: Scheduler, model: Model) -> None:
     good, bad, behind = requests = [pending(model, text) for text in ("good", "bad", "behind")]
     scheduler.submit(*requests)
     assert good.result(LONGEST_S).text == "good"
@@ -253,9 +237,7 @@ def test_an_error_of_a_batch_reaches_those_without_an_answer(
             one.result(LONGEST_S)
 
 
-async def test_a_prompt_that_cannot_be_made_is_an_error_of_its_call(
-    scheduler: Scheduler, model: Model
-) -> None:
+async def test_prompt_error_reaches_its_call(scheduler: Scheduler, model: Model) -> None:
     def fail() -> BlockPrompt:
         raise KeyError("no tokenizer")
 
@@ -285,9 +267,7 @@ async def test_a_thread_that_cannot_be_started_is_an_error_and_the_next_call_tri
 # -- leaving ---------------------------------------------------------------------------------------
 
 
-def test_an_error_of_making_a_batch_reaches_its_first_request_and_the_others_are_answered(
-    scheduler: Scheduler, model: Model
-) -> None:
+def test_batching_error_spares_other_requests(scheduler: Scheduler, model: Model) -> None:
     first = keep_busy(scheduler, model)
     requests = [pending(model, text) for text in ("bad size", "good")]
     requests[0].max_batch = 4.5  # type: ignore[assignment]  # no slice has such an end
@@ -315,9 +295,7 @@ def test_a_caller_whose_time_is_up_leaves(scheduler: Scheduler, model: Model) ->
     assert model.left == [[True], [False]]
 
 
-async def test_a_cancelled_call_leaves_and_the_others_get_their_answers(
-    scheduler: Scheduler, model: Model
-) -> None:
+async def test_cancel_leaves_other_answers(scheduler: Scheduler, model: Model) -> None:
     model.gate.clear()
     calls = [asyncio.create_task(ask(scheduler, model, text)) for text in "ab"]
     await started(model)
@@ -329,9 +307,7 @@ async def test_a_cancelled_call_leaves_and_the_others_get_their_answers(
     assert model.left == [[True, False]]
 
 
-async def test_a_call_cancelled_while_it_waits_is_never_answered(
-    scheduler: Scheduler, model: Model
-) -> None:
+async def test_cancelled_waiting_call_never_runs(scheduler: Scheduler, model: Model) -> None:
     model.gate.clear()
     first = asyncio.create_task(ask(scheduler, model, "first"))
     await started(model)
@@ -345,9 +321,7 @@ async def test_a_call_cancelled_while_it_waits_is_never_answered(
     assert model.batches == [["first"], ["stays"]]
 
 
-def test_a_stream_hands_over_each_piece_and_a_closed_one_leaves(
-    scheduler: Scheduler, model: Model
-) -> None:
+def test_closed_stream_leaves_the_batch(scheduler: Scheduler, model: Model) -> None:
     chunks = list(streamed(scheduler, pending(model, "abc")))
     assert [chunk.text for chunk in chunks] == ["a", "b", "c", ""]
     assert chunks[-1].generation is not None
@@ -398,9 +372,7 @@ def test_a_caller_whose_event_loop_is_closed_has_left(scheduler: Scheduler, mode
 # -- threads ---------------------------------------------------------------------------------------
 
 
-async def test_a_prompt_is_made_with_the_context_variables_of_its_call(
-    scheduler: Scheduler, model: Model
-) -> None:
+async def test_prompt_sees_context_variables(scheduler: Scheduler, model: Model) -> None:
     user: ContextVar[str] = ContextVar("user")
 
     async def call(name: str) -> str:
@@ -410,9 +382,7 @@ async def test_a_prompt_is_made_with_the_context_variables_of_its_call(
     assert await asyncio.gather(*(call(name) for name in ("ann", "bob"))) == ["ann", "bob"]
 
 
-def test_work_is_done_with_as_many_threads_of_pytorch_as_the_caller_has(
-    scheduler: Scheduler,
-) -> None:
+def test_uses_the_thread_count_of_the_caller(scheduler: Scheduler) -> None:
     mine = torch.get_num_threads()
     try:
         for number in (2, 1):
@@ -439,9 +409,7 @@ def test_loops_of_several_threads_share_one_queue(scheduler: Scheduler, model: M
     assert sorted(found) == [str(n) for n in range(8)]
 
 
-def test_what_runs_a_model_asks_at_once_and_in_its_own_thread(
-    scheduler: Scheduler, model: Model
-) -> None:
+def test_nested_call_runs_at_once(scheduler: Scheduler, model: Model) -> None:
     def ask_inside() -> tuple[str, int]:
         inner = pending(model, "inner")
         scheduler.submit(inner)  # in the queue it would wait for this very job
@@ -459,9 +427,7 @@ def test_what_runs_a_model_asks_at_once_and_in_its_own_thread(
     assert not holds_a_model()
 
 
-def test_the_main_thread_runs_an_idle_model_itself_and_others_leave_that_to_one_thread(
-    scheduler: Scheduler,
-) -> None:
+def test_idle_model_runs_in_the_main_thread(scheduler: Scheduler) -> None:
     found: list[threading.Thread] = []
 
     def ask_here() -> None:
@@ -479,9 +445,7 @@ def test_the_main_thread_runs_an_idle_model_itself_and_others_leave_that_to_one_
     assert again == [other, here]
 
 
-def test_the_main_thread_waits_its_turn_where_others_wait(
-    scheduler: Scheduler, model: Model
-) -> None:
+def test_main_thread_waits_its_turn(scheduler: Scheduler, model: Model) -> None:
     first, second = keep_busy(scheduler, model), pending(model, "second", top_k=1)
     scheduler.submit(second)
     soon = threading.Timer(0.05, model.gate.set)
@@ -492,9 +456,7 @@ def test_the_main_thread_waits_its_turn_where_others_wait(
     assert [one.result(LONGEST_S).text for one in (first, second)] == ["first", "second"]
 
 
-def test_batches_in_the_main_thread_are_those_of_the_queue(
-    scheduler: Scheduler, model: Model
-) -> None:
+def test_main_thread_batches_alike(scheduler: Scheduler, model: Model) -> None:
     requests = [pending(model, str(n), max_batch=4, top_k=2 if n == 1 else 3) for n in range(7)]
     answers = scheduler.submit_and_wait(*requests)
     assert [answer.text for answer in answers] == [str(n) for n in range(7)]
@@ -502,9 +464,7 @@ def test_batches_in_the_main_thread_are_those_of_the_queue(
 
 
 @pytest.mark.parametrize("in_main_thread", [True, False])
-def test_what_comes_after_an_error_is_dropped(
-    scheduler: Scheduler, model: Model, in_main_thread: bool
-) -> None:
+def test_drops_after_an_error(scheduler: Scheduler, model: Model, in_main_thread: bool) -> None:
     requests = [pending(model, text, max_batch=1) for text in ("good", "bad", "late")]
 
     def ask_all() -> None:
@@ -519,9 +479,7 @@ def test_what_comes_after_an_error_is_dropped(
     assert all(one.left for one in requests)
 
 
-def test_an_idle_thread_ends_and_the_next_work_starts_another(
-    scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_idle_thread_is_restarted(scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduling, "_IDLE_S", 0.01)
     jobs = [Job(threading.current_thread) for _ in range(2)]
     threads = []

@@ -58,17 +58,13 @@ MODE = pytest.mark.parametrize("mode", ["block", "full"])
 
 @HOW
 @MODE
-def test_a_stop_string_that_begins_in_the_prompt_does_not_end_the_answer(
-    engine: BlockAttentionEngine, how: str, mode: str
-) -> None:
+def test_stop_string_in_prompt_is_none(engine: BlockAttentionEngine, how: str, mode: str) -> None:
     free = answers(engine, how, mode=mode)
     stop = [f"?{text[:2]}" for text, _, _ in free]
     assert answers(engine, how, mode=mode, stop=stop) == free
 
 
-def test_an_answer_that_goes_on_with_the_prompt_s_last_words_is_whole(
-    engine: BlockAttentionEngine,
-) -> None:
+def test_prompt_words_do_not_stop_the_answer(engine: BlockAttentionEngine) -> None:
     told = says(" height is 214.")
     found = engine.generate([A, "How tall? Answer: The"], stop=["The he"], **told)
     assert (found.text, found.finish_reason) == (" height is 214.", "stop")
@@ -76,9 +72,7 @@ def test_an_answer_that_goes_on_with_the_prompt_s_last_words_is_whole(
 
 @HOW
 @MODE
-def test_answers_end_with_the_token_that_completes_a_stop_string(
-    engine: BlockAttentionEngine, how: str, mode: str
-) -> None:
+def test_ends_with_the_completing_token(engine: BlockAttentionEngine, how: str, mode: str) -> None:
     free = answers(engine, "alone", mode=mode)
     stop = free[0][0][3:6]
     for (text, ids, _), found in zip(free, answers(engine, how, mode=mode, stop=stop), strict=True):

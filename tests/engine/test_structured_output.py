@@ -72,9 +72,7 @@ def test_passages_are_reused(engine: BlockAttentionEngine) -> None:
     assert (stats.hits, stats.misses) == (2, 0)
 
 
-def test_rows_with_different_grammars_share_each_forward(
-    engine: BlockAttentionEngine, batch_sizes: list[int]
-) -> None:
+def test_rows_have_their_own_grammar(engine: BlockAttentionEngine, batch_sizes: list[int]) -> None:
     asked: list[dict[str, Any]] = [
         {"response_format": by_schema()},
         {"structured_outputs": OTHER},
@@ -127,9 +125,7 @@ def test_a_seed_gives_the_same_object_again(engine: BlockAttentionEngine) -> Non
     assert len(set(texts)) > 1
 
 
-def test_a_stop_string_and_a_limit_leave_an_answer_that_is_no_object(
-    engine: BlockAttentionEngine,
-) -> None:
+def test_cut_answer_is_no_object(engine: BlockAttentionEngine) -> None:
     stopped = engine.generate(A, response_format=by_schema(), stop=["kind"], max_new_tokens=NEW)
     cut = engine.generate(A, response_format=by_schema(), max_new_tokens=9)
     assert (stopped.finish_reason, cut.finish_reason) == ("stop", "length")
@@ -140,9 +136,7 @@ def test_a_stop_string_and_a_limit_leave_an_answer_that_is_no_object(
     assert caught.value.text == cut.text
 
 
-def test_a_schema_that_cannot_be_compiled_is_refused_before_anything_is_computed(
-    engine: BlockAttentionEngine,
-) -> None:
+def test_invalid_schema_is_refused_first(engine: BlockAttentionEngine) -> None:
     schema = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
     named = {"type": "json_schema", "json_schema": {"name": "Numbers", "schema": schema}}
     with pytest.raises(GrammarError, match=r"'Numbers' cannot be compiled.*uniqueItems"):
@@ -183,9 +177,7 @@ def test_another_end_is_taken(engine: BlockAttentionEngine) -> None:
         engine.generate(A, structured_outputs={"choice": ["yes"]}, eos_token_id=s)
 
 
-def test_without_the_extra_it_says_what_to_install(
-    engine: BlockAttentionEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_extra_is_required(engine: BlockAttentionEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(ImportError, match=r"structured output needs llguidance.*\[structured\]"):
         engine.generate(A, structured_outputs={"regex": "[a-c]{3}"})

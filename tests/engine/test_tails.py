@@ -142,9 +142,7 @@ def test_a_question_asked_again_computes_its_last_token(engine: BlockAttentionEn
     assert len(kept(engine)) == 1
 
 
-def test_what_was_said_otherwise_is_computed_from_there_on(
-    engine: BlockAttentionEngine, plain: BlockAttentionEngine
-) -> None:
+def test_recomputes_changed_turn(engine: BlockAttentionEngine, plain: BlockAttentionEngine) -> None:
     answer = engine.generate([*CONTEXT, "Who?"], max_new_tokens=NEW)
     for rest in (f"{answer.text[:3]} Or where?", " Tell."):
         prompt = [*CONTEXT, "Who?" + rest]
@@ -268,9 +266,7 @@ def test_a_batch_neither_leaves_tails_nor_takes_any() -> None:
     ],
     ids=str,
 )
-def test_models_with_windows_drafts_or_beams_of_their_own_leave_no_tail(
-    family: str, setting: dict[str, Any], context: list[str]
-) -> None:
+def test_windows_leave_no_tail(family: str, setting: dict[str, Any], context: list[str]) -> None:
     kind, config = SUPPORTED[family]
     model = readable(BlockModel(tiny_model(kind, **config), tiny_tokenizer()))
     engine, plain = (BlockAttentionEngine(model, resident_bytes=n) for n in (1 << 30, 0))
@@ -281,9 +277,7 @@ def test_models_with_windows_drafts_or_beams_of_their_own_leave_no_tail(
     assert not kept(engine)
 
 
-def test_a_conversation_goes_on_after_a_stop_string(
-    engine: BlockAttentionEngine, plain: BlockAttentionEngine
-) -> None:
+def test_goes_on_after_stop(engine: BlockAttentionEngine, plain: BlockAttentionEngine) -> None:
     whole = plain.generate([*CONTEXT, "How tall?"], max_new_tokens=NEW).text
     stop = whole[3:5]
     cut = engine.generate([*CONTEXT, "How tall?"], max_new_tokens=NEW, stop=[stop])
@@ -294,9 +288,7 @@ def test_a_conversation_goes_on_after_a_stop_string(
     assert found.stats.computed_tokens == len(" When?")  # the stop string came after the text
 
 
-def test_a_conversation_goes_on_after_a_stream_that_was_left(
-    engine: BlockAttentionEngine, plain: BlockAttentionEngine
-) -> None:
+def test_goes_on_after_stream(engine: BlockAttentionEngine, plain: BlockAttentionEngine) -> None:
     stream = engine.stream([*CONTEXT, "How tall?"], max_new_tokens=1000)
     text = next(stream).text
     stream.close()
@@ -306,9 +298,7 @@ def test_a_conversation_goes_on_after_a_stream_that_was_left(
     assert found.stats.computed_tokens <= len(" When?") + 1
 
 
-def test_conversations_in_turns_keep_a_tail_each(
-    engine: BlockAttentionEngine, plain: BlockAttentionEngine
-) -> None:
+def test_every_chat_has_a_tail(engine: BlockAttentionEngine, plain: BlockAttentionEngine) -> None:
     both = [turns(engine, CONTEXT, name) for name in ("one: ", "two: ")]
     for turn in range(len(QUESTIONS)):
         for prompt, answer in map(next, both):
@@ -317,9 +307,7 @@ def test_conversations_in_turns_keep_a_tail_each(
     assert len(kept(engine)) == 2
 
 
-def test_conversations_of_several_threads_get_the_answers_of_computing_all(
-    engine: BlockAttentionEngine, plain: BlockAttentionEngine
-) -> None:
+def test_threads_share_tails(engine: BlockAttentionEngine, plain: BlockAttentionEngine) -> None:
     def talk(name: str) -> list[tuple[list[str], Generation]]:
         return list(turns(engine, CONTEXT, name))
 

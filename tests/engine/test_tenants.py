@@ -60,9 +60,7 @@ def test_texts_of_equal_token_ids_share_an_entry(model: BlockModel, store: KVSto
     assert ingest(fetcher, [Block("abc")]).reused == 1
 
 
-def test_an_entry_of_other_tokens_under_the_right_key_is_a_miss(
-    model: BlockModel, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_other_tokens_under_key_miss(model: BlockModel, caplog: pytest.LogCaptureFixture) -> None:
     store = FaultyStore()
     fetcher = BlockFetcher(model, store)
     (good,) = fetch(fetcher, [A]).blocks
@@ -79,9 +77,7 @@ def test_an_entry_of_other_tokens_under_the_right_key_is_a_miss(
 
 
 @pytest.mark.parametrize("origin", ["conversation", "prompt", "altered"])
-def test_what_a_user_writes_is_no_hit_for_a_passage_of_the_same_tokens(
-    model: BlockModel, store: KVStore, origin: Origin
-) -> None:
+def test_user_text_is_no_passage_hit(model: BlockModel, store: KVStore, origin: Origin) -> None:
     fetcher = of_tenant(model, store, "one", "public")
     ingest(of_tenant(model, store, "public"), [A, B])
     ingest(fetcher, [A])
@@ -94,9 +90,7 @@ def test_what_a_user_writes_is_no_hit_for_a_passage_of_the_same_tokens(
 # -- tenants -----------------------------------------------------------------------------------
 
 
-def test_nothing_that_one_tenant_stored_is_a_hit_for_another(
-    model: BlockModel, store: KVStore
-) -> None:
+def test_tenants_share_no_entries(model: BlockModel, store: KVStore) -> None:
     ingest(of_tenant(model, store, "one"), [A, B])
     for name in ("two", "", "One"):
         other = of_tenant(model, store, name, on_miss="error")
@@ -107,9 +101,7 @@ def test_nothing_that_one_tenant_stored_is_a_hit_for_another(
     assert of_tenant(model, store, "one").contains(B)
 
 
-def test_a_tenant_computes_the_same_whatever_others_have_stored(
-    model: BlockModel, store: KVStore
-) -> None:
+def test_tenants_do_not_change_each_other(model: BlockModel, store: KVStore) -> None:
     def logits(engine: BlockAttentionEngine) -> torch.Tensor:
         return engine.answer_logits(PROMPT, [5, 6])
 
@@ -124,9 +116,7 @@ def test_a_tenant_computes_the_same_whatever_others_have_stored(
     assert not torch.equal(logits(BlockAttentionEngine(model, store, namespace="one")), alone)
 
 
-def test_a_shared_collection_is_read_besides_ones_own_and_never_written(
-    model: BlockModel, store: KVStore
-) -> None:
+def test_shared_namespace_is_never_written(model: BlockModel, store: KVStore) -> None:
     ingest(of_tenant(model, store, "public"), [A])
     fetcher = of_tenant(model, store, "one", "public")
     assert fetcher.contains(A)
@@ -178,9 +168,7 @@ def entries(store: KVStore) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize("resident_bytes", [0, 1 << 20])
-def test_a_read_only_engine_writes_nothing_and_answers_all_the_same(
-    model: BlockModel, store: KVStore, resident_bytes: int
-) -> None:
+def test_read_only_engine_answers(model: BlockModel, store: KVStore, resident_bytes: int) -> None:
     BlockAttentionEngine(model, store).encode(["first passage"])
     before = entries(store)
     engine = BlockAttentionEngine(model, store, read_only=True, resident_bytes=resident_bytes)
@@ -205,9 +193,7 @@ def test_a_read_only_engine_computes_a_damaged_entry_and_leaves_it(
     assert [path] == list((tmp_path / "kv").rglob("*.safetensors"))
 
 
-def test_a_read_only_engine_refuses_to_encode_what_is_absent(
-    model: BlockModel, store: KVStore
-) -> None:
+def test_read_only_engine_refuses_to_encode(model: BlockModel, store: KVStore) -> None:
     BlockAttentionEngine(model, store).encode(["first passage"])
     engine = BlockAttentionEngine(model, store, read_only=True)
     assert engine.encode(["first passage"]) == [A.handle]

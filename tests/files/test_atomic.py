@@ -38,9 +38,7 @@ def test_an_error_while_renaming_leaves_no_temporary_file(tmp_path: Path) -> Non
     assert list(tmp_path.iterdir()) == [tmp_path / "folder"]
 
 
-def test_file_and_folder_are_flushed_unless_this_is_declined(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_writes_are_flushed_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flushed: list[str] = []
     real = os.fsync
 
@@ -60,9 +58,7 @@ def test_file_and_folder_are_flushed_unless_this_is_declined(
 
 
 @pytest.mark.parametrize(("mode", "found"), [(0o666, 0o640), (0o600, 0o600)])
-def test_permissions_are_those_asked_for_less_the_umask(
-    tmp_path: Path, mode: int, found: int
-) -> None:
+def test_new_files_follow_the_umask(tmp_path: Path, mode: int, found: int) -> None:
     before = os.umask(0o027)
     try:
         with replacing(tmp_path / "file", mode=mode):

@@ -47,9 +47,7 @@ class TestPrefixCache:
             (["saaq", "saaq"], [16, 24, 24, 0]),
         ],
     )
-    def test_full_pages_of_an_earlier_prefix_are_reused(
-        self, prompts: list[str], last: list[int]
-    ) -> None:
+    def test_full_pages_of_prefixes_are_reused(self, prompts: list[str], last: list[int]) -> None:
         assert reused(PrefixCache(), *prompts)[-1] == last
 
     def test_the_last_pages_of_the_oldest_request_are_evicted_first(self) -> None:
@@ -63,9 +61,7 @@ class TestPrefixCache:
     def test_no_room_reuses_nothing(self) -> None:
         assert reused(PrefixCache(0), "saq", "saq")[-1] == [0, 0, 0]
 
-    def test_reordering_continues_the_longest_cached_prefix_and_then_takes_large_gains(
-        self,
-    ) -> None:
+    def test_reordering_continues_the_longest_cached_prefix(self) -> None:
         cache = PrefixCache()
         reused(cache, "sabq", "bcaq")
         gains = dict.fromkeys(LENGTHS, 1) | {"d": 3, "r": 2}
@@ -229,9 +225,7 @@ def test_a_trace_is_read_and_further_fields_are_ignored(tmp_path: Path) -> None:
         ([SEGMENT | {"tokens": 4}], "found 4 tokens for the id 'a', which had 3 before"),
     ],
 )
-def test_a_malformed_line_is_refused_with_its_number(
-    tmp_path: Path, segments: Sequence[Any] | None, message: str
-) -> None:
+def test_names_malformed_line(tmp_path: Path, segments: Sequence[Any] | None, message: str) -> None:
     file = written(tmp_path / "trace.jsonl", {"segments": [SEGMENT]}, {"segments": segments})
     with pytest.raises(DataError, match=message):
         read_trace(file)

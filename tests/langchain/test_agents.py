@@ -78,9 +78,7 @@ def reuse_of(message: BaseMessage) -> dict[str, Any]:
     return figures
 
 
-async def test_a_retriever_s_tool_gives_marked_text_and_documents_with_handles(
-    retriever: Numbered,
-) -> None:
+async def test_retriever_tool_gives_marked_text_and_handles(retriever: Numbered) -> None:
     prompt = BlockDocumentPrompt.from_template("title: {title}\n\n{page_content}")
     tool = block_retriever_tool(retriever, "look_up", "Looks up.", document_prompt=prompt)
     call = {"name": "look_up", "args": {"query": "1 2"}, "id": "a", "type": "tool_call"}
@@ -186,9 +184,7 @@ def test_invalid_retrievers_and_models_raise_in_the_constructor(retriever: Numbe
         RetrieveFirst(retriever, condense=name)
 
 
-def test_passages_are_looked_up_first_for_templates_that_show_no_results(
-    retriever: Numbered,
-) -> None:
+def test_template_without_tool_results_gets_passages_first(retriever: Numbered) -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = (
         "{{ bos_token }}{# no tool is known here #}{% for m in messages %}"

@@ -63,9 +63,7 @@ def test_max_concurrency_limits_the_batch(
     assert max(engine.batches) == 3
 
 
-async def test_inputs_beyond_one_batch_are_answered_in_order(
-    chat: ChatBlockAttention, engine: CountingEngine
-) -> None:
+async def test_large_batches_keep_order(chat: ChatBlockAttention, engine: CountingEngine) -> None:
     many: list[Any] = [[("human", f"Question {n}?")] for n in range(20)]
     expected = [chat.invoke(one, max_tokens=1).content for one in many]
     assert contents(chat.batch(many, max_tokens=1)) == expected
@@ -103,9 +101,7 @@ async def test_one_input_that_fails_leaves_the_others_their_answers(
         chat.batch(mixed)
 
 
-def test_a_batch_that_fails_at_its_first_input_ends_though_others_wait_for_company(
-    chat: ChatBlockAttention, one_by_one: list[Any]
-) -> None:
+def test_first_failure_ends_the_batch(chat: ChatBlockAttention, one_by_one: list[Any]) -> None:
     """The executor begins no more calls then, and those under way would wait for them."""
     too_long: list[Any] = [[("human", "x" * 9000)]] * 2
     many: list[Any] = [[("human", f"Question {n}?")] for n in range(18)]
@@ -114,9 +110,7 @@ def test_a_batch_that_fails_at_its_first_input_ends_though_others_wait_for_compa
     assert contents(chat.batch(inputs())) == one_by_one
 
 
-def test_a_call_may_ask_another_model_with_the_same_options(
-    chat: ChatBlockAttention, one_by_one: list[Any]
-) -> None:
+def test_callback_may_ask_another_model(chat: ChatBlockAttention, one_by_one: list[Any]) -> None:
     guard = ChatBlockAttention(engine=counting_engine(), max_tokens=4)
 
     class Asks(BaseCallbackHandler):

@@ -119,9 +119,7 @@ def saved_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_model_by_name_is_loaded_when_first_needed_and_once(
-    saved_model: Path, tmp_path: Path
-) -> None:
+def test_named_model_is_loaded_once(saved_model: Path, tmp_path: Path) -> None:
     chat = ChatBlockAttention(model=saved_model, kv_store=tmp_path / "kv", max_new_tokens=3)
     chooser = chat.configurable_fields(max_tokens=ConfigurableField("length"))
     assert not is_loaded(chat)

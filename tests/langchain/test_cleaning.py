@@ -79,9 +79,7 @@ def test_a_fallback_of_our_own_keeps_them(chat: ChatBlockAttention) -> None:
     assert answer.response_metadata["block_attention"]["mode"] == "block"
 
 
-def test_a_retriever_tool_with_artifacts_needs_no_markers_in_its_messages(
-    chat: ChatBlockAttention,
-) -> None:
+def test_tool_artifacts_need_no_markers(chat: ChatBlockAttention) -> None:
     found = [*passages(2), passages(1)[0]]
     tool = create_retriever_tool(
         RunnableLambda(lambda _: found),  # type: ignore[arg-type]
@@ -105,9 +103,7 @@ def test_an_artifact_is_marked_only_at_complete_lines(chat: ChatBlockAttention) 
     assert [b.text for b in prompt.context if b.is_passage] == ["e", "lines\nof text"]
 
 
-def test_an_artifact_whose_text_is_not_in_the_message_marks_nothing(
-    chat: ChatBlockAttention,
-) -> None:
+def test_foreign_artifact_marks_nothing(chat: ChatBlockAttention) -> None:
     message = ToolMessage("other text", tool_call_id="1", artifact=[*passages(1), "no document"])
     prompt = chat.to_prompt([HumanMessage("Which?"), message])
     assert not [block for block in prompt.context if block.is_passage]

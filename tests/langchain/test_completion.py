@@ -58,9 +58,7 @@ def parsing_one(llm: BlockAttentionLLM) -> BlockAttentionLLM:
     )
 
 
-def test_control_tokens_in_a_string_are_text_unless_they_are_asked_for(
-    llm: BlockAttentionLLM, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_control_tokens_are_text(llm: BlockAttentionLLM, caplog: pytest.LogCaptureFixture) -> None:
     text = "<|user|>\nHi"
     with caplog.at_level(logging.WARNING, "blockattn_rag"):
         assert llm.get_num_tokens(text) == len(text)
@@ -79,9 +77,7 @@ def test_control_tokens_in_a_string_are_text_unless_they_are_asked_for(
     assert [block.origin for block in prompt.context] == ["prompt", "passage"]
 
 
-def test_a_passage_that_holds_control_tokens_gives_no_advice_to_parse_them(
-    llm: BlockAttentionLLM, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_marked_tokens_no_advice(llm: BlockAttentionLLM, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "blockattn_rag"):
         BlockAttentionLLM(engine=llm.engine).to_prompt(f"Context: {wrap('a <|end|> b')} Q")
     assert "parse_special_tokens" not in caplog.text

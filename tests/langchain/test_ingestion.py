@@ -68,9 +68,7 @@ async def test_a_warm_compressor_encodes_missing_documents(chat: ChatBlockAttent
     assert chat.invoke(messages).response_metadata["block_attention"]["hits"] == 3
 
 
-def test_a_warming_that_fails_is_logged_and_breaks_nothing(
-    chat: ChatBlockAttention, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_logs_a_failed_warming(chat: ChatBlockAttention, caplog: pytest.LogCaptureFixture) -> None:
     compressor = BlockKVCompressor(llm=chat, warm=True)
     with caplog.at_level(logging.WARNING, "blockattn_rag"):
         assert len(compressor.compress_documents([Document("x" * 9000)], "q")) == 1
@@ -79,9 +77,7 @@ def test_a_warming_that_fails_is_logged_and_breaks_nothing(
     assert "warming the KV store failed" in caplog.text
 
 
-def test_a_compressor_with_a_model_in_block_mode_has_stored_documents_read_ahead(
-    chat: ChatBlockAttention,
-) -> None:
+def test_compressor_prefetches_stored_documents(chat: ChatBlockAttention) -> None:
     documents = BlockKVTransformer(llm=chat).transform_documents(passages())
     engine = local(chat.engine)
     before = engine.prefetches

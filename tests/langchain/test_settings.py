@@ -55,9 +55,7 @@ def test_answers_that_are_cached_know_their_variables(chat: ChatBlockAttention) 
     assert len(cache._cache) == 4
 
 
-def test_thoughts_of_earlier_answers_reach_a_template_that_shows_them(
-    chat: ChatBlockAttention,
-) -> None:
+def test_template_gets_earlier_thoughts(chat: ChatBlockAttention) -> None:
     earlier = chat.invoke(ASKED, **says(ANSWER))
     as_part = AIMessage([{"type": "reasoning", "reasoning": "It is deep."}, "31 metres."])
     for message in (earlier, as_part):
@@ -91,9 +89,7 @@ def test_the_profile_reports_support_of_tools() -> None:
     assert (profile["tool_choice"], profile["structured_output"]) == (True, True)
 
 
-def test_the_profile_reports_support_of_grammars(
-    chat: ChatBlockAttention, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_profile_knows_grammars(chat: ChatBlockAttention, monkeypatch: pytest.MonkeyPatch) -> None:
     told: Any = chat.profile
     assert (told["tool_choice"], told["structured_output"]) == (False, True)
     monkeypatch.setattr(engine_source, "find_spec", lambda _: None)

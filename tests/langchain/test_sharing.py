@@ -22,9 +22,7 @@ TITLED = BlockDocumentPrompt.from_template("title: {title}\n\n{page_content}")
 
 @pytest.mark.parametrize("first", ["langchain", "llama_index"])
 @pytest.mark.parametrize("titled", [True, False])
-def test_the_same_passages_and_prompt_share_their_entries(
-    engine: BlockAttentionEngine, first: str, titled: bool
-) -> None:
+def test_frameworks_share_entries(engine: BlockAttentionEngine, first: str, titled: bool) -> None:
     chat = ChatBlockAttention(engine=engine, max_tokens=6)
     llm = BlockAttentionLLM(engine=engine, max_new_tokens=6)
     metadata = {"title": "T"} if titled else {}

@@ -117,9 +117,7 @@ def test_a_malformed_call_is_shown_to_the_model_again() -> None:
     assert '<|assistant|>\n{"name": "look_up"}<|end|>' in prompts_of(chat)[-1]
 
 
-def test_a_template_without_tools_is_refused_by_the_model_s_name(
-    engine: BlockAttentionEngine,
-) -> None:
+def test_template_without_tools_is_refused(engine: BlockAttentionEngine) -> None:
     chat = ChatBlockAttention(engine=engine)
     with pytest.raises(ValueError, match=r"supports no tools.*RetrieveFirst"):
         chat.bind_tools([look_up])

@@ -72,9 +72,7 @@ def test_a_raw_upsert_keeps_the_old_handle_yet_the_model_reads_the_new_text(
     assert is_stored(engine, found(filled)["p1"])
 
 
-def test_a_changed_title_alone_makes_the_old_kv_collectable(
-    engine: BlockAttentionEngine, filled: Chroma
-) -> None:
+def test_changed_title_frees_the_old_entry(engine: BlockAttentionEngine, filled: Chroma) -> None:
     old = found(filled)["p0"]
     filled.add_documents([Document(old.page_content, id="p0", metadata={"title": "Other"})])
     collect(engine, filled)

@@ -45,9 +45,7 @@ async def test_each_source_is_one_block_without_its_number(
     assert not [text for text in tokenised if "kvblock" in text]
 
 
-def test_sources_stay_with_their_labels_when_they_do_not_fit_at_once(
-    engine: RecordingEngine,
-) -> None:
+def test_labels_stay_with_their_sources(engine: RecordingEngine) -> None:
     llm = BlockAttentionLLM(
         engine=engine, context_window=3000, max_new_tokens=4, is_chat_model=False
     )

@@ -45,9 +45,7 @@ HOSTILE = st.lists(PIECES | st.text(max_size=8), min_size=1, max_size=6).map("".
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(st.lists(HOSTILE.filter(str.strip), min_size=1, max_size=3, unique_by=str.strip))
-def test_hostile_passages_are_whole_blocks_of_plain_text(
-    engine: RecordingEngine, texts: list[str]
-) -> None:
+def test_hostile_passages_are_plain_blocks(engine: RecordingEngine, texts: list[str]) -> None:
     llm = BlockAttentionLLM(engine=engine, max_new_tokens=2)
     nodes = BlockKVTransform(llm=llm)([TextNode(text=text) for text in texts])
     marked = BlockKVPostprocessor().postprocess_nodes([NodeWithScore(node=n) for n in nodes])

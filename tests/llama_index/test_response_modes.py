@@ -196,9 +196,7 @@ def test_one_helper_in_settings_serves_llms_of_different_windows(engine: Recordi
 
 
 @pytest.mark.parametrize("mode", READING)
-def test_a_passage_larger_than_the_window_becomes_blocks_that_fit(
-    mode: str, engine: RecordingEngine, tokenised: list[str]
-) -> None:
+def test_splits_large_passages(mode: str, engine: RecordingEngine, tokenised: list[str]) -> None:
     llm = BlockAttentionLLM(engine=engine, context_window=2200, max_new_tokens=4)
     nodes = encoded(llm, passages(1, 3000))
     block_response_synthesizer(llm, mode).synthesize(QUESTION, nodes)
@@ -217,9 +215,7 @@ def test_a_window_without_room_for_passages_is_refused_with_advice(engine: Recor
 
 @pytest.mark.parametrize("chat", [True, False], ids=["chat", "completion"])
 @pytest.mark.parametrize("mode", ["compact", "refine", "tree_summarize"])
-def test_pieces_of_passages_that_the_default_helper_cuts_are_blocks(
-    mode: str, chat: bool, engine: RecordingEngine
-) -> None:
+def test_pieces_of_passages_are_blocks(mode: str, chat: bool, engine: RecordingEngine) -> None:
     llm = BlockAttentionLLM(
         engine=engine, context_window=WINDOW, max_new_tokens=NEW_TOKENS, is_chat_model=chat
     )

@@ -72,9 +72,7 @@ def test_thoughts_are_streamed_as_they_come(llm: BlockAttentionLLM) -> None:
         assert steps[-1].message.content == "31 metres."
 
 
-def test_thoughts_of_earlier_answers_reach_a_template_that_shows_them(
-    llm: BlockAttentionLLM,
-) -> None:
+def test_template_gets_earlier_thoughts(llm: BlockAttentionLLM) -> None:
     earlier = llm.chat(ASKED, **says(ANSWER)).message
     final = llm.to_prompt([*ASKED, earlier, *ASKED]).final
     assert "<think>\nIt is deep.\n</think>\n\n31 metres.<|end|>" in final

@@ -38,9 +38,7 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return seen
 
 
-def test_no_weights_are_read_for_metadata_prompts_and_counting(
-    saved: str, loads: list[Any]
-) -> None:
+def test_metadata_needs_no_weights(saved: str, loads: list[Any]) -> None:
     llm = BlockAttentionLLM(model_name=saved)
     assert llm.metadata.context_window == 4096
     assert llm.metadata.is_chat_model

@@ -73,9 +73,7 @@ texts = st.text(alphabet="ab \n漢[]/k:", min_size=1, max_size=60).filter(str.st
 
 
 @given(st.lists(st.tuples(texts, st.booleans()), max_size=8), st.integers(4, 60))
-def test_no_chunk_has_a_cut_marker_or_is_larger_than_allowed(
-    parts: list[tuple[str, bool]], size: int
-) -> None:
+def test_chunks_fit_and_keep_markers(parts: list[tuple[str, bool]], size: int) -> None:
     text = "\n\n".join(wrap(part) if is_block else part for part, is_block in parts)
     small = {p.strip() for p, is_block in parts if is_block and len(p.strip()) + 2 <= size}
     seen: set[str] = set()

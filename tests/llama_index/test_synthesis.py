@@ -63,9 +63,7 @@ def test_a_head_that_was_stored_is_reused_by_the_first_question_of_a_process(
     assert found == [(3, 1), (3, 1), (4, 0), (4, 0)]
 
 
-def test_a_template_that_begins_with_the_question_stores_nothing(
-    block_model: BlockModel, tmp_path: Path
-) -> None:
+def test_template_without_a_head_stores_nothing(block_model: BlockModel, tmp_path: Path) -> None:
     engine = BlockAttentionEngine(block_model, tmp_path / "kv")
     llm = BlockAttentionLLM(engine=engine, max_new_tokens=2)
     encode_prompt_head(llm, PromptTemplate("{query_str}\n{context_str}\nAnswer:"))

@@ -90,9 +90,7 @@ class Digits(BaseModel):
 
 
 @pytest.mark.parametrize("options", [{"tool_required": True}, {"tool_choice": "digits"}])
-def test_a_call_with_valid_arguments_is_forced_where_one_is_required(
-    options: dict[str, Any],
-) -> None:
+def test_required_call_has_valid_arguments(options: dict[str, Any]) -> None:
     def digits(a: int, b: int) -> int:
         """Take digits."""
         return 10 * a + b

@@ -41,9 +41,7 @@ def counts(transform: BlockKVTransform) -> tuple[int, int]:
     return transform.stats.computed, transform.stats.reused
 
 
-def test_stores_each_passage_under_its_handle_and_skips_it_next_time(
-    llm: BlockAttentionLLM, engine: RecordingEngine
-) -> None:
+def test_stores_each_passage_once(llm: BlockAttentionLLM, engine: RecordingEngine) -> None:
     transform = BlockKVTransform(llm=llm)
     nodes = passages(3)
     stamped = transform(nodes)
@@ -99,9 +97,7 @@ async def test_acall_leaves_the_event_loop_alone(llm: BlockAttentionLLM) -> None
     assert [HANDLE_KEY in node.metadata for node in stamped] == [True, True]
 
 
-def test_progress_is_shown_when_asked(
-    llm: BlockAttentionLLM, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_shows_progress(llm: BlockAttentionLLM, capsys: pytest.CaptureFixture[str]) -> None:
     BlockKVTransform(llm=llm)(passages(1))
     assert capsys.readouterr().err == ""
     BlockKVTransform(llm=llm, show_progress=True)(passages(2))
@@ -152,9 +148,7 @@ def test_identical_ingests_run_the_transform_once(engine: RecordingEngine) -> No
     assert [size for size in transform.sizes if size] == [3]  # type: ignore[attr-defined]
 
 
-def test_a_cached_ingestion_is_redone_for_another_model_store_or_template(
-    engine: RecordingEngine,
-) -> None:
+def test_cached_ingestion_depends_on_model_store_and_template(engine: RecordingEngine) -> None:
     other_model = tiny_model("llama", seed=7)
     other_model.config.block_attention = {"test": True}
     other_engine = RecordingEngine(BlockModel(other_model, tiny_tokenizer()))
@@ -239,9 +233,7 @@ def test_paths_that_users_chose_to_show_stay_in_the_blocks(llm: BlockAttentionLL
     assert ["/data/a.txt" in canonical_text(node) for node in nodes] == [True] * 4
 
 
-def test_blocks_have_the_text_that_replaces_the_nodes_own(
-    llm: BlockAttentionLLM, engine: RecordingEngine
-) -> None:
+def test_metadata_key_replaces_the_text(llm: BlockAttentionLLM, engine: RecordingEngine) -> None:
     text = "Halden is tall. It was built in 1931. Ferries go there. The lake is deep."
     sentences = SentenceWindowNodeParser(window_size=1)([Document(text=text)])
     nodes = BlockKVTransform(llm=llm, metadata_key="window")(sentences)
@@ -274,9 +266,7 @@ def test_a_node_without_the_metadata_key_keeps_its_text(
         transform([TextNode(text="a", id_="n1", metadata={"window": ["not", "text"]})])
 
 
-def test_a_metadata_key_that_no_node_has_is_logged(
-    llm: BlockAttentionLLM, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_logs_unknown_key(llm: BlockAttentionLLM, caplog: pytest.LogCaptureFixture) -> None:
     nodes = [TextNode(text="a", metadata={"window": "a b"}), TextNode(text="c")]
     with caplog.at_level(logging.WARNING, "blockattn_rag"):
         BlockKVTransform(llm=llm, metadata_key="window")(nodes)

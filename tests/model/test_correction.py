@@ -76,9 +76,7 @@ def test_a_correction_of_zeros_changes_nothing(model: BlockModel) -> None:
 
 @pytest.mark.parametrize("assembly", ["relay", "copy"])
 @pytest.mark.parametrize("sink", ["none", "head:4"])
-def test_every_block_of_a_prompt_but_its_first_is_corrected(
-    model: BlockModel, assembly: Any, sink: str
-) -> None:
+def test_all_but_the_first_are_corrected(model: BlockModel, assembly: Any, sink: str) -> None:
     recipe = recipe_of(model, sink=sink)
     engine = BlockAttentionEngine(model, recipe=recipe, assembly=assembly)
     prompt = ["first", A, B, Q]
@@ -101,9 +99,7 @@ def test_corrected_and_plain_blocks_are_two_entries(model: BlockModel) -> None:
     assert engine.generate(["x", A, Q], max_new_tokens=1).stats.hits == 1  # "x", not A
 
 
-def test_what_is_stored_without_a_correction_is_corrected_and_not_computed_again(
-    model: BlockModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plain_entries_are_corrected(model: BlockModel, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = recipe_of(model, sink="none")
     engine = BlockAttentionEngine(model, recipe="none")
     fresh = BlockAttentionEngine(model, recipe=recipe)
@@ -165,9 +161,7 @@ def test_a_file_gives_back_what_was_saved(model: BlockModel, tmp_path: Path) -> 
     assert found == correction
 
 
-def test_numbers_that_bfloat16_holds_are_saved_in_half_the_bytes(
-    model: BlockModel, tmp_path: Path
-) -> None:
+def test_bfloat16_numbers_take_half_the_bytes(model: BlockModel, tmp_path: Path) -> None:
     whole, half = tmp_path / "whole.safetensors", tmp_path / "half.safetensors"
     correction = correction_of(model)
     rounded = [LayerCorrection(*(t.bfloat16().float() for t in one)) for one in correction.layers]

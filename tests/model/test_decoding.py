@@ -65,9 +65,7 @@ def transformers_own(model: BlockModel, texts: list[str], options: dict[str, Any
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
-def test_full_mode_and_prompts_without_context_are_transformers_generate(
-    engine: BlockAttentionEngine, options: dict[str, Any]
-) -> None:
+def test_full_mode_is_transformers(engine: BlockAttentionEngine, options: dict[str, Any]) -> None:
     for texts, mode in ((["No context."], "block"), (["No context."], "full"), ([A, "Q"], "full")):
         found = engine.generate(texts, mode=mode, max_new_tokens=NEW, **options)  # type: ignore[arg-type]
         assert found.token_ids == transformers_own(engine.model, texts, options)
@@ -96,9 +94,7 @@ def test_a_batch_gives_the_answers_of_its_prompts_alone(
 
 
 @pytest.mark.parametrize("assembly", ["copy", "relay"])
-def test_rows_of_a_batch_end_where_they_end_alone(
-    engine: BlockAttentionEngine, assembly: Assembly
-) -> None:
+def test_rows_end_as_alone(engine: BlockAttentionEngine, assembly: Assembly) -> None:
     engine = with_settings(engine, assembly=assembly)
     free = [engine.generate(p, max_new_tokens=NEW) for p in PROMPTS]
     letter = next(c for answer in free for c in answer.text if c.isascii())
@@ -203,9 +199,7 @@ def test_options_that_transformers_does_not_know_are_refused(engine: BlockAttent
         engine.generate([A, "Q"], max_new_tokens=3, no_such_option=1)
 
 
-def test_a_batch_hands_over_the_newest_token_of_every_row_until_it_is_told_to_end(
-    engine: BlockAttentionEngine,
-) -> None:
+def test_batch_streams_tokens_until_it_is_stopped(engine: BlockAttentionEngine) -> None:
     model = engine.model
     empty: list[int] = []
     prompts = [
@@ -252,9 +246,7 @@ def test_rows_that_the_caller_ended_hold_no_padding(engine: BlockAttentionEngine
 
 @pytest.mark.parametrize("mode", ["block", "full"])
 @pytest.mark.parametrize("own", [2, None])
-def test_the_end_token_of_a_given_generation_config_replaces_the_models(
-    mode: Literal["block", "full"], own: int | None
-) -> None:
+def test_given_end_token_is_used(mode: Literal["block", "full"], own: int | None) -> None:
     model = BlockModel(copy.deepcopy(shared_tiny_llama()), tiny_tokenizer())
     model.config.block_attention = {"tuned": True}
     engine = BlockAttentionEngine(model)

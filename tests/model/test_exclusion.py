@@ -72,9 +72,7 @@ CALLS: dict[str, Callable[[BlockModel], Any]] = {
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
-def test_a_call_waits_until_the_model_is_free_be_it_through_another_object(
-    model: BlockModel, call: Callable[[BlockModel], Any]
-) -> None:
+def test_calls_wait_for_the_model(model: BlockModel, call: Callable[[BlockModel], Any]) -> None:
     other = BlockModel(model.hf_model, tiny_tokenizer())
     other.fingerprint  # noqa: B018 -- measured before the model is busy
     waiting: list[InThread] = []
@@ -114,9 +112,7 @@ def test_a_processor_may_ask_the_model_that_runs_it(model: BlockModel) -> None:
 
 
 @pytest.mark.parametrize("other_seed", [None, 7], ids=["unseeded", "seeded"])
-def test_draws_of_another_model_do_not_change_a_seeded_answer(
-    model: BlockModel, other_seed: int | None
-) -> None:
+def test_other_draws_do_not_change_seeds(model: BlockModel, other_seed: int | None) -> None:
     other = other_model()
     alone, expected = sampled(model, 5), sampled(other, 7)
     intruder: list[InThread] = []

@@ -162,9 +162,7 @@ def test_what_cannot_be_read_is_named_and_leaves_nothing(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("package", ["gguf", "accelerate"])
-def test_a_missing_package_is_named(
-    file: Path, monkeypatch: pytest.MonkeyPatch, package: str
-) -> None:
+def test_names_missing_package(file: Path, monkeypatch: pytest.MonkeyPatch, package: str) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == package else find(name)
@@ -173,9 +171,7 @@ def test_a_missing_package_is_named(
         resolve_name(file)
 
 
-def test_smollm2_is_the_file_of_the_installed_package_or_the_hubs(
-    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_smollm2_is_a_file(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ours, "_SMOLLM2_PACKAGE", "no_such_package_here")
     assert resolve_name("smollm2") == "HuggingFaceTB/SmolLM2-135M-Instruct"
     package = tmp_path / "packages" / "a_package_of_one_file"
@@ -187,9 +183,7 @@ def test_smollm2_is_the_file_of_the_installed_package_or_the_hubs(
     assert resolve_name("smollm2") == resolve_name(file)
 
 
-def test_processes_that_dequantise_the_same_file_at_once_both_have_it(
-    file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_concurrent_loads_share_the_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
     make = ours._plain_model
 

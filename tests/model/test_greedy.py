@@ -46,7 +46,5 @@ def plain() -> list[list[int]]:
     ],
     ids=lambda config: next(iter(config)),
 )
-def test_the_generation_config_of_a_model_changes_no_greedy_answer(
-    config: dict[str, Any], plain: list[list[int]]
-) -> None:
+def test_greedy_ignores_generation_config(config: dict[str, Any], plain: list[list[int]]) -> None:
     assert answers(**config) == plain

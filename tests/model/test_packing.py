@@ -133,9 +133,7 @@ def test_other_layers_and_types_are_left_alone() -> None:
         assert pack_linears(module) == 0
 
 
-def test_free_memory_is_what_the_container_leaves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_free_memory_heeds_the_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
     assert packing.free_memory(tmp_path) == 1000
     (tmp_path / "memory.max").write_text("max\n", "utf-8")
@@ -191,9 +189,7 @@ def test_under_autocast_all_rows_have_its_type() -> None:
 
 
 @pytest.mark.parametrize("fault", [AttributeError, RuntimeError, TypeError])
-def test_a_pytorch_that_cannot_pack_is_no_fault(
-    fault: type[Exception], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_packing_may_be_missing(fault: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(weight: object) -> None:
         raise fault("no such thing")
 

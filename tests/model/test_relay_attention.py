@@ -76,9 +76,7 @@ def test_a_family_answers_through_relay_as_the_oracle_does(family: str) -> None:
     ],
     ids=["softcap", "window", "sinks", "own attention code"],
 )
-def test_a_model_that_relay_cannot_serve_takes_the_copy_path(
-    family: str, config: dict[str, Any]
-) -> None:
+def test_unsupported_models_take_the_copy_path(family: str, config: dict[str, Any]) -> None:
     model = BlockModel(tiny_model(family, **config), tiny_tokenizer())
     assert not model.supports_relay
     assert model.choose_assembly("auto", 5) == "copy"
@@ -102,9 +100,7 @@ def test_a_very_long_final_block_takes_the_copy_path(llama: BlockModel) -> None:
     ],
     ids=["sampling", "beams", "penalty", "beams with penalty"],
 )
-def test_every_way_of_choosing_tokens_gives_the_copy_paths_tokens(
-    llama: BlockModel, options: dict[str, Any]
-) -> None:
+def test_decoding_equals_the_copy_path(llama: BlockModel, options: dict[str, Any]) -> None:
     context = encoded(llama, BLOCKS)
     sampling = Sampling(max_new_tokens=8, **options)
     assert llama.supports_relay
@@ -241,9 +237,7 @@ def test_the_probe_notices_queries_that_are_not_rotated(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("assembly", ["copy", "relay"])
-def test_drafted_tokens_are_refused_on_stored_blocks(
-    llama: BlockModel, assembly: Literal["copy", "relay"]
-) -> None:
+def test_refuses_drafted_tokens(llama: BlockModel, assembly: Literal["copy", "relay"]) -> None:
     context = encoded(llama, BLOCKS)
     options = Sampling(max_new_tokens=8, extra={"prompt_lookup_num_tokens": 3})
     cache = llama.cache_for(context, assembly=assembly)

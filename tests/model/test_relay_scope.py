@@ -47,9 +47,7 @@ def in_full(model: BlockModel, blocks: list[list[int]], **extra: Any) -> list[in
 
 
 @pytest.mark.parametrize("scale", [1.5, 4.0])
-def test_guidance_gives_the_copy_paths_and_full_modes_tokens(
-    llama: BlockModel, scale: float
-) -> None:
+def test_guidance_equals_copy_path_and_full_mode(llama: BlockModel, scale: float) -> None:
     by_relay, by_copy = answers(llama, BLOCKS, guidance_scale=scale)
     assert by_relay == by_copy
     by_relay, _ = answers(llama, BLOCKS[:1], guidance_scale=scale)
@@ -87,9 +85,7 @@ def ways_of_running(model: BlockModel) -> dict[str, Callable[[Tensor], Tensor]]:
 
 
 @pytest.mark.parametrize("way", ["no cache", "its own cache", "the decoder alone", "generate"])
-def test_a_processor_that_runs_the_model_gives_the_copy_paths_tokens(
-    llama: BlockModel, way: str
-) -> None:
+def test_nested_processor_equals_the_copy_path(llama: BlockModel, way: str) -> None:
     processor = RunsTheModel(ways_of_running(llama)[way])
     by_relay, by_copy = answers(llama, BLOCKS, logits_processor=[processor])
     assert by_relay == by_copy
@@ -115,9 +111,7 @@ def test_a_forward_within_a_forward_leaves_the_outer_ones_plan(llama: BlockModel
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_a_forward_that_is_broken_off_leaves_no_plan_behind(
-    llama: BlockModel, error: type[BaseException]
-) -> None:
+def test_interrupted_forward_leaves_no_plan(llama: BlockModel, error: type[BaseException]) -> None:
     hf_model: Any = llama.hf_model
     context = encoded(llama, BLOCKS)
     layer_before = hidden_of_first_layer(hf_model)

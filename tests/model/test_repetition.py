@@ -265,9 +265,7 @@ class Anything:
 @pytest.mark.parametrize(
     ("tokens", "expected"), [('abc"', '"'), ("abc", "abc")], ids=["quote", "no quote"]
 )
-def test_only_the_end_of_a_repeating_string_is_allowed_where_the_schema_allows_it(
-    tokens: str, expected: str
-) -> None:
+def test_repeating_string_may_only_end_within_its_schema(tokens: str, expected: str) -> None:
     matcher = LoopEndingMatcher(Anything(tokens), letters, np.array([ord('"')]))
     for one in (matcher, matcher.fresh()):
         assert one.follow(codes('{"a": "He'))
@@ -277,9 +275,7 @@ def test_only_the_end_of_a_repeating_string_is_allowed_where_the_schema_allows_i
 
 
 @pytest.mark.parametrize(("tokens", "expected"), [("abc.", "."), ("abc", "abc")])
-def test_only_the_end_is_allowed_where_text_around_json_repeats_itself(
-    tokens: str, expected: str
-) -> None:
+def test_repeating_text_around_json_may_only_end(tokens: str, expected: str) -> None:
     none = np.array([], int)
     matcher = LoopEndingMatcher(Anything(tokens), letters, none, among_text=True)
     for one in (matcher, matcher.fresh()):

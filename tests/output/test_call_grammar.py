@@ -134,9 +134,7 @@ def test_a_tool_whose_name_needs_escapes_is_called_by_it() -> None:
 
 @pytest.mark.parametrize("special", [True, False, None])
 @pytest.mark.parametrize("name", FORMATS)
-def test_an_answer_of_text_or_calls_is_decided_where_it_begins(
-    name: str, special: bool | None
-) -> None:
+def test_first_token_decides_between_text_and_calls(name: str, special: bool | None) -> None:
     form = FORMATS[name]
     tokenizer = tiny_tokenizer() if special is None else tokenizer_of(form, special=special)
     grammar = calls_grammar(form, TOOLS, tokenizer, several=True, or_text=True)

@@ -86,9 +86,7 @@ def test_a_schema_of_too_many_schemas_is_refused() -> None:
     assert prepared({"anyOf": cases[1:]})
 
 
-def test_an_object_of_many_optional_properties_is_refused_and_of_many_required_ones_is_not() -> (
-    None
-):
+def test_many_optional_properties_are_refused() -> None:
     properties = {f"p{i}": {"type": "integer"} for i in range(2_001)}
     held = {"type": "object", "properties": properties, "required": ["p0"]}
     assert prepared(held)["properties"] == properties

@@ -32,9 +32,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("text", "prompt", "said"), CASES)
-def test_an_answer_is_read_the_same_whole_and_in_pieces(
-    text: str, prompt: BlockPrompt, said: Said
-) -> None:
+def test_pieces_are_read_as_the_whole(text: str, prompt: BlockPrompt, said: Said) -> None:
     assert ThoughtReader(THINKS, prompt).finish(text) == said
     for size in (1, 2, 3, 5, 8):
         reader = ThoughtReader(THINKS, prompt)

@@ -201,9 +201,7 @@ MALFORMED = [
 
 
 @pytest.mark.parametrize(("form", "answer", "name", "error"), MALFORMED)
-def test_a_malformed_call_is_reported_and_not_guessed(
-    form: str, answer: str, name: str | None, error: str
-) -> None:
+def test_reports_malformed_calls(form: str, answer: str, name: str | None, error: str) -> None:
     read(form, answer[:500])
     found = parse_answer(answer, FORMATS[form], ["look_up"])
     assert not found.text
@@ -302,9 +300,7 @@ def test_marks_that_are_tokens_count_and_the_same_characters_do_not(form: str, a
 
 
 @pytest.mark.parametrize(("form", "answer", "name", "error"), MALFORMED)
-def test_malformed_calls_of_tokens_are_reported_as_written(
-    form: str, answer: str, name: str | None, error: str
-) -> None:
+def test_malformed_calls_are_verbatim(form: str, answer: str, name: str | None, error: str) -> None:
     found = read_tokens(form, as_tokens(form, answer[:500]))
     assert found == read(form, answer[:500])
     assert (name is None, bool(error)) == (found[2][0][0] is None, True)
@@ -398,9 +394,7 @@ LONG = "a" * 200_000
     ],
 )
 @pytest.mark.parametrize("size", [7, 1 << 20])
-def test_each_character_of_a_long_answer_is_read_a_few_times_at_most(
-    form: str, answer: str, size: int
-) -> None:
+def test_parsing_takes_linear_time(form: str, answer: str, size: int) -> None:
     Counted.left = 10 * len(answer)
     parser = ToolCallParser(FORMATS[form], ["look_up"])
     for at in range(0, len(answer), size):

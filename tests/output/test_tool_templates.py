@@ -212,9 +212,7 @@ def test_thoughts_that_a_template_opens_hide_no_form(mark: str) -> None:
         ("{% for m in messages %}{{ m.role + m.content }}{% endfor %}", False),  # of any role
     ],
 )
-def test_a_template_shows_results_if_it_renders_the_role_of_tools(
-    template: str, shows: bool
-) -> None:
+def test_template_with_tool_role_shows_results(template: str, shows: bool) -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = template
     assert shows_results(tokenizer) is shows
@@ -259,9 +257,7 @@ def test_passages_in_a_result_are_blocks_behind_every_template() -> None:
 
 
 @pytest.mark.parametrize("template", ["MISTRAL_V3", "MISTRAL_V13"])
-def test_ids_of_other_models_become_such_as_mistral_takes_the_same_for_call_and_result(
-    template: str,
-) -> None:
+def test_ids_become_valid_for_mistral(template: str) -> None:
     given = "call_ünusual/1"
     tokenizer = tokenizer_with(template)
     messages = [user(), calling(call(call_id=given)), result(call_id=given)]

@@ -61,9 +61,7 @@ def test_tulu3_block_ft_is_asked_as_its_training_data_are_written() -> None:
 
 
 @pytest.mark.parametrize("model", [LLAMA, "hxia7/Llama-3.1-8B-Block-FT", "hxia7/Llama-3-8B-block"])
-def test_llama_block_ft_has_passages_in_the_system_turn_and_the_question_in_the_users(
-    model: str,
-) -> None:
+def test_llama_block_ft_has_passages_in_the_system_turn(model: str) -> None:
     assert rendered(model) == [
         f"<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\n{PREAMBLE}",
         "- Title: Halden\n214 metres.\n",
@@ -148,18 +146,14 @@ def test_auto_takes_a_checkpoints_own_format_and_says_so(
     assert caplog.messages == [f"{TULU}: prompt format tulu3-block, the one it was trained on"]
 
 
-def test_an_unconfirmed_format_is_called_so_and_an_unknown_one_is_not_guessed(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_unconfirmed_format_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     assert format_for("auto", "hxia7/Llama-3.1-8B-Block-FT") is FORMATS["llama3-block"]
     assert format_for("auto", QWEN) is FORMATS["chat"]
     assert "(unconfirmed); see its card" in caplog.messages[0]
     assert "trained on is unknown; see its card" in caplog.messages[1]
 
 
-def test_a_format_that_was_asked_for_is_taken_without_a_word(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_given_format_needs_no_message(caplog: pytest.LogCaptureFixture) -> None:
     assert format_for("turborag", TULU) is FORMATS["turborag"]
     assert format_for(FORMATS["chat"], TULU) is FORMATS["chat"]
     assert not caplog.messages
@@ -191,18 +185,14 @@ def test_a_fine_tune_of_a_checkpoint_is_not_the_checkpoint() -> None:
 
 
 @pytest.mark.parametrize(("model", "bos"), [(TULU, False), (LLAMA, True)])
-def test_a_tokenizer_is_loaded_without_bos_where_the_model_saw_none(
-    model: str, bos: bool, tmp_path: Path
-) -> None:
+def test_bos_follows_the_checkpoint(model: str, bos: bool, tmp_path: Path) -> None:
     folder = tmp_path / model
     shared_tiny_llama().config.save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     assert bool(BlockTokenizer(load_tokenizer(folder)).prefix_ids) == bos
 
 
-def test_block_mode_says_in_one_sentence_that_link_tokens_are_missing(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_reports_missing_link_tokens(caplog: pytest.LogCaptureFixture) -> None:
     prompt = BlockPrompt.from_texts(["One.", "Two."])
     model = BlockModel(copy.deepcopy(shared_tiny_llama()), tiny_tokenizer(), name=KVLINK)
     engine = BlockAttentionEngine(model)
@@ -216,9 +206,7 @@ def test_block_mode_says_in_one_sentence_that_link_tokens_are_missing(
     ]
 
 
-def test_block_mode_says_when_an_engine_has_other_switches_than_training(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_reports_settings_other_than_in_training(caplog: pytest.LogCaptureFixture) -> None:
     prompt = BlockPrompt.from_texts(["One.", "Two."])
     model = BlockModel(copy.deepcopy(shared_tiny_llama()), tiny_tokenizer(), name=LLAMA)
     BlockAttentionEngine(model).generate(prompt, max_new_tokens=1)

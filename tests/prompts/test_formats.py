@@ -100,9 +100,7 @@ def test_a_format_is_found_by_name_and_an_unknown_one_is_refused() -> None:
 
 
 @pytest.mark.parametrize("template", [RAISES, DROPS])
-def test_a_system_message_goes_to_the_user_where_the_template_has_no_place_for_it(
-    template: str,
-) -> None:
+def test_system_message_goes_to_the_user_without_a_role(template: str) -> None:
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
     assert render_chat(with_template(template), messages) == "<user>Be brief.\n\nHi"
 

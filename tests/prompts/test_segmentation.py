@@ -94,9 +94,7 @@ class TestConversation:
             ("x", [], "Found no message"),
         ],
     )
-    def test_what_cannot_be_cut_is_refused(
-        self, template: str | None, messages: Any, expected: str
-    ) -> None:
+    def test_refuses_other_input(self, template: str | None, messages: Any, expected: str) -> None:
         tokenizer = tiny_tokenizer()
         tokenizer.chat_template = template
         with pytest.raises(SegmentationError, match=expected):
@@ -128,9 +126,7 @@ class TestCutTurns:
             ("one line", ["one line"]),
         ],
     )
-    def test_the_coarsest_separator_cuts_and_stays_with_the_piece_before(
-        self, text: str, pieces: list[str]
-    ) -> None:
+    def test_coarsest_separator_cuts(self, text: str, pieces: list[str]) -> None:
         assert self.pieces(text, 15) == pieces
 
     def test_of_too_many_cuts_those_nearest_to_equal_pieces_are_kept(self) -> None:
@@ -205,9 +201,7 @@ class TestSplitJson:
         ]
 
     @given(STATES, st.data())
-    def test_one_changed_field_changes_one_line(
-        self, state: dict[str, Any], data: st.DataObject
-    ) -> None:
+    def test_changed_field_is_one_line(self, state: dict[str, Any], data: st.DataObject) -> None:
         paths = scalar_paths(state)
         if not paths:
             return
@@ -273,9 +267,7 @@ class TestSplitJson:
             split_json(state)
 
 
-def test_one_changed_field_among_300_blocks_computes_one_block_and_answers_as_computing_all() -> (
-    None
-):
+def test_one_changed_field_among_300_computes_one_block() -> None:
     engines = [
         BlockAttentionEngine.from_pretrained(
             tiny_model("llama", num_hidden_layers=2, max_position_embeddings=32768),

@@ -34,9 +34,7 @@ def of(template: Any) -> Any:
         (None, set()),
     ],
 )
-def test_a_template_reads_the_variables_that_it_does_not_make(
-    template: Any, known: set[str]
-) -> None:
+def test_finds_the_variables_of_a_template(template: Any, known: set[str]) -> None:
     assert template_variables(of(template)) == known
 
 

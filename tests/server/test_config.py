@@ -125,9 +125,7 @@ def test_a_server_that_encodes_needs_the_adapter_of_its_profile(tmp_path: Path) 
         ServingConfig.parse(GIVEN | {"recipe": "nowhere"}).adapter(profile)
 
 
-def test_the_secret_stands_in_the_environment_and_must_be_there(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_secret_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     config = ServingConfig.parse(GIVEN | {"tenant_secret_env": "SECRET_OF_TENANTS"})
     monkeypatch.setenv("SECRET_OF_TENANTS", "s3cret")
     assert config.tenant_secret == "s3cret"

@@ -83,9 +83,7 @@ def recipe(request: pytest.FixtureRequest, engine: BlockAttentionEngine) -> Reci
     return recipe_of(engine.model, sink=sink) if kind else Recipe(sink)
 
 
-def test_what_the_local_engine_stored_is_found_on_a_server(
-    engine: BlockAttentionEngine, recipe: Recipe
-) -> None:
+def test_server_finds_local_entries(engine: BlockAttentionEngine, recipe: Recipe) -> None:
     store = MemoryStore(1 << 24)
     local = BlockAttentionEngine(engine.model, store=store, recipe=recipe)
     prompt = BlockPrompt.from_texts(["first passage", "second", "first passage", "question?"])
@@ -104,9 +102,7 @@ def test_what_the_local_engine_stored_is_found_on_a_server(
     assert [one.place for one in found] == [0, 1, 2]
 
 
-def test_what_a_server_encodes_is_found_by_the_local_engine(
-    engine: BlockAttentionEngine, recipe: Recipe
-) -> None:
+def test_local_engine_finds_server_entries(engine: BlockAttentionEngine, recipe: Recipe) -> None:
     profile = profile_of(engine.model, recipe)
     store = MemoryStore(1 << 24)
     local = BlockAttentionEngine(engine.model, store=store, recipe=recipe)
@@ -168,9 +164,7 @@ def test_a_private_block_is_looked_for_among_private_ones_of_its_tenant_alone() 
     assert [one.keep for one in (stored, kept, private)] == ["store", "memory", "private"]
 
 
-def test_a_private_block_has_the_key_that_the_local_engine_has_in_memory(
-    engine: BlockAttentionEngine,
-) -> None:
+def test_private_key_equals_the_local_one(engine: BlockAttentionEngine) -> None:
     store = MemoryStore(1 << 24)  # where the local engine keeps private blocks too
     local = BlockAttentionEngine(engine.model, store=store, namespace="a", recipe="none")
     turn = Block.of([Span("An earlier turn.", "conversation")])

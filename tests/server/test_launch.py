@@ -117,9 +117,7 @@ def test_a_port_in_use_is_refused(port: int) -> None:
         require_port("127.0.0.1", port)
 
 
-def test_a_healthy_server_is_stopped_with_its_children(
-    start: Start, vllm: FakeVllm, port: int, log: list[str]
-) -> None:
+def test_server_stops_fully(start: Start, vllm: FakeVllm, port: int, log: list[str]) -> None:
     with start() as server:
         server.wait_until_healthy("127.0.0.1", port, lambda _: None)
     vllm.assert_ended()
@@ -141,9 +139,7 @@ def test_a_killed_parent_leaves_no_process(vllm: FakeVllm, port: int) -> None:
     vllm.assert_ended()
 
 
-def test_a_server_that_dies_is_reported_with_its_cause(
-    start: Start, vllm: FakeVllm, port: int
-) -> None:
+def test_dead_server_is_reported(start: Start, vllm: FakeVllm, port: int) -> None:
     message = "vLLM ended with status 3 before it was ready: ServingError: the cause$"
     with start("--die", "") as server, pytest.raises(ServingError, match=message):
         server.wait_until_healthy("127.0.0.1", port, lambda _: None)
@@ -186,9 +182,7 @@ def test_a_server_that_ends_later_is_reported(start: Start, vllm: FakeVllm, port
     vllm.assert_ended()
 
 
-def test_a_server_that_ignores_sigterm_is_killed(
-    log: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kills_a_server_after_sigterm(log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "STOP_S", 0.5)
     code = "import signal, time; signal.signal(15, signal.SIG_IGN); print(1, flush=True)\n"
     with VllmServer([COMMAND[0], "-c", f"{code}time.sleep(300)"], {}, log.append) as server:

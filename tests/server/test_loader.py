@@ -152,9 +152,7 @@ KEPT = block_keys(
 )
 
 
-def test_what_may_not_be_stored_comes_from_memory_and_is_not_asked_for_elsewhere(
-    loader: Make,
-) -> None:
+def test_private_blocks_come_from_memory_only(loader: Make) -> None:
     store, kept = Scripted(), MemoryStore(1 << 20)
     for block in KEPT:
         kv = kv_of(block, block.namespaces[0])
@@ -164,9 +162,7 @@ def test_what_may_not_be_stored_comes_from_memory_and_is_not_asked_for_elsewhere
     assert store.asked == [[KEPT[2].key]]
 
 
-def test_what_memory_has_dropped_may_be_stored_but_private_blocks_are_found_apart(
-    loader: Make,
-) -> None:
+def test_evicted_private_blocks_are_missing(loader: Make) -> None:
     store = filled(MemoryStore(1 << 20))
     one = loader(store, kept=MemoryStore(1 << 20))
     error = failure(one, KEPT)
@@ -235,9 +231,7 @@ def other_digest(kv: BlockKV) -> BlockKV:
         (other_digest, "has another block under"),
     ],
 )
-def test_what_is_not_the_block_that_was_asked_for_is_not_loaded(
-    loader: Make, changed: Callable[[BlockKV], BlockKV], why: str
-) -> None:
+def test_refuses_others(loader: Make, changed: Callable[[BlockKV], BlockKV], why: str) -> None:
     bad = changed(kv_of(BLOCKS[1]))
     sound = filled(MemoryStore(1 << 20))
     store = Scripted(lambda key: bad if key == BLOCKS[1].key else sound.get(key))
@@ -246,9 +240,7 @@ def test_what_is_not_the_block_that_was_asked_for_is_not_loaded(
     assert (error.blocks, error.damaged) == ((1, 2), (BLOCKS[1].key,))
 
 
-def test_a_damaged_entry_is_told_by_its_key_so_that_it_can_be_mended(
-    loader: Make, tmp_path: Path
-) -> None:
+def test_damaged_entry_is_reported_by_key(loader: Make, tmp_path: Path) -> None:
     home = DirectoryStore(tmp_path / "kv")
     filled(home)
     path = home.entry_path(BLOCKS[0].key)

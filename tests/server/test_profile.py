@@ -34,9 +34,7 @@ def changed(**fields: Any) -> dict[str, Any]:
     st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), max_size=4),
     st.sampled_from(["half", "interleaved"]),
 )
-def test_a_profile_is_read_as_it_was_told_to_the_last_bit(
-    frequencies: list[float], pairing: Any
-) -> None:
+def test_profile_survives_json_bit_by_bit(frequencies: list[float], pairing: Any) -> None:
     profile = ModelProfile(
         fingerprint="0" * 64,
         tokenizer="1" * 64,
@@ -191,9 +189,7 @@ def test_a_recipe_of_another_model_or_that_no_server_applies_has_no_profile() ->
         ({"fingerprints": ("0" * 64,)}, "found fingerprints .'000"),
     ],
 )
-def test_another_recipe_than_the_profile_s_is_refused(
-    changed_recipe: dict[str, Any], why: str
-) -> None:
+def test_other_recipe_is_refused(changed_recipe: dict[str, Any], why: str) -> None:
     model = BlockModel(shared_tiny_llama(), tiny_tokenizer())
     recipe = recipe_of(model)
     profile = ModelProfile.from_dict(profile_of(model, recipe).to_dict())

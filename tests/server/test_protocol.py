@@ -227,9 +227,7 @@ def test_an_answer_is_read_as_it_was_told() -> None:
         ({"more": 1}, "unknown field 'more'"),
     ],
 )
-def test_an_answer_that_is_not_as_the_protocol_has_it_is_refused(
-    changed: dict[str, Any], why: str
-) -> None:
+def test_invalid_answers_are_refused(changed: dict[str, Any], why: str) -> None:
     with pytest.raises(ProtocolError, match=why):
         ServedBlocks.from_dict({"blockattn": SERVED.to_dict()["blockattn"] | changed})
 
@@ -300,9 +298,7 @@ def test_what_is_not_asked_for_is_left_out() -> None:
         (ANSWER, "stored_bytes", -1, "stored_bytes should be greater than or equal to 0"),
     ],
 )
-def test_what_is_not_of_the_protocol_is_refused(
-    said: Any, field: str, value: object, message: str
-) -> None:
+def test_invalid_values_are_refused(said: Any, field: str, value: object, message: str) -> None:
     with pytest.raises(ProtocolError, match=message):
         type(said).from_dict({**said.to_dict(), field: value})
 

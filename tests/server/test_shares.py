@@ -222,9 +222,7 @@ def test_a_share_holds_no_more_memory_than_it_tells(home: KVStore) -> None:
     ],
 )
 @pytest.mark.parametrize("quantised", [False, True])
-def test_an_entry_of_another_shape_is_not_the_model_s(
-    home: KVStore, profile: ModelProfile, quantised: bool
-) -> None:
+def test_refuses_other_shapes(home: KVStore, profile: ModelProfile, quantised: bool) -> None:
     kv = make_kv(tokens=40, quantised=quantised)
     home.put(kv.key, kv)
     store = ShareStore(home, Share.of(profile, 1, 2), profile)
@@ -250,9 +248,7 @@ class Counting:
 @pytest.mark.parametrize("quantised", [False, True])
 @pytest.mark.parametrize("more_heads", [0, 1])
 @pytest.mark.parametrize("tokens", [1, 7, 1000])
-def test_a_tensor_parallel_share_takes_two_requests_however_large_the_header(
-    quantised: bool, more_heads: int, tokens: int
-) -> None:
+def test_share_takes_two_requests(quantised: bool, more_heads: int, tokens: int) -> None:
     obstore = pytest.importorskip("obstore.store")
     kv = make_kv(layers=40, heads=8, tokens=tokens, more_heads=more_heads, quantised=quantised)
     profile = profile_of_block(kv)
@@ -310,9 +306,7 @@ def test_damage_is_told_of_its_entry_alone_and_to_whom_it_concerns(
         second.get(kv.key)
 
 
-def test_damaged_token_ids_are_found_by_every_rank(
-    ranges: MaintainedStore, folder: DirectoryStore
-) -> None:
+def test_every_rank_finds_damaged_ids(ranges: MaintainedStore, folder: DirectoryStore) -> None:
     ranges.put(KV.key, KV)
     start = folder.entry_path(KV.key).stat().st_size - KV.nbytes - 8 * KV.num_tokens
     flip(folder, KV.key, start)
@@ -324,9 +318,7 @@ def test_damaged_token_ids_are_found_by_every_rank(
 # -- tiers -----------------------------------------------------------------------------------------
 
 
-def test_a_rank_s_tiers_hold_its_share_and_the_home_is_asked_once(
-    home: KVStore, tmp_path: Path
-) -> None:
+def test_rank_keeps_its_share_and_reads_home_once(home: KVStore, tmp_path: Path) -> None:
     home.put(KV.key, KV)
     local = DirectoryStore(tmp_path / "rank-1-of-2")
     tiers = TieredStore("memory:1MiB", local, ShareStore(home, SECOND, PROFILE))

@@ -182,9 +182,7 @@ def test_a_path_with_a_colon_is_a_path(tmp_path: Path) -> None:
     assert isinstance(open_store(tmp_path / "kv:old"), DirectoryStore)
 
 
-def test_a_server_that_is_named_without_its_scheme_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_endpoint_needs_a_scheme(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("obstore")  # it would panic at the first request
     monkeypatch.setenv("AWS_ENDPOINT_URL", "me:secret@127.0.0.1:9000")
     expected = "AWS_ENDPOINT_URL is not the address of a server: expected http://"

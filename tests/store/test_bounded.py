@@ -158,9 +158,7 @@ STEPS = st.lists(st.tuples(st.sampled_from("gptd"), st.integers(0, 5)), max_size
 @pytest.mark.parametrize("kind", KINDS)
 @given(st.integers(1, 5), STEPS)
 @settings(deadline=None, max_examples=60)
-def test_it_behaves_as_a_list_in_order_of_use(
-    kind: type[Bounded], room: int, steps: list[tuple[str, int]]
-) -> None:
+def test_behaves_as_lru_list(kind: type[Bounded], room: int, steps: list[tuple[str, int]]) -> None:
     with tempfile.TemporaryDirectory() as path:
         store, expected, evictions = bounded(kind, Path(path), room), list[int](), 0
         for step, i in steps:
@@ -202,9 +200,7 @@ def test_a_store_in_memory_holds_the_block_itself_and_on_the_host_a_copy() -> No
         assert not given & own
 
 
-def test_memory_of_the_host_is_page_locked_where_that_is_possible(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_host_memory_is_page_locked(monkeypatch: pytest.MonkeyPatch) -> None:
     locked: list[torch.Tensor] = []
 
     def lock(tensor: torch.Tensor) -> torch.Tensor:
@@ -245,9 +241,7 @@ def test_a_store_that_is_larger_than_its_bound_shrinks_when_it_is_written(tmp_pa
     assert store.stats().evictions == 3
 
 
-def test_an_entry_that_its_store_has_outgrown_is_dropped_when_it_is_put_again(
-    tmp_path: Path,
-) -> None:
+def test_entry_larger_than_the_bound_is_dropped(tmp_path: Path) -> None:
     DirectoryStore(tmp_path).put(BIG.key, BIG)
     store = on_disk(tmp_path, 1)
     store.put(BIG.key, BIG)
@@ -319,9 +313,7 @@ def test_what_others_deleted_meanwhile_counts_as_room(listed: Listed) -> None:
     assert (report.left_bytes, report.deleted) == (2 * SIZE, ())
 
 
-def test_a_large_store_is_not_listed_for_every_write(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_store_is_listed_rarely(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     looks = 0
     entries = DirectoryStore.entries
 
@@ -357,9 +349,7 @@ def test_many_processes_bound_one_folder_and_damage_nothing(tmp_path: Path) -> N
     assert store.stats().total_bytes <= 4 * SIZE
 
 
-def test_shrink_does_once_what_a_bound_does_always(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shrink_enforces_a_bound_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = DirectoryStore(tmp_path)
     put(store, 0, 1, 2, 3)
     report = shrink(store, 2 * SIZE)

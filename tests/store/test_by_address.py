@@ -67,9 +67,7 @@ def test_the_adapters_share_a_bucket_and_come_back_from_pickles(folder: Path, s3
     assert local(chat.engine).store.get(next(iter(local(llm.engine).store.keys()))) is not None
 
 
-def test_what_is_in_memory_is_no_place_where_another_process_could_leave_anything(
-    folder: Path,
-) -> None:
+def test_memory_store_is_not_shared_with_other_processes(folder: Path) -> None:
     transform = BlockKVTransform(model_name=str(folder), kv_store="memory:1MB")
     assert str(transform.to_dict()["store"]).startswith("MemoryStore ")
     with pytest.raises(pickle.PicklingError, match="stores in the memory of this process"):

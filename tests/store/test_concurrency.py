@@ -137,9 +137,7 @@ def test_failures_in_a_row_open_it_and_no_others(breaker: CircuitBreaker) -> Non
     assert not breaker.allows()
 
 
-def test_one_caller_tries_after_the_pause_and_the_next_after_another(
-    breaker: CircuitBreaker, clock: Clock
-) -> None:
+def test_one_caller_retries_after_each_pause(breaker: CircuitBreaker, clock: Clock) -> None:
     for _ in range(3):
         breaker.failed()
     clock.now += 9.9

@@ -37,9 +37,7 @@ def test_writers_killed_at_random_moments_leave_no_damaged_entry(tmp_path: Path)
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_a_writer_killed_at_any_step_leaves_the_old_entry_or_the_new_one(
-    tmp_path: Path, step: str
-) -> None:
+def test_killed_writer_leaves_old_or_new_entry(tmp_path: Path, step: str) -> None:
     store, old, new = DirectoryStore(tmp_path), passage(0, 1), passage(0, 2)
     store.put(old.key, old)
     writer = PROCESSES.Process(target=die_at, args=(step, tmp_path, new))

@@ -47,9 +47,7 @@ def test_a_flipped_bit_is_found_and_hides_no_other_entry(encoded: Raw[KVStore]) 
 
 
 @pytest.mark.parametrize("other", [OTHER, make_kv(fingerprint="other model")])
-def test_the_entry_of_another_text_or_model_is_refused(
-    encoded: Raw[KVStore], other: BlockKV
-) -> None:
+def test_foreign_entry_is_refused(encoded: Raw[KVStore], other: BlockKV) -> None:
     store = encoded.store
     store.put(other.key, other)
     encoded.write(KEY, encoded.read(other.key))

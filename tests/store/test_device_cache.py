@@ -123,9 +123,7 @@ def test_a_store_that_hangs_is_told_of_no_further_uses_for_a_while(
     assert told == [KEY, OTHER.key]
 
 
-def test_a_store_that_records_no_use_is_not_asked_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_use_is_recorded_only_if_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     obstore = pytest.importorskip("obstore.store")
     now_s = 1000.0
     monkeypatch.setattr("time.monotonic", lambda: now_s)

@@ -85,9 +85,7 @@ def test_states_lie_in_one_piece_of_memory_and_keys_are_aligned(store: Directory
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
-def test_a_block_is_no_view_of_its_file_so_that_cutting_it_short_kills_nobody(
-    store: DirectoryStore,
-) -> None:
+def test_truncated_file_does_not_affect_read_blocks(store: DirectoryStore) -> None:
     key, path = stored(store, make_kv(layers=8, heads=3, tokens=64, head_dim=32))
     held = got(store, key)
     assert str(path) not in Path("/proc/self/maps").read_text()
@@ -103,9 +101,7 @@ def test_held_blocks_hold_no_file_descriptors(store: DirectoryStore) -> None:
     assert same(held[49], make_kv())
 
 
-def test_many_entries_are_read_at_once_and_in_order(
-    store: DirectoryStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_many_reads_keep_order(store: DirectoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = [make_kv(f"passage {n}") for n in range(3)]
     for kv in blocks:
         store.put(kv.key, kv)
@@ -216,9 +212,7 @@ def test_an_entry_may_be_a_link_to_a_file_elsewhere(store: DirectoryStore, tmp_p
     assert store.stats().entries == 1
 
 
-def test_a_file_that_is_cut_short_while_it_is_read_is_damaged(
-    store: DirectoryStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_truncation_is_damage(store: DirectoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
     key, path = stored(store, make_kv(layers=8, heads=3, tokens=64, head_dim=32))
     empty = torch.empty
 
@@ -231,9 +225,7 @@ def test_a_file_that_is_cut_short_while_it_is_read_is_damaged(
         store.get(key)
 
 
-def test_a_file_for_which_there_is_no_memory_is_not_called_damaged(
-    store: DirectoryStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_memory_is_no_damage(store: DirectoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
     key, _ = stored(store)
 
     def refuse(*args: object, **kwargs: object) -> None:
@@ -378,9 +370,7 @@ def test_what_cannot_be_listed_is_not_taken_for_empty(
         look(store)
 
 
-def test_a_folder_of_entries_that_vanishes_while_it_is_listed_is_empty(
-    store: DirectoryStore,
-) -> None:
+def test_vanished_folder_is_empty(store: DirectoryStore) -> None:
     keys = sorted(stored(store, make_kv(f"passage {i}"))[0] for i in range(5))
     listed = store.keys()
     first = next(listed)
@@ -427,9 +417,7 @@ def test_a_folder_that_cannot_be_written_is_named(store: DirectoryStore) -> None
         store.put(kv.key, kv)
 
 
-def test_each_write_reaches_the_disk_unless_told_otherwise(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_writes_are_synced_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[str] = []
 
     def record(descriptor: int) -> None:

@@ -59,9 +59,7 @@ def test_bytes_that_are_not_the_entrys_are_found_out(
         opened(s3, server.url, monkeypatch).get(kv.key)
 
 
-def test_a_fault_that_passes_is_tried_again(
-    s3: str, s3_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_retries_after_a_fault(s3: str, s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with faulty(s3_url, {"503": 0.3}) as server:
         store = opened(s3, server.url, monkeypatch, retries=8)
         for kv in KVS[:5]:
@@ -72,9 +70,7 @@ def test_a_fault_that_passes_is_tried_again(
         assert server.made["503"] > 0
 
 
-def test_of_many_reads_beside_writes_none_is_wrong_and_none_late(
-    s3: str, s3_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_faulty_reads_never_wrong(s3: str, s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = ObjectStore(s3)
     for kv in KVS:
         whole.put(kv.key, kv)

@@ -128,9 +128,7 @@ def test_the_bytes_of_a_known_int8_entry_never_change() -> None:
 
 
 @pytest.mark.parametrize("head_dim", [3, 4])  # of 3, scales lie crooked and are copied
-def test_decoded_states_are_views_of_what_was_read_and_each_head_is_in_one_piece(
-    head_dim: int,
-) -> None:
+def test_decoded_states_are_contiguous_views(head_dim: int) -> None:
     for kv in (make_kv(head_dim=head_dim), make_kv(head_dim=head_dim, quantised=True)):
         raw = torch.frombuffer(bytearray(to_bytes(kv)), dtype=torch.uint8)
         found = decode(raw)
@@ -185,9 +183,7 @@ def test_the_safetensors_library_reads_an_entry(kv: BlockKV) -> None:
 
 @pytest.mark.parametrize("more_heads", [0, 1])
 @pytest.mark.parametrize("quantised", [False, True])
-def test_the_code_in_the_format_page_reads_an_entry(
-    tmp_path: Path, more_heads: int, quantised: bool
-) -> None:
+def test_documented_code_reads_entry(tmp_path: Path, more_heads: int, quantised: bool) -> None:
     kv = make_kv(more_heads=more_heads, dtype=torch.bfloat16, quantised=quantised)
     path = tmp_path / "entry.safetensors"
     path.write_bytes(to_bytes(kv))
@@ -384,9 +380,7 @@ def test_a_header_as_long_as_a_book_is_not_even_read() -> None:
 @pytest.mark.parametrize("name", ["keys", "values"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e5m2])
 @pytest.mark.parametrize("more_heads", [0, 1])
-def test_what_is_not_finite_is_found_with_a_right_checksum(
-    value: float, name: str, dtype: torch.dtype, more_heads: int
-) -> None:
+def test_refuses_nonfinite(value: float, name: str, dtype: torch.dtype, more_heads: int) -> None:
     kv = make_kv(dtype=dtype, more_heads=more_heads)
     layers = getattr(kv, name)
     spoilt = layers[-1].float().clone()
@@ -401,9 +395,7 @@ def test_what_is_not_finite_is_found_with_a_right_checksum(
 
 @pytest.mark.parametrize("scale", [torch.nan, torch.inf, 3e38])
 @pytest.mark.parametrize("of_keys", [True, False])
-def test_scales_that_make_no_numbers_are_found_with_right_checksums(
-    scale: float, of_keys: bool
-) -> None:
+def test_refuses_nonfinite_scales(scale: float, of_keys: bool) -> None:
     kv = make_kv(quantised=True)
     assert kv.scales is not None
     scales = kv.scales.keys if of_keys else kv.scales.values

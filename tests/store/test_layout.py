@@ -43,9 +43,7 @@ def shares(header: Header, tensor_ranks: int, pipeline_ranks: int) -> list[tuple
 
 @given(kvs() | quantised_kvs(), RANKS, RANKS)
 @settings(deadline=None)
-def test_what_all_ranks_read_is_the_entry_bit_by_bit(
-    kv: BlockKV, tensor_ranks: int, pipeline_ranks: int
-) -> None:
+def test_ranks_together_read_entry(kv: BlockKV, tensor_ranks: int, pipeline_ranks: int) -> None:
     content, header = entry_of(kv)
     _, start = header.layout.place("token_ids")
     joined = bytearray(len(content))
@@ -150,9 +148,7 @@ def test_the_layout_of_an_8b_model_says_what_a_header_costs() -> None:
     assert Layout.of(kv).data_start < 24 << 10
 
 
-def test_finding_all_pieces_looks_at_each_layer_a_few_times_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_finding_pieces_takes_linear_time(monkeypatch: pytest.MonkeyPatch) -> None:
     looks = 0
     of = LayerShape.of
 

@@ -119,9 +119,7 @@ def test_verify_names_damaged_and_foreign_entries_and_leftovers(store: Directory
     assert store.stats().entries == 3
 
 
-def test_verify_deletes_nothing_for_want_of_memory_or_permission(
-    store: DirectoryStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_verify_keeps_unread_entry(store: DirectoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
     peek = DirectoryStore.peek
 
     def refuse(self: DirectoryStore, key: str) -> BlockKV | None:
@@ -136,9 +134,7 @@ def test_verify_deletes_nothing_for_want_of_memory_or_permission(
     assert KEYS[0] in store
 
 
-def test_verify_leaves_what_was_put_anew_since_it_was_read(
-    store: DirectoryStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_verify_keeps_new_entry(store: DirectoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
     damage(store, KEYS[0])
     peek = DirectoryStore.peek
 
@@ -156,9 +152,7 @@ def test_verify_leaves_what_was_put_anew_since_it_was_read(
     assert verify(store).ok == 4
 
 
-def test_verify_goes_on_when_it_cannot_delete(
-    store: DirectoryStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_verify_survives_errors(store: DirectoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
     for key in KEYS[:2]:
         damage(store, key)
     discard = DirectoryStore.discard
@@ -200,9 +194,7 @@ def test_what_is_no_file_stops_neither_verify_nor_gc(store: DirectoryStore) -> N
     "lie", [["a list"], {"a": "dictionary"}, "half a pair \ud83d", None, [[[[[]]]]]]
 )
 @pytest.mark.parametrize("name", ["handle", "fingerprint", "digest"])
-def test_an_entry_that_lies_about_itself_stops_neither_verify_nor_gc(
-    store: DirectoryStore, name: str, lie: object
-) -> None:
+def test_survives_forged_headers(store: DirectoryStore, name: str, lie: object) -> None:
     path = store.entry_path(KEYS[0])
     content = path.read_bytes()
     fields = fields_of(content)
@@ -215,9 +207,7 @@ def test_an_entry_that_lies_about_itself_stops_neither_verify_nor_gc(
     assert verify(store, delete_damaged=True).deleted == 1
 
 
-def test_a_modification_time_in_the_future_keeps_neither_entry_nor_leftover(
-    store: DirectoryStore,
-) -> None:
+def test_future_modification_time_does_not_protect(store: DirectoryStore) -> None:
     path = leftover(store.path)
     for odd in (path, store.entry_path(KEYS[0])):
         os.utime(odd, (4e9, 4e9))
@@ -283,9 +273,7 @@ def test_gc_reports_what_it_cannot_read_and_goes_on(store: DirectoryStore) -> No
     assert report.deleted.count == 3
 
 
-def test_gc_reports_what_it_cannot_delete_and_goes_on(
-    store: DirectoryStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gc_survives_errors(store: DirectoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
     old = leftover(store.path)
     rename, unlink = os.rename, Path.unlink
 
@@ -310,9 +298,7 @@ def test_gc_reports_what_it_cannot_delete_and_goes_on(
     ]
 
 
-def test_an_entry_that_vanishes_meanwhile_is_neither_deleted_nor_an_error(
-    store: DirectoryStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gc_ignores_vanished_entry(store: DirectoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
     discard = DirectoryStore.discard
 
     def vanish(self: DirectoryStore, key: str, used_ns: int) -> bool:
@@ -331,9 +317,7 @@ def test_a_store_that_cannot_be_listed_is_an_error(store: DirectoryStore) -> Non
             look(store)
 
 
-def test_what_was_not_used_for_its_time_to_live_goes_though_it_is_referred_to(
-    tmp_path: Path,
-) -> None:
+def test_expired_entries_are_deleted_even_if_referenced(tmp_path: Path) -> None:
     store = DirectoryStore(tmp_path)
     for age_days, kv in enumerate(KV[:4]):
         store.put(kv.key, kv)
@@ -374,9 +358,7 @@ def test_a_report_names_the_first_and_counts_all() -> None:
     assert (tally.count, len(tally.first), list(tally.first)[-1]) == (107, 100, "99")
 
 
-def test_entries_are_looked_at_as_they_are_listed_and_several_at_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_entries_are_read_lazily_and_concurrently(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a listing that never ends, a few are taken, and read at the same time."""
     store, waiting, listed = objects_in_memory(), threading.Barrier(8, timeout=10), list[str]()
 

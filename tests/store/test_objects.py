@@ -91,9 +91,7 @@ def test_an_entry_is_read_in_parts(
 # Maintenance
 
 
-def test_a_header_longer_than_what_is_read_first_is_read_whole(
-    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_header_is_read_whole(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
     store.put(KEY, KV)
     expected = store.describe(KEY)
     monkeypatch.setattr("blockattn_rag.store.objects._HEADER_BYTES", 20)
@@ -129,9 +127,7 @@ def test_a_server_that_hangs_is_waited_for_no_longer_than_the_deadline(backend: 
     assert store.get(KEY) is not None
 
 
-def test_what_came_too_late_is_read_no_further(
-    backend: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_late_answers_are_not_read_further(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("blockattn_rag.store.object_client._PART_BYTES", 1000)
     ObjectStore("memory://kv", backend=backend).put(KEY, KV)
     parts = -(-backend.head(entry_path(KEY))["size"] // 1000)
@@ -162,9 +158,7 @@ def test_entries_are_read_at_once(backend: Any) -> None:
 # Credentials and addresses
 
 
-def test_credentials_stand_neither_in_what_is_shown_nor_in_errors_nor_in_pickles(
-    monkeypatch: pytest.MonkeyPatch, s3: str
-) -> None:
+def test_credentials_are_never_shown(monkeypatch: pytest.MonkeyPatch, s3: str) -> None:
     secrets = {"AWS_ACCESS_KEY_ID": "AKIAVISIBLE", "AWS_SECRET_ACCESS_KEY": "s3cr3t-visible"}
     for name, value in secrets.items():
         monkeypatch.setenv(name, value)
@@ -179,9 +173,7 @@ def test_credentials_stand_neither_in_what_is_shown_nor_in_errors_nor_in_pickles
     assert told.value.__cause__ is None
 
 
-def test_a_store_comes_back_from_a_pickle_unless_it_holds_a_backend(
-    s3: str, store: ObjectStore
-) -> None:
+def test_pickles_without_backend(s3: str, store: ObjectStore) -> None:
     opened = ObjectStore(s3)
     opened.put(KEY, KV)
     again = pickle.loads(pickle.dumps(opened))

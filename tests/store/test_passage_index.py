@@ -85,9 +85,7 @@ def test_unexpected_errors_of_a_background_read_are_logged(
     assert "unexpected error while the index of passages is read: no room" in caplog.text
 
 
-def test_an_index_in_the_background_delays_no_prompt(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_background_index_delays_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, may_read = DirectoryStore(tmp_path), threading.Event()
     index = PassageIndex(store, refresh_s=0, in_background=True)
     names = index.sidecar.names

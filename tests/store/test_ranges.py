@@ -107,9 +107,7 @@ def test_what_is_read_are_the_bytes_of_the_entry(
     assert all(stop - start <= part_bytes for _, start, stop in backend.ranges[1:])
 
 
-def test_what_is_missing_or_damaged_hides_no_other_entry(
-    store: MaintainedStore, folder: Path
-) -> None:
+def test_bad_entries_do_not_hide_others(store: MaintainedStore, folder: Path) -> None:
     other, cut = make_kv("other", tokens=40), make_kv("cut", tokens=40)
     for kv in (KV, other, cut):
         store.put(kv.key, kv)
@@ -238,9 +236,7 @@ def part_of(kv: BlockKV, heads: Sequence[int], layers: Sequence[int]) -> tuple[A
 
 
 @given(kvs(FLOATS) | quantised_kvs(), st.data())
-def test_a_part_of_an_entry_is_those_heads_of_those_layers_bit_by_bit(
-    kv: BlockKV, data: st.DataObject
-) -> None:
+def test_part_has_the_chosen_heads_and_layers(kv: BlockKV, data: st.DataObject) -> None:
     layers = sorted(data.draw(st.sets(st.integers(0, kv.num_layers - 1), min_size=1)))
     least = min(keys.shape[0] for keys in kv.keys)
     heads = sorted(data.draw(st.sets(st.integers(0, least - 1), min_size=1)))
@@ -260,9 +256,7 @@ def test_each_damaged_bit_of_a_part_is_found(quantised: bool) -> None:
 
 
 @pytest.mark.parametrize("quantised", [False, True])
-def test_a_part_that_holds_infinity_is_refused_though_its_checksum_is_right(
-    quantised: bool,
-) -> None:
+def test_part_with_infinity_is_refused(quantised: bool) -> None:
     kv = make_kv(quantised=quantised)
     spoilt = kv.scales.values[1] if kv.scales else kv.values[1]
     spoilt[1, 0, 0] = float("inf")

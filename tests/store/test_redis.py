@@ -39,9 +39,7 @@ def test_stores_of_different_prefixes_share_a_server(redis: RedisStore, redis_ur
     assert KEY in redis
 
 
-def test_an_entry_is_forgotten_when_it_was_not_used_for_its_time(
-    redis_url: str, client: Any
-) -> None:
+def test_unused_entry_expires(redis_url: str, client: Any) -> None:
     store = RedisStore(redis_url, prefix="ttl:", ttl_s=100.0)
     name = f"ttl:{KEY}"
     store.put(KEY, KV)
@@ -65,9 +63,7 @@ def test_without_a_time_the_server_decides(redis_url: str, client: Any) -> None:
     assert client.ttl(f"for ever:{KEY}") == -1
 
 
-def test_a_large_entry_is_not_kept_counted_and_logged_once(
-    redis_url: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_large_entry_is_refused_once(redis_url: str, caplog: pytest.LogCaptureFixture) -> None:
     store = RedisStore(redis_url, prefix="small:", max_entry_bytes=10_000)
     store.put(KEY, KV)
     large = make_kv(tokens=400)
@@ -81,9 +77,7 @@ def test_a_large_entry_is_not_kept_counted_and_logged_once(
     assert "raise max_entry_bytes" in caplog.text
 
 
-def test_a_value_that_is_no_text_is_damaged_and_hides_no_other_entry(
-    redis_url: str, client: Any
-) -> None:
+def test_value_of_wrong_type_is_damaged(redis_url: str, client: Any) -> None:
     store, other = RedisStore(redis_url, prefix="mixed:"), make_kv("other")
     store.put(other.key, other)
     client.lpush(f"mixed:{KEY}", b"no text")
@@ -129,9 +123,7 @@ def test_a_server_that_hangs_is_waited_for_no_longer_than_the_deadline() -> None
 
 
 @pytest.mark.skipif(not HAS_REDIS, reason="needs the command redis-server")
-def test_the_password_comes_from_the_environment_and_is_never_shown(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_password_is_never_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with redis_server(tmp_path, "--requirepass", "s3cr3t-visible") as url:
         monkeypatch.setenv("REDIS_PASSWORD", "wrong-s3cr3t-visible")
         store = RedisStore(url)

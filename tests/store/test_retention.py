@@ -169,9 +169,7 @@ def test_gc_keeps_a_time_to_live_that_was_set_meanwhile(tmp_path: Path) -> None:
     assert keep_forever(store, KEYS[:1]) == 1
 
 
-def test_gc_reports_marks_that_cannot_be_deleted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gc_reports_undeletable_marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = DirectoryStore(tmp_path)
     fill(store)
     expire(store, KEYS[:1], time.time() - 1)

@@ -151,9 +151,7 @@ def test_threads_that_read_one_entry_at_once_cause_one_read(home: Remote) -> Non
     assert all(one is not None and same(one, KV) for one in found)
 
 
-def test_a_damaged_entry_is_taken_from_the_next_tier_and_mended(
-    fast: MemoryStore, home: Remote
-) -> None:
+def test_next_tier_repairs_damage(fast: MemoryStore, home: Remote) -> None:
     near = Remote()
     for store in (near, home):
         store.put(KEY, KV)
@@ -202,9 +200,7 @@ def test_writing_behind_put_does_not_wait_and_reads_see_what_waits(home: Remote)
     assert tiers.tier_stats()[0].written == 1
 
 
-def test_what_does_not_fit_in_the_queue_is_dropped_counted_and_told_once(
-    home: Remote, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_full_queue_drops_and_warns_once(home: Remote, caplog: pytest.LogCaptureFixture) -> None:
     home.go.clear()
     tiers = TieredStore(home, write="behind", queue_bytes=KV.nbytes, deadline_s=0.05)
     with caplog.at_level(logging.WARNING):
@@ -246,9 +242,7 @@ def test_what_a_thread_fails_to_write_for_no_known_reason_is_counted_and_told(
     assert tiers.tier_stats()[0].dropped == 1
 
 
-def test_a_closed_store_says_that_it_is_closed(
-    home: Remote, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_closed_store_warns_once(home: Remote, caplog: pytest.LogCaptureFixture) -> None:
     tiers = TieredStore(home, write="behind")
     tiers.close()
     for kv in KVS[:2]:
@@ -339,9 +333,7 @@ def test_an_end_of_the_process_loses_nothing_that_waits(tmp_path: Path) -> None:
 # Failing
 
 
-def test_a_failing_home_costs_no_answer_and_is_left_alone_told_once_and_tried_again(
-    home: Remote, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_failing_home_is_paused_and_retried(home: Remote, caplog: pytest.LogCaptureFixture) -> None:
     home.put(KEY, KV)
     tiers = TieredStore(MemoryStore(ROOM), home, failures=2, pause_s=0.3)
     home.fails = True

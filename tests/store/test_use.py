@@ -43,9 +43,7 @@ def used_ns(store: DirectoryStore) -> int:
 # Marking
 
 
-def test_reading_marks_an_entry_as_used_but_not_for_every_hit(
-    store: DirectoryStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reads_mark_use_sometimes(store: DirectoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
     # Longer than this test may take on any machine.
     monkeypatch.setattr("blockattn_rag.store.directory._MARK_READ_S", 3600.0)
     before = time.time_ns()
@@ -108,9 +106,7 @@ def test_a_store_that_may_only_be_read_is_read_all_the_same(
 # Touching
 
 
-def test_what_does_not_look_sound_counts_as_absent_and_is_mended_by_putting_it(
-    store: DirectoryStore,
-) -> None:
+def test_damaged_entries_count_as_absent(store: DirectoryStore) -> None:
     path = store.entry_path(KEY)
     content = path.read_bytes()
     other = make_kv("other text")
@@ -175,9 +171,7 @@ def test_what_is_used_between_gcs_look_and_its_deletion_stays(
     assert not list(store.leftovers())
 
 
-def test_a_touch_that_comes_too_late_says_that_the_entry_is_gone(
-    store: DirectoryStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_late_touch_is_refused(store: DirectoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the opening of the file and the marking, someone deletes it for its age."""
     mark_used = files.mark_used
 
@@ -231,9 +225,7 @@ def test_of_touches_and_deletions_at_once_none_is_told_what_is_not_so(tmp_path: 
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
-def test_what_a_store_makes_is_its_owners_alone_whatever_the_umask(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, umask: int
-) -> None:
+def test_modes_ignore_umask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, umask: int) -> None:
     modes: set[int] = set()
     replace = os.replace
 

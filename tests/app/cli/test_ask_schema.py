@@ -56,9 +56,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return texts
 
 
-def test_an_answer_is_an_object_that_fits_and_passages_are_reused(
-    cli: Command, filled: Path, schema: Write, seen: list[str]
-) -> None:
+def test_answer_fits_schema(cli: Command, filled: Path, schema: Write, seen: list[str]) -> None:
     command = ("ask", QUESTION, "--db", filled, "--schema", schema())
     found = cli(*command, "--json")
     assert found.status == 0, found.stderr

@@ -43,9 +43,7 @@ def test_check_passes_a_supported_model_with_status_0(cli: Command, model: Path)
     }
 
 
-def test_check_takes_a_recipe(
-    cli: Command, model: Path, loaded: BlockModel, tmp_path: Path
-) -> None:
+def test_checks_a_recipe(cli: Command, model: Path, loaded: BlockModel, tmp_path: Path) -> None:
     recipe_of(loaded).save(tmp_path / "recipe")
     plain = cli("check", model, "--json").json
     report = cli("check", model, "--recipe", tmp_path / "recipe", "--json")
@@ -59,9 +57,7 @@ def test_check_takes_a_recipe(
     assert (server.status, "--recipe and --profile need a MODEL" in server.stderr) == (2, True)
 
 
-def test_check_shows_a_failed_row_and_exits_with_status_1(
-    cli: Command, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_row_exits_1(cli: Command, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     row = CheckRow("assembled = oracle", False, 0.5, None, "made to fail")
     monkeypatch.setattr(
         "blockattn_rag.check.checks.check_model", lambda m, _: CheckReport(m.name, (row,))
@@ -72,9 +68,7 @@ def test_check_shows_a_failed_row_and_exits_with_status_1(
     assert cli("check", model, "--json").json["rows"][0]["budget"] is None
 
 
-def test_a_server_is_checked_beside_its_model(
-    cli: Command, server: FakeServer, model: Path
-) -> None:
+def test_checks_server_against_its_model(cli: Command, server: FakeServer, model: Path) -> None:
     output = cli("check", model, "--server", server.url)
     assert output.status == 0, output.stderr
     assert output.stdout.startswith(server.url)
@@ -120,9 +114,7 @@ def test_nothing_is_left_on_a_read_only_server(
     assert "block mode was not checked: the server is read-only" in output.stdout
 
 
-def test_a_profile_is_written_for_the_sink_and_dtype(
-    cli: Command, model: Path, tmp_path: Path
-) -> None:
+def test_writes_profile_of_sink_and_dtype(cli: Command, model: Path, tmp_path: Path) -> None:
     file = tmp_path / "profile.json"
     command = ("check", model, "--dtype", "bfloat16", "--profile", file)
     output = cli(*command, "--recipe", "head:4", "--json")
@@ -150,9 +142,7 @@ def test_a_profile_without_a_folder_is_refused(cli: Command, model: Path, tmp_pa
         (("--server", "http://127.0.0.1:9", "--tokenizer", "bundled"), "cannot reach http://127"),
     ],
 )
-def test_what_cannot_be_checked_is_refused(
-    cli: Command, arguments: tuple[str, ...], message: str
-) -> None:
+def test_refuses_other_arguments(cli: Command, arguments: tuple[str, ...], message: str) -> None:
     output = cli("check", *arguments)
     assert output.status != 0
     assert message in " ".join(output.stderr.replace("│", " ").split())

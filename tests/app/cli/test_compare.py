@@ -35,9 +35,7 @@ def test_both_modes_answer_as_they_do_alone(cli: Command, database: Path) -> Non
         assert 0 < answer["ttft_s"] <= answer["waited_s"] <= answer["answered_s"]
 
 
-def test_the_times_of_both_modes_stand_side_by_side(
-    cli: Command, database: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shows_both_times(cli: Command, database: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = {
         "block": Answer(QUESTION, "214 m", (), ReuseStats("block", 6, 0, 585, 37, 0, 12),
                         "stop", 0.2, answered_s=0.5),
@@ -57,9 +55,7 @@ def test_the_times_of_both_modes_stand_side_by_side(
     assert any(row.startswith("The answers are equal.") for row in rows)
 
 
-def test_the_warm_up_reads_and_stores_no_passage(
-    cli: Command, database: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_warm_up_is_neutral(cli: Command, database: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
     original = DirectoryStore.get, Assistant.ask
 

@@ -169,9 +169,7 @@ def terminal(filled: Path) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
     os.close(ours)
 
 
-def test_in_a_terminal_it_stays_open_until_the_user_leaves(
-    terminal: tuple[int, subprocess.Popen[bytes]],
-) -> None:
+def test_terminal_stays_open(terminal: tuple[int, subprocess.Popen[bytes]]) -> None:
     ours, process = terminal
     seen = b""
 

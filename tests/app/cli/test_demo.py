@@ -30,9 +30,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "collection_for", collection)
 
 
-def test_a_second_demo_computes_nothing_at_ingestion_and_misses_nothing(
-    cli: Command, model: Path, tmp_path: Path
-) -> None:
+def test_second_demo_reuses_everything(cli: Command, model: Path, tmp_path: Path) -> None:
     command = ("demo", "--json", "--db", tmp_path / "db", "--model", model)
     first = cli(*command)
     assert first.status == 0, first.stderr
@@ -79,9 +77,7 @@ def test_each_mode_is_judged_by_its_own_answer() -> None:
     assert not answers.to_dict()["full"]["right"]
 
 
-def test_without_smollm2_the_demo_names_the_package_and_runs_the_bundled_model(
-    cli: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_falls_back_to_model(cli: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("blockattn_rag.model.gguf.smollm2", lambda: "organisation/name")
     output = cli("demo", "--json", "--db", tmp_path / "db")
     assert output.status == 0, output.stderr
@@ -91,18 +87,14 @@ def test_without_smollm2_the_demo_names_the_package_and_runs_the_bundled_model(
     assert report["questions"][0]["question"] == "In which city does Halden Tower stand?"
 
 
-def test_the_default_model_is_smollm2_where_its_package_is_installed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_default_model_is_smollm2_if_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("blockattn_rag.model.gguf.smollm2", lambda: "/somewhere/model.gguf")
     assert run.default_model() == "smollm2"
     monkeypatch.setattr("blockattn_rag.model.gguf.smollm2", lambda: "organisation/name")
     assert run.default_model() == "bundled"
 
 
-def test_another_model_in_the_same_folder_answers_from_its_own_collection(
-    cli: Command, model: Path, tmp_path: Path
-) -> None:
+def test_each_model_has_its_own_collection(cli: Command, model: Path, tmp_path: Path) -> None:
     command = ("demo", "--json", "--db", tmp_path / "db", "--model")
     assert cli(*command, "bundled").status == 0
     report = cli(*command, model).json
@@ -110,9 +102,7 @@ def test_another_model_in_the_same_folder_answers_from_its_own_collection(
     assert {title for one in report["questions"] for title in one["sources"]} <= titles
 
 
-def test_the_demo_keeps_its_database_in_the_user_s_cache(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_default_folder_is_in_user_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("BLOCKATTN_RAG_HOME", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert run.default_folder() == tmp_path / "blockattn_rag" / "demo"
@@ -144,9 +134,7 @@ def test_the_demo_answers_the_same_over_every_store_and_one_string_chooses_it(
     assert again["reused"] == (0 if kind == "memory" else 6)
 
 
-def test_the_demo_leaves_a_database_of_other_documents_alone(
-    cli: Command, model: Path, tmp_path: Path
-) -> None:
+def test_refuses_other_databases(cli: Command, model: Path, tmp_path: Path) -> None:
     db = tmp_path / "db"
     (tmp_path / "note.txt").write_text("The height of Halden Tower is 214 metres.", "utf-8")
     assert cli("ingest", tmp_path / "note.txt", "--db", db, "--model", model).status == 0
@@ -161,17 +149,13 @@ def test_the_demo_leaves_a_database_of_other_documents_alone(
     ("options", "message"),
     [(["--json"], "leave out --json"), (["--db", "x", "--store", "y"], "leave out --store")],
 )
-def test_the_page_refuses_options_that_it_has_no_use_for(
-    cli: Command, options: list[str], message: str
-) -> None:
+def test_web_refuses_other_options(cli: Command, options: list[str], message: str) -> None:
     output = cli("demo", "--web", *options)
     assert output.status == 2
     assert message in " ".join(output.stderr.replace("│", " ").split())
 
 
-def test_the_page_without_gradio_names_the_extra_before_a_model_is_loaded(
-    cli: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_web_needs_gradio(cli: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("blockattn_rag.app.demo.web.find_spec", {}.get)
     output = cli("demo", "--web", "--db", tmp_path / "none")
     assert output.status == 1

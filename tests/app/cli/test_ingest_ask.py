@@ -18,9 +18,7 @@ from tests.models import tiny_model, tiny_tokenizer
 from tests.recipes import recipe_of
 
 
-def test_ingesting_twice_computes_and_adds_nothing_the_second_time(
-    cli: Command, model: Path, documents: Path, tmp_path: Path
-) -> None:
+def test_second_ingest_is_empty(cli: Command, model: Path, documents: Path, tmp_path: Path) -> None:
     db = tmp_path / "db"
     first = cli("ingest", documents, "--db", db, "--model", model, "--json").json
     assert (first["documents"], first["passages"], first["added"]) == (2, 2, 2)
@@ -52,9 +50,7 @@ def test_an_ingestion_that_stops_before_chroma_is_completed_by_the_next(
     assert (report["computed"], report["reused"], report["added"]) == (0, 2, 2)
 
 
-def test_a_changed_file_replaces_its_passages_and_leaves_the_others(
-    cli: Command, model: Path, documents: Path, tmp_path: Path
-) -> None:
+def test_replaces_changed_files(cli: Command, model: Path, documents: Path, tmp_path: Path) -> None:
     db = tmp_path / "db"
     cli("ingest", documents, "--db", db, "--model", model)
     (documents / "tower.txt").write_text("Halden Tower is 300 metres high.", encoding="utf-8")
@@ -98,9 +94,7 @@ def test_a_setting_of_a_database_is_kept_and_used_by_its_questions(
     assert cli(*command, flag, invalid).status != 0
 
 
-def test_a_recipe_in_the_database_is_found_by_itself(
-    cli: Command, database: Path, model: Path
-) -> None:
+def test_finds_recipe_of_database(cli: Command, database: Path, model: Path) -> None:
     command = ("ask", "How high is it?", "--db", database, "--max-new-tokens", 3, "--json")
     plain = cli(*command).json
     loaded = BlockModel.from_pretrained(model)
@@ -109,9 +103,7 @@ def test_a_recipe_in_the_database_is_found_by_itself(
     assert (plain["misses"], found[0]["misses"], found[1]["misses"]) == (0, 1, 0)
 
 
-def test_stored_blocks_keep_their_type(
-    cli: Command, model: Path, documents: Path, tmp_path: Path
-) -> None:
+def test_keeps_kv_dtype(cli: Command, model: Path, documents: Path, tmp_path: Path) -> None:
     db = tmp_path / "db"
     command = ("ingest", documents, "--db", db, "--model", model, "--json", "--kv-dtype")
     assert cli(*command, "int8").json["computed"] == 2
@@ -121,9 +113,7 @@ def test_stored_blocks_keep_their_type(
     assert answer.json["int8_blocks"] == 3
 
 
-def test_long_documents_are_cut_to_the_chunk_size(
-    cli: Command, model: Path, tmp_path: Path
-) -> None:
+def test_splits_long_documents(cli: Command, model: Path, tmp_path: Path) -> None:
     text = tmp_path / "long.txt"
     text.write_text("One more sentence of text. " * 40, encoding="utf-8")
     command = ("ingest", text, "--db", tmp_path / "db", "--model", model, "--json")
@@ -166,9 +156,7 @@ def test_a_new_database_without_a_usable_model_and_embedding_is_refused(
     assert not (tmp_path / "db" / MANIFEST).exists()
 
 
-def test_another_embedding_of_a_database_is_refused(
-    cli: Command, database: Path, documents: Path
-) -> None:
+def test_refuses_another_embedding(cli: Command, database: Path, documents: Path) -> None:
     output = cli("ingest", documents, "--db", database, "--embedding", "BAAI/bge-small-en-v1.5")
     assert (output.status, "made with embedding 'hashing'" in output.stderr) == (1, True)
 
@@ -183,9 +171,7 @@ def test_an_answer_comes_with_sources_and_a_line_on_reuse(cli: Command, database
     assert "first token after" in reuse
 
 
-def test_json_is_one_object_and_the_first_answer_reuses_every_block(
-    cli: Command, database: Path
-) -> None:
+def test_first_answer_reuses_every_block(cli: Command, database: Path) -> None:
     command = ("ask", "How high is it?", "--db", database, "--max-new-tokens", 3, "--json")
     first, second = cli(*command).json, cli(*command).json
     assert (first["hits"], first["misses"]) == (2, 0)
@@ -204,9 +190,7 @@ def test_full_mode_reuses_nothing(cli: Command, database: Path) -> None:
     assert "full mode: nothing reused, " in shown
 
 
-def test_a_recipe_is_an_option_of_a_question(
-    cli: Command, database: Path, model: Path, tmp_path: Path
-) -> None:
+def test_ask_takes_a_recipe(cli: Command, database: Path, model: Path, tmp_path: Path) -> None:
     command = ("ask", "How high is it?", "--db", database, "--max-new-tokens", 3)
     recipe_of(BlockModel.from_pretrained(model), sink="bos", promote=1).save(tmp_path / "recipe")
     chosen = (*command, "--recipe", tmp_path / "recipe")
@@ -224,9 +208,7 @@ def test_a_recipe_is_an_option_of_a_question(
     assert (nowhere.status, "Found no recipe at nowhere" in nowhere.stderr) == (1, True)
 
 
-def test_another_model_computes_the_passages_and_says_so(
-    cli: Command, database: Path, tmp_path: Path
-) -> None:
+def test_another_model_warns(cli: Command, database: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     tiny_model(seed=1).save_pretrained(other)
     tiny_tokenizer().save_pretrained(other)
@@ -237,9 +219,7 @@ def test_another_model_computes_the_passages_and_says_so(
     assert cli(*command).json["misses"] == 0
 
 
-def test_another_model_for_a_database_is_refused_before_it_is_loaded(
-    cli: Command, database: Path, documents: Path, model: Path
-) -> None:
+def test_refuses_other_model(cli: Command, database: Path, documents: Path, model: Path) -> None:
     output = cli("ingest", documents, "--db", database, "--model", "bundled")
     assert output.status == 1
     assert output.stderr.startswith(f"error: {database} has passages encoded by {model}, found ")
@@ -247,9 +227,7 @@ def test_another_model_for_a_database_is_refused_before_it_is_loaded(
     assert cli("ingest", documents, "--db", database, "--model", model).status == 0
 
 
-def test_a_database_follows_its_model_to_another_folder(
-    cli: Command, documents: Path, model: Path, tmp_path: Path
-) -> None:
+def test_follows_moved_model(cli: Command, documents: Path, model: Path, tmp_path: Path) -> None:
     before, after = tmp_path / "before", tmp_path / "after"
     shutil.copytree(model, before)
     command = ("ingest", documents, "--db", tmp_path / "db", "--json", "--model")
@@ -284,9 +262,7 @@ def test_a_failed_ingestion_fixes_neither_model_nor_embedding(
     assert (report.json["added"], report.json["embedding"]) == (2, "hashing")
 
 
-def test_what_is_to_be_computed_is_estimated_first(
-    cli: Command, documents: Path, model: Path, tmp_path: Path
-) -> None:
+def test_estimates_the_work(cli: Command, documents: Path, model: Path, tmp_path: Path) -> None:
     command = ("ingest", documents, "--db", tmp_path / "db", "--model", model)
     output = cli(*command, "--json")
     [line] = [line for line in output.stderr.splitlines() if " to encode: about " in line]
@@ -297,9 +273,7 @@ def test_what_is_to_be_computed_is_estimated_first(
 
 
 @pytest.mark.parametrize("kv_dtype", ["model", "int8"])
-def test_the_estimate_is_what_entries_take(
-    kv_dtype: Any, documents: Path, model: Path, tmp_path: Path
-) -> None:
+def test_estimate_is_exact(kv_dtype: Any, documents: Path, model: Path, tmp_path: Path) -> None:
     estimates: list[Estimate] = []
     wanted = Manifest(str(model), fingerprint="", kv_dtype=kv_dtype)
     database = Database.create(tmp_path / "db", wanted)
@@ -331,17 +305,13 @@ def test_int8_is_suggested_for_large_databases(
     assert "note: with --kv-dtype int8 they would" in cli(*command, tmp_path / "large").stderr
 
 
-def test_equal_passages_are_explained(
-    cli: Command, documents: Path, model: Path, tmp_path: Path
-) -> None:
+def test_reports_equal_texts(cli: Command, documents: Path, model: Path, tmp_path: Path) -> None:
     shutil.copy(documents / "tower.txt", documents / "copy.txt")
     output = cli("ingest", documents, "--db", tmp_path / "db", "--model", model)
     assert "stored; 1 passage of equal text share them" in output.stdout
 
 
-def test_questions_need_words_and_passages(
-    cli: Command, database: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_needs_words(cli: Command, database: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert cli("ask", " ", "--db", database).status == 2
     manifest = json.loads((database / MANIFEST).read_text(encoding="utf-8"))
     manifest["collection"] = "empty"
@@ -359,9 +329,7 @@ def test_questions_need_words_and_passages(
         ('{"version": 2}', "damaged"),
     ],
 )
-def test_a_manifest_that_cannot_be_used_is_reported(
-    cli: Command, database: Path, text: str, message: str
-) -> None:
+def test_refuses_unusable_manifests(cli: Command, database: Path, text: str, message: str) -> None:
     (database / MANIFEST).write_text(text, encoding="utf-8")
     output = cli("ask", "How?", "--db", database)
     assert output.status == 1
@@ -377,9 +345,7 @@ def test_square_brackets_in_a_passage_are_text(cli: Command, model: Path, tmp_pa
     assert "[/bold] The depth is 45 feet. [link=x] [red]" in output.stdout
 
 
-def test_an_answer_that_the_limit_cut_off_is_marked_and_a_whole_one_is_not(
-    cli: Command, database: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_marks_cut_answer(cli: Command, database: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     command = ("ask", "How high is it?", "--db", database, "--max-new-tokens", 3)
     assert cli(*command, "--json").json["finish_reason"] == "length"
     assert " ... [cut off after 3 tokens: --max-new-tokens, " in cli(*command).stdout
@@ -402,9 +368,7 @@ def test_sources_name_the_page_of_a_pdf(cli: Command, model: Path, tmp_path: Pat
     assert f"[1] {path} page 2 (" in cli(*command).stdout
 
 
-def test_control_characters_of_a_passage_reach_no_terminal(
-    cli: Command, model: Path, tmp_path: Path
-) -> None:
+def test_escapes_control_characters(cli: Command, model: Path, tmp_path: Path) -> None:
     text = "\x1b]0;owned\x07The depth is 45 feet.\x1b[2J\u202e"
     folder = tmp_path / "folder"
     folder.mkdir()

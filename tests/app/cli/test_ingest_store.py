@@ -10,9 +10,7 @@ from blockattn_rag.store import DirectoryStore
 from tests.app.cli.conftest import Command
 
 
-def test_passages_are_stored_where_the_option_says_and_found_there(
-    cli: Command, model: Path, documents: Path, tmp_path: Path
-) -> None:
+def test_store_option_is_kept(cli: Command, model: Path, documents: Path, tmp_path: Path) -> None:
     db, elsewhere = tmp_path / "db", tmp_path / "elsewhere"
     command = ("ingest", documents, "--db", db, "--model", model, "--json")
     report = cli(*command, "--store", f"file://{elsewhere}").json

@@ -15,9 +15,7 @@ from tests.app.cli.conftest import Command
 from tests.lab.evaluation.samples import record, write_jsonl
 
 
-def test_eval_prints_a_row_for_each_recipe_and_resumes_from_its_records(
-    cli: Command, model: Path, tmp_path: Path
-) -> None:
+def test_eval_scores_recipes_and_resumes(cli: Command, model: Path, tmp_path: Path) -> None:
     data = write_jsonl(tmp_path / "data.jsonl", [record(i) for i in range(1, 3)])
     records = tmp_path / "records.jsonl"
     command = ("eval", "--model", model, "--data", data, "--recipes", "none",
@@ -36,9 +34,7 @@ def test_eval_prints_a_row_for_each_recipe_and_resumes_from_its_records(
         assert f"{name}:" in shown
 
 
-def test_eval_asks_a_known_checkpoint_in_its_own_format_and_says_so_once(
-    cli: Command, model: Path, tmp_path: Path
-) -> None:
+def test_eval_uses_format_of_checkpoint(cli: Command, model: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(model, tmp_path / "hxia7" / "Llama-3.2-1B-Block-FT")
     data = write_jsonl(tmp_path / "data.jsonl", [record(1)])
     command = ("eval", "--data", data, "--max-new-tokens", 2, "--json")
@@ -52,9 +48,7 @@ def test_eval_asks_a_known_checkpoint_in_its_own_format_and_says_so_once(
     assert "prompt format" not in stock.stderr
 
 
-def test_eval_compares_predictions_without_labels(
-    cli: Command, model: Path, tmp_path: Path
-) -> None:
+def test_eval_compares_predictions(cli: Command, model: Path, tmp_path: Path) -> None:
     data = write_jsonl(tmp_path / "data.jsonl", [record(1), record(2)])
     command = ("eval", "--model", model, "--data", data, "--max-new-tokens", 3, "--fidelity",
                "--recipes", "none,head:4")  # fmt: skip
@@ -128,9 +122,7 @@ def test_eval_refuses_options_that_do_not_go_together(
     assert (output.status, message in shown) == (2, True), shown
 
 
-def test_eval_names_a_bad_line_and_an_unknown_recipe(
-    cli: Command, model: Path, tmp_path: Path
-) -> None:
+def test_eval_names_bad_lines_and_recipes(cli: Command, model: Path, tmp_path: Path) -> None:
     data = write_jsonl(tmp_path / "data.jsonl", [record(1)])
     output = cli("eval", "--model", model, "--data", data, "--recipes", "fast")
     assert (output.status, "Found no recipe at fast: expected" in output.stderr) == (1, True)
@@ -178,9 +170,7 @@ def test_every_benchmark_shows_its_rows(
         (("ttfx",), "'ttfx' is not one of"),
     ],
 )
-def test_bench_refuses_wrong_options_before_it_measures(
-    cli: Command, arguments: tuple[str, ...], message: str
-) -> None:
+def test_bench_refuses_options(cli: Command, arguments: tuple[str, ...], message: str) -> None:
     output = cli("bench", *arguments, "--model", "no/such-model")
     shown = " ".join(output.stderr.replace("│", " ").split())
     assert (output.status, message in shown) == (2, True), shown
@@ -270,9 +260,7 @@ def test_plan_replays_a_trace(cli: Command, tmp_path: Path) -> None:
         (("--trace", "t.jsonl", "--plot", "x.txt"), "expected a name ending in .svg"),
     ],
 )
-def test_plan_takes_a_collection_or_a_trace(
-    cli: Command, options: tuple[object, ...], message: str
-) -> None:
+def test_plan_refuses_options(cli: Command, options: tuple[object, ...], message: str) -> None:
     output = cli("plan", "--model", "8b", "--tflops", 1, *options)
     shown = " ".join(output.stderr.replace("│", " ").split())
     assert (output.status, message in shown) == (2, True), shown

@@ -102,9 +102,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return found
 
 
-def test_a_long_stage_reports_the_remaining_time(
-    clock: Clock, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_long_stage_reports_time_left(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
     with stages() as report:
         for done, seconds in ((100, 0), (101, 1), (150, 25), (160, 5), (200, 20)):
             clock.now += seconds
@@ -119,9 +117,7 @@ def test_a_long_stage_reports_the_remaining_time(
     ]
 
 
-def test_the_first_item_gives_no_remaining_time(
-    clock: Clock, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_first_item_gives_no_time_left(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
     with stages() as report:
         for done, seconds in ((0, 0), (1, 60), (100, 30), (200, 30), (200, 5)):
             clock.now += seconds

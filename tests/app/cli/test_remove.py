@@ -15,9 +15,7 @@ def database(cli: Command, model: Path, documents: Path, tmp_path: Path) -> Path
     return tmp_path / "db"
 
 
-def test_a_removed_file_answers_no_more_and_gc_frees_its_blocks(
-    cli: Command, database: Path, documents: Path
-) -> None:
+def test_removed_file_is_collected(cli: Command, database: Path, documents: Path) -> None:
     report = cli("remove", documents / "tower.txt", "--db", database, "--json").json
     assert report["removed"] == 1
     assert report["sources"] == [str(documents / "tower.txt")]
@@ -29,9 +27,7 @@ def test_a_removed_file_answers_no_more_and_gc_frees_its_blocks(
     assert all("Halden" not in source["text"] for source in found["sources"])
 
 
-def test_a_deleted_file_is_named_by_the_next_ingestion_and_removed_by_its_old_path(
-    cli: Command, database: Path, documents: Path
-) -> None:
+def test_deleted_file_is_removed_by_path(cli: Command, database: Path, documents: Path) -> None:
     gone = documents / "tower.txt"
     gone.unlink()
     output = cli("ingest", documents, "--db", database)
@@ -41,18 +37,14 @@ def test_a_deleted_file_is_named_by_the_next_ingestion_and_removed_by_its_old_pa
     assert cli("ingest", documents, "--db", database, "--json").json["orphaned"] == []
 
 
-def test_a_folder_stands_for_all_that_was_read_below_it(
-    cli: Command, database: Path, documents: Path
-) -> None:
+def test_folder_removes_its_files(cli: Command, database: Path, documents: Path) -> None:
     assert cli("remove", documents, "--db", database, "--json").json["removed"] == 2
     output = cli("ask", "How?", "--db", database)
     assert output.status == 1
     assert "contains no passages" in output.stderr
 
 
-def test_what_was_never_ingested_is_an_error_and_nothing_is_removed(
-    cli: Command, database: Path, documents: Path, tmp_path: Path
-) -> None:
+def test_refuses_new_files(cli: Command, database: Path, documents: Path, tmp_path: Path) -> None:
     output = cli("remove", documents / "tower.txt", tmp_path / "other.txt", "--db", database)
     assert output.status == 1
     assert f"has no passages from {tmp_path / 'other.txt'}" in output.stderr
@@ -61,9 +53,7 @@ def test_what_was_never_ingested_is_an_error_and_nothing_is_removed(
     assert cli("remove", "x.txt", "--db", tmp_path).status == 1  # no database
 
 
-def test_a_link_is_removed_by_the_name_it_was_ingested_under(
-    cli: Command, database: Path, documents: Path
-) -> None:
+def test_link_is_removed_by_name(cli: Command, database: Path, documents: Path) -> None:
     link = documents / "link.txt"
     link.symlink_to(documents / "tower.txt")
     assert cli("ingest", documents, "--db", database).status == 0

@@ -102,9 +102,7 @@ def test_blocks_of_other_recipes_do_not_stay_in_the_database(
     assert not (db / "recipe").exists()
 
 
-def test_a_model_is_repaired_with_passages_of_a_file(
-    cli: Command, model: Path, questions: Path, tmp_path: Path
-) -> None:
+def test_repairs_a_model(cli: Command, model: Path, questions: Path, tmp_path: Path) -> None:
     passages = lines(tmp_path / "passages.jsonl", PASSAGES)
     command = ("repair", "--model", model, "--passages", passages, "--questions", questions)
     output = cli(*command, "--output", tmp_path / "recipe")

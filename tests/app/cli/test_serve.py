@@ -168,9 +168,7 @@ def test_a_database_of_a_server_is_refused(cli: Command, vllm: FakeVllm, databas
     assert "uses the server http://gpu" in output.stderr
 
 
-def test_a_missing_vllm_is_reported_with_what_to_install(
-    cli: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reports_missing_vllm(cli: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     output = cli("serve", "bundled", "--store", "kv")
     assert output.status == 1

@@ -98,9 +98,7 @@ def test_what_a_server_decides_is_refused(
     assert server.bodies(ENCODE) == []
 
 
-def test_a_server_that_is_not_there_leaves_no_database(
-    cli: Command, model: Path, documents: Path, tmp_path: Path
-) -> None:
+def test_reports_absent_server(cli: Command, model: Path, documents: Path, tmp_path: Path) -> None:
     db = tmp_path / "db"
     output = cli(
         "ingest", documents, "--db", db, "--model", model, "--server", "http://127.0.0.1:9"
@@ -110,9 +108,7 @@ def test_a_server_that_is_not_there_leaves_no_database(
     assert not (db / "blockattn.json").exists()
 
 
-def test_what_needs_the_model_here_says_so(
-    cli: Command, database: Path, server: FakeServer
-) -> None:
+def test_repair_needs_a_local_model(cli: Command, database: Path, server: FakeServer) -> None:
     path = database / "blockattn.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "server": server.url}))
     output = cli("repair", "--db", database)

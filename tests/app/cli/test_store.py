@@ -75,9 +75,7 @@ def test_stats_separate_tenants_and_types(cli: Command, database: Path) -> None:
     assert "int8" in shown
 
 
-def test_a_folder_that_is_no_store_is_refused_and_left_as_it_is(
-    cli: Command, tmp_path: Path
-) -> None:
+def test_refuses_folders_without_a_store(cli: Command, tmp_path: Path) -> None:
     for folder in (tmp_path, tmp_path / "nowhere"):
         assert cli("store", "stats", folder).status == 1
     assert not list(tmp_path.iterdir())
@@ -94,9 +92,7 @@ def test_verify_finds_damage_and_deletes_it_when_asked(cli: Command, database: P
     assert not entries(database)
 
 
-def test_shrink_deletes_what_was_not_used_for_the_longest_time(
-    cli: Command, database: Path
-) -> None:
+def test_shrink_deletes_least_recently_used(cli: Command, database: Path) -> None:
     [new] = entries(database)
     old = add_orphan(database)
     os.utime(old, (0, 0))
@@ -148,9 +144,7 @@ def test_gc_refuses_to_delete_everything_unless_forced(cli: Command, database: P
     assert not entries(database)
 
 
-def test_gc_keeps_what_a_chroma_server_refers_to(
-    cli: Command, database: Path, chroma_server: int
-) -> None:
+def test_gc_keeps_handles_of_server(cli: Command, database: Path, chroma_server: int) -> None:
     [entry] = entries(database)
     embedded = chroma_client(database / "chroma").get_collection("passages")
     found: Any = embedded.get(include=["embeddings", "metadatas", "documents"])
@@ -169,27 +163,21 @@ def test_gc_keeps_what_a_chroma_server_refers_to(
     assert entries(database) == [entry]
 
 
-def test_gc_refuses_a_chroma_folder_that_does_not_exist(
-    cli: Command, database: Path, tmp_path: Path
-) -> None:
+def test_gc_refuses_missing_chroma_folder(cli: Command, database: Path, tmp_path: Path) -> None:
     output = cli("store", "gc", database, "--db", tmp_path / "typo")
     assert (output.status, "has no Chroma database" in output.stderr) == (1, True)
     assert not (tmp_path / "typo").exists()
 
 
 @pytest.mark.parametrize("grace", ["1y", "", "-1", "h"])
-def test_a_grace_period_that_is_no_time_is_a_usage_error(
-    cli: Command, database: Path, grace: str
-) -> None:
+def test_refuses_invalid_grace_periods(cli: Command, database: Path, grace: str) -> None:
     assert cli("store", "gc", database, f"--grace={grace}").status == 2
 
 
 # -- addresses, lists of handles, samples -----------------------------------------------------
 
 
-def test_a_store_is_named_by_folder_address_or_database(
-    cli: Command, database: Path, tmp_path: Path
-) -> None:
+def test_store_may_be_folder_or_address(cli: Command, database: Path, tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     shutil.move(database / "kv", elsewhere)
     manifest = database / MANIFEST
@@ -214,9 +202,7 @@ def test_a_store_is_named_by_folder_address_or_database(
     ],
 )
 @pytest.mark.parametrize("command", ["stats", "ls", "verify", "gc"])
-def test_what_cannot_be_looked_after_is_refused(
-    cli: Command, command: str, address: str, message: str
-) -> None:
+def test_refuses_unlistable_stores(cli: Command, command: str, address: str, message: str) -> None:
     output = cli("store", command, address)
     assert (output.status, output.stdout) == (1, "")
     assert message in " ".join(output.stderr.split())
@@ -235,9 +221,7 @@ def test_ls_shows_each_entry_on_a_line_or_as_one_object(cli: Command, database: 
     assert make_kv("instructions").handle in {row["handle"] for row in listed}
 
 
-def test_gc_keeps_what_a_file_lists_and_refuses_a_cut_one(
-    cli: Command, database: Path, tmp_path: Path
-) -> None:
+def test_gc_keeps_listed_handles(cli: Command, database: Path, tmp_path: Path) -> None:
     [entry] = entries(database)
     orphan = add_orphan(database)
     printed = cli("store", "live", database)
@@ -263,18 +247,14 @@ def test_gc_keeps_what_a_file_lists_and_refuses_a_cut_one(
         ("\x00\ufeff\n", "expected a handle"),
     ],
 )
-def test_a_broken_list_of_handles_deletes_nothing(
-    cli: Command, database: Path, given: str, message: str
-) -> None:
+def test_broken_list_keeps_entries(cli: Command, database: Path, given: str, message: str) -> None:
     add_orphan(database)
     output = cli("store", "gc", database / "kv", "--handles", "-", "--grace", "0", given=given)
     assert (output.status, len(entries(database))) == (1, 2)
     assert message in output.stderr
 
 
-def test_an_empty_list_beside_one_that_is_whole_deletes_nothing(
-    cli: Command, database: Path, tmp_path: Path
-) -> None:
+def test_empty_list_deletes_nothing(cli: Command, database: Path, tmp_path: Path) -> None:
     add_orphan(database)
     (tmp_path / "failed").write_text("")
     gc = ("store", "gc", database, "--handles", tmp_path / "failed", "--grace", "0")

@@ -27,9 +27,7 @@ def data(tmp_path: Path) -> Path:
     return file
 
 
-def test_train_writes_a_block_tuned_model(
-    cli: Command, model: Path, data: Path, tmp_path: Path
-) -> None:
+def test_train_writes_a_tuned_model(cli: Command, model: Path, data: Path, tmp_path: Path) -> None:
     tuned = tmp_path / "tuned"
     command = ("train", "--model", model, "--data", data, "--output", tuned, "--batch-size", 2)
     output = cli(*command, "--json")
@@ -42,9 +40,7 @@ def test_train_writes_a_block_tuned_model(
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
-def test_losses_are_reported_by_mode_before_and_after(
-    cli: Command, model: Path, data: Path, tmp_path: Path
-) -> None:
+def test_reports_losses_by_mode(cli: Command, model: Path, data: Path, tmp_path: Path) -> None:
     command = ("train", "--model", model, "--data", data, "--output", tmp_path / "tuned", "--lora",
                "--batch-size", 4, "--overwrite")  # fmt: skip
     last = cli(*command, "--eval-data", data).stdout.splitlines()[-1]

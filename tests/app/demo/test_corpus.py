@@ -57,9 +57,7 @@ def test_the_bundled_corpus_answers_the_bundled_questions() -> None:
         ("order", 5, "test", 60),
     ],
 )
-def test_the_last_gold_passage_of_a_sample_holds_its_answer(
-    kind: str, num_passages: int, split: str, count: int
-) -> None:
+def test_last_gold_passage_has_answer(kind: str, num_passages: int, split: str, count: int) -> None:
     samples = corpus.bundled_samples(kind, num_passages, split)
     assert len({sample.passages for sample in samples}) == len(samples) == count
     for sample in samples:

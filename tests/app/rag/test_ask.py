@@ -63,9 +63,7 @@ def ingested(model: Path, documents: Path, folder: Path) -> Database:
     return database
 
 
-def test_a_question_of_bytes_that_are_no_text_is_refused(
-    model: Path, documents: Path, tmp_path: Path
-) -> None:
+def test_question_must_be_valid_text(model: Path, documents: Path, tmp_path: Path) -> None:
     assistant = Assistant(ingested(model, documents, tmp_path / "db"), max_new_tokens=2, top_k=1)
     with pytest.raises(ValueError, match="invalid UTF-8 after 2 characters"):
         assistant.ask("a \udcff?")
@@ -88,9 +86,7 @@ def test_earlier_turns_stand_behind_the_passages_which_stay_hits(
     assert 0 < second.stats.ttft_s <= second.waited_s
 
 
-def test_an_answer_that_is_stopped_leaves_the_model_free(
-    model: Path, documents: Path, tmp_path: Path
-) -> None:
+def test_stopped_answer_frees_the_model(model: Path, documents: Path, tmp_path: Path) -> None:
     assistant = Assistant(ingested(model, documents, tmp_path / "db"), max_new_tokens=2000)
 
     def stop(text: str) -> None:
@@ -104,9 +100,7 @@ def test_an_answer_that_is_stopped_leaves_the_model_free(
     assert held.tokens <= FEW + 1
 
 
-def test_equal_texts_take_one_place_among_the_passages(
-    model: Path, documents: Path, tmp_path: Path
-) -> None:
+def test_equal_texts_count_once(model: Path, documents: Path, tmp_path: Path) -> None:
     for copy in range(4):
         (documents / f"copy{copy}").mkdir()
         (documents / f"copy{copy}" / "tower.txt").write_text("Halden Tower is 214 metres high.\n")
@@ -118,9 +112,7 @@ def test_equal_texts_take_one_place_among_the_passages(
     assert len(retriever(database)("How high is Halden Tower?", 2)) == 2
 
 
-def test_the_recipe_of_an_answer_is_in_its_json(
-    model: Path, documents: Path, tmp_path: Path
-) -> None:
+def test_answer_json_has_the_recipe(model: Path, documents: Path, tmp_path: Path) -> None:
     database = ingested(model, documents, tmp_path / "db")
     assistant = Assistant(database, max_new_tokens=2)
     assert assistant.ask("How high?").to_dict()["recipe"] == str(database.engine.recipe) != ""

@@ -15,9 +15,7 @@ from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.errors import DatabaseError
 
 
-def test_the_nearest_passages_are_found_whatever_graph_chroma_drew(
-    model: Path, tmp_path: Path
-) -> None:
+def test_finds_nearest_passages_in_any_graph(model: Path, tmp_path: Path) -> None:
     for number in range(4):  # the graph has a random part
         database = Database.create(tmp_path / f"{number}", Manifest(str(model), fingerprint=""))
         texts = [f"title: {p.title}\n\n{p.text}" for p in bundled_corpus()]
@@ -49,9 +47,7 @@ def test_a_recipe_that_is_no_text_is_reported_with_its_file(model: Path, tmp_pat
         Database.open(tmp_path)
 
 
-def test_a_database_of_a_fine_tuned_model_runs_as_the_model_was_trained(
-    model: Path, tmp_path: Path
-) -> None:
+def test_fine_tuned_model_runs_as_trained(model: Path, tmp_path: Path) -> None:
     tuned = tmp_path / "tuned"
     shutil.copytree(model, tuned)
     config = json.loads((tuned / "config.json").read_text())
@@ -84,9 +80,7 @@ def test_a_database_keeps_the_address_of_its_store(model: Path, tmp_path: Path) 
     assert not (tmp_path / "db" / "kv").exists()
 
 
-def test_databases_that_share_a_store_have_recipes_of_their_own(
-    model: Path, tmp_path: Path
-) -> None:
+def test_databases_on_one_store_have_own_recipes(model: Path, tmp_path: Path) -> None:
     wanted = Manifest(str(model), fingerprint="", store=str(tmp_path / "store"))
     first, second, third = (
         Database.create(tmp_path / name, wanted) for name in ("first", "second", "third")
@@ -101,9 +95,7 @@ def test_databases_that_share_a_store_have_recipes_of_their_own(
     assert Database.open(second.path, recipe="none").local_engine.recipe == Recipe()
 
 
-def test_a_database_that_was_made_with_another_recipe_takes_up_its_own(
-    model: Path, tmp_path: Path
-) -> None:
+def test_database_adopts_its_new_recipe(model: Path, tmp_path: Path) -> None:
     wanted = Manifest(str(model), fingerprint="", recipe="none")
     database = Database.create(tmp_path / "db", wanted)
     Recipe("head:2").save(tmp_path / "db" / "recipe")

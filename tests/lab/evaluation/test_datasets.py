@@ -48,9 +48,7 @@ def test_blank_lines_are_skipped_and_counted(tmp_path: Path) -> None:
         ({"question": "\ud800?"}, "half of a surrogate pair"),
     ],
 )
-def test_a_malformed_record_is_named_by_line_and_field(
-    tmp_path: Path, change: dict[str, Any], message: str
-) -> None:
+def test_names_line_and_field(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     path = write_jsonl(tmp_path / "data.jsonl", [record(1), {**record(2), **change}])
     with pytest.raises(DataError, match=rf"line 2: .*{message}"):
         read_samples(path)

@@ -69,9 +69,7 @@ def test_divergence_and_agreement_are_those_of_the_oracle(
         assert found.tokens == len(answer)
 
 
-def test_the_floor_is_rounding_and_block_mode_is_not(
-    engine: BlockAttentionEngine, samples: list[EvaluationSample]
-) -> None:
+def test_floor_is_rounding(engine: BlockAttentionEngine, samples: list[EvaluationSample]) -> None:
     report = measure(engine, samples, "none", "head:4", closed_book=True)
     assert [row.mode for row in report.results] == ["floor", "none", "head:4", "closed-book"]
     assert report["floor"].kl.high < 1e-8
@@ -86,26 +84,20 @@ def test_the_floor_is_rounding_and_block_mode_is_not(
     assert set(row["recovery"]) == set(row["kl"]) == {"mean", "low", "high"}
 
 
-def test_equal_modes_have_no_recovery(
-    engine: BlockAttentionEngine, samples: list[EvaluationSample]
-) -> None:
+def test_equal_modes(engine: BlockAttentionEngine, samples: list[EvaluationSample]) -> None:
     bare = [replace(sample, passages=()) for sample in samples]
     report = measure(engine, bare, "none", "head:4")
     assert [row.recovery for row in report.results] == [None] * 3
     assert report["head:4"].kl.high < 1e-8
 
 
-def test_rows_are_the_same_whatever_the_engines_own_recipe(
-    engine: BlockAttentionEngine, samples: list[EvaluationSample]
-) -> None:
+def test_own_recipe_ignored(engine: BlockAttentionEngine, samples: list[EvaluationSample]) -> None:
     sunk = BlockAttentionEngine(engine.model, recipe="head:4")
     recipes = ("none", "head:4")
     assert measure(sunk, samples, *recipes).records == measure(engine, samples, *recipes).records
 
 
-def test_blocks_are_rounded_as_the_engine_keeps_them(
-    engine: BlockAttentionEngine, samples: list[EvaluationSample]
-) -> None:
+def test_rounds_as_engine(engine: BlockAttentionEngine, samples: list[EvaluationSample]) -> None:
     half = BlockAttentionEngine(engine.model, recipe="none", kv_dtype="int8")
     plain, rounded = (measure(one, samples, "none") for one in (engine, half))
     difference = abs(plain["none"].kl.mean - rounded["none"].kl.mean)
@@ -113,9 +105,7 @@ def test_blocks_are_rounded_as_the_engine_keeps_them(
     assert rounded.settings["kv_dtype"] == "int8"
 
 
-def test_without_plain_block_mode_there_is_no_recovery(
-    engine: BlockAttentionEngine, samples: list[EvaluationSample]
-) -> None:
+def test_needs_plain_mode(engine: BlockAttentionEngine, samples: list[EvaluationSample]) -> None:
     assert measure(engine, samples, "bos")["bos"].recovery is None
 
 
@@ -167,9 +157,7 @@ def test_records_made_with_another_recipe_of_the_same_name_are_refused(
     measure(engine, samples, "none", records_path=path)
 
 
-def test_unusable_recipes_and_no_samples_are_refused(
-    engine: BlockAttentionEngine, samples: list[EvaluationSample]
-) -> None:
+def test_refuses_empty_runs(engine: BlockAttentionEngine, samples: list[EvaluationSample]) -> None:
     for recipes in (("none", "none"), ("full",), ("closed-book", "none")):
         with pytest.raises(ValueError, match="expected distinct names other than 'full'"):
             measure(engine, samples, *recipes)

@@ -27,9 +27,7 @@ def write(path: Path, *records: Any) -> Path:
     return path
 
 
-def test_predictions_along_full_modes_answer_are_compared(
-    engine: BlockAttentionEngine, tmp_path: Path
-) -> None:
+def test_compares_along_the_full_answer(engine: BlockAttentionEngine, tmp_path: Path) -> None:
     log = read_log(write(tmp_path / "log.jsonl", *({"prompt": one} for one in PROMPTS)))
     report = measure_fidelity(engine, log, ("none", "head:4"), max_new_tokens=4)
     assert [row.mode for row in report.results] == ["floor", "none", "head:4"]
@@ -42,9 +40,7 @@ def test_predictions_along_full_modes_answer_are_compared(
     assert report["none"].kl.mean > 1e-4
 
 
-def test_a_stopped_replay_resumes_from_its_records(
-    engine: BlockAttentionEngine, tmp_path: Path
-) -> None:
+def test_stopped_replay_resumes(engine: BlockAttentionEngine, tmp_path: Path) -> None:
     log = read_log(write(tmp_path / "log.jsonl", *({"prompt": one} for one in PROMPTS)))
     path = tmp_path / "records.jsonl"
 
@@ -83,8 +79,6 @@ def test_ids_are_the_logs_own_or_numbers_of_lines(tmp_path: Path) -> None:
         ([{"prompt": ["a"], "id": 1}, {"prompt": ["b"], "id": "1"}], "line 2: the id '1' was used"),
     ],
 )
-def test_an_invalid_line_of_a_log_is_reported(
-    tmp_path: Path, records: list[Any], message: str
-) -> None:
+def test_reports_invalid_lines(tmp_path: Path, records: list[Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
         read_log(write(tmp_path / "log.jsonl", *records))

@@ -168,9 +168,7 @@ def test_records_of_other_samples_with_the_same_ids_are_refused(tmp_path: Path, 
         {"batch_size": 0},
     ],
 )
-def test_bad_arguments_are_refused_before_anything_is_answered(
-    tmp_path: Path, options: dict[str, Any]
-) -> None:
+def test_bad_arguments_are_refused_first(tmp_path: Path, options: dict[str, Any]) -> None:
     engine = FakeEngine({})
     with pytest.raises(ValueError, match=r"recipe|batch_size"):
         run(engine, samples(tmp_path, 1), **options)

@@ -20,9 +20,7 @@ NOISE = np.array([0.1, -0.1, 0.2, -0.2])
         ({"none": 0.0, "sink": 0.5, "trained": 1.0}, "none"),
     ],
 )
-def test_the_simplest_within_one_standard_error_of_the_best_is_chosen(
-    gains: dict[str, float], expected: str
-) -> None:
+def test_simplest_within_one_error_is_chosen(gains: dict[str, float], expected: str) -> None:
     losses = {name: 2 + gain + (NOISE if gain else 0 * NOISE) for name, gain in gains.items()}
     assert choose(losses) == expected
 
@@ -43,9 +41,7 @@ def test_a_recipe_that_costs_tokens_has_to_be_clearly_better(gain: float, expect
 @pytest.mark.parametrize(
     ("gain", "questions", "expected"), [(0.1, 8, "in use"), (0.5, 8, "sink"), (0.5, 4, "in use")]
 )
-def test_a_recipe_in_use_is_kept_unless_another_is_clearly_better(
-    gain: float, questions: int, expected: str
-) -> None:
+def test_keeps_recipe_in_use_if_as_good(gain: float, questions: int, expected: str) -> None:
     noise = np.tile(NOISE, questions // 4)
     losses = {"sink": 2 - gain + noise, "in use": np.full(questions, 2.0)}
     assert choose(losses) == "sink"

@@ -116,9 +116,7 @@ def test_questions_bring_their_passages_gold_ones_first_or_get_the_nearest(tmp_p
         ([], "line 1: found a record of a list, expected an object"),
     ],
 )
-def test_an_invalid_line_is_reported_with_its_number(
-    tmp_path: Path, line: Any, message: str
-) -> None:
+def test_reports_invalid_lines_by_number(tmp_path: Path, line: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
         read_questions(write(tmp_path / "q.jsonl", line), None, 3)
 

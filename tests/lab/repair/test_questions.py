@@ -71,9 +71,7 @@ def test_a_question_is_one_line_up_to_its_mark(text: str, expected: str | None) 
     assert clean_question(text) == expected
 
 
-def test_each_question_has_its_own_passage_first_and_the_nearest_others(
-    writer: Any, tmp_path: Path
-) -> None:
+def test_questions_have_own_and_nearest_passages(writer: Any, tmp_path: Path) -> None:
     written = write(writer, tmp_path)
     assert len(writer.shown) == 6
     assert len(written) == 4  # one failed, two are the same
@@ -90,9 +88,7 @@ def test_no_more_passages_are_tried_than_are_needed(writer: Any, tmp_path: Path)
     assert len(writer.shown) < 6
 
 
-def test_no_further_question_is_written_when_the_time_is_up(
-    writer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stops_at_the_limit(writer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(questions, "_BATCH", 2)
     calls = iter([False, True])
     few = write(writer, tmp_path, time_is_up=lambda: next(calls))
@@ -102,9 +98,7 @@ def test_no_further_question_is_written_when_the_time_is_up(
     assert len(writer.shown) == 2
 
 
-def test_existing_questions_are_kept_and_a_cut_line_is_written_again(
-    writer: Any, tmp_path: Path
-) -> None:
+def test_existing_questions_are_kept(writer: Any, tmp_path: Path) -> None:
     first = write(writer, tmp_path)
     path = tmp_path / "q.jsonl"
     lines = path.read_text().splitlines(keepends=True)
@@ -122,9 +116,7 @@ def test_a_damaged_file_is_reported(writer: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("passages", [[], [Passage("", "fact 0 is")]])
-def test_passages_without_any_question_are_refused(
-    writer: Any, tmp_path: Path, passages: list[Passage]
-) -> None:
+def test_refuses_no_questions(writer: Any, tmp_path: Path, passages: list[Passage]) -> None:
     with pytest.raises(DataError, match=r"found no passage|no question about any of 1 passages"):
         write(writer, tmp_path, passages=passages)
 

@@ -99,9 +99,7 @@ class TestResult:
         full = BlockAttentionEngine(model).answer_logits(PROMPT, [70, 80], mode="full")
         assert (logits["recipe"] - full).norm() < 0.5 * (logits["none"] - full).norm()
 
-    def test_every_candidate_is_measured_on_questions_that_nothing_was_chosen_on(
-        self, finished: tuple[Path, Recipe, Any]
-    ) -> None:
+    def test_measures_on_held_out_questions(self, finished: tuple[Path, Recipe, Any]) -> None:
         output, recipe, _ = finished
         report = json.loads((output / "report.json").read_text("utf-8"))
         assert report == json.loads(json.dumps(recipe.report))
@@ -147,9 +145,7 @@ class TestResult:
         assert agreement.startswith("Tokens that full mode would choose too: ")
         assert right == "Right answers: not measured, because the questions have no right answers."
 
-    def test_right_answers_are_counted_where_they_are_known(
-        self, model: BlockModel, tmp_path: Path
-    ) -> None:
+    def test_counts_right_answers(self, model: BlockModel, tmp_path: Path) -> None:
         answers = ("zzzz", *map(chr, range(97, 122)))  # whatever letters a random model writes
         known = [replace(question, answers=answers) for question in QUESTIONS]
         report = repaired(model, tmp_path / "recipe", questions=known).report
@@ -197,18 +193,14 @@ class TestResult:
         assert str(recipe) == "none"
         assert recipe.report["chosen"] == "none"
 
-    def test_a_model_without_relay_attention_gets_a_recipe_without_promotion(
-        self, tmp_path: Path
-    ) -> None:
+    def test_no_promotion_without_relay_attention(self, tmp_path: Path) -> None:
         windows = tiny_model("gemma3_text", num_hidden_layers=2, sliding_window=16)
         sliding = BlockModel(windows, tiny_tokenizer(), name="tiny")
         assert not sliding.supports_relay
         report = repaired(sliding, tmp_path / "recipe").report
         assert [one["name"] for one in report["candidates"]] == NAMES
 
-    def test_promotion_is_not_chosen_on_a_few_questions(
-        self, model: BlockModel, tmp_path: Path
-    ) -> None:
+    def test_few_questions_choose_no_promotion(self, model: BlockModel, tmp_path: Path) -> None:
         few = replace(QUICK, promotion_needs=4)
         report = run.repair(model, material(model), tmp_path / "recipe", limits=few).report
         assert [one["name"] for one in report["candidates"]] == NAMES
@@ -281,9 +273,7 @@ class TestMaterial:
         assert set(lender.keys()) == before
         assert not computed  # no passage was encoded after the sink again
 
-    def test_rounded_blocks_of_a_lender_are_not_used(
-        self, model: BlockModel, tmp_path: Path
-    ) -> None:
+    def test_rounded_lender_blocks_are_not_used(self, model: BlockModel, tmp_path: Path) -> None:
         lender = MemoryStore(1 << 26)
         BlockAttentionEngine(model, lender, recipe="head:4", kv_dtype="int8").encode(["a", "b"])
         BlockAttentionEngine(model, lender, recipe="head:4").encode(["c"])
@@ -297,16 +287,12 @@ class TestMaterial:
         assert [key for key in keys if key in store] == [exact]
 
     @pytest.mark.parametrize("number", [1, 4])
-    def test_too_few_questions_are_refused_and_leave_nothing(
-        self, model: BlockModel, tmp_path: Path, number: int
-    ) -> None:
+    def test_needs_enough_questions(self, model: BlockModel, tmp_path: Path, number: int) -> None:
         with pytest.raises(DataError, match=f"found {number} distinct questions, expected"):
             repaired(model, tmp_path / "recipe", questions=QUESTIONS[:number])
         assert list(tmp_path.iterdir()) == []
 
-    def test_no_questions_and_no_passages_are_refused(
-        self, model: BlockModel, tmp_path: Path
-    ) -> None:
+    def test_needs_questions_or_passages(self, model: BlockModel, tmp_path: Path) -> None:
         with pytest.raises(DataError, match="no questions, and no passages to write"):
             repaired(model, tmp_path / "recipe", questions=None)
         assert list(tmp_path.iterdir()) == []
@@ -330,9 +316,7 @@ class TestChecks:
         with pytest.raises(DataError, match="tiny is block-fine-tuned and needs no recipe"):
             repaired(tuned, tmp_path / "recipe")
 
-    def test_a_folder_of_something_else_is_not_replaced(
-        self, model: BlockModel, tmp_path: Path
-    ) -> None:
+    def test_other_folders_are_not_replaced(self, model: BlockModel, tmp_path: Path) -> None:
         (tmp_path / "note.txt").write_text("mine")
         with pytest.raises(DataError, match="exists and is not a recipe"):
             repaired(model, tmp_path)
@@ -511,9 +495,7 @@ class TestInterruption:
         recipe = repaired(model, output)
         assert resolve_recipe(output, model, MemoryStore(1)) == recipe
 
-    def test_a_recipe_of_another_model_is_not_replaced(
-        self, model: BlockModel, tmp_path: Path
-    ) -> None:
+    def test_recipes_of_others_are_kept(self, model: BlockModel, tmp_path: Path) -> None:
         output = tmp_path / "recipe"
         Recipe("bos", fingerprints=("f" * 64,), model="other").save(output)
         with pytest.raises(DataError, match=r"has a recipe for other \(fingerprints f{12}\)"):

@@ -40,18 +40,14 @@ def new_student(model: BlockModel) -> Student:
     return Student(model, no_correction(model, SINK))
 
 
-def test_an_untrained_student_predicts_what_block_mode_does(
-    model: BlockModel, ready: ReadyPrompt
-) -> None:
+def test_untrained_student_is_block_mode(model: BlockModel, ready: ReadyPrompt) -> None:
     found = new_student(model)(ready, ANSWER)
     expected = BlockAttentionEngine(model, recipe=SINK).answer_logits(PROMPT, ANSWER)
     error = (found - expected).abs().max() / expected.abs().max()
     assert error.item() < 1e-4  # the contract's bound for float32
 
 
-def test_gradients_reach_all_that_is_trained_and_nothing_else(
-    model: BlockModel, store: MemoryStore, ready: ReadyPrompt
-) -> None:
+def test_gradients_reach_adapter(model: BlockModel, store: MemoryStore, ready: ReadyPrompt) -> None:
     before = {key: store.get(key) for key in store.keys()}  # noqa: SIM118 - a store is no dict
     copies = {key: [t.clone() for t in (*kv.keys, *kv.values)] for key, kv in before.items() if kv}
     assert len(copies) == 4  # the system message and three passages
@@ -108,9 +104,7 @@ def test_the_model_is_no_part_of_the_student(model: BlockModel) -> None:
     assert all(name.startswith("trained.") for name in student.state_dict())
 
 
-def test_a_correction_that_is_trained_acts_as_when_passages_are_encoded(
-    model: BlockModel, ready: ReadyPrompt
-) -> None:
+def test_trained_correction_acts_as_encoded(model: BlockModel, ready: ReadyPrompt) -> None:
     student = new_student(model)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():

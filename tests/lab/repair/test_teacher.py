@@ -52,9 +52,7 @@ def answered(model: BlockModel, monkeypatch: pytest.MonkeyPatch) -> Callable[[],
 def silent(done: int, total: int) -> None: ...
 
 
-def test_answers_are_those_of_full_mode_with_its_predictions(
-    model: BlockModel, tmp_path: Path
-) -> None:
+def test_answers_are_those_of_full_mode(model: BlockModel, tmp_path: Path) -> None:
     teacher = Teacher(model, tmp_path, 6, 8)
     assert teacher.answer_all(PROMPTS, silent) == 3
     engine = BlockAttentionEngine(model)

@@ -185,9 +185,7 @@ BAD_LINES: dict[str, tuple[bytes, str]] = {
 
 class TestBadData:
     @pytest.mark.parametrize("name", BAD_LINES)
-    def test_a_bad_line_is_reported_with_file_line_and_expectation(
-        self, name: str, tmp_path: Path
-    ) -> None:
+    def test_bad_line_names_file_line_and_expectation(self, name: str, tmp_path: Path) -> None:
         line, expected = BAD_LINES[name]
         file = tmp_path / "data.jsonl"
         file.write_bytes(json.dumps(BLOCKS).encode() + b"\n\n" + line + b"\n")
@@ -204,9 +202,7 @@ class TestBadData:
         assert report.samples == len(found) == len(RECORDS)
         assert report.tokens == sum(len(sample.input_ids) for sample in found)
 
-    def test_a_conversation_that_the_chat_template_refuses_is_a_bad_line(
-        self, tmp_path: Path
-    ) -> None:
+    def test_conversation_refused_by_template_is_a_bad_line(self, tmp_path: Path) -> None:
         tokenizer = tiny_tokenizer()
         refusal = "{% if messages[0].role != 'user' %}{{ raise_exception('ask first') }}{% endif %}"
         tokenizer.chat_template = refusal + str(tokenizer.chat_template)
@@ -226,9 +222,7 @@ class TestBadData:
             list(read_samples([tmp_path / "none.jsonl"], SampleEncoder(tiny_tokenizer())))
 
 
-def test_compressed_files_are_read_and_line_separators_in_strings_do_not_split(
-    tmp_path: Path,
-) -> None:
+def test_compressed_files_and_line_separators_are_read(tmp_path: Path) -> None:
     file = tmp_path / "data.jsonl.gz"
     record = {**BLOCKS, "prompt": "a\u2028b\x85c"}
     file.write_bytes(gzip.compress(json.dumps(record, ensure_ascii=False).encode() + b"\r\n"))

@@ -99,9 +99,7 @@ class TestResult:
         assert tuned.fingerprint != base.fingerprint
 
     @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-    def test_every_file_has_the_mode_that_new_files_have_here(
-        self, folder: Path, lora: bool
-    ) -> None:
+    def test_files_follow_the_umask(self, folder: Path, lora: bool) -> None:
         before = os.umask(0o027)
         try:
             finetune(config(settings(folder, max_steps=1, lora=lora)))
@@ -124,9 +122,7 @@ class TestResult:
         assert BlockModel.from_pretrained(folder / "both").is_block_tuned
         assert load_config(folder / "both").num_hidden_layers == 4
 
-    def test_a_run_that_ends_in_its_warm_up_is_warned_of(
-        self, folder: Path, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_warns_of_short_run(self, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
         finetune(config(settings(folder, max_steps=3)))
         assert "warm-up" not in caplog.text
         finetune(config(settings(folder, "short", max_steps=2)))
@@ -163,9 +159,7 @@ class TestResume:
     @pytest.mark.parametrize(
         ("family", "lora"), [("llama", False), ("qwen3", True)], ids=["llama", "qwen3-lora"]
     )
-    def test_a_run_killed_and_resumed_ends_as_if_uninterrupted(
-        self, tmp_path: Path, family: str, lora: bool
-    ) -> None:
+    def test_killed_run_resumes_exactly(self, tmp_path: Path, family: str, lora: bool) -> None:
         write_model(tmp_path / "model", family)
         write_data(tmp_path / "train.jsonl")
         killed = settings(tmp_path, "killed", lora=lora)
@@ -290,18 +284,14 @@ class TestRefusals:
         assert (out / used).exists()
 
     @pytest.mark.parametrize("overwrite", [True, False])
-    def test_a_foreign_folder_in_place_of_the_work_folder_is_kept(
-        self, folder: Path, overwrite: bool
-    ) -> None:
+    def test_foreign_work_folder_is_kept(self, folder: Path, overwrite: bool) -> None:
         (folder / "out.work").mkdir()
         (folder / "out.work" / "mine").touch()
         with pytest.raises(FileExistsError, match="move it away"):
             finetune(config(settings(folder, overwrite=overwrite)))
         assert (folder / "out.work" / "mine").is_file()
 
-    def test_a_run_that_fails_before_its_first_checkpoint_leaves_nothing(
-        self, folder: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_failed_run_leaves_nothing(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         before = sorted(folder.iterdir())
         with monkeypatch.context() as patched:
             patched.setattr(BlockTrainer, "training_step", lambda *_, **__: 1 / 0)
@@ -334,9 +324,7 @@ class TestRefusals:
         report = finetune(config(settings(folder, "cut", max_steps=1, blocks_per_turn=2)))
         assert report.train.with_context == 1
 
-    def test_samples_without_a_context_are_warned_of(
-        self, folder: Path, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_warns_of_no_context(self, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
         finetune(config(settings(folder, max_steps=1)))
         assert "have a context" not in caplog.text
         with (folder / "train.jsonl").open("a") as file:
@@ -385,9 +373,7 @@ class TestRefusals:
         with pytest.raises(ValueError, match="output must name a folder"):
             config({**settings(folder), "output": output})
 
-    def test_adapters_without_peft_are_refused_with_the_name_of_the_extra(
-        self, folder: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_lora_needs_peft(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "peft", None)
         with pytest.raises(ImportError, match=r"LoRA needs peft, which is not .*\[train\]"):
             finetune(config(settings(folder, lora=True)))
@@ -400,9 +386,7 @@ class TestRefusals:
 
 @pytest.mark.parametrize("positions", ["reordered", "composite"])
 @pytest.mark.parametrize("sink", ["none", "bos", "head:3"])
-def test_after_a_sink_training_computes_the_logits_of_the_engine_and_of_the_oracle(
-    sink: str, positions: Any
-) -> None:
+def test_logits_with_a_sink_equal_engine_and_oracle(sink: str, positions: Any) -> None:
     model: Any = tiny_model("llama")
     model.set_attn_implementation("eager")
     encoder = SampleEncoder(tiny_tokenizer())

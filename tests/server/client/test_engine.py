@@ -83,9 +83,7 @@ def test_options_of_sampling_do_there_what_they_do_here(
     alike(engine.generate([A, B, Q], **options), local.generate([A, B, Q], **local_options))
 
 
-def test_an_answer_ends_at_a_stop_string_which_is_no_part_of_it(
-    engine: RemoteEngine, local: BlockAttentionEngine
-) -> None:
+def test_stop_string_ends_the_answer(engine: RemoteEngine, local: BlockAttentionEngine) -> None:
     whole = local.generate([A, Q], temperature=2.0, seed=3, max_new_tokens=30)
     stop = whole.text[4:6]
     found = engine.generate([A, Q], temperature=2.0, seed=3, max_new_tokens=30, stop=[stop])
@@ -94,9 +92,7 @@ def test_an_answer_ends_at_a_stop_string_which_is_no_part_of_it(
     assert len(found.token_ids) < 30
 
 
-def test_a_server_that_overlooks_a_stop_string_changes_nothing(
-    server: FakeServer, engine: RemoteEngine
-) -> None:
+def test_overlooked_stop_string_is_applied(server: FakeServer, engine: RemoteEngine) -> None:
     options: dict[str, Any] = {"temperature": 2.0, "seed": 3, "max_new_tokens": 30}
     whole = engine.generate([A, Q], **options)
     expected = engine.generate([A, Q], **options, stop=[whole.text[4:6]])
@@ -111,9 +107,7 @@ def joined(chunks: list[GenerationChunk]) -> str:
     return "".join(chunk.text for chunk in chunks)
 
 
-def test_a_stream_gives_the_pieces_that_an_engine_of_this_process_gives(
-    engine: RemoteEngine, local: BlockAttentionEngine
-) -> None:
+def test_stream_equals_the_local_one(engine: RemoteEngine, local: BlockAttentionEngine) -> None:
     options: dict[str, Any] = {"temperature": 1.5, "seed": 5, "max_new_tokens": 20}
     expected = list(local.stream([A, Q], **options))
     found = list(engine.stream([A, Q], **options))
@@ -157,9 +151,7 @@ def test_leaving_a_stream_ends_it_at_the_server(server: FakeServer, engine: Remo
     assert len(engine.generate([A, Q], max_new_tokens=2).token_ids) == 2
 
 
-async def test_cancelling_a_task_ends_its_answer_at_the_server(
-    server: FakeServer, engine: RemoteEngine
-) -> None:
+async def test_cancelling_ends_the_request(server: FakeServer, engine: RemoteEngine) -> None:
     task = asyncio.create_task(engine.agenerate([A, Q], max_new_tokens=3000))
     while not server.bodies(COMPLETIONS):
         await asyncio.sleep(0.01)
@@ -169,17 +161,13 @@ async def test_cancelling_a_task_ends_its_answer_at_the_server(
     assert await asyncio.to_thread(server.left.wait, LONGEST_S)
 
 
-async def test_leaving_a_stream_of_an_event_loop_ends_it_at_the_server(
-    server: FakeServer, engine: RemoteEngine
-) -> None:
+async def test_leaving_an_astream_ends_it(server: FakeServer, engine: RemoteEngine) -> None:
     async with aclosing(engine.astream([A, Q], max_new_tokens=3000)) as chunks:
         await anext(chunks)
     assert await asyncio.to_thread(server.left.wait, LONGEST_S)
 
 
-def test_a_result_that_is_waited_for_no_longer_is_left(
-    server: FakeServer, engine: RemoteEngine
-) -> None:
+def test_timeout_leaves_the_request(server: FakeServer, engine: RemoteEngine) -> None:
     pending = engine.submit([A, Q], max_new_tokens=3000)
     while not server.bodies(COMPLETIONS):
         time.sleep(0.01)
@@ -234,9 +222,7 @@ def test_a_failure_before_the_first_token_is_tried_once_more(
 @pytest.mark.parametrize(
     "error", [RefusalError(500, "Internal server error"), HangupError(), EndError()]
 )
-def test_a_failure_after_the_first_token_is_told_and_not_tried_again(
-    server: FakeServer, engine: RemoteEngine, error: Exception
-) -> None:
+def test_late_failure_is_raised(server: FakeServer, engine: RemoteEngine, error: Exception) -> None:
     server.faults.append(fault(error, after=2))
     pieces = []
     with pytest.raises(ServingError, match=server.url):  # noqa: PT012
@@ -278,9 +264,7 @@ def test_a_silent_server_is_given_up(server: FakeServer) -> None:
         server.wait_for_idleness()
 
 
-def test_a_new_try_goes_to_what_the_server_is_by_then(
-    server: FakeServer, engine: RemoteEngine
-) -> None:
+def test_retry_checks_the_server_again(server: FakeServer, engine: RemoteEngine) -> None:
     def become_another(tokens: int) -> None:
         server.info["tokenizer"] = "0" * 64
         raise RefusalError(503, "restarting")
@@ -317,9 +301,7 @@ def test_more_blocks_than_a_server_takes_are_refused(server: FakeServer) -> None
         ("models", ["another"], "has no model 'the-model'; it has another"),
     ],
 )
-def test_another_server_than_expected_is_refused(
-    server: FakeServer, field: str, value: Any, message: str
-) -> None:
+def test_refuses_other_servers(server: FakeServer, field: str, value: Any, message: str) -> None:
     engine = RemoteEngine(server.url, "the-model", tiny_tokenizer())
     server.info[field] = value
     with pytest.raises(ServingError, match=message):
@@ -467,9 +449,7 @@ def test_bad_arguments_raise_what_an_engine_of_this_process_raises(
     assert len(set(raised)) == 1
 
 
-def test_a_prompt_that_does_not_fit_is_refused(
-    engine: RemoteEngine, local: BlockAttentionEngine
-) -> None:
+def test_too_long_prompt_is_refused(engine: RemoteEngine, local: BlockAttentionEngine) -> None:
     engines: list[Engine] = [local, engine]
     messages = set()
     for one in engines:
@@ -508,9 +488,7 @@ def test_what_is_not_stored_may_be_an_error(
     assert sum("only_look" in body for body in server.bodies(ENCODE)) == 4
 
 
-def test_a_server_stores_what_an_engine_of_this_process_stores(
-    serve: Serve, block_model: BlockModel, tmp_path: Path
-) -> None:
+def test_stores_what_a_local_does(serve: Serve, block_model: BlockModel, tmp_path: Path) -> None:
     here, there = DirectoryStore(tmp_path / "here"), DirectoryStore(tmp_path / "there")
     server = serve(store=there)
     engines: list[Engine] = [
@@ -553,9 +531,7 @@ def test_a_model_that_is_not_tuned_is_told_of_once(
 
 
 @pytest.mark.parametrize("name", ["bos", "head:4", "adapter", "adapter without sink"])
-def test_a_server_with_a_recipe_answers_as_an_engine_with_it(
-    serve: Serve, block_model: Any, name: str
-) -> None:
+def test_server_recipe_equals_local_recipe(serve: Serve, block_model: Any, name: str) -> None:
     sinks = {"adapter": "head:4", "adapter without sink": "none"}
     recipe = recipe_of(block_model, sink=sinks[name]) if name in sinks else Recipe(name)
     engine = RemoteEngine(serve(recipe=recipe).url, tokenizer=tiny_tokenizer())
@@ -574,9 +550,7 @@ def test_a_server_with_a_recipe_answers_as_an_engine_with_it(
 
 @pytest.mark.parametrize("count", [1, 2, 5])
 @pytest.mark.parametrize("has_head", [True, False])
-def test_a_server_promotes_the_passages_that_a_local_engine_promotes(
-    serve: Serve, block_model: Any, count: int, has_head: bool
-) -> None:
+def test_promotes_as_local_one(serve: Serve, block_model: Any, count: int, has_head: bool) -> None:
     recipe = recipe_of(block_model, promote=count)
     engine = RemoteEngine(serve(recipe=recipe).url, tokenizer=tiny_tokenizer())
     local = BlockAttentionEngine(block_model, MemoryStore(1 << 28), recipe=recipe, resident_bytes=0)
@@ -594,9 +568,7 @@ def test_a_server_promotes_the_passages_that_a_local_engine_promotes(
 
 
 @pytest.mark.parametrize("promoted", [(), (0,), (1, 2), (1, 1), (3,)])
-def test_a_server_that_promotes_what_it_should_not_is_refused(
-    serve: Serve, block_model: Any, promoted: tuple[int, ...]
-) -> None:
+def test_refuses_wrong_promotion(serve: Serve, block_model: Any, promoted: tuple[int, ...]) -> None:
     server = serve(recipe=Recipe(promote=1))
     engine = RemoteEngine(server.url, tokenizer=tiny_tokenizer())
     server.marker = lambda told: {"blockattn": {**told["blockattn"], "promoted": promoted}}

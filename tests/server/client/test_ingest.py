@@ -85,9 +85,7 @@ def test_progress_is_told_and_shown(
     assert "20/20" in capfd.readouterr().err
 
 
-def test_requests_run_side_by_side_and_are_no_larger_than_asked_for(
-    engine: RemoteEngine, server: FakeServer
-) -> None:
+def test_concurrent_requests_are_bounded(engine: RemoteEngine, server: FakeServer) -> None:
     blocks = [Block(f"Number {n}.") for n in range(60)]
     engine.precompute(blocks, batch_tokens=25)
     bodies = server.bodies(ENCODE)
@@ -132,9 +130,7 @@ def test_a_read_only_server_encodes_nothing(serve: Serve, block_model: Any) -> N
     assert engine.precompute(BLOCKS).reused == 20
 
 
-def test_a_block_that_does_not_fit_is_refused_before_anything_is_sent(
-    engine: RemoteEngine, server: FakeServer
-) -> None:
+def test_too_long_block_is_refused_first(engine: RemoteEngine, server: FakeServer) -> None:
     with pytest.raises(ContextOverflowError, match="has 5000 tokens, but the model accepts"):
         engine.precompute([BLOCKS[0], Block("x" * 5000)])
     assert server.bodies(ENCODE) == []

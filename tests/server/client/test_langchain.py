@@ -90,9 +90,7 @@ def astreamed(chat: ChatBlockAttention) -> Any:
         astreamed,
     ],
 )
-def test_answers_figures_and_usage_are_the_same(
-    chat: ChatBlockAttention, here: ChatBlockAttention, ask: Any
-) -> None:
+def test_chat_equals_local(chat: ChatBlockAttention, here: ChatBlockAttention, ask: Any) -> None:
     for _ in range(2):  # computed, then reused
         found, expected = ask(chat), ask(here)
         assert found.content == expected.content
@@ -115,9 +113,7 @@ def test_batches_are_answered_side_by_side(
     assert [one.content for one in seeded] == alone
 
 
-def test_completions_are_the_same(
-    server: FakeServer, saved: str, local: BlockAttentionEngine
-) -> None:
+def test_completion_is_local(server: FakeServer, saved: str, local: BlockAttentionEngine) -> None:
     llm = BlockAttentionLLM(
         model="the-model",
         base_url=server.url,
@@ -161,9 +157,7 @@ def test_the_key_is_neither_shown_nor_pickled(
     assert pickle.loads(data).invoke(MESSAGES).content == text
 
 
-def test_another_model_of_the_server_is_asked_for_with_the_same_key(
-    serve: Serve, saved: str
-) -> None:
+def test_other_model_is_asked_with_the_same_key(serve: Serve, saved: str) -> None:
     server = serve(api_key=KEY)
     chat = remote(server.url, saved, api_key=KEY)
     either = chat.configurable_fields(model_name=ConfigurableField(id="model"))
@@ -172,9 +166,7 @@ def test_another_model_of_the_server_is_asked_for_with_the_same_key(
     assert server.bodies(COMPLETIONS)[-1]["model"] == "another-model"
 
 
-def test_an_answer_cache_tells_servers_apart(
-    server: FakeServer, chat: ChatBlockAttention, saved: str
-) -> None:
+def test_cache_depends_on_server(server: FakeServer, chat: ChatBlockAttention, saved: str) -> None:
     cached = chat.model_copy(update={"cache": InMemoryCache()})
     assert cached.invoke(MESSAGES).content == cached.invoke(MESSAGES).content
     assert len(server.bodies(COMPLETIONS)) == 1
@@ -216,9 +208,7 @@ def test_a_timeout_given_twice_is_refused(saved: str) -> None:
         remote("http://gpu:8000", saved, **twice)
 
 
-def test_a_model_of_this_process_ignores_timeout_and_max_retries(
-    local: BlockAttentionEngine,
-) -> None:
+def test_local_model_ignores_timeout_and_retries(local: BlockAttentionEngine) -> None:
     chat = ChatBlockAttention(engine=local, max_tokens=6, timeout=1, max_retries=0)
     assert chat.model_kwargs == {}
     assert chat.invoke("Which?").content

@@ -103,9 +103,7 @@ def astreamed(llm: BlockAttentionLLM) -> Any:
 
 
 @pytest.mark.parametrize("ask", [lambda llm: llm.chat(MESSAGES), streamed, achat, astreamed])
-def test_answers_usage_and_events_are_the_same(
-    llm: BlockAttentionLLM, here: BlockAttentionLLM, ask: Any
-) -> None:
+def test_chat_equals_local(llm: BlockAttentionLLM, here: BlockAttentionLLM, ask: Any) -> None:
     for _ in range(2):  # computed, then reused
         (found, events), (expected, local_events) = (
             events_of(lambda one=one: ask(one)) for one in (llm, here)
@@ -164,9 +162,7 @@ def test_an_ingestion_that_was_cached_is_of_one_server(server: FakeServer, saved
     assert BlockKVTransform.from_dict(told).to_dict() == told
 
 
-def test_it_goes_to_another_process_without_its_key(
-    serve: Serve, saved: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pickle_has_no_key(serve: Serve, saved: str, monkeypatch: pytest.MonkeyPatch) -> None:
     server = serve(api_key=KEY)
     llm = remote(server.url, saved, api_key=KEY)
     text = llm.complete("Hi").text

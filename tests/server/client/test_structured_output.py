@@ -81,9 +81,7 @@ def test_llama_index_s_objects_are_those_of_a_model_here(
     assert asked_of(server) == [{"response_format": BY_SCHEMA}]
 
 
-def test_a_choice_and_a_regular_expression_are_sent_as_they_are(
-    server: FakeServer, engine: RemoteEngine
-) -> None:
+def test_choice_and_regex_are_sent_unchanged(server: FakeServer, engine: RemoteEngine) -> None:
     chat = ChatBlockAttention(engine=engine, max_tokens=10)
     choice, regex = {"choice": ["yes", "no"]}, {"regex": "[0-9]{4}"}
     assert chat.invoke(ASKED, structured_outputs=choice).content in ("yes", "no")
