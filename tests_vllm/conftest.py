@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,14 +22,22 @@ os.environ |= {
 }
 
 from blockattn_rag.server.client import RemoteEngine
+from blockattn_rag.server.launch import STRUCTURED_OUTPUTS
 from tests_vllm.reference import MODEL, Reference
-from tests_vllm.server import KEY, Server
+from tests_vllm.server import KEY, Server, serving
 
 
 @pytest.fixture(scope="session")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     """The bundled model in this package's engine, float32, and a store that it fills."""
     return Reference(tmp_path_factory.mktemp("reference"))
+
+
+@pytest.fixture(scope="session")
+def team_server(reference: Reference) -> Iterator[Server]:
+    """Server with the structured outputs of ``blockattn-rag serve`` and the namespace "team"."""
+    more = ("--structured-outputs-config", json.dumps(STRUCTURED_OUTPUTS))
+    yield from serving(reference, "remote", *more, namespace="team")
 
 
 @pytest.fixture

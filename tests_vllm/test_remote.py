@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from typing import Any
@@ -17,14 +16,14 @@ from blockattn_rag.prompts.blocks import Block, BlockPrompt, Span
 from blockattn_rag.server.client import RemoteEngine
 from blockattn_rag.store import DirectoryStore
 from tests_vllm.reference import MODEL, Reference
-from tests_vllm.server import KEY, Server, serving
+from tests_vllm.server import KEY, Server
 
 NAMES = ("mode", "hits", "misses", "reused_tokens", "computed_tokens", "generated_tokens")
 
 
-@pytest.fixture(scope="module")
-def server(reference: Reference) -> Iterator[Server]:
-    yield from serving(reference, "remote", namespace="team")
+@pytest.fixture
+def server(team_server: Server) -> Server:
+    return team_server
 
 
 @pytest.fixture

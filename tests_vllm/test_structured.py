@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import pytest
@@ -14,10 +12,9 @@ from blockattn_rag.errors import IncompleteAnswerError, ServingError
 from blockattn_rag.output import FORMATS, parse_answer
 from blockattn_rag.output.tool_formats import calls_grammar
 from blockattn_rag.server.client import RemoteEngine
-from blockattn_rag.server.launch import STRUCTURED_OUTPUTS
 from blockattn_rag.server.protocol import CHAT_COMPLETIONS, COMPLETIONS
 from tests_vllm.reference import Reference
-from tests_vllm.server import Server, serving
+from tests_vllm.server import Server
 
 
 class Height(BaseModel):
@@ -27,10 +24,9 @@ class Height(BaseModel):
     metres: int = Field(ge=0, le=999)
 
 
-@pytest.fixture(scope="module")
-def server(reference: Reference) -> Iterator[Server]:
-    more = ("--structured-outputs-config", json.dumps(STRUCTURED_OUTPUTS))
-    yield from serving(reference, "structured", *more)
+@pytest.fixture
+def server(team_server: Server) -> Server:
+    return team_server
 
 
 def test_answer_follows_its_schema(reference: Reference, engine: RemoteEngine) -> None:
