@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ import torch
 from hypothesis import settings
 
 from tests.holding import LONGEST_S, Held, holding
+from tests.store.servers import free_port
 
 # Tests leave no key behind in the folder of whoever runs them.
 os.environ["BLOCKATTN_RAG_MARKER_KEY"] = "the key of the tests"
@@ -46,6 +46,34 @@ def device(request: Any) -> Iterator[torch.device]:
         yield chosen
 
 
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Folder of a tiny model that counts as block-fine-tuned, and its tokenizer."""
+    from tests.engines import tuned_model  # not for tests that need no transformers
+
+    path = tmp_path_factory.mktemp("model")
+    model = tuned_model()
+    model.hf_model.save_pretrained(path)
+    model.tokenizer.tokenizer.save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture
+def loads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Arguments of ``BlockAttentionEngine.from_pretrained`` during the test."""
+    from blockattn_rag import BlockAttentionEngine
+
+    seen: list[Any] = []
+    original = BlockAttentionEngine.from_pretrained
+
+    def spy(model: Any, **kwargs: Any) -> BlockAttentionEngine:
+        seen.append((model, kwargs))
+        return original(model, **kwargs)
+
+    monkeypatch.setattr(BlockAttentionEngine, "from_pretrained", spy)
+    return seen
+
+
 @pytest.fixture
 def held() -> Iterator[Held]:
     """Models stand after each token until the test lets them go."""
@@ -53,12 +81,16 @@ def held() -> Iterator[Held]:
         yield held
 
 
+@pytest.fixture
+def port() -> int:
+    """A free port."""
+    return free_port()
+
+
 @pytest.fixture(scope="session")
 def chroma_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     """The port of a Chroma server on this machine."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = int(free.getsockname()[1])
+    port = free_port()
     chroma = shutil.which("chroma", path=str(Path(sys.executable).parent))
     assert chroma is not None, "chromadb installs the command `chroma` beside python"
     data = str(tmp_path_factory.mktemp("chroma-server"))

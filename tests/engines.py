@@ -10,13 +10,20 @@ from blockattn_rag import BlockAttentionEngine
 from blockattn_rag.engine.pending import PendingRequest
 from blockattn_rag.engine.protocol import Engine
 from blockattn_rag.model import BlockModel
-from tests.models import shared_tiny_llama, tiny_tokenizer
+from tests.models import shared_tiny_llama, tiny_model, tiny_tokenizer
 
 
 def local(engine: Engine) -> BlockAttentionEngine:
     """The engine, which has its model in this process."""
     assert isinstance(engine, BlockAttentionEngine)
     return engine
+
+
+def tuned_model(tokenizer: Any = None, **config: Any) -> BlockModel:
+    """A tiny Llama that counts as block-fine-tuned, so that nothing warns."""
+    model = tiny_model("llama", **config)
+    model.config.block_attention = {"test": True}
+    return BlockModel(model, tokenizer or tiny_tokenizer())
 
 
 def tuned_engine() -> BlockAttentionEngine:

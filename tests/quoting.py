@@ -11,7 +11,8 @@ from blockattn_rag.model import BlockModel
 from blockattn_rag.output import FORMATS
 from blockattn_rag.prompts.blocks import Span
 from tests.chat_templates import GRANITE33, LLAMA31, MISTRAL_V3, MISTRAL_V13, QWEN25
-from tests.models import VOCABULARY, tiny_model, tiny_tokenizer
+from tests.engines import tuned_model
+from tests.models import VOCABULARY, tiny_tokenizer
 
 TEMPLATES = {
     "hermes": QWEN25,
@@ -62,6 +63,4 @@ def quoting_model(
     added: Any = [AddedToken(mark, special=bool(special), normalized=False) for mark in marks]
     tokenizer.add_tokens(added, special_tokens=bool(special))
     vocabulary = VOCABULARY + len(marks)
-    model: Any = tiny_model("llama", max_position_embeddings=8192, vocab_size=vocabulary)
-    model.config.block_attention = {"test": True}  # known to be tuned: no warning
-    return BlockModel(model, tokenizer)
+    return tuned_model(tokenizer, max_position_embeddings=8192, vocab_size=vocabulary)

@@ -9,7 +9,8 @@ from transformers import LogitsProcessor
 
 from blockattn_rag.model import BlockModel
 from tests.chat_templates import QWEN3
-from tests.models import tiny_model, tiny_tokenizer
+from tests.engines import tuned_model
+from tests.models import tiny_tokenizer
 
 THINKING_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>\n"
@@ -32,9 +33,7 @@ def thinking_model(*, opens: bool) -> BlockModel:
     tokenizer = tiny_tokenizer()
     opening = "{%- if add_generation_prompt %}{{ '<think>\\n' }}{% endif %}"
     tokenizer.chat_template = QWEN3 + (opening if opens else "")
-    model: Any = tiny_model("llama", max_position_embeddings=8192)
-    model.config.block_attention = {"test": True}  # known to be tuned: no warning
-    return BlockModel(model, tokenizer)
+    return tuned_model(tokenizer, max_position_embeddings=8192)
 
 
 def says(text: str) -> dict[str, Any]:

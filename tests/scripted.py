@@ -19,7 +19,8 @@ from blockattn_rag.engine.protocol import LatePrompt
 from blockattn_rag.model import BlockModel
 from blockattn_rag.prompts.blocks import Span
 from blockattn_rag.store import KVStore, MemoryStore
-from tests.models import tiny_model, tiny_tokenizer
+from tests.engines import tuned_model
+from tests.models import tiny_tokenizer
 
 TOOL_TEMPLATE = """
 {{- bos_token }}
@@ -57,9 +58,7 @@ def tool_model() -> BlockModel:
     """A tiny random model whose chat template knows tools."""
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = TOOL_TEMPLATE
-    model: Any = tiny_model("llama", max_position_embeddings=32768)
-    model.config.block_attention = {"test": True}  # known to be tuned: no warning
-    return BlockModel(model, tokenizer)
+    return tuned_model(tokenizer, max_position_embeddings=32768)
 
 
 class ScriptedEngine(BlockAttentionEngine):
@@ -86,6 +85,12 @@ class ScriptedEngine(BlockAttentionEngine):
     ) -> PendingRequest:
         told = Told(self.model, self.script, self.prompts)
         return super()._pending(prompt, {**options, "logits_processor": [told]}, **scheduling)
+
+
+def prompts_of(model: Any) -> list[str]:
+    """Prompts that the scripted engine of a framework's model answered."""
+    assert isinstance(model.engine, ScriptedEngine)
+    return model.engine.prompts
 
 
 class Told(LogitsProcessor):

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from blockattn_rag import BlockAttentionEngine
 from blockattn_rag.store import DirectoryStore, MemoryStore
 from tests.adapters.frameworks import EACH, Framework
 from tests.engines import local, tuned_engine
@@ -18,31 +17,6 @@ from tests.models import tiny_model, tiny_tokenizer
 pytestmark = EACH
 
 TEXTS = ["The tower is tall.", "The lake is deep."]
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A tiny model on disk."""
-    path = tmp_path_factory.mktemp("model")
-    model = tiny_model("llama")
-    model.config.block_attention = {"test": True}  # known to be tuned: no warning
-    model.save_pretrained(path)
-    tiny_tokenizer().save_pretrained(path)
-    return str(path)
-
-
-@pytest.fixture
-def loads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Arguments of ``BlockAttentionEngine.from_pretrained`` during the test."""
-    seen: list[Any] = []
-    original = BlockAttentionEngine.from_pretrained
-
-    def spy(model: Any, **kwargs: Any) -> BlockAttentionEngine:
-        seen.append((model, kwargs))
-        return original(model, **kwargs)
-
-    monkeypatch.setattr(BlockAttentionEngine, "from_pretrained", spy)
-    return seen
 
 
 def test_a_model_is_loaded_once_with_its_arguments(

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from blockattn_rag import BlockAttentionEngine
-from blockattn_rag.model import BlockModel
 from blockattn_rag.store import MemoryStore
 from tests.adapters.frameworks import EACH, EVERY_WAY, Framework, How
-from tests.models import tiny_model, tiny_tokenizer
+from tests.engines import tuned_model
+from tests.models import tiny_tokenizer
 from tests.saying import says, thinking_tokenizer
 
 pytestmark = EACH
@@ -20,9 +20,7 @@ OFF, ON = ({"chat_template_kwargs": {"enable_thinking": value}} for value in (Fa
 
 
 def engine_with(tokenizer: Any) -> BlockAttentionEngine:
-    model = tiny_model("llama")
-    model.config.block_attention = {"test": True}  # known to be tuned: no warning
-    return BlockAttentionEngine(BlockModel(model, tokenizer), MemoryStore(1 << 28))
+    return BlockAttentionEngine(tuned_model(tokenizer), MemoryStore(1 << 28))
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -113,9 +114,11 @@ def test_sizes_below_one_are_refused() -> None:
         plan(LLAMA_8B, torch.bfloat16, Machine(1, 1), passages=0, passage_tokens=8)
 
 
-def test_speeds_of_zero_are_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="disk_bytes_per_s must be above 0, found 0"):
-        Machine(GIB, GIB, disk_bytes_per_s=0)
+@pytest.mark.parametrize("name", ["disk_bytes_per_s", "network_bytes_per_s"])
+def test_speeds_of_zero_are_refused_by_name(name: str) -> None:
+    speed: dict[str, Any] = {name: 0}
+    with pytest.raises(ValueError, match=f"{name} must be above 0, found 0"):
+        Machine(GIB, GIB, **speed)
 
 
 def test_a_model_without_keys_and_values_is_refused() -> None:
@@ -153,8 +156,3 @@ def test_reuse_that_saves_nothing_has_no_break_even() -> None:
     found = plan(LLAMA_8B, torch.bfloat16, slow, passages=10, passage_tokens=512)
     assert found.break_even_bytes_per_s is None
     assert not any(tier.pays for tier in found.tiers)
-
-
-def test_a_network_of_no_speed_is_refused() -> None:
-    with pytest.raises(ValueError, match="network_bytes_per_s must be above 0"):
-        Machine(memory_bytes=GIB, disk_bytes=GIB, network_bytes_per_s=0)

@@ -25,11 +25,11 @@ from blockattn_rag.langchain import (
     without_markers,
 )
 from blockattn_rag.langchain.agents import NOTHING_FOUND
-from blockattn_rag.model import BlockModel
 from blockattn_rag.prompts.blocks import handle_of
+from tests.engines import tuned_model
 from tests.langchain.conftest import passages
-from tests.models import tiny_model, tiny_tokenizer
-from tests.scripted import Script, ScriptedEngine
+from tests.models import tiny_tokenizer
+from tests.scripted import Script, ScriptedEngine, prompts_of
 
 QUESTION = "<|user|>\n"
 
@@ -66,11 +66,6 @@ def steps(prompt: str) -> str:
 
 def chat_that(script: Script) -> ChatBlockAttention:
     return ChatBlockAttention(engine=ScriptedEngine(script), max_tokens=200)
-
-
-def prompts_of(chat: ChatBlockAttention) -> list[str]:
-    assert isinstance(chat.engine, ScriptedEngine)
-    return chat.engine.prompts
 
 
 def reuse_of(message: BaseMessage) -> dict[str, Any]:
@@ -191,9 +186,8 @@ def test_template_without_tool_results_gets_passages_first(retriever: Numbered) 
         "{% if m.role in ['user', 'assistant'] %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n"
         "{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
     )
-    model: Any = tiny_model("llama", max_position_embeddings=8192)
-    model.config.block_attention = {"test": True}
-    engine = ScriptedEngine(lambda _: "Found it.", model=BlockModel(model, tokenizer))
+    model = tuned_model(tokenizer, max_position_embeddings=8192)
+    engine = ScriptedEngine(lambda _: "Found it.", model=model)
     chat = ChatBlockAttention(engine=engine, max_tokens=20)
     agent = create_agent(chat, [], middleware=[RetrieveFirst(retriever)])
     given: Any = {"messages": [("human", "About 0 1")]}

@@ -41,18 +41,12 @@ def contents(messages: Sequence[Any]) -> list[Any]:
     return [message.content for message in messages]
 
 
-def test_a_batch_of_eight_is_one_batch_with_the_answers_of_single_calls(
+async def test_a_batch_of_eight_is_one_batch_with_the_answers_of_single_calls(
     chat: ChatBlockAttention, engine: CountingEngine, one_by_one: list[Any]
 ) -> None:
     assert contents(chat.batch(inputs())) == one_by_one
-    assert engine.batches == [8]
-
-
-async def test_an_asynchronous_batch_does_the_same(
-    chat: ChatBlockAttention, engine: CountingEngine, one_by_one: list[Any]
-) -> None:
     assert contents(await chat.abatch(inputs())) == one_by_one
-    assert engine.batches == [8]
+    assert engine.batches == [8, 8]
 
 
 def test_max_concurrency_limits_the_batch(

@@ -17,6 +17,7 @@ from blockattn_rag.langchain import ChatBlockAttention
 from blockattn_rag.model import BlockModel
 from blockattn_rag.store import MemoryStore
 from tests.chat_templates import QWEN3
+from tests.engines import tuned_model
 from tests.langchain.conftest import tiny_block_model
 from tests.models import tiny_model
 from tests.saying import says, thinking_tokenizer
@@ -28,9 +29,7 @@ OFF = {"enable_thinking": False}
 
 @pytest.fixture(scope="module")
 def model() -> BlockModel:
-    hf_model = tiny_model("llama")
-    hf_model.config.block_attention = {"test": True}  # known to be tuned: no warning
-    return BlockModel(hf_model, thinking_tokenizer())
+    return tuned_model(thinking_tokenizer())
 
 
 @pytest.fixture

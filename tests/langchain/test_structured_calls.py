@@ -15,7 +15,7 @@ from pydantic import BaseModel, Field
 from blockattn_rag.errors import IncompleteAnswerError
 from blockattn_rag.langchain import ChatBlockAttention
 from tests.saying import thinking_model
-from tests.scripted import Script, ScriptedEngine
+from tests.scripted import Script, ScriptedEngine, prompts_of
 
 
 class Tower(BaseModel):
@@ -41,11 +41,6 @@ def scripted(answer: str | Script, **options: Any) -> ChatBlockAttention:
     script = (lambda _: answer) if isinstance(answer, str) else answer
     engine = ScriptedEngine(script, model=options.pop("model", None))
     return ChatBlockAttention(engine=engine, **{"max_tokens": 300, **options})
-
-
-def prompts_of(chat: ChatBlockAttention) -> list[str]:
-    assert isinstance(chat.engine, ScriptedEngine)
-    return chat.engine.prompts
 
 
 def looking_up_first(last: str) -> Script:

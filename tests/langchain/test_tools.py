@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field
 from blockattn_rag import BlockAttentionEngine
 from blockattn_rag.langchain import ChatBlockAttention, format_blocks
 from tests.langchain.conftest import passages
-from tests.scripted import Script, ScriptedEngine
+from tests.scripted import Script, ScriptedEngine, prompts_of
 
 CALL = '<tool_call>\n{"name": "look_up", "arguments": {"query": "towers"}}\n</tool_call>'
 OTHER = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
@@ -46,11 +46,6 @@ class Multiply(BaseModel):
 def scripted(answer: str | Script) -> ChatBlockAttention:
     script = (lambda _: answer) if isinstance(answer, str) else answer
     return ChatBlockAttention(engine=ScriptedEngine(script), max_tokens=300)
-
-
-def prompts_of(chat: ChatBlockAttention) -> list[str]:
-    assert isinstance(chat.engine, ScriptedEngine)
-    return chat.engine.prompts
 
 
 def ask(model: Any, how: str, given: Any = "Which towers?") -> AIMessage:

@@ -72,18 +72,14 @@ def test_a_raw_upsert_keeps_the_old_handle_yet_the_model_reads_the_new_text(
     assert is_stored(engine, found(filled)["p1"])
 
 
-def test_changed_title_frees_the_old_entry(engine: BlockAttentionEngine, filled: Chroma) -> None:
+def test_metadata_frees_the_entry_if_it_is_shown(
+    engine: BlockAttentionEngine, filled: Chroma
+) -> None:
     old = found(filled)["p0"]
-    filled.add_documents([Document(old.page_content, id="p0", metadata={"title": "Other"})])
-    collect(engine, filled)
-    assert not is_stored(engine, old)
-
-
-def test_unrelated_metadata_may_change_freely(engine: BlockAttentionEngine, filled: Chroma) -> None:
-    old = found(filled)["p0"]
-    filled.update_document("p0", Document(old.page_content, metadata={"read": 7}, id="p0"))
-    collect(engine, filled)
-    assert is_stored(engine, old)
+    for metadata, kept in (({"read": 7}, True), ({"title": "Other"}, False)):
+        filled.update_document("p0", Document(old.page_content, metadata=metadata, id="p0"))
+        collect(engine, filled)
+        assert is_stored(engine, old) == kept
 
 
 def test_an_upsert_through_the_transformer_replaces_handle_and_kv(

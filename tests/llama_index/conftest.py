@@ -18,7 +18,7 @@ from blockattn_rag.model import BlockModel
 from blockattn_rag.prompts.blocks import BlockPrompt, Span
 from blockattn_rag.prompts.tokenization import BlockTokenizer
 from blockattn_rag.store import MemoryStore
-from tests.models import tiny_model, tiny_tokenizer
+from tests.engines import tuned_model
 
 
 class Call(NamedTuple):
@@ -73,9 +73,7 @@ class RecordingEngine(BlockAttentionEngine):
 
 @pytest.fixture(scope="session")
 def block_model() -> BlockModel:
-    model = tiny_model("llama", max_position_embeddings=8192)
-    model.config.block_attention = {"test": True}  # known to be tuned: no warning
-    return BlockModel(model, tiny_tokenizer())
+    return tuned_model(max_position_embeddings=8192)
 
 
 @pytest.fixture

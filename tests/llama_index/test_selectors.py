@@ -25,9 +25,8 @@ from blockattn_rag.llama_index import (
     BlockKVPostprocessor,
     block_response_synthesizer,
 )
-from blockattn_rag.model import BlockModel
+from tests.engines import tuned_model
 from tests.llama_index.retrieving import Fixed
-from tests.models import tiny_model, tiny_tokenizer
 from tests.saying import thinking_model
 from tests.scripted import Script, ScriptedEngine
 
@@ -81,9 +80,7 @@ async def test_a_selector_s_choice_is_what_the_model_called() -> None:
 
 
 async def test_a_selector_s_choice_is_a_call_by_grammar_where_the_template_knows_no_tools() -> None:
-    tiny: Any = tiny_model("llama", max_position_embeddings=8192)
-    tiny.config.block_attention = {"test": True}  # known to be tuned: no warning
-    model = BlockModel(tiny, tiny_tokenizer())
+    model = tuned_model(max_position_embeddings=8192)
     engine = ScriptedEngine(lambda _: call_of("SingleSelection", SELECTED), model=model)
     llm = BlockAttentionLLM(engine=engine, is_function_calling_model=True, max_new_tokens=300)
     query = QueryBundle("How deep?")

@@ -9,8 +9,8 @@ from llama_index.core.base.llms.types import ChatMessage, ChatResponse, TextBloc
 
 from blockattn_rag.llama_index import BlockAttentionLLM
 from blockattn_rag.model import BlockModel
+from tests.engines import tuned_model
 from tests.llama_index.conftest import RecordingEngine
-from tests.models import tiny_model
 from tests.saying import says, thinking_tokenizer
 
 ANSWER = "<think>\nIt is deep.\n</think>\n\n31 metres."
@@ -19,9 +19,7 @@ ASKED = [ChatMessage("How deep?")]
 
 @pytest.fixture(scope="module")
 def model() -> BlockModel:
-    hf_model = tiny_model("llama")
-    hf_model.config.block_attention = {"test": True}  # known to be tuned: no warning
-    return BlockModel(hf_model, thinking_tokenizer())
+    return tuned_model(thinking_tokenizer())
 
 
 @pytest.fixture

@@ -5,37 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 from llama_index.core.base.llms.types import ChatMessage
 
-from blockattn_rag import BlockAttentionEngine
 from blockattn_rag.llama_index import BlockAttentionLLM, BlockKVTransform
-from tests.models import tiny_model, tiny_tokenizer
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A tiny model on disk."""
-    path = tmp_path_factory.mktemp("model")
-    model = tiny_model("llama")
-    model.config.block_attention = {"test": True}
-    model.save_pretrained(path)
-    tiny_tokenizer().save_pretrained(path)
-    return str(path)
-
-
-@pytest.fixture
-def loads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What is asked of ``BlockAttentionEngine.from_pretrained`` during the test."""
-    seen: list[Any] = []
-    original = BlockAttentionEngine.from_pretrained
-
-    def spy(model: Any, **kwargs: Any) -> BlockAttentionEngine:
-        seen.append((model, kwargs))
-        return original(model, **kwargs)
-
-    monkeypatch.setattr(BlockAttentionEngine, "from_pretrained", spy)
-    return seen
 
 
 def test_metadata_needs_no_weights(saved: str, loads: list[Any]) -> None:

@@ -24,7 +24,7 @@ from blockattn_rag.llama_index import (
 )
 from blockattn_rag.model import BlockModel
 from blockattn_rag.store import MemoryStore
-from tests.models import tiny_model, tiny_tokenizer
+from tests.engines import tuned_model
 
 
 class Tower(BaseModel):
@@ -37,9 +37,7 @@ PROMPT = PromptTemplate("What is {thing}?")
 
 @pytest.fixture(scope="module")
 def model() -> BlockModel:
-    model = BlockModel(tiny_model(max_position_embeddings=8192), tiny_tokenizer())
-    model.config.block_attention = {"test": True}  # known to be tuned: no warning
-    return model
+    return tuned_model(max_position_embeddings=8192)
 
 
 @pytest.fixture

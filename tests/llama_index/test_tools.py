@@ -18,7 +18,7 @@ from blockattn_rag.errors import ToolCallError
 from blockattn_rag.llama_index import BlockAttentionLLM, BlockKVPostprocessor, BlockKVTransform
 from blockattn_rag.llama_index.messages import INVALID_CALLS, chat_turns
 from tests.llama_index.retrieving import Fixed
-from tests.scripted import Script, ScriptedEngine, tool_model
+from tests.scripted import Script, ScriptedEngine, prompts_of, tool_model
 
 # LlamaIndex's agents use old names of pydantic's and of its own workflows.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -43,11 +43,6 @@ def scripted(answer: str | Script) -> BlockAttentionLLM:
 def then(last: str) -> Script:
     """Calls ``add``, and says something when its result is there."""
     return lambda prompt: last if "<tool_response>" in prompt else CALL
-
-
-def prompts_of(llm: BlockAttentionLLM) -> list[str]:
-    assert isinstance(llm.engine, ScriptedEngine)
-    return llm.engine.prompts
 
 
 def calls_of(response: ChatResponse) -> list[tuple[str, Any]]:

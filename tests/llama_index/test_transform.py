@@ -29,11 +29,10 @@ from blockattn_rag.llama_index import (
     HashingEmbedding,
     canonical_text,
 )
-from blockattn_rag.model import BlockModel
 from blockattn_rag.prompts.blocks import Block, BlockTemplate, handle_of
 from blockattn_rag.prompts.formats import BLANK_LINE
+from tests.engines import tuned_model
 from tests.llama_index.conftest import RecordingEngine, passages
-from tests.models import tiny_model, tiny_tokenizer
 
 
 def counts(transform: BlockKVTransform) -> tuple[int, int]:
@@ -149,9 +148,7 @@ def test_identical_ingests_run_the_transform_once(engine: RecordingEngine) -> No
 
 
 def test_cached_ingestion_depends_on_model_store_and_template(engine: RecordingEngine) -> None:
-    other_model = tiny_model("llama", seed=7)
-    other_model.config.block_attention = {"test": True}
-    other_engine = RecordingEngine(BlockModel(other_model, tiny_tokenizer()))
+    other_engine = RecordingEngine(tuned_model(seed=7))
     other_engine.store = engine.store
     others = [
         BlockKVTransform(engine=other_engine),

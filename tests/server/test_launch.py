@@ -32,13 +32,6 @@ def vllm(tmp_path: Path) -> FakeVllm:
 
 
 @pytest.fixture
-def port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
-
-
-@pytest.fixture
 def log() -> list[str]:
     return []
 

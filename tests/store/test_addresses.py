@@ -23,12 +23,6 @@ from blockattn_rag.store import (
 from blockattn_rag.store.urls import lasts, reason, scheme_of
 
 
-def test_no_store_means_one_of_a_gibibyte_in_memory() -> None:
-    opened = open_store(None)
-    assert isinstance(opened, MemoryStore)
-    assert opened.max_bytes == 2**30
-
-
 @pytest.mark.parametrize("kind", [str, Path])
 def test_a_path_means_a_store_on_disk(tmp_path: Path, kind: type[str] | type[Path]) -> None:
     opened = open_store(kind(tmp_path / "kv"))
@@ -97,6 +91,7 @@ def test_a_redis_server_is_a_redis_store(url: str) -> None:
 @pytest.mark.parametrize(
     ("spec", "nbytes"),
     [
+        (None, 1 << 30),
         ("memory:", 1 << 30),
         ("memory://", 1 << 30),
         ("memory:2GiB", 2 << 30),
@@ -105,7 +100,7 @@ def test_a_redis_server_is_a_redis_store(url: str) -> None:
         ("memory:17", 17),
     ],
 )
-def test_memory_has_a_size(spec: str, nbytes: int) -> None:
+def test_memory_has_a_size(spec: str | None, nbytes: int) -> None:
     opened = open_store(spec)
     assert isinstance(opened, MemoryStore)
     assert opened.max_bytes == nbytes

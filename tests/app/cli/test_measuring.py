@@ -106,22 +106,6 @@ def test_eval_replays_a_log_of_prompts(cli: Command, model: Path, tmp_path: Path
     assert (tmp_path / "out.jsonl").read_text("utf-8").splitlines() == lines
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ((), "expected --data FILE or --log FILE"),
-        (("--data", "d", "--log", "l"), "expected --data FILE or --log FILE"),
-        (("--log", "l", "--closed-book"), "--closed-book needs --data"),
-    ],
-)
-def test_eval_refuses_options_that_do_not_go_together(
-    cli: Command, model: Path, options: tuple[str, ...], message: str
-) -> None:
-    output = cli("eval", "--model", model, *options)
-    shown = " ".join(output.stderr.replace("│", " ").split())
-    assert (output.status, message in shown) == (2, True), shown
-
-
 def test_eval_names_bad_lines_and_recipes(cli: Command, model: Path, tmp_path: Path) -> None:
     data = write_jsonl(tmp_path / "data.jsonl", [record(1)])
     output = cli("eval", "--model", model, "--data", data, "--recipes", "fast")
@@ -158,22 +142,6 @@ def test_every_benchmark_shows_its_rows(
     assert output.status == 0, output.stderr
     assert column in output.stdout
     assert "torch" in output.stdout
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("ttft", "--lengths", "512,4k"), "expected whole numbers above 0"),
-        (("ttft", "--lengths", "0"), "expected whole numbers above 0"),
-        (("ttft", "--batch-sizes", "2"), "ttft does not support this option"),
-        (("ttft", "--block-tokens", "8,16"), "but ttft accepts only one number"),
-        (("ttfx",), "'ttfx' is not one of"),
-    ],
-)
-def test_bench_refuses_options(cli: Command, arguments: tuple[str, ...], message: str) -> None:
-    output = cli("bench", *arguments, "--model", "no/such-model")
-    shown = " ".join(output.stderr.replace("│", " ").split())
-    assert (output.status, message in shown) == (2, True), shown
 
 
 def test_plan_estimates_a_collection_without_weights(cli: Command, tmp_path: Path) -> None:
@@ -250,17 +218,32 @@ def test_plan_replays_a_trace(cli: Command, tmp_path: Path) -> None:
     assert (refused.status, "line 1: found 'segments' of a number" in refused.stderr) == (1, True)
 
 
+EVAL = ("eval", "--model", "no/model")
+BENCH = ("bench", "--model", "no/model")
+PLAN = ("plan", "--model", "8b", "--tflops", 1)
+
+
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("command", "options", "message"),
     [
-        ((), "found neither --passages nor --trace"),
-        (("--passages", 3, "--room", 1), "cannot be combined with --passages"),
-        (("--trace", "t.jsonl", "--passages", 3), "cannot be combined with --trace"),
-        (("--trace", "t.jsonl", "--top-k", 10), "cannot be combined with --trace"),
-        (("--trace", "t.jsonl", "--plot", "x.txt"), "expected a name ending in .svg"),
+        (EVAL, (), "expected --data FILE or --log FILE"),
+        (EVAL, ("--data", "d", "--log", "l"), "expected --data FILE or --log FILE"),
+        (EVAL, ("--log", "l", "--closed-book"), "--closed-book needs --data"),
+        (BENCH, ("ttft", "--lengths", "512,4k"), "expected whole numbers above 0"),
+        (BENCH, ("ttft", "--lengths", "0"), "expected whole numbers above 0"),
+        (BENCH, ("ttft", "--batch-sizes", "2"), "ttft does not support this option"),
+        (BENCH, ("ttft", "--block-tokens", "8,16"), "but ttft accepts only one number"),
+        (BENCH, ("ttfx",), "'ttfx' is not one of"),
+        (PLAN, (), "found neither --passages nor --trace"),
+        (PLAN, ("--passages", 3, "--room", 1), "cannot be combined with --passages"),
+        (PLAN, ("--trace", "t.jsonl", "--passages", 3), "cannot be combined with --trace"),
+        (PLAN, ("--trace", "t.jsonl", "--top-k", 10), "cannot be combined with --trace"),
+        (PLAN, ("--trace", "t.jsonl", "--plot", "x.txt"), "expected a name ending in .svg"),
     ],
 )
-def test_plan_refuses_options(cli: Command, options: tuple[object, ...], message: str) -> None:
-    output = cli("plan", "--model", "8b", "--tflops", 1, *options)
+def test_refuses_invalid_options(
+    cli: Command, command: tuple[object, ...], options: tuple[object, ...], message: str
+) -> None:
+    output = cli(*command, *options)
     shown = " ".join(output.stderr.replace("│", " ").split())
     assert (output.status, message in shown) == (2, True), shown

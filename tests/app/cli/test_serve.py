@@ -32,13 +32,6 @@ def vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeVllm:
     return fake
 
 
-@pytest.fixture
-def port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
-
-
 @pytest.fixture(scope="module")
 def loaded(model: Path) -> BlockModel:
     return BlockModel.from_pretrained(model, device="cpu")

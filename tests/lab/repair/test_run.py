@@ -286,15 +286,19 @@ class TestMaterial:
         assert [key for key, kv in found if kv is not None] == [exact]
         assert [key for key in keys if key in store] == [exact]
 
-    @pytest.mark.parametrize("number", [1, 4])
-    def test_needs_enough_questions(self, model: BlockModel, tmp_path: Path, number: int) -> None:
-        with pytest.raises(DataError, match=f"found {number} distinct questions, expected"):
-            repaired(model, tmp_path / "recipe", questions=QUESTIONS[:number])
-        assert list(tmp_path.iterdir()) == []
-
-    def test_needs_questions_or_passages(self, model: BlockModel, tmp_path: Path) -> None:
-        with pytest.raises(DataError, match="no questions, and no passages to write"):
-            repaired(model, tmp_path / "recipe", questions=None)
+    @pytest.mark.parametrize(
+        ("questions", "message"),
+        [
+            (QUESTIONS[:1], "found 1 distinct questions, expected"),
+            (QUESTIONS[:4], "found 4 distinct questions, expected"),
+            (None, "no questions, and no passages to write"),
+        ],
+    )
+    def test_needs_enough_questions(
+        self, model: BlockModel, tmp_path: Path, questions: Any, message: str
+    ) -> None:
+        with pytest.raises(DataError, match=message):
+            repaired(model, tmp_path / "recipe", questions=questions)
         assert list(tmp_path.iterdir()) == []
 
     def test_prompts_of_one_block_are_refused(self, tmp_path: Path) -> None:

@@ -202,12 +202,6 @@ class TestResume:
         for name, tensor in weights(folder / "whole").items():
             torch.testing.assert_close(weights(folder / "out")[name], tensor, rtol=0, atol=0)
 
-    def test_resuming_with_other_settings_is_refused(self, folder: Path) -> None:
-        (folder / "out.work").mkdir()
-        (folder / "out.work" / "run.json").write_text("{}")
-        with pytest.raises(DataError, match=r"other settings for .*learning_rate"):
-            finetune(config(settings(folder, resume=True)))
-
     @pytest.mark.parametrize(("file", "name"), [("train", "training"), ("eval", "evaluation")])
     def test_resuming_with_other_data_is_refused(self, folder: Path, file: str, name: str) -> None:
         wanted = settings(folder, eval_data=[str(folder / "eval.jsonl")])
@@ -218,11 +212,19 @@ class TestResume:
         with pytest.raises(DataError, match=rf"other settings for {name} data \("):
             finetune(config({**wanted, "resume": True}))
 
-    @pytest.mark.parametrize("text", ["", "null", "[1]"])
-    def test_a_run_whose_settings_are_damaged_is_not_resumed(self, folder: Path, text: str) -> None:
+    @pytest.mark.parametrize(
+        ("noted", "message"),
+        [
+            ("{}", "other settings for .*learning_rate"),
+            *((text, r"run\.json is damaged .* start again") for text in ("", "null", "[1]")),
+        ],
+    )
+    def test_resuming_other_or_damaged_settings_is_refused(
+        self, folder: Path, noted: str, message: str
+    ) -> None:
         (folder / "out.work").mkdir()
-        (folder / "out.work" / "run.json").write_text(text)
-        with pytest.raises(DataError, match=r"run\.json is damaged .* start again"):
+        (folder / "out.work" / "run.json").write_text(noted)
+        with pytest.raises(DataError, match=message):
             finetune(config(settings(folder, resume=True)))
 
 

@@ -12,7 +12,8 @@ from blockattn_rag import BlockAttentionEngine
 from blockattn_rag.model import BlockModel
 from blockattn_rag.server.client import RemoteEngine, http
 from blockattn_rag.store import MemoryStore
-from tests.models import tiny_model, tiny_tokenizer
+from tests.engines import tuned_model
+from tests.models import tiny_tokenizer
 from tests.server.client.fake_server import FakeServer
 
 Serve = Callable[..., FakeServer]
@@ -20,9 +21,7 @@ Serve = Callable[..., FakeServer]
 
 @pytest.fixture(scope="session")
 def block_model() -> BlockModel:
-    model = tiny_model("llama")
-    model.config.block_attention = {"test": True}  # known to be tuned: no warning
-    return BlockModel(model, tiny_tokenizer())
+    return tuned_model()
 
 
 @pytest.fixture(autouse=True)

@@ -23,21 +23,12 @@ from blockattn_rag.langchain import (
     format_blocks,
 )
 from blockattn_rag.server.protocol import COMPLETIONS
-from tests.models import tiny_tokenizer
 from tests.server.client.conftest import Serve
 from tests.server.client.fake_server import FakeServer, RefusalError, fault
 
 KEY = "the-secret"
 DOCUMENTS = [Document(f"Tower {n} is {100 + n} metres tall.") for n in range(3)]
 MESSAGES = [("system", f"Context: {format_blocks(DOCUMENTS)}"), ("human", "Which?")]
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A tokenizer on disk."""
-    path = tmp_path_factory.mktemp("tokenizer")
-    tiny_tokenizer().save_pretrained(path)
-    return str(path)
 
 
 def remote(url: str, tokenizer: str, **options: Any) -> ChatBlockAttention:

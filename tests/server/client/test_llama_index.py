@@ -26,7 +26,6 @@ from blockattn_rag.llama_index import (
     encode_prompt_head,
 )
 from blockattn_rag.prompts.markers import wrap
-from tests.models import tiny_tokenizer
 from tests.server.client.conftest import Serve
 from tests.server.client.fake_server import FakeServer
 
@@ -36,14 +35,6 @@ MESSAGES = [
     ChatMessage(role="system", content="Answer briefly."),
     ChatMessage(role="user", content=f"{wrap('A passage.')}\n\n{wrap('Another one.')}\n\nWhich?"),
 ]
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A tokenizer on disk."""
-    path = tmp_path_factory.mktemp("tokenizer")
-    tiny_tokenizer().save_pretrained(path)
-    return str(path)
 
 
 def remote(url: str, tokenizer: str, **options: Any) -> BlockAttentionLLM:
