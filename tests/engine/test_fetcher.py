@@ -247,23 +247,10 @@ def test_passages_are_stored_at_once_and_system_messages_later(on_disk: BlockFet
     assert on_disk.contains(system, first=True)
 
 
-def test_only_passages_of_a_hundred_questions_are_stored(on_disk: BlockFetcher) -> None:
-    for number in range(100):
-        fetch(on_disk, [of("conversation", f"Question {number}?"), A, B])
-    assert on_disk.store.stats().entries == 2
-
-
 def test_whatever_is_encoded_on_purpose_is_stored(on_disk: BlockFetcher) -> None:
     ingest(on_disk, [of("conversation"), A], as_prompt=True)
     found = fetch(on_disk, [of("conversation"), A])
     assert (found.hits, len(found.computed)) == (2, 0)
-
-
-def test_on_miss_error_is_about_passages(model: BlockModel, store: FaultyStore) -> None:
-    fetcher = BlockFetcher(model, store, on_miss="error")
-    ingest(fetcher, [A])
-    found = fetch(fetcher, [of("conversation"), A])
-    assert (found.hits, len(found.computed)) == (1, 1)
 
 
 @pytest.mark.parametrize("origin", ["system", "conversation"])

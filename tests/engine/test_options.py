@@ -37,11 +37,6 @@ def test_a_misspelled_option_raises_type_error(name: str, meant: str) -> None:
         parse(**{name: 1})
 
 
-@pytest.mark.parametrize("name", ["min_new_tokens", "top_h", "synced_gpus"])
-def test_options_of_transformers_are_not_taken_for_misspelled_ones(name: str) -> None:
-    assert parse(**{name: 1}).sampling.extra == {name: 1}
-
-
 @pytest.mark.parametrize("name", ["on_miss", "assembly", "positions"])
 def test_settings_of_the_engine_are_not_options_of_a_call(name: str) -> None:
     with pytest.raises(TypeError, match=rf"'{name}' is a setting of the engine.*, {name}=\.\.\.\)"):

@@ -66,12 +66,6 @@ def test_a_schema_holds_on_each_path(engine: BlockAttentionEngine, assembly: str
     validate(answer.json(), SCHEMA)
 
 
-def test_passages_are_reused(engine: BlockAttentionEngine) -> None:
-    engine.generate(A, max_new_tokens=1)
-    stats = engine.generate(A, response_format=by_schema(), max_new_tokens=NEW).stats
-    assert (stats.hits, stats.misses) == (2, 0)
-
-
 def test_rows_have_their_own_grammar(engine: BlockAttentionEngine, batch_sizes: list[int]) -> None:
     asked: list[dict[str, Any]] = [
         {"response_format": by_schema()},
@@ -99,13 +93,6 @@ def test_rows_have_their_own_grammar(engine: BlockAttentionEngine, batch_sizes: 
     assert together[1] in OTHER["choice"]
 
 
-def test_batches_share_a_grammar_too(engine: BlockAttentionEngine) -> None:
-    answers = engine.generate_batch([A, B, A], response_format=by_schema(), max_new_tokens=NEW)
-    assert answers[0].text == answers[2].text
-    for answer in answers:
-        validate(answer.json(), SCHEMA)
-
-
 def test_streams_and_event_loops_follow_it(engine: BlockAttentionEngine) -> None:
     options: dict[str, Any] = {"response_format": by_schema(), "max_new_tokens": NEW}
     text = engine.generate(A, **options).text
@@ -116,13 +103,6 @@ def test_streams_and_event_loops_follow_it(engine: BlockAttentionEngine) -> None
         return [(await engine.agenerate(A, **options)).text, "".join(streamed)]
 
     assert asyncio.run(both()) == [text, text]
-
-
-def test_a_seed_gives_the_same_object_again(engine: BlockAttentionEngine) -> None:
-    options: dict[str, Any] = {"response_format": by_schema(), "max_new_tokens": NEW}
-    texts = [engine.generate(A, seed=s, temperature=2.0, **options).text for s in (1, 1, 2, 3)]
-    assert texts[0] == texts[1]
-    assert len(set(texts)) > 1
 
 
 def test_cut_answer_is_no_object(engine: BlockAttentionEngine) -> None:

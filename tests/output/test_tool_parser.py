@@ -108,22 +108,6 @@ def test_ids_that_a_model_writes_are_kept_and_others_are_made() -> None:
     assert all(len(one) == 9 and one.isalnum() for one in made)
 
 
-def test_calls_of_one_answer_have_ids_of_their_own() -> None:
-    call = '<tool_call>{"name": "look_up", "arguments": {}, "id": "x"}</tool_call>'
-    first, second = parse_answer(call + call, FORMATS["hermes"]).calls
-    assert (first.id, second.id == "x", len(second.id)) == ("x", False, 9)
-
-
-@pytest.mark.parametrize("form", FORMATS)
-def test_text_before_and_after_calls_is_kept(form: str) -> None:
-    text, calls, invalid = read(form, f"I look.\n{WELL_FORMED[form][-1]} \n")
-    if FORMATS[form].is_bare:
-        return  # tested below: there a call may stand without an opening
-    assert (text, calls, invalid) == ("I look.", [CALL], [])
-    opened = WELL_FORMED[form][0]
-    assert read(form, f"One\n\n{opened}\ntwo ")[0] == "One\n\ntwo "
-
-
 def test_an_object_is_a_call_without_an_opening_only_where_the_answer_begins() -> None:
     call = WELL_FORMED["llama3"][0]
     assert read("llama3", f"{call} Then?") == ("Then?", [CALL], [])
@@ -134,13 +118,6 @@ def test_an_object_is_a_call_without_an_opening_only_where_the_answer_begins() -
 @pytest.mark.parametrize("answer", [' {"answer": 3} is it', "[1]", '{"name": "Bob"', "{", " x{"])
 def test_an_answer_that_happens_to_be_an_object_is_text(answer: str) -> None:
     assert read("llama3", answer) == (answer, [], [])
-
-
-@pytest.mark.parametrize("form", FORMATS)
-@given(st.text("<tool_ca>|[TO{}\n ", max_size=12))
-def test_an_answer_without_calls_is_all_text(form: str, answer: str) -> None:
-    if FORMATS[form].opening not in answer:
-        assert read(form, answer) == (answer, [], [])
 
 
 MALFORMED = [
@@ -297,13 +274,6 @@ def test_marks_that_are_tokens_count_and_the_same_characters_do_not(form: str, a
     quoted = [(f"It says {answer}.", False), *as_tokens(form, answer)]
     if FORMATS[form].opening in answer:
         assert read_tokens(form, quoted) == (quoted[0][0], [CALL], [])
-
-
-@pytest.mark.parametrize(("form", "answer", "name", "error"), MALFORMED)
-def test_malformed_calls_are_verbatim(form: str, answer: str, name: str | None, error: str) -> None:
-    found = read_tokens(form, as_tokens(form, answer[:500]))
-    assert found == read(form, answer[:500])
-    assert (name is None, bool(error)) == (found[2][0][0] is None, True)
 
 
 @pytest.mark.parametrize("form", FORMATS)

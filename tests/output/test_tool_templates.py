@@ -16,7 +16,6 @@ from transformers import PreTrainedTokenizerFast
 from blockattn_rag.output import FORMATS, ToolTemplate, tool_template
 from blockattn_rag.output.tool_templates import shows_results
 from blockattn_rag.prompts.blocks import Span, text_of
-from blockattn_rag.prompts.chat_template import chat_spans
 from blockattn_rag.prompts.markers import wrap
 from tests import chat_templates
 from tests.models import tiny_tokenizer
@@ -298,27 +297,6 @@ def test_calls_of_two_turns_may_have_the_same_ids() -> None:
     ]
 
 
-def test_text_before_calls_stays_where_the_template_shows_no_calls() -> None:
-    messages = [user(), calling(call(), call("Rome"), content="I look."), result()]
-    text = prompt_of("SMOLLM3", *messages)
-    assert (
-        'I look.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n'
-        '</tool_call>\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n'
-        "</tool_call><|im_end|>"
-    ) in text
-    listed = prompt_of("GRANITE33", *messages)
-    assert '<|tool_call|>[{"name": "get_weather", "arguments": {"city": "Paris"}}, {' in listed
-
-
-def test_further_variables_reach_the_template() -> None:
-    tokenizer = tokenizer_with("QWEN3")
-    given: dict[str, Any] = {"enable_thinking": False}
-    assert text_of(known(tokenizer).spans(tokenizer, [user()], [TOOL], **given)).endswith(
-        "<think>\n\n</think>\n\n"
-    )
-    assert text_of(chat_spans(tokenizer, [user()], **given)).endswith("<think>\n\n</think>\n\n")
-
-
 IN_WORDS = (
     "Answer with a call of one of these functions, written as\n<tool_call>\n"
     '{"name": ..., "arguments": ...}\n</tool_call>\nThe functions:\n'
@@ -347,8 +325,3 @@ def test_passages_before_definitions_in_words_stay_passages() -> None:
     spans = worded(("user", f"{wrap('A passage.')}\n\n<|end|>"))
     assert [one.text for one in spans if one.origin == "passage"] == ["A passage."]
     assert any("<|end|>" in one.text and not one.parses_control for one in spans)
-
-
-def test_results_of_tools_go_before_their_question() -> None:
-    text = text_of(worded(("user", "1 + 2?"), ("tool", "3")))
-    assert text == f"<|begin|><|user|>\n3\n\n1 + 2?\n\n{IN_WORDS}"

@@ -7,22 +7,14 @@ from typing import Any
 import pytest
 
 from blockattn_rag.prompts.blocks import (
-    HANDLE_LENGTH,
     Block,
     BlockPrompt,
     BlockTemplate,
     Span,
-    handle_of,
-    merged,
     promoted,
 )
 
 TEMPLATE = BlockTemplate("- ", "\n")
-
-
-def test_a_handle_is_the_start_of_the_sha256_of_the_text() -> None:
-    assert handle_of("abc") == "ba7816bf8f01cfea414140de5dae2223"
-    assert len(handle_of("\ud800")) == HANDLE_LENGTH
 
 
 def test_a_block_is_as_private_as_the_most_private_of_its_spans() -> None:
@@ -33,13 +25,6 @@ def test_a_block_is_as_private_as_the_most_private_of_its_spans() -> None:
     assert Block("text").origin == "passage"
     assert Block("text").is_passage
     assert not Block.of([system]).is_passage
-
-
-def test_neighbouring_spans_of_one_origin_are_one_but_passages_stay_apart() -> None:
-    spans = [Span("a", "system"), Span("b", "system"), Span("", "template"), Span("c", "system")]
-    assert merged(spans) == (Span("abc", "system"),)
-    passages = (Span("a", "passage"), Span("b", "passage"))
-    assert merged(passages) == passages
 
 
 def test_a_prompt_from_spans_makes_a_block_of_every_passage() -> None:

@@ -58,19 +58,6 @@ def test_the_template_the_system_message_and_the_rest_are_told_apart() -> None:
     )
 
 
-def test_passages_between_markers_are_spans_of_their_own() -> None:
-    content = f"Read {wrap('one')}\n{wrap('two')} and tell."
-    assert spans_of(TRIMS, user(content)) == [
-        ("<user>", "template"),
-        ("Read ", "conversation"),
-        ("one", "passage"),
-        ("\n", "conversation"),
-        ("two", "passage"),
-        (" and tell.", "conversation"),
-        ("</user>", "template"),
-    ]
-
-
 @given(st.text(st.characters(exclude_categories=()), max_size=30))
 def test_a_content_is_trimmed_as_the_template_trims_it(text: str) -> None:
     text = f" {text}{FORGED}\n"
@@ -149,17 +136,6 @@ def test_the_name_of_a_tool_that_is_no_plain_word_is_content() -> None:
 def test_a_role_that_is_no_plain_word_is_refused() -> None:
     with pytest.raises(ValueError, match="a role is a plain word"):
         chat_spans(tiny_tokenizer(), [{"role": "user<|end|>", "content": "Hi"}])
-
-
-@pytest.mark.parametrize("content", ["", " \n", None])
-def test_templates_see_whether_there_is_a_content(content: Any) -> None:
-    template = "{% for m in messages %}{{ 'full' if m.content else 'empty' }}{% endfor %}"
-    assert spans_of(template, user(content)) == [("full" if content else "empty", "template")]
-
-
-def test_contents_given_as_spans_keep_their_origins() -> None:
-    content = (Span("Read: ", "system"), Span("a", "passage"), Span("Q", "conversation"))
-    assert spans_of(TRIMS, user(content))[1:-1] == [(s.text, s.origin) for s in content]
 
 
 def test_a_template_of_functions_is_traced_as_well() -> None:

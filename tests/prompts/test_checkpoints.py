@@ -139,13 +139,6 @@ def test_a_model_of_another_name_is_not_known(name: str) -> None:
     assert format_for("auto", name) is FORMATS["chat"]
 
 
-def test_auto_takes_a_checkpoints_own_format_and_says_so(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    assert format_for("auto", TULU) is FORMATS["tulu3-block"]
-    assert caplog.messages == [f"{TULU}: prompt format tulu3-block, the one it was trained on"]
-
-
 def test_unconfirmed_format_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     assert format_for("auto", "hxia7/Llama-3.1-8B-Block-FT") is FORMATS["llama3-block"]
     assert format_for("auto", QWEN) is FORMATS["chat"]

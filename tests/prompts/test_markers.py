@@ -134,21 +134,10 @@ def test_white_space_between_blocks_belongs_to_neither_and_other_text_is_a_block
     ]
 
 
-def test_the_same_block_may_come_twice() -> None:
-    prompt = segment(wrap("one") + wrap("two") + wrap("one") + "Q")
-    assert [block.text for block in prompt.context] == ["one", "two", "one"]
-
-
 def test_a_changed_text_between_its_markers_is_one_block_and_known_as_changed() -> None:
     marked = wrap("a 'quoted' text").replace("'", "\\'")
     (block,) = segment(marked + "Q").context
     assert (block.text, block.origin) == ("a \\'quoted\\' text", "altered")
-
-
-def test_markers_inside_a_passage_stay_part_of_it() -> None:
-    for inner in (wrap("inner"), OPENING + "x", CLOSING, CLOSING + OPENING, REAL * 2):
-        text = f"before {inner} after"
-        assert segment(f"{wrap(text)}Q").context == (Block(text),)
 
 
 def test_an_opening_that_encloses_a_real_block_does_not_swallow_it() -> None:

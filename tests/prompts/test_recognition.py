@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blockattn_rag.prompts.blocks import BlockPrompt, Span
-from blockattn_rag.prompts.formats import BLANK_LINE
 from blockattn_rag.prompts.marked_text import content_spans
 from blockattn_rag.prompts.markers import wrap
 from blockattn_rag.prompts.recognition import (
@@ -96,16 +95,6 @@ def test_a_passage_across_two_spans_stays_text() -> None:
     assert PassageMatcher(entries_of([A])).split(spans) == spans
 
 
-def test_a_recognized_prompt_equals_the_prompt_with_markers() -> None:
-    plain, marked = (
-        f"Context:\n\n{one}\n\nQuestion: <|im_end|> why?"
-        for one in (f"{A}\n\n{B}", f"{wrap(A)}\n\n{wrap(B)}")
-    )
-    spans = PassageMatcher(entries_of([A, B, C])).split([Span(plain, "conversation")])
-    expected = BlockPrompt.from_spans(content_spans(marked, "conversation"), BLANK_LINE)
-    assert BlockPrompt.from_spans(spans, BLANK_LINE) == expected
-
-
 @given(st.data())
 def test_the_longest_passages_are_found_first(data: st.DataObject) -> None:
     """Compares with a search for each passage."""
@@ -131,24 +120,11 @@ def test_the_longest_passages_are_found_first(data: st.DataObject) -> None:
     assert found(text, *passages) == [one for _, one in sorted(expected)]
 
 
-def test_prompts_without_known_passages_have_no_match() -> None:
-    matcher = PassageMatcher(entries_of(passage(seed) for seed in range(5_000)))
-    for seed in range(10_000, 11_000):
-        spans = (Span(passage(seed, 200), "conversation"),)
-        assert matcher.split(spans) == spans
-
-
 def test_an_entry_with_a_wrong_handle_matches_nothing() -> None:
     entries = entries_of([A])
     entries["handle"][0, 0] ^= 1
     spans = (Span(A * 3, "conversation"),)
     assert PassageMatcher(entries).split(spans) == spans
-
-
-def test_passages_with_the_same_header_are_found() -> None:
-    passages = ["a " * 60 + passage(seed, 60) for seed in range(3_000)]
-    wanted = [passages[7], passages[2_900]]
-    assert found(f"Use {wanted[0]}\n\n{wanted[1]} Why?", *passages) == wanted
 
 
 def test_passages_with_the_same_middle_take_bounded_time() -> None:

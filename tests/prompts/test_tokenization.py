@@ -13,7 +13,6 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_to
 from transformers import PreTrainedTokenizerFast, StopStringCriteria
 from transformers.tokenization_python import PythonBackend
 
-from blockattn_rag.prompts import encoders
 from blockattn_rag.prompts.blocks import Block, BlockPrompt, BlockTemplate, Origin, Span
 from blockattn_rag.prompts.tokenization import BlockTokenizer
 from tests.models import tiny_tokenizer
@@ -44,11 +43,6 @@ def test_bos_that_the_chat_template_wrote_does_not_come_twice() -> None:
         BlockPrompt((Block.of([Span("<|begin|>system", "template")]),), "Q"),
     ):
         assert with_bos.prompt_ids(prompt).flat.count(BOS) == 1
-
-
-def test_a_tokenizer_without_bos_adds_nothing() -> None:
-    assert without_bos.prefix_ids == []
-    assert len(without_bos.prompt_ids(BlockPrompt.from_texts(["one", "Q"])).flat) == 4
 
 
 @given(any_text)
@@ -102,12 +96,6 @@ def test_lone_surrogates_become_question_marks_instead_of_failing() -> None:
     assert decoded(with_bos.final_ids("a\ud800b", first=False)) == "a?b"
     assert not with_bos.spells_control_token("a\ud800b")
     assert with_bos.spells_control_token("a\ud800<|end|>")
-
-
-def test_the_last_block_becomes_final_where_the_final_text_is_empty() -> None:
-    ids = with_bos.prompt_ids(BlockPrompt.from_texts(["one", "two", ""]))
-    assert [decoded(block) for block in ids.context] == ["<|begin|>one"]
-    assert decoded(ids.final) == "two"
 
 
 def test_context_blocks_come_without_the_one_that_became_final() -> None:
@@ -203,25 +191,6 @@ class TestAddedTokens:
         assert not {1, 2} & set(ids)
         text = "".join(backend.id_to_token(i) for i in ids)
         assert text == "\u2581a<s></s>b<s>"
-
-    def test_many_of_them_are_cut_in_few_passes(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        pieces = [("<unk>", 0.0), ("<s>", 0.0), *((c, -5.0) for c in "<s>")]
-        make: Any = PreTrainedTokenizerFast
-        own = BlockTokenizer(
-            make(tokenizer_object=Tokenizer(models.Unigram(pieces, unk_id=0)), bos_token="<s>")
-        )
-        encoded = 0
-        original = encoders._Plain.encode
-
-        def counted(plain: Any, text: str) -> Any:
-            nonlocal encoded
-            encoded += len(text)
-            return original(plain, text)
-
-        monkeypatch.setattr(encoders._Plain, "encode", counted)
-        text = "<s>" * 2000
-        assert own.text_ids(text) == [2, 3, 4] * 2000
-        assert encoded < 4 * len(text)
 
     def test_unknown_characters_are_no_control_tokens(self) -> None:
         pieces = [("<unk>", -9.0), ("a", -1.0), ("\u2581", -2.0)]

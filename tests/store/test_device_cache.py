@@ -63,13 +63,6 @@ def test_what_is_put_is_stored_and_what_is_kept_is_not(cache: DeviceCache, store
     assert cache.stats() == store.stats()
 
 
-def test_a_copy_that_is_kept_replaces_what_was_read(cache: DeviceCache) -> None:
-    cache.put(KEY, KV)
-    copy = replace(KV)
-    cache.keep(KEY, copy)
-    assert cache.get(KEY) is copy
-
-
 def test_the_store_learns_once_in_a_while_of_uses_that_are_no_reads(
     cache: DeviceCache, store: Recorded, monkeypatch: pytest.MonkeyPatch
 ) -> None:

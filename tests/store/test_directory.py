@@ -67,13 +67,6 @@ def test_what_is_put_is_what_another_process_would_get(blocks: list[BlockKV]) ->
         assert all(same(got(again, key), kv) for key, kv in expected.items())
 
 
-def test_files_are_sharded_by_the_first_two_digits_of_the_key(store: DirectoryStore) -> None:
-    key, path = stored(store)
-    assert files(store) == ["format.json", f"objects/{key[:2]}/{key}.safetensors"]
-    assert key in store
-    assert store.stats() == StoreStats(1, path.stat().st_size)
-
-
 def test_states_lie_in_one_piece_of_memory_and_keys_are_aligned(store: DirectoryStore) -> None:
     key, path = stored(store)
     kv = got(store, key)
@@ -202,14 +195,6 @@ def test_a_link_that_leads_nowhere_or_to_itself_stops_nobody(store: DirectorySto
     assert store.stats() == StoreStats(0, 0)
     store.put(key, make_kv())
     assert same(got(store, key), make_kv())
-
-
-def test_an_entry_may_be_a_link_to_a_file_elsewhere(store: DirectoryStore, tmp_path: Path) -> None:
-    key, path = stored(store)
-    path.rename(tmp_path / "elsewhere")
-    path.symlink_to(tmp_path / "elsewhere")
-    assert same(got(store, key), make_kv())
-    assert store.stats().entries == 1
 
 
 def test_truncation_is_damage(store: DirectoryStore, monkeypatch: pytest.MonkeyPatch) -> None:

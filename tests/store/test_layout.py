@@ -6,7 +6,7 @@ import io
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from blockattn_rag.kv.block_kv import BlockKV
@@ -118,23 +118,6 @@ def test_heads_are_one_range_and_layers_a_few(quantised: bool) -> None:
     per_head = 4 if quantised else 2  # keys and values, and their scales
     assert len(ranges(layout.pieces(layers=range(2, 4)))) == 8 * per_head
     assert ranges(layout.pieces())[0].stop == layout.nbytes
-
-
-@given(st.integers(1, 64), st.integers(1, 64))
-def test_every_head_has_a_rank_and_every_rank_as_many_heads(count: int, ranks: int) -> None:
-    held = [share_of(rank, ranks, count) for rank in range(ranks)]
-    assert {head for share in held for head in share} == set(range(count))
-    sizes = {len(share) for share in held}
-    assert max(sizes) - min(sizes) <= 1
-    if ranks <= count:
-        assert sum(map(len, held)) == count
-
-
-@given(st.integers(1, 8), st.integers(1, 8))
-def test_more_ranks_than_heads_hold_each_head_in_neighbours(heads: int, times: int) -> None:
-    assume(times > 1)
-    held = [share_of(rank, heads * times, heads) for rank in range(heads * times)]
-    assert held == [range(head, head + 1) for head in range(heads) for _ in range(times)]
 
 
 @pytest.mark.parametrize(("rank", "ranks", "count"), [(2, 2, 4), (-1, 2, 4), (0, 0, 4), (0, 1, 0)])

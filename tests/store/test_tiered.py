@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from blockattn_rag.errors import CorruptEntryError, StoreError, StoreUnavailableError
 from blockattn_rag.kv.block_kv import BlockKV
@@ -403,25 +402,6 @@ def test_an_unrecorded_use_is_no_sign_of_life(monkeypatch: pytest.MonkeyPatch) -
 
 
 # The rest
-
-
-def test_figures_are_the_homes_and_each_tiers(tiers: TieredStore, home: Remote) -> None:
-    tiers.put(KEY, KV)
-    assert tiers.flush(10)
-    stats = tiers.stats()
-    assert (stats.entries, stats.total_bytes) == (1, KV.nbytes)
-    assert [tier.name for tier in stats.tiers] == [repr(tier.store) for tier in tiers._tiers]
-
-
-def test_a_tier_of_memory_holds_copies_on_the_host(home: Remote) -> None:
-    tiers = TieredStore("memory:1MB", home)
-    tiers.put(KEY, KV)
-    found = tiers.get(KEY)
-    assert found is not None
-    assert found is not KV
-    assert same(found, KV)
-    assert found.device == torch.device("cpu")
-    assert found.keys[0].data_ptr() != KV.keys[0].data_ptr()
 
 
 @pytest.mark.parametrize(

@@ -81,16 +81,6 @@ def test_a_time_of_use_in_the_future_is_mended_by_use(store: DirectoryStore) -> 
     assert used_ns(store) <= time.time_ns()
 
 
-def test_what_was_written_later_was_used_later(tmp_path: Path) -> None:
-    store = DirectoryStore(tmp_path, fsync=False)
-    kvs = [make_kv(f"passage {i}") for i in range(20)]
-    for kv in kvs:
-        store.put(kv.key, kv)
-    used_by = {entry.key: entry.used_ns for entry in store.entries()}
-    used = [used_by[kv.key] for kv in kvs]
-    assert used == sorted(set(used))
-
-
 @pytest.mark.parametrize("error", [errno.EROFS, errno.EPERM, errno.EACCES])
 def test_a_store_that_may_only_be_read_is_read_all_the_same(
     store: DirectoryStore, monkeypatch: pytest.MonkeyPatch, error: int
@@ -140,12 +130,6 @@ def test_a_store_without_touch_is_asked_whether_it_has_the_entry() -> None:
 
 
 # Deleting what nobody uses
-
-
-def test_gc_leaves_what_an_ingestion_has_just_found_present(store: DirectoryStore) -> None:
-    assert store.touch(KEY)
-    report = gc(store, set(), grace_s=3600)
-    assert (report.kept_young, report.deleted.count) == (1, 0)
 
 
 @pytest.mark.parametrize("how", ["touch", "get", "put"])

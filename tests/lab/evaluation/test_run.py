@@ -91,14 +91,6 @@ def test_recipes_are_scored_and_compared_with_full_mode(tmp_path: Path) -> None:
     assert json.loads(json.dumps(report.to_dict()))["rows"][1]["accuracy"]["mean"] == 0.75
 
 
-def test_blocks_are_encoded_before_block_mode_answers_and_not_for_full_mode(tmp_path: Path) -> None:
-    engine = FakeEngine({})
-    run(engine, samples(tmp_path, 1), ())
-    assert engine.encoded == 0
-    run(engine, samples(tmp_path, 1), ("none",))
-    assert engine.encoded == 4  # the instructions and three passages
-
-
 def test_an_interrupted_evaluation_resumes_from_its_records(tmp_path: Path) -> None:
     path, data = tmp_path / "out" / "records.jsonl", samples(tmp_path)
     engine = FakeEngine({"full": {"1": "100 metres"}}, fail_after=3)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from blockattn_rag.lab.evaluation.fidelity import FidelityRecord
-from blockattn_rag.lab.repair.compare import choose, loss_of
+from blockattn_rag.lab.repair.compare import choose
 
 NOISE = np.array([0.1, -0.1, 0.2, -0.2])
 
@@ -51,8 +50,3 @@ def test_keeps_recipe_in_use_if_as_good(gain: float, questions: int, expected: s
 def test_no_free_recipe_is_passed_over_for_a_costly_one_that_is_as_good() -> None:
     losses = {"none": 3 + NOISE, "sink": 2 + NOISE, "promote": 2 - NOISE}
     assert choose(losses, ["promote"]) == "sink"
-
-
-def test_the_first_token_counts_twice() -> None:
-    record = FidelityRecord("q", "d", "none", tokens=4, kl=0.5, first_kl=1.0, agreement=1.0)
-    assert loss_of(record) == pytest.approx((4 * 0.5 + 1.0) / 5)
