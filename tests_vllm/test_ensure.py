@@ -337,10 +337,7 @@ def test_the_endpoints_need_the_connector(connector: str | None) -> None:
     ],
 )
 def test_several_engines_keep_no_private_blocks(
-    reference: Reference,
-    monkeypatch: pytest.MonkeyPatch,
-    changed: dict[str, Any],
-    is_refused: bool,
+    reference: Reference, monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any], is_refused: bool
 ) -> None:
     parallel = {"data_parallel_size": 4, "data_parallel_size_local": 4, "local_engines_only": False}
     options = reference.options()

@@ -300,8 +300,7 @@ def test_no_malformed_body_causes_an_internal_error(reference: Reference, server
 
 
 @pytest.mark.parametrize(
-    "content",
-    [b"", b"{", b"[" * 100_000, b'"x"', b"\xff", b'{"messages": NaN}', b"1" * 5000],
+    "content", [b"", b"{", b"[" * 100_000, b'"x"', b"\xff", b'{"messages": NaN}', b"1" * 5000]
 )
 def test_a_body_that_is_no_object_is_refused(server: Server, content: bytes) -> None:
     headers = {"Content-Type": "application/json"}

@@ -108,8 +108,7 @@ def slots_of(pages: Sequence[int], tokens: int) -> Tensor:
 def test_a_token_that_is_computed_twice_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
     layers = [
         SimpleNamespace(
-            layer_name=str(index),
-            impl=SimpleNamespace(scale=0.5, forward=lambda _, query: query),
+            layer_name=str(index), impl=SimpleNamespace(scale=0.5, forward=lambda _, query: query)
         )
         for index in range(2)
     ]

@@ -13,13 +13,7 @@ from vllm.exceptions import RetryableRequestError
 from blockattn_rag.errors import GrammarError, ProtocolError
 from blockattn_rag.server.protocol import BlockPlan
 from blockattn_rag.server.served_blocks import ServedBlocks
-from blockattn_rag.server.vllm.retrying import (
-    CURRENT,
-    CUT_ANSWERS,
-    RETRIES,
-    RetryingClient,
-    Ticket,
-)
+from blockattn_rag.server.vllm.retrying import CURRENT, CUT_ANSWERS, RETRIES, RetryingClient, Ticket
 from tests_vllm.engines import sampling_of
 
 PLAN = BlockPlan("complete", (4, 5))
@@ -105,10 +99,7 @@ def test_second_tries_and_answers_that_a_stop_string_ends_are_counted() -> None:
 @pytest.mark.parametrize(
     ("encoded", "message"),
     [
-        (
-            {"a": 7},
-            "1 of its 2 blocks were missing or damaged in the store, and were",
-        ),
+        ({"a": 7}, "1 of its 2 blocks were missing or damaged in the store, and were"),
         ({}, "all its 2 blocks were intact in the store: the workers cannot read them within"),
     ],
 )

@@ -111,8 +111,5 @@ def test_a_connector_among_others_is_refused(reference: Reference) -> None:
     config = ServingConfig.parse(reference.options())
     engine = engine_of()
     parent = engine_of({"kv_connector": "MultiConnector", "kv_connector_module_path": None})
-    with (
-        set_current_vllm_config(parent),
-        pytest.raises(ServingError, match="make it the only one"),
-    ):
+    with set_current_vllm_config(parent), pytest.raises(ServingError, match="make it the only one"):
         check_engine(engine, cache_of(FULL), config, reference.profile)

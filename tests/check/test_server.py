@@ -211,11 +211,7 @@ class Damaging(MemoryStore):
     [
         (
             SharesPages,
-            {
-                "full mode after block mode",
-                "another cut shares no pages",
-                "one block = full mode",
-            },
+            {"full mode after block mode", "another cut shares no pages", "one block = full mode"},
         ),
         (
             AnswersInFull,
@@ -231,10 +227,7 @@ class Damaging(MemoryStore):
     ],
 )
 def test_what_is_wrong_is_found(
-    model: BlockModel,
-    check: Check,
-    make: Callable[[BlockModel], FakeServer],
-    expected: set[str],
+    model: BlockModel, check: Check, make: Callable[[BlockModel], FakeServer], expected: set[str]
 ) -> None:
     report = check(make(model), model)
     assert failed(report) >= expected

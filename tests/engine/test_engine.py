@@ -34,10 +34,7 @@ NEW = 6
 
 
 def oracle(
-    model: BlockModel,
-    prompt: BlockPrompt | list[str],
-    new: int = NEW,
-    before: Sequence[int] = (),
+    model: BlockModel, prompt: BlockPrompt | list[str], new: int = NEW, before: Sequence[int] = ()
 ) -> list[int]:
     if not isinstance(prompt, BlockPrompt):
         prompt = BlockPrompt.from_texts(prompt)

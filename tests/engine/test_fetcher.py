@@ -92,10 +92,7 @@ def test_a_text_of_no_tokens_is_no_miss_and_leaves_no_trace(
 
 @pytest.mark.parametrize("fault", ["corrupt", "another block", "another model", "a layer less"])
 def test_a_bad_entry_is_a_miss_with_a_warning_and_is_overwritten(
-    fetcher: BlockFetcher,
-    store: FaultyStore,
-    caplog: pytest.LogCaptureFixture,
-    fault: str,
+    fetcher: BlockFetcher, store: FaultyStore, caplog: pytest.LogCaptureFixture, fault: str
 ) -> None:
     (good,) = fetch(fetcher, [A]).blocks
     if fault == "corrupt":

@@ -40,10 +40,7 @@ LARGE: dict[str, tuple[dict[str, Any], str]] = {
         {"json": {"anyOf": [_case(i) for i in range(2_100)]}},
         r'\{ ?"k" ?: ?"c\d{1,4}" ?, ?"v" ?: ?[12] ?\}',
     ),
-    "tools": (
-        {"grammar": _tools(2_010)},
-        r'\{"name": "t\d{1,4}", "parameters": \{\}\}',
-    ),
+    "tools": ({"grammar": _tools(2_010)}, r'\{"name": "t\d{1,4}", "parameters": \{\}\}'),
     "optional properties": (
         {"json": {"type": "object", "properties": {f"p{i}": {"const": 1} for i in range(990)}}},
         r'\{ ?("p\d{1,3}" ?: ?1 ?(, ?|(?=\})))*\}',

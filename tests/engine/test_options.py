@@ -28,10 +28,7 @@ def test_arguments_go_where_they_belong_and_the_rest_to_transformers() -> None:
     assert parse(stop=None).sampling.stop == ()
 
 
-@pytest.mark.parametrize(
-    ("name", "meant"),
-    [("recipee", "recipe"), ("temprature", "temperature")],
-)
+@pytest.mark.parametrize(("name", "meant"), [("recipee", "recipe"), ("temprature", "temperature")])
 def test_a_misspelled_option_raises_type_error(name: str, meant: str) -> None:
     with pytest.raises(TypeError, match=f"Unknown option '{name}': did you mean '{meant}'"):
         parse(**{name: 1})

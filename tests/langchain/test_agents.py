@@ -90,9 +90,7 @@ def test_the_model_sees_that_nothing_was_found(retriever: Numbered) -> None:
     assert tool.invoke({"query": "nine"}) == NOTHING_FOUND
 
 
-def test_an_agent_with_a_retriever_s_tool_answers_from_stored_passages(
-    retriever: Numbered,
-) -> None:
+def test_an_agent_with_a_retriever_s_tool_answers_from_stored_passages(retriever: Numbered) -> None:
     chat = chat_that(steps)
     BlockKVTransformer(llm=chat).transform_documents(retriever.documents)
     agent = create_agent(
@@ -154,9 +152,7 @@ async def test_a_follow_up_question_is_condensed(retriever: Numbered, is_async: 
     assert "Human: About 0\nAssistant: Yes.\n\nFollow-up question: And then?" in condensing
 
 
-async def test_an_agents_stream_excludes_the_condensed_question(
-    retriever: Numbered,
-) -> None:
+async def test_an_agents_stream_excludes_the_condensed_question(retriever: Numbered) -> None:
     chat = chat_that(lambda prompt: "3 please" if "Standalone question" in prompt else "Yes.")
     agent = create_agent(chat, [], middleware=[RetrieveFirst(retriever, condense=chat)])
     asked: Any = {"messages": [("human", "About 0"), ("ai", "Yes."), ("human", "And then?")]}

@@ -52,9 +52,7 @@ def test_the_text_is_kept_unchanged(llm: BlockAttentionLLM) -> None:
 
 def parsing_one(llm: BlockAttentionLLM) -> BlockAttentionLLM:
     return BlockAttentionLLM(
-        engine=llm.engine,
-        max_tokens=llm.max_tokens,
-        generate_kwargs={"parse_special_tokens": True},
+        engine=llm.engine, max_tokens=llm.max_tokens, generate_kwargs={"parse_special_tokens": True}
     )
 
 

@@ -39,9 +39,7 @@ async def test_ingestion_runs_asynchronously_and_shows_progress(
     assert "Encoding blocks" in capsys.readouterr().err
 
 
-def test_the_compressor_replaces_and_logs_stale_handles(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_the_compressor_replaces_and_logs_stale_handles(caplog: pytest.LogCaptureFixture) -> None:
     compressor = BlockKVCompressor()
     fresh = [BlockDocumentPrompt().stamp(document) for document in passages(2)]
     stale = fresh[0].model_copy(update={"page_content": "New text."})

@@ -10,11 +10,7 @@ from langchain_core.caches import InMemoryCache
 from langchain_core.language_models import BaseChatModel
 
 from blockattn_rag import BlockAttentionEngine, Recipe
-from blockattn_rag.langchain import (
-    BlockAttentionLLM,
-    ChatBlockAttention,
-    format_blocks,
-)
+from blockattn_rag.langchain import BlockAttentionLLM, ChatBlockAttention, format_blocks
 from blockattn_rag.model import BlockModel
 from tests.engines import local
 from tests.langchain.conftest import passages

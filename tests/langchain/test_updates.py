@@ -19,10 +19,7 @@ from blockattn_rag.langchain import (
 from blockattn_rag.prompts.blocks import Block, handle_of
 from blockattn_rag.prompts.formats import BLANK_LINE
 from blockattn_rag.store import DirectoryStore, gc
-from tests.langchain.conftest import (
-    passages,
-    tiny_block_model,
-)
+from tests.langchain.conftest import passages, tiny_block_model
 
 TITLED = BlockDocumentPrompt.from_template("title: {title}\n\n{page_content}")
 NEW = "The tower is 300 metres tall."

@@ -44,11 +44,7 @@ def check(engine: RecordingEngine, tokenised: list[str]) -> None:
 
 @pytest.mark.parametrize(
     ("mode", "expected"),
-    [
-        ("context", [3, 3]),
-        ("condense_plus_context", [3, 0, 3]),
-        ("condense_question", [3, 0, 3]),
-    ],
+    [("context", [3, 3]), ("condense_plus_context", [3, 0, 3]), ("condense_question", [3, 0, 3])],
 )
 @pytest.mark.parametrize("way", ["chat", "stream_chat", "achat", "astream_chat"])
 async def test_every_turn_of_a_chat_reuses_its_passages(

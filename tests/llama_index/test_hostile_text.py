@@ -40,9 +40,7 @@ HOSTILE = st.lists(PIECES | st.text(max_size=8), min_size=1, max_size=6).map("".
 
 
 @settings(
-    max_examples=40,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(st.lists(HOSTILE.filter(str.strip), min_size=1, max_size=3, unique_by=str.strip))
 def test_hostile_passages_are_plain_blocks(engine: RecordingEngine, texts: list[str]) -> None:

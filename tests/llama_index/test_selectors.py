@@ -106,9 +106,7 @@ def test_questions_are_split_and_answered_one_by_one() -> None:
 
     llm = scripted(script)
     splitting = BlockAttentionLLM(
-        engine=llm.engine,
-        max_new_tokens=300,
-        generate_kwargs={"response_format": SubQuestionList},
+        engine=llm.engine, max_new_tokens=300, generate_kwargs={"response_format": SubQuestionList}
     )
     engine = SubQuestionQueryEngine.from_defaults(
         tools_of(llm),

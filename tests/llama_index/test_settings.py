@@ -43,10 +43,7 @@ def test_variables_that_would_be_lost_are_refused(engine: RecordingEngine) -> No
 
 
 def test_thoughts_are_a_block_of_the_message(llm: BlockAttentionLLM) -> None:
-    for answer in (
-        llm.chat(ASKED, **says(ANSWER)),
-        asyncio.run(llm.achat(ASKED, **says(ANSWER))),
-    ):
+    for answer in (llm.chat(ASKED, **says(ANSWER)), asyncio.run(llm.achat(ASKED, **says(ANSWER)))):
         assert answer.message.content == "31 metres."
         assert answer.message.blocks == [
             ThinkingBlock(content="It is deep."),

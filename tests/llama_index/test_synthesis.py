@@ -39,10 +39,7 @@ def recorded(generate: Any, answers: list[Generation]) -> Any:
     ids=["chat", "completion", "own-format"],
 )
 def test_a_head_that_was_stored_is_reused_by_the_first_question_of_a_process(
-    block_model: BlockModel,
-    tmp_path: Path,
-    fields: dict[str, Any],
-    monkeypatch: pytest.MonkeyPatch,
+    block_model: BlockModel, tmp_path: Path, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fresh() -> BlockAttentionLLM:
         engine = BlockAttentionEngine(block_model, tmp_path / "kv")

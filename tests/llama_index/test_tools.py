@@ -50,9 +50,7 @@ def calls_of(response: ChatResponse) -> list[tuple[str, Any]]:
     return [(one.tool_name, one.tool_kwargs) for one in blocks]
 
 
-def test_a_template_with_tools_makes_a_function_calling_model(
-    engine: BlockAttentionEngine,
-) -> None:
+def test_a_template_with_tools_makes_a_function_calling_model(engine: BlockAttentionEngine) -> None:
     assert isinstance(scripted(""), FunctionCallingLLM)
     assert scripted("").metadata.is_function_calling_model
     plain = BlockAttentionLLM(engine=engine)

@@ -11,10 +11,7 @@ import chromadb
 import pytest
 from llama_index.core import Document, SimpleDirectoryReader, StorageContext, VectorStoreIndex
 from llama_index.core.ingestion import DocstoreStrategy, IngestionCache, IngestionPipeline
-from llama_index.core.node_parser import (
-    SentenceSplitter,
-    SentenceWindowNodeParser,
-)
+from llama_index.core.node_parser import SentenceSplitter, SentenceWindowNodeParser
 from llama_index.core.postprocessor import MetadataReplacementPostProcessor
 from llama_index.core.schema import BaseNode, ImageNode, MediaResource, MetadataMode, Node, TextNode
 from llama_index.core.storage.docstore import SimpleDocumentStore
@@ -239,10 +236,7 @@ def test_metadata_key_replaces_the_text(llm: BlockAttentionLLM, engine: Recordin
         handle_of(n.metadata["window"].strip()) for n in sentences
     ]
     index = VectorStoreIndex(nodes, embed_model=HashingEmbedding(64))
-    steps = [
-        MetadataReplacementPostProcessor(target_metadata_key="window"),
-        BlockKVPostprocessor(),
-    ]
+    steps = [MetadataReplacementPostProcessor(target_metadata_key="window"), BlockKVPostprocessor()]
     asking = index.as_query_engine(llm=llm, similarity_top_k=2, node_postprocessors=steps)
     asking.query("When was it built?")
     [call] = engine.calls
@@ -252,9 +246,7 @@ def test_metadata_key_replaces_the_text(llm: BlockAttentionLLM, engine: Recordin
     assert (call.answer.stats.hits, call.answer.stats.misses) == (2, 1)
 
 
-def test_a_node_without_the_metadata_key_keeps_its_text(
-    llm: BlockAttentionLLM,
-) -> None:
+def test_a_node_without_the_metadata_key_keeps_its_text(llm: BlockAttentionLLM) -> None:
     transform = BlockKVTransform(llm=llm, metadata_key="window")
     [node] = transform([TextNode(text="Alone.")])
     assert node.metadata[HANDLE_KEY] == handle_of("Alone.")

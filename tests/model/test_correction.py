@@ -193,11 +193,7 @@ def test_files_of_other_kinds_are_refused(model: BlockModel, tmp_path: Path) -> 
         "format": "blockattn_rag.correction", "version": "1", "sink": "none", "fingerprint": "f"
     }  # fmt: skip
     broken: list[tuple[dict[str, torch.Tensor], dict[str, str], str]] = [
-        (
-            tensors,
-            {**metadata, "version": "9"},
-            "found {'version': '9'}, expected",
-        ),
+        (tensors, {**metadata, "version": "9"}, "found {'version': '9'}, expected"),
         (tensors, {}, "found {'format': None, 'version': None}"),
         ({"weight.0": tensors["weight.0"]}, metadata, "found 1 tensors"),
         (

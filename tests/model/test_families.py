@@ -48,10 +48,7 @@ def assemblies(engine: BlockAttentionEngine) -> list[Assembly]:
 
 
 def error_of(
-    engine: BlockAttentionEngine,
-    texts: list[str],
-    assembly: Assembly,
-    sink_ids: Sequence[int] = (),
+    engine: BlockAttentionEngine, texts: list[str], assembly: Assembly, sink_ids: Sequence[int] = ()
 ) -> float:
     """Relative error of the next token's logits against the oracle."""
     model = engine.model

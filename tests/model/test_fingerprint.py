@@ -175,9 +175,7 @@ SWITCHES: dict[str, Callable[[Any], None]] = {
 
 
 @pytest.mark.parametrize("switch", SWITCHES.values(), ids=SWITCHES)
-def test_switching_adapters_changes_the_fingerprint_at_once(
-    switch: Callable[[Any], None],
-) -> None:
+def test_switching_adapters_changes_the_fingerprint_at_once(switch: Callable[[Any], None]) -> None:
     model = block_model(adapted())
     before, with_one = model.fingerprint, states(model)
     switch(model.hf_model)

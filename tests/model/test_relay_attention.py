@@ -116,9 +116,7 @@ def test_decoding_equals_the_copy_path(llama: BlockModel, options: dict[str, Any
     assert found == expected
 
 
-def test_a_batch_of_unequal_requests_that_share_blocks_equals_one_by_one(
-    llama: BlockModel,
-) -> None:
+def test_a_batch_of_unequal_requests_that_share_blocks_equals_one_by_one(llama: BlockModel) -> None:
     orders = [[0, 1, 2, 3], [3], [2, 0], [1, 1]]
     contexts = [encoded(llama, [BLOCKS[i] for i in order]) for order in orders]
     finals = [FINAL_IDS, FINAL_IDS[:3], FINAL_IDS[2:], FINAL_IDS[:7]]

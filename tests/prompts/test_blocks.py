@@ -6,13 +6,7 @@ from typing import Any
 
 import pytest
 
-from blockattn_rag.prompts.blocks import (
-    Block,
-    BlockPrompt,
-    BlockTemplate,
-    Span,
-    promoted,
-)
+from blockattn_rag.prompts.blocks import Block, BlockPrompt, BlockTemplate, Span, promoted
 
 TEMPLATE = BlockTemplate("- ", "\n")
 

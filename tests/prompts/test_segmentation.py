@@ -157,8 +157,7 @@ ODD_STATES = st.recursive(
     lambda inner: st.one_of(
         st.dictionaries(ODD, inner, max_size=3),
         st.lists(
-            (ODD | st.integers(0, 2)).map(lambda i: {"id": i, "x": {"y": 1}}) | inner,
-            max_size=4,
+            (ODD | st.integers(0, 2)).map(lambda i: {"id": i, "x": {"y": 1}}) | inner, max_size=4
         ),
     ),
     max_leaves=8,

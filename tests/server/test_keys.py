@@ -120,10 +120,7 @@ def test_local_engine_finds_server_entries(engine: BlockAttentionEngine, recipe:
 def test_only_the_first_block_of_a_prompt_is_encoded_without_the_sink() -> None:
     profile = make_profile(sink_ids=SINK_IDS, vocab_size=1000)
     found = block_keys([1, 2, 1, 2, 3], BlockPlan("complete", (2, 2)), profile)
-    assert [one.digest for one in found] == [
-        token_digest([1, 2]),
-        token_digest([1, 2], SINK_IDS),
-    ]
+    assert [one.digest for one in found] == [token_digest([1, 2]), token_digest([1, 2], SINK_IDS)]
 
 
 def test_a_block_that_stands_after_anything_but_the_sink_is_not_encoded() -> None:

@@ -87,10 +87,7 @@ def test_a_file_that_holds_none_says_how_to_make_one(tmp_path: Path, content: by
         ({"layers": [[2, 4, 4, 0]]}, r"layers\[0\] should be an object"),
         ({"rotary": []}, "rotary should have at least 1 item"),
         ({"rotary": [{"pairing": "half"}]}, r"rotary\[0\] has no field 'frequencies'"),
-        (
-            {"rotary": [{"pairing": "both", "frequencies": []}]},
-            r"pairing should be 'half' or",
-        ),
+        ({"rotary": [{"pairing": "both", "frequencies": []}]}, r"pairing should be 'half' or"),
         ({"rotary": [{"pairing": "half", "frequencies": [0.1]}]}, "float32 numbers"),
         ({"rotary": [{"pairing": "half", "frequencies": [1e300]}]}, "float32 numbers"),
         ({"rotary": [{"pairing": "half", "frequencies": [float("inf")]}]}, "finite"),

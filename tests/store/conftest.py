@@ -21,14 +21,7 @@ from blockattn_rag.store import (
 )
 from blockattn_rag.store.device_cache import DeviceCache
 from blockattn_rag.store.objects import entry_path
-from tests.store.servers import (
-    BUCKET,
-    HAS_MOTO,
-    HAS_REDIS,
-    S3_ENVIRONMENT,
-    redis_server,
-    s3_server,
-)
+from tests.store.servers import BUCKET, HAS_MOTO, HAS_REDIS, S3_ENVIRONMENT, redis_server, s3_server
 
 _numbers = itertools.count()
 

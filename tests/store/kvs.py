@@ -16,11 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-DTYPES = (
-    *FLOATS,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-)
+DTYPES = (*FLOATS, torch.float8_e4m3fn, torch.float8_e5m2)
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

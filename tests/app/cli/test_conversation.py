@@ -31,12 +31,7 @@ class Answering:
         self.asked: list[tuple[str, list[Turn]]] = []
 
     def ask(
-        self,
-        question: str,
-        *,
-        mode: Any,
-        on_text: Callable[[str], None],
-        history: Sequence[Turn],
+        self, question: str, *, mode: Any, on_text: Callable[[str], None], history: Sequence[Turn]
     ) -> Answer:
         self.asked.append((question, [*history]))
         answer = next(self._answers)

@@ -33,11 +33,7 @@ def test_second_ingest_is_empty(cli: Command, model: Path, documents: Path, tmp_
 
 
 def test_an_ingestion_that_stops_before_chroma_is_completed_by_the_next(
-    cli: Command,
-    model: Path,
-    documents: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    cli: Command, model: Path, documents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
@@ -239,11 +235,7 @@ def test_follows_moved_model(cli: Command, documents: Path, model: Path, tmp_pat
 
 
 def test_a_failed_ingestion_fixes_neither_model_nor_embedding(
-    cli: Command,
-    documents: Path,
-    model: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    cli: Command, documents: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stop(*_: object) -> None:
         raise KeyboardInterrupt

@@ -104,11 +104,7 @@ def test_every_option_reaches_the_config(cli: Command, runs: list[FinetuneConfig
     ],
 )
 def test_a_bad_setting_is_refused_by_name(
-    cli: Command,
-    runs: list[FinetuneConfig],
-    options: tuple[object, ...],
-    status: int,
-    message: str,
+    cli: Command, runs: list[FinetuneConfig], options: tuple[object, ...], status: int, message: str
 ) -> None:
     output = cli("train", *LEAST, *options)
     assert (output.status, runs) == (status, [])

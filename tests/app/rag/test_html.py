@@ -86,10 +86,7 @@ def test_characters_that_start_no_tag_are_text() -> None:
         ("\ufeff<p>\u017e".encode("utf-16-be"), "\u017e"),
         (b"<meta charset='ISO-8859-1'>\x80\xe9", "\u20ac\u00e9"),
         (b"<meta charset=utf-16>\xc5\xbe", "\u017e"),
-        (
-            b'<META content="text/html; charset=iso-8859-2" http-equiv=Content-Type>\xbe',
-            "\u017e",
-        ),
+        (b'<META content="text/html; charset=iso-8859-2" http-equiv=Content-Type>\xbe', "\u017e"),
         ("<meta charset=gb2312>\u9555".encode("gbk"), "\u9555"),
         (b'<?xml version="1.0" encoding="iso-8859-2"?><p>\xbe</p>', "\u017e"),
         (b"<!-- <meta charset=koi8-r> --><meta name=x content='charset=koi8-r'>\xe9", "\u00e9"),

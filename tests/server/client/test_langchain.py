@@ -106,10 +106,7 @@ def test_batches_are_answered_side_by_side(
 
 def test_completion_is_local(server: FakeServer, saved: str, local: BlockAttentionEngine) -> None:
     llm = BlockAttentionLLM(
-        model="the-model",
-        base_url=server.url,
-        max_tokens=6,
-        model_kwargs={"tokenizer": saved},
+        model="the-model", base_url=server.url, max_tokens=6, model_kwargs={"tokenizer": saved}
     )
     here = BlockAttentionLLM(engine=local, max_tokens=6)
     prompts: list[Any] = [f"{format_blocks(DOCUMENTS)} Which?", "Hello"]
