@@ -78,18 +78,14 @@ def test_a_file_that_holds_none_says_how_to_make_one(tmp_path: Path, content: by
     ("fields", "why"),
     [
         ({"version": 2}, "found version 2 of a profile, expected 1"),
-        ({"version": True}, "found version True"),
         ({"windows": []}, "profile has the unknown field 'windows'"),
         ({"fingerprint": "F" * 64}, "fingerprint should match pattern"),
-        ({"tokenizer": None}, "tokenizer should be a valid string, found None"),
         ({"dtype": "int8"}, "dtype should match pattern .*float32"),
         ({"layers": []}, "layers should have at least 1 item"),
         ({"layers": [[2, 4, 4, 0]]}, r"layers\[0\] should be an object"),
-        ({"rotary": []}, "rotary should have at least 1 item"),
         ({"rotary": [{"pairing": "half"}]}, r"rotary\[0\] has no field 'frequencies'"),
         ({"rotary": [{"pairing": "both", "frequencies": []}]}, r"pairing should be 'half' or"),
         ({"rotary": [{"pairing": "half", "frequencies": [0.1]}]}, "float32 numbers"),
-        ({"rotary": [{"pairing": "half", "frequencies": [1e300]}]}, "float32 numbers"),
         ({"rotary": [{"pairing": "half", "frequencies": [float("inf")]}]}, "finite"),
         ({"rotary": [{"pairing": "half", "frequencies": [1.0] * 3}]}, "found 3 frequencies"),
         ({"vocab_size": 0}, "vocab_size should be greater than or equal to 1"),
@@ -98,7 +94,6 @@ def test_a_file_that_holds_none_says_how_to_make_one(tmp_path: Path, content: by
         ({"sink_ids": []}, "found sink='head:2' and 0 sink_ids"),
         ({"sink_ids": [1000, 1]}, "expected less than 1000"),
         ({"adapter": "a"}, "adapter should match pattern"),
-        ({"block_tuned": 1}, "block_tuned should be a valid boolean"),
     ],
 )
 def test_what_is_no_profile_is_refused_with_a_reason(fields: dict[str, Any], why: str) -> None:
@@ -111,7 +106,6 @@ def test_what_is_no_profile_is_refused_with_a_reason(fields: dict[str, Any], why
     [
         ("kv_heads", 0, r"layers\[1\].kv_heads should be greater than or equal to 1"),
         ("key_size", True, "key_size should be a valid integer"),
-        ("value_size", "4", "value_size should be a valid integer"),
         ("rotary", 1, "found rotary 1, expected less than 1"),
     ],
 )

@@ -37,14 +37,9 @@ def test_blank_lines_are_skipped_and_counted(tmp_path: Path) -> None:
     ("change", "message"),
     [
         ({"question": " "}, "found an empty 'question'"),
-        ({"question": 3}, "found 'question' of a number, expected a string"),
-        ({"answers": []}, "found an empty list 'answers'"),
-        ({"answers": ["x", ""]}, r"found an empty 'answers\[1\]'"),
         ({"answers": "x"}, "found 'answers' of a string, expected a list"),
         ({"passages": [{"title": "t"}]}, r"found no 'passages\[0\].text'"),
-        ({"passages": ["p"]}, r"found passages\[0\] of a string, expected an object"),
         ({"passages": [{"title": "t", "text": "x", "gold": 1}]}, "expected true or false"),
-        ({"id": None}, "found 'id' of null, expected a string"),
         ({"question": "\ud800?"}, "half of a surrogate pair"),
     ],
 )
