@@ -29,11 +29,13 @@ def engine_of(store: MemoryStore, namespace: str) -> BlockAttentionEngine:
 
 def test_arguments_for_loading_reach_the_engine(store: MemoryStore) -> None:
     arguments: dict[str, Any] = {
-        "namespace": "one", "read_namespaces": ["public"], "read_only": True,
+        "namespace": "one", "read_namespaces": ["public"], "read_only": True, "kv_dtype": "int8",
     }  # fmt: skip
     source = EngineSource(None, shared_tiny_llama(), tiny_tokenizer(), store, "auto", arguments)
-    access = local(source.engine).access
-    assert access == Access("one", ("public",), read_only=True)
+    engine = local(source.engine)
+    assert engine.access == Access("one", ("public",), read_only=True)
+    assert engine.kv_dtype == "int8"
+    assert source.fields()["model_kwargs"] == arguments
 
 
 @pytest.mark.parametrize("step", ["llama_index", "langchain"])

@@ -83,8 +83,3 @@ def test_samples_that_do_not_come_with_the_package_are_no_file() -> None:
 def test_the_corpus_needs_no_torch() -> None:
     code = "import sys, blockattn_rag.app.demo.corpus; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-def test_halden_tower_is_as_tall_as_the_documentation_says() -> None:
-    assert "214 metres" in corpus.bundled_corpus()[0].text
-    assert corpus.bundled_corpus()[0].title == "Halden Tower"

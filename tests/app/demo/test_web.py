@@ -46,13 +46,6 @@ def test_both_modes_answer_and_the_last_columns_compare_them(database: Database)
     assert re.search(r"First token [\d.]+ times (sooner|later) in block mode", last.passages)
 
 
-def test_a_question_that_comes_again_is_computed_again(database: Database) -> None:
-    race = Race(Database.open(database.path, remembers=False), top_k=2)
-    first, second = (shown(race, "In which city is it?")[-1].block for _ in range(2))
-    computed = [text[text.index("prompt tokens:") :] for text in (first, second)]
-    assert computed[0] == computed[1]
-
-
 def test_block_mode_answers_before_full_mode_starts(database: Database) -> None:
     columns = shown(Race(database, top_k=2), "Which tower is taller?")
     answered = next(i for i, one in enumerate(columns) if "ba-bar" in one.block)

@@ -56,31 +56,6 @@ def test_a_pdf_is_read_page_by_page(tmp_path: Path) -> None:
     assert {d.metadata["source"] for d in found} == {str(path)}
 
 
-PAGE = """<!doctype html><html><head><title>Towers &amp; spires</title>
-<script>var tracking = 1;</script><style>p {color: red}</style></head>
-<body><!-- hidden --><script>alert(1)</script><h1>Halden
-Tower</h1><p>It is <b>214</b> metres high.<br>It is <i>old</i>.</p><svg><text>logo</text></svg>
-<table><tr><th>Year</th><th>Height</th></tr><tr><td>1889</td><td>214</td></tr></table>
-<pre>if high:
-    climb()</pre></body></html>"""
-
-
-def test_html_is_read_without_tags_scripts_and_styles(tmp_path: Path) -> None:
-    (tmp_path / "page.HTM").write_text(PAGE, encoding="utf-8")
-    [document] = load_documents([tmp_path]).documents
-    assert document.text.splitlines() == [
-        "Towers & spires",
-        "Halden Tower",
-        "It is 214 metres high.",
-        "It is old.",
-        "Year | Height",
-        "1889 | 214",
-        "if high:",
-        "    climb()",
-    ]
-    assert Path(document.metadata["source"]).name == "page.HTM"
-
-
 def test_html_is_decoded_as_it_declares(tmp_path: Path) -> None:
     page = '<meta charset="iso-8859-1"><p>Stra\u00dfe</p>'
     (tmp_path / "old.html").write_bytes(page.encode("latin-1"))
