@@ -11,7 +11,9 @@ import torch
 sys.path += [str(Path(__file__).parents[1] / "benchmarks" / one) for one in ("", "quality")]
 
 import sets
+from diagnosis import CHANGES, NOTHING, diagnose
 from recompute import Recomputation
+from rows import Answerer
 
 from blockattn_rag import BlockAttentionEngine
 from blockattn_rag.engine.results import Mode
@@ -58,3 +60,20 @@ def test_recomputing_no_or_all_tokens_is_block_or_full_mode(
     run = Recomputation(engine.model, prompt).run(share)
     torch.testing.assert_close(run.answer_logits(answer), expected, rtol=1e-4, atol=1e-4)
     assert run.generate(6)[:3] == expected.argmax(-1).tolist()[:3]
+
+
+def test_a_diagnosis_starts_at_the_recipe_and_ends_at_full_mode(
+    engine: BlockAttentionEngine,
+) -> None:
+    recipes = {"block": engine.recipe}
+    answerer = Answerer(engine, CHAT, recipes, recomputes=False, max_new_tokens=6)
+    item = sets.facts()[0]
+    found = {one.change: one for one in diagnose(answerer, engine.recipe, item)}
+    assert list(found) == list(CHANGES)
+    block = next(one for one in answerer.answer(item) if one.row == "block")
+    assert found[NOTHING].kl == pytest.approx(block.kl, rel=1e-3, abs=1e-5)
+    assert found[NOTHING].kl > 0.01
+    assert found["everything"].kl == pytest.approx(0, abs=1e-5)
+    assert found["everything"].agreement == 1
+    assert 0 <= found[NOTHING].attended < len(item.passages)
+    assert found["keys"].kl != found["values"].kl

@@ -1,11 +1,13 @@
 """Answers of a stock model in full mode, in block mode with recipes, and with two baselines.
 
     python benchmarks/quality run smollm2 --nq nq_rag.jsonl.gz
+    python benchmarks/quality diagnose smollm2 --nq nq_rag.jsonl.gz
     python benchmarks/quality table
 
 ``run`` answers questions of all sets in turn, in every row, and appends one line per answer to
 ``benchmarks/results/quality/MODEL.csv``. It stops after ``--minutes`` and continues where it left
-off when it runs again. ``table`` writes ``MODEL.md`` next to each CSV file.
+off when it runs again. ``diagnose`` shows where a recipe's remaining divergence comes from.
+``table`` writes ``MODEL.md`` next to each CSV file.
 """
 
 from __future__ import annotations
@@ -13,37 +15,90 @@ from __future__ import annotations
 import csv
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, fields, replace
+from itertools import takewhile
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import typer
 
 sys.path.append(str(Path(__file__).parents[1]))
 
+import diagnosis
 import sets
+from diagnosis import Change
 from models import model_path
 from rows import Answerer, Record
-from table import tables
+from table import diagnosis_table, tables
 
 RESULTS = Path(__file__).parents[1] / "results" / "quality"
+DIAGNOSIS = "diagnosis"
+T = TypeVar("T", Record, Change)
 app = typer.Typer(help=__doc__, add_completion=False)
+
+
+Model = Annotated[str, typer.Argument(help="smollm2, qwen, gemma, or any other model.")]
+Questions = Annotated[Path | None, typer.Option(help="Natural Questions with passages.")]
+RecipeFolder = Annotated[str, typer.Option(help="Recipe to measure: auto, or a recipe's folder.")]
+Minutes = Annotated[float, typer.Option(help="Stop after the question that is running.")]
 
 
 @app.command()
 def run(
-    model: Annotated[str, typer.Argument(help="smollm2, qwen, gemma, or any other model.")],
-    nq: Annotated[Path | None, typer.Option(help="Natural Questions with passages.")] = None,
-    recipe: Annotated[
-        str, typer.Option(help="The recipe row: auto, or a recipe's folder.")
-    ] = "auto",
+    model: Model,
+    nq: Questions = None,
+    recipe: RecipeFolder = "auto",
     questions: Annotated[int, typer.Option(help="Questions in all.")] = 200,
-    minutes: Annotated[float, typer.Option(help="Stop after the question that is running.")] = 45,
+    minutes: Minutes = 45,
     max_new_tokens: int = 40,
     results: Path = RESULTS,
 ) -> None:
     """Answer questions in every row."""
+    answerer = _answerer(model, recipe, max_new_tokens)
+    path = results / f"{Path(model).name}.csv"
+    done = {(one.set, one.id) for one in read(path, Record)}
+    for item in _until(minutes, _items(nq)[:questions]):
+        if (item.set, item.id) not in done:
+            append(path, [*answerer.answer(item)])
+            print(f"{item.set} {item.id}", flush=True)
+
+
+@app.command()
+def diagnose(
+    model: Model,
+    nq: Questions = None,
+    recipe: RecipeFolder = "auto",
+    questions: Annotated[int, typer.Option(help="Questions in all.")] = 48,
+    minutes: Minutes = 45,
+    max_new_tokens: int = 24,
+    results: Path = RESULTS,
+) -> None:
+    """Put parts of full mode's keys and values back, and measure which part is missing."""
+    answerer = _answerer(model, recipe, max_new_tokens)
+    best = next(answerer.recipes[one] for one in ("recipe", "sink") if one in answerer.recipes)
+    path = results / DIAGNOSIS / f"{Path(model).name}.csv"
+    done = {(one.set, one.id) for one in read(path, Change)}
+    for item in _until(minutes, _items(nq)[:questions]):
+        if (item.set, item.id) not in done:
+            append(path, [*diagnosis.diagnose(answerer, best, item)])
+            print(f"{item.set} {item.id}", flush=True)
+
+
+@app.command()
+def table(results: Path = RESULTS) -> None:
+    """Write the tables of all records."""
+    for path in sorted(results.glob("*.csv")):
+        path.with_suffix(".md").write_text(tables([*read(path, Record)]), encoding="utf-8")
+        print(path.with_suffix(".md"))
+    for path in sorted((results / DIAGNOSIS).glob("*.csv")):
+        records = [*read(results / path.name, Record)]
+        text = diagnosis_table([*read(path, Change)], records)
+        path.with_suffix(".md").write_text(text, encoding="utf-8")
+        print(path.with_suffix(".md"))
+
+
+def _answerer(model: str, recipe: str, max_new_tokens: int) -> Answerer:
     from blockattn_rag import BlockAttentionEngine
     from blockattn_rag.engine.find_recipe import resolve_recipe
     from blockattn_rag.prompts.checkpoints import AUTO, format_for
@@ -58,30 +113,18 @@ def run(
         recipes["recipe"] = replace(found, promote=0)
     if engine.model.supports_relay:
         recipes["recipe, 1 promoted"] = replace([*recipes.values()][-1], promote=1)
-    answerer = Answerer(
+    return Answerer(
         engine,
         format_for(AUTO, engine.model.name),
         recipes,
         recomputes=engine.model.supports_relay,
         max_new_tokens=max_new_tokens,
     )
-    path = results / f"{Path(model).name}.csv"
-    done = {(one.set, one.id) for one in read(path)}
+
+
+def _until(minutes: float, items: Iterable[sets.Item]) -> Iterator[sets.Item]:
     end = time.monotonic() + 60 * minutes
-    for item in _items(nq)[:questions]:
-        if time.monotonic() > end:
-            break
-        if (item.set, item.id) not in done:
-            append(path, [*answerer.answer(item)])
-            print(f"{item.set} {item.id}", flush=True)
-
-
-@app.command()
-def table(results: Path = RESULTS) -> None:
-    """Write the tables of all records."""
-    for path in sorted(results.glob("*.csv")):
-        path.with_suffix(".md").write_text(tables([*read(path)]), encoding="utf-8")
-        print(path.with_suffix(".md"))
+    return takewhile(lambda _: time.monotonic() < end, items)
 
 
 def _items(nq: Path | None) -> list[sets.Item]:
@@ -91,23 +134,23 @@ def _items(nq: Path | None) -> list[sets.Item]:
     return sets.mixed(found)
 
 
-def read(path: Path) -> Iterator[Record]:
+def read(path: Path, kind: type[T]) -> Iterator[T]:
     """The records of a file. None if it does not exist."""
     if path.exists():
         with path.open(newline="", encoding="utf-8") as file:
             for line in csv.DictReader(file):
-                yield Record(**{f.name: _KINDS[str(f.type)](line[f.name]) for f in fields(Record)})
+                yield kind(**{f.name: _KINDS[str(f.type)](line[f.name]) for f in fields(kind)})
 
 
 _KINDS = {"str": str, "int": int, "float": float}
 
 
-def append(path: Path, records: list[Record]) -> None:
+def append(path: Path, records: Sequence[Record | Change]) -> None:
     """Append the records of one question, in one write, so that a stopped run leaves whole ones."""
     path.parent.mkdir(parents=True, exist_ok=True)
     is_new = not path.exists()
     with path.open("a", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, [f.name for f in fields(Record)])
+        writer = csv.DictWriter(file, [f.name for f in fields(records[0])])
         if is_new:
             writer.writeheader()
         writer.writerows(asdict(record) for record in records)

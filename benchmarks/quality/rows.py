@@ -65,43 +65,44 @@ class Answerer:
         recomputes: bool,
         max_new_tokens: int,
     ) -> None:
-        self._engine = engine
+        self.engine = engine
+        self.recipes = recipes
+        self.max_new_tokens = max_new_tokens
         self._form = form
-        self._recipes = recipes
         self._recomputes = recomputes
         self._options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": False}
 
     @property
     def rows(self) -> list[str]:
         """Names of all rows."""
-        return [FULL, *self._recipes, *(SHARES if self._recomputes else ()), BEST]
+        return [FULL, *self.recipes, *(SHARES if self._recomputes else ()), BEST]
 
     def answer(self, item: Item) -> Iterator[Record]:
         """Answer a question in every row."""
-        prompt = self._prompt(item)
-        full = self._engine.generate(prompt, mode="full", **self._options)
-        expected = self._engine.answer_logits(prompt, full.token_ids, mode="full")
+        prompt = self.prompt(item)
+        full = self.engine.generate(prompt, mode="full", **self._options)
+        expected = self.engine.answer_logits(prompt, full.token_ids, mode="full")
         compare = _Comparison(item, full.token_ids, expected.double().log_softmax(-1))
         yield compare.record(FULL, full.text, expected, full.stats)
-        for name, recipe in self._recipes.items():
-            self._engine.precompute(prompt.context, as_prompt=True, recipe=recipe)
-            found = self._engine.generate(prompt, recipe=recipe, **self._options)
-            logits = self._engine.answer_logits(prompt, full.token_ids, recipe=recipe)
+        for name, recipe in self.recipes.items():
+            self.engine.precompute(prompt.context, as_prompt=True, recipe=recipe)
+            found = self.engine.generate(prompt, recipe=recipe, **self._options)
+            logits = self.engine.answer_logits(prompt, full.token_ids, recipe=recipe)
             yield compare.record(name, found.text, logits, found.stats)
         if self._recomputes:
             yield from self._recomputed(prompt, compare)
-        best = self._prompt(replace(item, passages=(item.passages[item.best],)))
-        found = self._engine.generate(best, mode="full", **self._options)
+        best = self.prompt(replace(item, passages=(item.passages[item.best],)))
+        found = self.engine.generate(best, mode="full", **self._options)
         yield compare.record(BEST, found.text, None, found.stats)
 
     def _recomputed(self, prompt: BlockPrompt, compare: _Comparison) -> Iterator[Record]:
-        model = self._engine.model
+        model = self.engine.model
         with model.lock:
             recomputation = Recomputation(model, prompt)
             for name, share in SHARES.items():
                 run = recomputation.run(share)
                 logits = run.answer_logits(compare.answer)
-                ids = run.generate(self._options["max_new_tokens"])
+                ids = run.generate(self.max_new_tokens)
                 text = model.tokenizer.tokenizer.decode(ids, skip_special_tokens=True)
                 record = compare.record(name, text, logits, None)
                 yield replace(
@@ -110,8 +111,9 @@ class Answerer:
                     prompt_tokens=run.position,
                 )
 
-    def _prompt(self, item: Item) -> BlockPrompt:
-        tokenizer = self._engine.model.tokenizer.tokenizer
+    def prompt(self, item: Item) -> BlockPrompt:
+        """The prompt of a question."""
+        tokenizer = self.engine.model.tokenizer.tokenizer
         return self._form.prompt(item.question, item.passages, tokenizer)
 
 

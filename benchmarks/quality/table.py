@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Sequence
 
+from diagnosis import NOTHING, Change
 from rows import FULL, Record
 from tables import markdown
 
@@ -71,3 +72,61 @@ def _by_set(by_row: dict[str, Rows]) -> str:
         for row, rows in by_row.items()
     ]
     return markdown(["right", *(f"{name}, of {sizes[name]}" for name in names)], lines)
+
+
+def diagnosis_table(changes: Sequence[Change], records: Sequence[Record]) -> str:
+    """What each change removes of the recipe's divergence, and which passage is attended to.
+
+    Args:
+        changes: The diagnosis of some questions.
+        records: Answers to the same questions, to tell which ones the recipe loses.
+    """
+    by_name: dict[str, dict[tuple[str, str], Change]] = {}
+    for one in changes:
+        by_name.setdefault(one.change, {})[one.set, one.id] = one
+    base = by_name[NOTHING]
+    lines = []
+    for name, found in by_name.items():
+        mean, low, high = bootstrap_mean([one.kl for one in found.values()])
+        gained = [base[key].kl - one.kl for key, one in found.items()]
+        share = bootstrap_ratio(gained, [base[key].kl for key in found])
+        lines.append(
+            [
+                name,
+                f"{mean:.3f} ({low:.3f} to {high:.3f})",
+                "-" if name == NOTHING else "{:.0%} ({:.0%} to {:.0%})".format(*share),
+                f"{statistics.fmean(one.agreement for one in found.values()):.0%}",
+            ]
+        )
+    head = ("taken from full mode", "KL (95 %)", "removed of the recipe's KL (95 %)", "agreement")
+    return markdown(head, lines) + "\n" + _attention([*base.values()], records)
+
+
+def _attention(questions: Sequence[Change], records: Sequence[Record]) -> str:
+    right = {(one.row, one.set, one.id): one.right for one in records}
+    rows = {row for row, *_ in right}
+    name = next((one for one in ("recipe", "sink") if one in rows), None)
+    measured = [one for one in questions if one.attended >= 0]
+    if not measured or name is None:
+        return ""
+
+    def lost(one: Change) -> bool:
+        return right.get((FULL, one.set, one.id), 0) > right.get((name, one.set, one.id), 0)
+
+    lines = []
+    for label, chosen in (
+        ("all", measured),
+        ("lost by the recipe", [one for one in measured if lost(one)]),
+    ):
+        if chosen:
+            lines.append(
+                [
+                    label,
+                    str(len(chosen)),
+                    str(sum(one.attended_in_full == one.best for one in chosen)),
+                    str(sum(one.attended == one.best for one in chosen)),
+                    str(sum(one.attended == one.attended_in_full for one in chosen)),
+                ]
+            )
+    head = ("questions", "number", "most attention to the answer's passage: full mode", "recipe")
+    return markdown([*head, "the same passage in both"], lines)

@@ -1,0 +1,173 @@
+"""Where a recipe's remaining divergence comes from: full mode's keys and values, put back in part.
+
+Each change takes a part of the passages' keys and values from full mode and leaves the rest as the
+recipe computed it. The divergence that a change removes is what an adapter could gain at most by
+predicting that part exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, pairwise
+
+import torch
+from rows import Answerer
+from sets import Item
+from torch import Tensor
+
+from blockattn_rag.engine.recipe import Recipe
+from blockattn_rag.kv.block_kv import BlockKV
+from blockattn_rag.kv.context import Context, assemble, place
+from blockattn_rag.model import BlockModel, EncodeRequest
+from blockattn_rag.prompts.sinks import sink_ids
+
+NOTHING = "nothing"
+CHANGES = (
+    *(NOTHING, "keys", "values", "first 16 tokens of each passage", "the passage with the answer"),
+    *("lowest third of layers", "middle third of layers", "highest third of layers"),
+    "everything",
+)
+"""Parts of the passages that are taken from full mode."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """The effect of one change on one question.
+
+    Args:
+        kl, agreement: See ``lab.evaluation.fidelity``.
+        attended: Index of the passage that the question attends to most, -1 if not measured. In
+            full mode: ``attended_in_full``.
+        best: Index of the passage with the answer.
+    """
+
+    set: str
+    id: str
+    change: str
+    kl: float
+    agreement: float
+    attended: int
+    attended_in_full: int
+    best: int
+
+
+def diagnose(answerer: Answerer, recipe: Recipe, item: Item) -> Iterator[Change]:
+    """Measure all changes on one question."""
+    model, prompt = answerer.engine.model, answerer.prompt(item)
+    answer = answerer.engine.generate(
+        prompt, mode="full", max_new_tokens=answerer.max_new_tokens, do_sample=False
+    ).token_ids
+    ids = model.tokenizer.prompt_ids(prompt)
+    expected = model.answer_logits([*chain.from_iterable(ids.context)], ids.final, answer)
+    expected = expected.double().log_softmax(-1)
+    found = _encoded(model, recipe, ids.context)
+    full = _full(model, ids.context)
+    attended = attended_in_full = -1
+    passages = [index for index, block in enumerate(prompt.context) if block.is_passage]
+    if model.supports_relay:
+        attended, attended_in_full = (
+            _most_attended(model, context, ids.final, passages)
+            for context in (place(found), _sliced(full, ids.context))
+        )
+    joined = _joined(model, place(found), full)
+    for name in CHANGES:
+        mask = _mask(name, ids.context, passages, item.best, len(joined.keys))
+        context = place([_spliced(joined, full, *mask)])
+        logits = model.answer_logits([], ids.final, answer, model.cache_for(context))
+        kl = torch.nn.functional.kl_div(
+            logits.double().log_softmax(-1), expected, reduction="none", log_target=True
+        )
+        same = logits.argmax(-1) == expected.argmax(-1)
+        yield Change(
+            item.set,
+            item.id,
+            name,
+            round(float(kl.sum(-1).mean()), 6),
+            round(float(same.double().mean()), 4),
+            attended,
+            attended_in_full,
+            item.best,
+        )
+
+
+def _encoded(model: BlockModel, recipe: Recipe, context: Sequence[list[int]]) -> list[BlockKV]:
+    """The blocks of a prompt as block mode computes them."""
+    before = sink_ids(recipe.sink, model.tokenizer)
+    requests = [
+        EncodeRequest(ids, str(index), "", before if index else ())
+        for index, ids in enumerate(context)
+    ]
+    blocks = {kv.digest: kv for batch in model.encode(requests) for kv in batch}
+    ordered = [blocks[str(index)] for index in range(len(context))]
+    if recipe.adapter is None:
+        return ordered
+    layouts = model.profile.layouts
+    return [ordered[0], *(recipe.adapter.corrected(kv, layouts) for kv in ordered[1:])]
+
+
+def _full(model: BlockModel, context: Sequence[list[int]]) -> BlockKV:
+    """All blocks of a prompt as full mode computes them, as one block."""
+    [[kv]] = model.encode([EncodeRequest([*chain.from_iterable(context)], "full", "")])
+    return kv
+
+
+def _sliced(full: BlockKV, context: Sequence[list[int]]) -> Context:
+    """Full mode's keys and values as a context of separate blocks, with keys already placed."""
+    ends = torch.tensor([0, *map(len, context)]).cumsum(0).tolist()
+    blocks = [
+        replace(
+            full,
+            keys=tuple(keys[:, start:end] for keys in full.keys),
+            values=tuple(values[:, start:end] for values in full.values),
+            token_ids=full.token_ids[start:end],
+            digest=f"full {start}",
+        )
+        for start, end in pairwise(ends)
+    ]
+    return place(blocks, "composite")
+
+
+def _joined(model: BlockModel, context: Context, full: BlockKV) -> BlockKV:
+    """A context's blocks as one block, with keys re-encoded for their positions."""
+    keys, values = zip(*assemble(context, model.profile.layouts), strict=True)
+    return replace(full, keys=keys, values=values, digest="joined")
+
+
+def _spliced(joined: BlockKV, full: BlockKV, keys: Tensor, values: Tensor) -> BlockKV:
+    """``joined`` with full mode's keys and values where the masks ``[layers, tokens]`` are True."""
+    pairs = zip(joined.keys, full.keys, keys, strict=True)
+    new_keys = tuple(torch.where(mask[None, :, None], b, a) for a, b, mask in pairs)
+    pairs = zip(joined.values, full.values, values, strict=True)
+    new_values = tuple(torch.where(mask[None, :, None], b, a) for a, b, mask in pairs)
+    return replace(joined, keys=new_keys, values=new_values)
+
+
+def _mask(
+    name: str, context: Sequence[list[int]], passages: Sequence[int], best: int, layers: int
+) -> tuple[Tensor, Tensor]:
+    """Masks of keys and of values, ``[layers, tokens]``, that a change takes from full mode."""
+    at = torch.tensor([index for index, ids in enumerate(context) for _ in ids])
+    within = torch.tensor([offset for ids in context for offset in range(len(ids))])
+    tokens = at != 0
+    third = torch.arange(layers) * 3 // layers
+    chosen = torch.ones(layers, dtype=torch.bool)
+    if name == NOTHING:
+        tokens = torch.zeros_like(tokens)
+    elif name.startswith("first 16"):
+        tokens = tokens & (within < 16)
+    elif name.startswith("the passage"):
+        tokens = at == passages[best]
+    elif name.endswith("third of layers"):
+        chosen = third == ("lowest", "middle", "highest").index(name.split()[0])
+    mask = chosen[:, None] & tokens[None]
+    nothing = torch.zeros_like(mask)
+    return (nothing if name == "values" else mask), (nothing if name == "keys" else mask)
+
+
+def _most_attended(
+    model: BlockModel, context: Context, final: Sequence[int], passages: Sequence[int]
+) -> int:
+    """Index of the passage that the question attends to most."""
+    mass = model.attention_to_blocks(context, final)
+    return max(range(len(passages)), key=lambda index: mass[passages[index]])
