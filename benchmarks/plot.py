@@ -1,6 +1,6 @@
 """Plot results of ``blockattn-rag bench`` and ``benchmarks/efficiency.py``.
 
-    python benchmarks/plot.py benchmarks/results/ttft-float32.json docs/figures/ttft-float32.svg
+    python benchmarks/plot.py benchmarks/results/ttft-long.json docs/figures/ttft-long.svg
 
 The first word of the file's name is what was measured. Needs matplotlib (extra ``train``).
 """

@@ -23,6 +23,7 @@ bench() { # NAME, then the arguments of `blockattn-rag bench`
 
 wanted=("$@")
 bench ttft-float32 ttft --lengths 512,1024,2048,4096,8192 --repeats 3
+bench ttft-long ttft --lengths 1024,4096,8192,16384,32768 --repeats 1
 bench ttft-bfloat16 ttft --dtype bfloat16 --lengths 4096,8192 --repeats 1
 bench decode decode --lengths 2048,8192 --block-tokens 128,512 --repeats 2
 measure shared python benchmarks/efficiency.py shared --batch-sizes 32 --lengths 2048 --repeats 1
@@ -41,7 +42,7 @@ if [ ${#wanted[@]} -eq 0 ] || [[ " ${wanted[*]} " == *" use-cases "* ]]; then
   python benchmarks/use_cases --output benchmarks/results/use-cases.json
 fi
 python benchmarks/tables.py
-python benchmarks/plot.py benchmarks/results/ttft-float32.json docs/figures/ttft-float32.svg
+python benchmarks/plot.py benchmarks/results/ttft-long.json docs/figures/ttft-long.svg
 python benchmarks/draw_gain.py
 python benchmarks/capture_demo.py
 python benchmarks/kill_ingestion.py --kills 20 > benchmarks/results/kill-ingestion.json

@@ -50,7 +50,8 @@ def table(name: str, data: Mapping[str, Any]) -> str:
     lines = markdown(list(found), zip(*found.values(), strict=True))
     machine = data["machine"]
     versions = ", ".join(f"{package} {version}" for package, version in machine["versions"].items())
-    where = f"{machine['accelerator'] or machine['processor']}, {machine['threads']} threads"
+    threads = machine["threads"]
+    where = f"{machine['accelerator'] or machine['processor']}, {threads} thread{'s'[: threads - 1]}"
     what = f"{data['model']} shape, {data['dtype']} on {data['device']}"
     how = "Counted." if name == "memory" else "Medians."
     return f"{lines}\n*{what}; {where}; {versions}. {how}*\n"
