@@ -51,7 +51,9 @@ def table(name: str, data: Mapping[str, Any]) -> str:
     machine = data["machine"]
     versions = ", ".join(f"{package} {version}" for package, version in machine["versions"].items())
     threads = machine["threads"]
-    where = f"{machine['accelerator'] or machine['processor']}, {threads} thread{'s'[: threads - 1]}"
+    where = (
+        f"{machine['accelerator'] or machine['processor']}, {threads} thread{'s'[: threads - 1]}"
+    )
     what = f"{data['model']} shape, {data['dtype']} on {data['device']}"
     how = "Counted." if name == "memory" else "Medians."
     return f"{lines}\n*{what}; {where}; {versions}. {how}*\n"
