@@ -18,15 +18,8 @@ from blockattn_rag.errors import FingerprintMismatchError, StoreError
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.model.correction import Correction, LayerCorrection
 from blockattn_rag.server.profile import ModelProfile
-from blockattn_rag.store.base import (
-    EntryPart,
-    Found,
-    KVStore,
-    MaintainedStore,
-    StoreStats,
-    damage_reported,
-)
-from blockattn_rag.store.format import decode_part
+from blockattn_rag.store.base import EntryPart, Found, KVStore, MaintainedStore, StoreStats
+from blockattn_rag.store.format import damage_reported, decode_part
 from blockattn_rag.store.header import Header
 from blockattn_rag.store.layout import ByteRange, LayerShape, Layout, Piece, ranges, share_of
 

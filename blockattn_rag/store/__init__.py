@@ -20,15 +20,14 @@ if TYPE_CHECKING:
         TierStats,
     )
     from blockattn_rag.store.directory import DirectoryStore
+    from blockattn_rag.store.eviction import ShrinkReport, shrink
     from blockattn_rag.store.live import LiveHandles
     from blockattn_rag.store.maintenance import (
         GcReport,
-        ShrinkReport,
         Tally,
         VerifyReport,
         describe_all,
         gc,
-        shrink,
         verify,
     )
     from blockattn_rag.store.memory import MemoryStore
@@ -43,8 +42,9 @@ DEFAULT_RESIDENT_BYTES = 1 << 30
 _HOMES = {
     "base": "EntryInfo EntryPart KVStore MaintainedStore StoreStats StoredEntry TierStats",
     "directory": "DirectoryStore",
+    "eviction": "ShrinkReport shrink",
     "live": "LiveHandles",
-    "maintenance": "GcReport ShrinkReport Tally VerifyReport describe_all gc shrink verify",
+    "maintenance": "GcReport Tally VerifyReport describe_all gc verify",
     "memory": "MemoryStore",
     "objects": "ObjectStore",
     "opening": "DEFAULT_MEMORY_BYTES open_store",

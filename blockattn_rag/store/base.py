@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-import logging
-import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeAlias, TypeGuard
+from typing import ClassVar, NamedTuple, TypeAlias
 
 from torch import Tensor
 
 from blockattn_rag.errors import CorruptEntryError, FingerprintMismatchError, StoreError
 from blockattn_rag.kv.block_kv import BlockKV, joined_handles, split_handles
-from blockattn_rag.store.checks import check_finite, check_storable
-from blockattn_rag.store.format import decode, encode
-from blockattn_rag.store.header import FormatError, Header
+from blockattn_rag.store.header import Header
 from blockattn_rag.store.layout import ByteRange
-
-if TYPE_CHECKING:
-    from blockattn_rag.store.sidecar import Sidecar
-
-logger = logging.getLogger("blockattn_rag")
-
-_KEY = re.compile(r"[0-9a-f]{64}")
 
 Found: TypeAlias = BlockKV | StoreError | None
 """Result of reading one of several entries: the entry, None if it does not exist, or the StoreError
@@ -79,6 +67,35 @@ class StoreStats:
     evictions: int = 0
     refused: int = 0
     tiers: tuple[TierStats, ...] = ()
+
+
+SIDECAR = "sidecar"
+"""Folder of the files in a store."""
+
+
+class Sidecar(ABC):
+    """Small immutable files beside the entries of a store, such as the index of passages.
+
+    A file has a path of several parts, ``"folder/name"``. It is written atomically and never
+    changed, so readers need no lock: a file is complete or absent. All methods raise StoreError if
+    the store fails.
+    """
+
+    @abstractmethod
+    def names(self, folder: str) -> list[str]:
+        """Paths of all files below a folder, relative to it. Empty if there is no such folder."""
+
+    @abstractmethod
+    def read(self, paths: Sequence[str]) -> list[bytes | None]:
+        """Contents of files, in order. None: there is no such file."""
+
+    @abstractmethod
+    def write(self, path: str, content: bytes) -> None:
+        """Write a file atomically, replacing any older one."""
+
+    @abstractmethod
+    def delete(self, path: str) -> None:
+        """Delete a file, if it exists."""
 
 
 class KVStore(ABC):
@@ -248,11 +265,11 @@ class MaintainedStore(KVStore):
         """Read an entry like ``get``, without counting as a use."""
 
     @abstractmethod
-    def discard(self, key: str, used_ns: int) -> bool:
+    def discard(self, key: str, used_ns: int) -> bool | None:
         """Delete an entry unless it was used or replaced since ``used_ns``.
 
         Returns:
-            Whether it was deleted.
+            True if it was deleted, False if it was used, None if it was gone.
         """
 
     @abstractmethod
@@ -320,93 +337,3 @@ def age_s(used_ns: int, now_ns: int | None = None) -> float:
     few seconds ahead is new, but one that is a year ahead must not be kept forever.
     """
     return abs((time.time_ns() if now_ns is None else now_ns) - used_ns) / 1e9
-
-
-def check_max_bytes(max_bytes: int) -> None:
-    """Raise if a size limit is not a positive integer."""
-    if not isinstance(max_bytes, int):
-        raise TypeError(f"max_bytes must be a number of bytes, found {max_bytes!r}")
-    if max_bytes <= 0:
-        raise ValueError(f"max_bytes must be positive, found {max_bytes}")
-
-
-def warn_of_refused(store: KVStore, nbytes: int, limit: str = "max_bytes") -> None:
-    """Log that an entry is larger than its store's ``limit``."""
-    logger.warning(
-        "a block of %d bytes does not fit in %r and is not stored, so it is computed again each "
-        "time; raise %s. Further ones are only counted (stats().refused)",
-        nbytes,
-        store,
-        limit,
-    )
-
-
-def is_key(key: object) -> TypeGuard[str]:
-    """Whether ``key`` has the form of a store key: 64 lower-case hex digits."""
-    return isinstance(key, str) and _KEY.fullmatch(key) is not None
-
-
-def check_key(key: str) -> str:
-    """Return the key unchanged if it is well-formed.
-
-    Raises:
-        ValueError: The key is malformed.
-    """
-    if not is_key(key):
-        raise ValueError(f"a store key is 64 hex digits (kv.store_key), found {key!r}")
-    return key
-
-
-def check_entry(key: str, kv: BlockKV) -> None:
-    """Raise ValueError if ``kv`` is malformed or does not belong under ``key``."""
-    if key != kv.key:
-        raise ValueError(
-            f"found the key {key!r}, expected {kv.key!r}: put a block under "
-            "store_key(kv.fingerprint, kv.digest)"
-        )
-    check_storable(kv)
-
-
-def check_found_under(key: str, entry: BlockKV | Header, place: object) -> None:
-    """Raise FingerprintMismatchError if the entry at ``place``, under ``key``, has another key."""
-    if entry.key != key:
-        raise FingerprintMismatchError(
-            f"{place} contains the entry of another text, model or tenant, whose key is "
-            f"{entry.key} (fingerprint {entry.fingerprint!r}); delete it, or put the block again"
-        )
-
-
-def encoded(key: str, kv: BlockKV, place: object) -> list[memoryview]:
-    """Encode an entry for ``place``, as buffers to write in order.
-
-    Raises:
-        ValueError: See ``KVStore.put``.
-        StoreError: The block contains NaN or infinity.
-    """
-    check_entry(key, kv)
-    check_finite(kv, place)
-    return encode(kv)
-
-
-def decoded(key: str, raw: Tensor, place: object) -> BlockKV:
-    """Decode the entry of ``key`` from bytes read from ``place``, uint8 ``[size]``.
-
-    Raises:
-        CorruptEntryError: The bytes are damaged, or of another format version.
-        FingerprintMismatchError: The bytes are the entry of another key.
-    """
-    with damage_reported(place):
-        kv = decode(raw)
-    check_found_under(key, kv, place)
-    return kv
-
-
-@contextmanager
-def damage_reported(place: object) -> Iterator[None]:
-    """Turn a FormatError into a CorruptEntryError that names the place of the entry."""
-    try:
-        yield
-    except FormatError as error:
-        raise CorruptEntryError(
-            f"{place} is damaged: {error}; delete it, or put the block again"
-        ) from error

@@ -1,9 +1,10 @@
-"""Validation of blocks before they are stored, and of tensors that an entry's header describes."""
+"""Validation of keys, of blocks before they are stored, and of tensors that a header describes."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -29,6 +30,34 @@ DTYPES = {
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 MOST_LAYERS = 4096
+
+_KEY = re.compile(r"[0-9a-f]{64}")
+
+
+def is_key(key: object) -> TypeGuard[str]:
+    """Whether ``key`` has the form of a store key: 64 lower-case hex digits."""
+    return isinstance(key, str) and _KEY.fullmatch(key) is not None
+
+
+def check_key(key: str) -> str:
+    """Return the key unchanged if it is well-formed.
+
+    Raises:
+        ValueError: The key is malformed.
+    """
+    if not is_key(key):
+        raise ValueError(f"a store key is 64 hex digits (kv.store_key), found {key!r}")
+    return key
+
+
+def check_entry(key: str, kv: BlockKV) -> None:
+    """Raise ValueError if ``kv`` is malformed or does not belong under ``key``."""
+    if key != kv.key:
+        raise ValueError(
+            f"found the key {key!r}, expected {kv.key!r}: put a block under "
+            "store_key(kv.fingerprint, kv.digest)"
+        )
+    check_storable(kv)
 
 
 def check_storable(kv: BlockKV) -> None:

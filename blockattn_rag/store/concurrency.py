@@ -19,7 +19,8 @@ import torch
 
 from blockattn_rag.errors import StoreError
 from blockattn_rag.kv.block_kv import BlockKV
-from blockattn_rag.store.base import Found, check_max_bytes
+from blockattn_rag.store.base import Found
+from blockattn_rag.store.eviction import check_max_bytes
 
 T = TypeVar("T")
 P = ParamSpec("P")

@@ -20,24 +20,21 @@ from blockattn_rag.files import is_temporary, replacing, sync
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.store import files
 from blockattn_rag.store.base import (
+    SIDECAR,
     EntryInfo,
     EntryPart,
     Found,
     MaintainedStore,
     StoredEntry,
     StoreStats,
-    check_found_under,
-    check_key,
-    decoded,
-    encoded,
-    is_key,
-    warn_of_refused,
 )
+from blockattn_rag.store.checks import check_key, is_key
 from blockattn_rag.store.concurrency import Readers
+from blockattn_rag.store.eviction import SizeBound
+from blockattn_rag.store.format import check_found_under, decoded, encoded
 from blockattn_rag.store.header import FORMAT, VERSION, Header, read_header
 from blockattn_rag.store.layout import ByteRange
 from blockattn_rag.store.retention import forget_expired, retention
-from blockattn_rag.store.sidecar import SIDECAR
 
 T = TypeVar("T")
 
@@ -72,7 +69,7 @@ class DirectoryStore(MaintainedStore):
             entries. Reads detect damage, and the blocks are computed again.
         max_bytes: Size limit of all entries together. The least recently used entries are evicted
             to stay within it. Applies to writes by this object; several processes may briefly
-            exceed it (``files.SizeBound``). A block larger than the limit is not stored. None: no
+            exceed it (``SizeBound``). A block larger than the limit is not stored. None: no
             limit.
 
     Raises:
@@ -93,7 +90,7 @@ class DirectoryStore(MaintainedStore):
         self.fsync = fsync
         self._mark, self._objects = self.path / _MARK, self.path / _OBJECTS
         self.max_bytes = max_bytes
-        self._bound = None if max_bytes is None else files.SizeBound(max_bytes)
+        self._bound = None if max_bytes is None else SizeBound(max_bytes)
         self._readers = Readers(_READS_AT_ONCE, "blockattn-rag-directory")
         try:
             with files.explained("open a store at", self.path):
@@ -175,11 +172,7 @@ class DirectoryStore(MaintainedStore):
             return True
         return False
 
-    def discard(self, key: str, used_ns: int) -> bool:
-        return bool(self.remove_unused(key, used_ns))
-
-    def remove_unused(self, key: str, used_ns: int) -> bool | None:
-        """Like ``discard``, but returns None if the entry does not exist."""
+    def discard(self, key: str, used_ns: int) -> bool | None:
         path = self.entry_path(key)
         with files.explained("delete", path):
             return files.remove_unused(path, used_ns)
@@ -205,7 +198,7 @@ class DirectoryStore(MaintainedStore):
     def stats(self) -> StoreStats:
         sizes = [entry.nbytes for entry in self.entries()]
         bound = self._bound
-        evictions, refused = (bound.evictions, bound.refused) if bound else (0, 0)
+        evictions, refused = (bound.evictions, bound.refusals.count) if bound else (0, 0)
         return StoreStats(len(sizes), sum(sizes), evictions, refused)
 
     def entry_path(self, key: str) -> Path:
@@ -274,19 +267,17 @@ class DirectoryStore(MaintainedStore):
             file.flush()
             files.mark_used(file.fileno())
 
-    def _write_within(self, bound: files.SizeBound, path: Path, buffers: list[memoryview]) -> None:
+    def _write_within(self, bound: SizeBound, path: Path, buffers: list[memoryview]) -> None:
         nbytes = sum(buffer.nbytes for buffer in buffers)
         with bound.lock:
             if nbytes > bound.max_bytes:
                 path.unlink(missing_ok=True)
-                bound.refused += 1
-                if bound.refused == 1:
-                    warn_of_refused(self, nbytes)
+                bound.refusals.add(self, nbytes)
                 return
             evicted = bound.make_room(
                 nbytes,
                 lambda: (entry for entry in self.entries() if entry.key != path.stem),
-                self.remove_unused,
+                self.discard,
                 lambda: retention(self),
             )
             forget_expired(self, evicted)

@@ -11,9 +11,8 @@ import contextlib
 import errno
 import os
 import stat
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from io import FileIO
 from pathlib import Path
 
@@ -22,21 +21,13 @@ from torch import Tensor
 
 from blockattn_rag.errors import CorruptEntryError, StoreError
 from blockattn_rag.files import is_temporary, replacing, temporary_name
-from blockattn_rag.store.base import StoredEntry, age_s, check_max_bytes, damage_reported
+from blockattn_rag.store.base import Sidecar, age_s
+from blockattn_rag.store.format import damage_reported
 from blockattn_rag.store.header import FormatError
-from blockattn_rag.store.retention import Retention
-from blockattn_rag.store.sidecar import Sidecar
 
 FILE_MODE = 0o600
 _FOLDER_MODE = 0o700
 _READ_ONLY = {errno.EACCES, errno.EPERM, errno.EROFS}
-
-_SHARE = 64  # see SizeBound
-_LOOKS = 3  # attempts to make room while entries are in use
-
-Remove = Callable[[str, int], bool | None]
-"""Function that deletes the entry of a key unless it was used after a given time; see
-``remove_unused``."""
 
 
 @contextlib.contextmanager
@@ -169,92 +160,6 @@ def remove_unused(path: Path, used_ns: int) -> bool | None:
     except FileNotFoundError:
         return None
     return False
-
-
-def evict(
-    entries: Iterable[StoredEntry],
-    max_bytes: int,
-    remove: Remove,
-    read_marks: Callable[[], Retention],
-    *,
-    more_bytes: int = 0,
-) -> tuple[int, tuple[StoredEntry, ...]]:
-    """Delete entries until the rest take at most ``max_bytes``: expired ones first, then the least
-    recently used. Pinned entries are kept.
-
-    Args:
-        read_marks: Function that reads the pins and times to live. Called only if needed.
-        more_bytes: Extra bytes to free, in complete entries, if any entry must be deleted.
-
-    Returns:
-        Bytes of the remaining entries, and the deleted entries.
-    """
-    known = [*entries]
-    left, spare = sum(entry.nbytes for entry in known), more_bytes
-    deleted: list[StoredEntry] = []
-    if left <= max_bytes:
-        return left, ()
-    now_ns, (pinned, expired) = time.time_ns(), read_marks()
-    known = [entry for entry in known if entry.key not in pinned]
-    known.sort(key=lambda entry: (entry.key not in expired, -age_s(entry.used_ns, now_ns)))
-    for entry in known:
-        if left <= max_bytes:
-            spare -= entry.nbytes
-            if spare < 0:
-                break
-        removed = remove(entry.key, entry.used_ns)
-        if removed:
-            deleted.append(entry)
-        if removed is not False:  # deleted now or before
-            left -= entry.nbytes
-    return left, tuple(deleted)
-
-
-class SizeBound:
-    """Makes room in a store before a write. Callers must hold ``lock``.
-
-    Listing all files for each write would be slow in a large store. So a writer lists them only
-    after it has written a 64th of the size limit, or if there is no room, and then frees up to a
-    64th at once. With one writer, a store never exceeds its limit. Each further writer may exceed
-    it by a 64th, or by one entry if that is larger, until one of the writers lists the files again.
-    """
-
-    def __init__(self, max_bytes: int) -> None:
-        check_max_bytes(max_bytes)
-        self.max_bytes = max_bytes
-        self.lock = threading.Lock()
-        self.evictions = 0
-        self.refused = 0
-        self._room = 0  # bytes that may be written before the files are listed again
-
-    def make_room(
-        self,
-        nbytes: int,
-        entries: Callable[[], Iterable[StoredEntry]],
-        remove: Remove,
-        read_marks: Callable[[], Retention],
-    ) -> list[str]:
-        """Evict entries, if needed, before a write of ``nbytes`` (at most ``max_bytes``).
-
-        Args:
-            entries: Function that lists all other entries. Called only if needed.
-            read_marks: As for ``evict``.
-
-        Returns:
-            Keys of the evicted entries.
-        """
-        evicted: list[str] = []
-        if nbytes > self._room:
-            share, most = self.max_bytes // _SHARE, self.max_bytes - nbytes
-            for _ in range(_LOOKS):
-                left, deleted = evict(entries(), most, remove, read_marks, more_bytes=share)
-                evicted += [entry.key for entry in deleted]
-                if left <= most:
-                    break
-            self._room = nbytes + min(share, most - left)
-        self._room -= nbytes
-        self.evictions += len(evicted)
-        return evicted
 
 
 class FolderSidecar(Sidecar):

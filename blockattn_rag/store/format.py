@@ -1,18 +1,21 @@
 """Encoding of entries: safetensors files with a checksum of every byte.
 
 Pure functions that convert a ``BlockKV`` to bytes and back; they open no files. ``docs/format.md``
-is the specification. ``store.layout`` defines the byte layout, ``store.header`` the header.
+is the specification. ``store.layout`` defines the byte layout, ``store.header`` the header. Stores
+use ``encoded`` and ``decoded``, which check keys and name the place of an entry in errors.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
+from blockattn_rag.errors import CorruptEntryError, FingerprintMismatchError
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.kv.quantization import KVScales
 from blockattn_rag.store import checks
@@ -180,6 +183,51 @@ def verify(
                 f"the {piece.kind} of head {piece.head} in layer {piece.layer} are damaged: their "
                 "checksum does not match"
             )
+
+
+def check_found_under(key: str, entry: BlockKV | Header, place: object) -> None:
+    """Raise FingerprintMismatchError if the entry at ``place``, under ``key``, has another key."""
+    if entry.key != key:
+        raise FingerprintMismatchError(
+            f"{place} contains the entry of another text, model or tenant, whose key is "
+            f"{entry.key} (fingerprint {entry.fingerprint!r}); delete it, or put the block again"
+        )
+
+
+def encoded(key: str, kv: BlockKV, place: object) -> list[memoryview]:
+    """Encode an entry for ``place``, as buffers to write in order.
+
+    Raises:
+        ValueError: See ``KVStore.put``.
+        StoreError: The block contains NaN or infinity.
+    """
+    checks.check_entry(key, kv)
+    checks.check_finite(kv, place)
+    return encode(kv)
+
+
+def decoded(key: str, raw: Tensor, place: object) -> BlockKV:
+    """Decode the entry of ``key`` from bytes read from ``place``, uint8 ``[size]``.
+
+    Raises:
+        CorruptEntryError: The bytes are damaged, or of another format version.
+        FingerprintMismatchError: The bytes are the entry of another key.
+    """
+    with damage_reported(place):
+        kv = decode(raw)
+    check_found_under(key, kv, place)
+    return kv
+
+
+@contextmanager
+def damage_reported(place: object) -> Iterator[None]:
+    """Turn a FormatError into a CorruptEntryError that names the place of the entry."""
+    try:
+        yield
+    except FormatError as error:
+        raise CorruptEntryError(
+            f"{place} is damaged: {error}; delete it, or put the block again"
+        ) from error
 
 
 # -- writing ---------------------------------------------------------------------------------------

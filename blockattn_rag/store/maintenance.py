@@ -17,17 +17,8 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from blockattn_rag.errors import StoreError
-from blockattn_rag.store.base import (
-    EntryInfo,
-    MaintainedStore,
-    age_s,
-    check_max_bytes,
-    is_damage,
-)
-from blockattn_rag.store.directory import DirectoryStore
-from blockattn_rag.store.files import evict
-from blockattn_rag.store.namespaces import is_of
-from blockattn_rag.store.retention import forget_expired, retention
+from blockattn_rag.store.base import EntryInfo, MaintainedStore, age_s, is_damage
+from blockattn_rag.store.retention import GarbageRule, forget_expired, retention
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -39,7 +30,6 @@ MOST_NAMES = 100
 """Maximum number of names in a ``Tally``."""
 
 _HEADERS_AT_ONCE = 16
-_DELETED = ("expired", "dead")  # outcomes of ``gc``
 _WHOLE_AT_ONCE = 4  # each is read into memory completely
 
 
@@ -117,21 +107,6 @@ class GcReport:
     other: int
 
 
-@dataclass(frozen=True, slots=True)
-class ShrinkReport:
-    """Result of ``shrink``.
-
-    Args:
-        left_bytes: Size of the remaining entries.
-        deleted: Keys of the deleted entries, least recently used first.
-        freed_bytes: Size of the deleted entries.
-    """
-
-    left_bytes: int
-    deleted: tuple[str, ...]
-    freed_bytes: int
-
-
 class _Verdict(NamedTuple):
     """Result of ``verify`` or ``gc`` for one entry.
 
@@ -147,6 +122,34 @@ class _Verdict(NamedTuple):
     nbytes: int = 0
     reason: str = ""
     error: str = ""
+
+
+class _Totals(NamedTuple):
+    """Sums over verdicts."""
+
+    counts: Counter[str]
+    nbytes: int
+    errors: Tally
+
+
+def _added_up(
+    verdicts: Iterable[_Verdict],
+    note: Callable[[_Verdict], None],
+    progress: Callable[[int], None] | None,
+) -> _Totals:
+    """Add up verdicts. ``note`` is called with each one that has a reason."""
+    counts: Counter[str] = Counter()
+    nbytes, errors = 0, Tally()
+    for done, one in enumerate(verdicts, start=1):
+        counts[one.outcome] += 1
+        nbytes += one.nbytes
+        if one.reason:
+            note(one)
+        if one.error:
+            errors.add(one.key, one.error)
+        if progress is not None:
+            progress(done)
+    return _Totals(counts, nbytes, errors)
 
 
 def verify(
@@ -177,40 +180,35 @@ def verify(
         ValueError: ``sample`` is out of range.
     """
     chosen = _part(sample, seed)
-    counts: Counter[str] = Counter()
-    total_bytes = 0
-    damaged, unread, errors = Tally(), Tally(), Tally()
+    skipped = 0
+    damaged, unread = Tally(), Tally()
 
     def wanted() -> Iterator[tuple[str, int | None]]:
+        nonlocal skipped
         for listed in store.listed():
             if chosen(listed[0]):
                 yield listed
             else:
-                counts["skipped"] += 1
+                skipped += 1
+
+    def note(one: _Verdict) -> None:
+        (unread if one.outcome == "unread" else damaged).add(one.key, one.reason)
+        if found is not None:
+            found(one.key, one.reason)
 
     check = partial(_check, store, delete_damaged)
-    for done, one in enumerate(_at_once(check, wanted(), _WHOLE_AT_ONCE), start=1):
-        counts[one.outcome] += 1
-        total_bytes += one.nbytes
-        if one.reason:
-            (unread if one.outcome == "unread" else damaged).add(one.key, one.reason)
-            if found is not None:
-                found(one.key, one.reason)
-        if one.error:
-            errors.add(one.key, one.error)
-        if progress is not None:
-            progress(done)
+    totals = _added_up(_at_once(check, wanted(), _WHOLE_AT_ONCE), note, progress)
     leftovers = Tally()
     for path in store.leftovers():
         leftovers.add(str(path), "temporary file")
     return VerifyReport(
-        ok=counts["ok"],
-        total_bytes=total_bytes,
-        skipped=counts["skipped"],
+        ok=totals.counts["ok"],
+        total_bytes=totals.nbytes,
+        skipped=skipped,
         damaged=damaged,
         unread=unread,
-        deleted=counts["deleted"],
-        errors=errors,
+        deleted=totals.counts["deleted"],
+        errors=totals.errors,
         leftovers=leftovers,
     )
 
@@ -295,51 +293,35 @@ def gc(
             "within which nothing is deleted; shorten the grace period too"
         )
 
-    marks = retention(store)
+    rule = GarbageRule(retention(store), live_handles, grace_s, ttl_s, namespaces)
+    expired, gone = rule.marks.expired, Tally()
     removed: list[str] = []
 
     def judge(key: str) -> _Verdict:
         try:
-            info = store.describe(key)
-            if info is None:
+            if (info := store.describe(key)) is None:
                 return _Verdict(key)
-            if namespaces is not None and not is_of(info.header.namespace, namespaces):
-                return _Verdict(key, "other")
-            named = info.handles  # empty for entries that a server encoded
-            live = live_handles is None or not named or any(one in live_handles for one in named)
-            unused = ttl_s is not None and info.age_s >= ttl_s
-            expired = key in marks.expired
-            if key in marks.pinned or (live and not unused and not expired):
-                return _Verdict(key, "kept")
-            if info.age_s < grace_s and not expired:
-                return _Verdict(key, "young")
+            outcome, reason = rule.judge(key, info)
+            if not reason:
+                return _Verdict(key, outcome)
             if dry_run or store.discard(key, info.used_ns):
-                reason = "nothing refers to it"
-                if expired or unused:
-                    reason = "its time to live has ended" if expired else "not used for ttl_s"
-                return _Verdict(key, "expired" if live else "dead", info.nbytes, reason)
+                return _Verdict(key, outcome, info.nbytes, reason)
             return _Verdict(key, "used")  # in the meantime
         except StoreError as error:
             return _Verdict(key, error=str(error))
 
-    counts: Counter[str] = Counter()
-    freed_bytes = 0
-    gone, errors = Tally(), Tally()
-    for done, one in enumerate(_at_once(judge, store.keys(), _HEADERS_AT_ONCE), start=1):
-        counts[one.outcome] += 1
-        freed_bytes += one.nbytes
-        if one.key in marks.expired and one.outcome in _DELETED:
+    def note(one: _Verdict) -> None:
+        gone.add(one.key, one.reason)
+        if one.key in expired:
             removed.append(one.key)
-        if one.reason:
-            gone.add(one.key, one.reason)
-            if deleted is not None:
-                deleted(one.key)
-        if one.error:
-            errors.add(one.key, one.error)
-        if progress is not None:
-            progress(done)
+        if deleted is not None:
+            deleted(one.key)
+
+    counts, freed_bytes, errors = _added_up(
+        _at_once(judge, store.keys(), _HEADERS_AT_ONCE), note, progress
+    )
     if not dry_run:
-        removed += [key for key in marks.expired.difference(removed) if key not in store]
+        removed += [key for key in expired.difference(removed) if key not in store]
         try:
             forget_expired(store, removed)
         except StoreError as error:
@@ -378,27 +360,6 @@ def _sweep_leftovers(
         except OSError as error:
             errors.add(str(path), f"cannot delete {path}: {error.strerror or error}")
     return freed_bytes
-
-
-def shrink(store: DirectoryStore, max_bytes: int) -> ShrinkReport:
-    """Delete entries until the rest take at most ``max_bytes``: expired ones first, then the least
-    recently used.
-
-    Pinned entries are kept, even if they take more. To limit the size permanently, use
-    ``DirectoryStore(path, max_bytes=...)``. Deleted entries are computed again when they are
-    needed. Temporary files are ignored.
-
-    Raises:
-        StoreError: The store cannot be listed, or an entry cannot be deleted.
-        ValueError: ``max_bytes`` is not positive.
-    """
-    check_max_bytes(max_bytes)
-    left_bytes, deleted = evict(
-        store.entries(), max_bytes, store.remove_unused, lambda: retention(store)
-    )
-    forget_expired(store, [entry.key for entry in deleted])
-    freed_bytes = sum(entry.nbytes for entry in deleted)
-    return ShrinkReport(left_bytes, tuple(entry.key for entry in deleted), freed_bytes)
 
 
 def describe_all(store: MaintainedStore) -> Iterator[tuple[str, EntryInfo | StoreError | None]]:

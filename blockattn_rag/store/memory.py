@@ -4,20 +4,35 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from blockattn_rag.kv.block_kv import BlockKV
-from blockattn_rag.store.base import (
-    KVStore,
-    StoreStats,
-    check_entry,
-    check_max_bytes,
-    warn_of_refused,
-)
+from blockattn_rag.store.base import KVStore, Sidecar, StoreStats
+from blockattn_rag.store.checks import check_entry
+from blockattn_rag.store.eviction import Refusals, check_max_bytes
 from blockattn_rag.store.retention import forget_expired, retention
-from blockattn_rag.store.sidecar import MemorySidecar
+
+
+class MemorySidecar(Sidecar):
+    """Files in the memory of this process."""
+
+    def __init__(self) -> None:
+        self._files: dict[str, bytes] = {}
+
+    def names(self, folder: str) -> list[str]:
+        start = f"{folder}/"
+        return [path.removeprefix(start) for path in [*self._files] if path.startswith(start)]
+
+    def read(self, paths: Sequence[str]) -> list[bytes | None]:
+        return [self._files.get(path) for path in paths]
+
+    def write(self, path: str, content: bytes) -> None:
+        self._files[path] = content
+
+    def delete(self, path: str) -> None:
+        self._files.pop(path, None)
 
 
 class MemoryStore(KVStore):
@@ -43,7 +58,7 @@ class MemoryStore(KVStore):
         self._entries: OrderedDict[str, BlockKV] = OrderedDict()
         self._total_bytes = 0
         self._evictions = 0
-        self._refused = 0
+        self._refusals = Refusals()
         self._sidecar = MemorySidecar()
 
     def __repr__(self) -> str:
@@ -68,12 +83,10 @@ class MemoryStore(KVStore):
         with self._lock:
             self._remove(key)
             if nbytes > self.max_bytes:
-                self._refused += 1
-                if self._refused == 1:
-                    warn_of_refused(self, nbytes)
+                self._refusals.add(self, nbytes)
                 return
             if not self._make_room(nbytes):
-                self._refused += 1
+                self._refusals.count += 1
                 return
             self._entries[key] = kv
             self._total_bytes += nbytes
@@ -101,11 +114,15 @@ class MemoryStore(KVStore):
 
     def stats(self) -> StoreStats:
         with self._lock:
-            return StoreStats(len(self._entries), self._total_bytes, self._evictions, self._refused)
+            refused = self._refusals.count
+            return StoreStats(len(self._entries), self._total_bytes, self._evictions, refused)
 
     def _make_room(self, nbytes: int) -> bool:
         """Evict entries that are not pinned: expired ones first, then the least recently used.
-        Returns whether it fits."""
+        Returns whether it fits.
+
+        Unlike ``eviction.evict``, it needs no sizes, which take long to add up for each ``put``.
+        """
         if self._total_bytes + nbytes > self.max_bytes:
             pinned, expired = retention(self)
             keys = [key for key in self._entries if key not in pinned]

@@ -19,14 +19,10 @@ from blockattn_rag.store.base import (
     MaintainedStore,
     StoredEntry,
     StoreStats,
-    check_found_under,
-    check_key,
-    damage_reported,
-    decoded,
-    encoded,
-    is_key,
 )
+from blockattn_rag.store.checks import check_key, is_key
 from blockattn_rag.store.concurrency import check_seconds
+from blockattn_rag.store.format import check_found_under, damage_reported, decoded, encoded
 from blockattn_rag.store.header import Header, header_end, read_header
 from blockattn_rag.store.layout import ByteRange
 from blockattn_rag.store.object_client import ObjectClient, ObjectSidecar, connect
@@ -161,14 +157,16 @@ class ObjectStore(MaintainedStore):
     def delete(self, key: str) -> bool:
         return self._client.delete(entry_path(key))
 
-    def discard(self, key: str, used_ns: int) -> bool:
+    def discard(self, key: str, used_ns: int) -> bool | None:
         """Delete an entry unless it was replaced since ``used_ns``.
 
         Times are compared by the second, the precision that all object stores have. An entry that
         is replaced between the comparison and the deletion is lost and computed again.
         """
         head = self._client.head(entry_path(key))
-        if head is None or _written_ns(head) // 10**9 != used_ns // 10**9:
+        if head is None:
+            return None
+        if _written_ns(head) // 10**9 != used_ns // 10**9:
             return False
         return self.delete(key)
 

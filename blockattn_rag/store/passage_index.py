@@ -27,10 +27,9 @@ from safetensors.numpy import load, save
 from blockattn_rag.errors import StoreError
 from blockattn_rag.prompts.blocks import Span
 from blockattn_rag.prompts.recognition import ENTRY, Entries, PassageMatcher, checked, joined
-from blockattn_rag.store.base import EntryInfo, KVStore, MaintainedStore
+from blockattn_rag.store.base import EntryInfo, KVStore, MaintainedStore, Sidecar
 from blockattn_rag.store.maintenance import describe_all
 from blockattn_rag.store.namespaces import Access
-from blockattn_rag.store.sidecar import Sidecar
 
 logger = logging.getLogger("blockattn_rag")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -16,18 +15,11 @@ import torch
 from blockattn_rag.errors import CorruptEntryError, StoreError
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.lazy import missing_extra
-from blockattn_rag.store.base import (
-    Found,
-    KVStore,
-    StoreStats,
-    check_key,
-    check_max_bytes,
-    decoded,
-    encoded,
-    is_key,
-    warn_of_refused,
-)
+from blockattn_rag.store.base import Found, KVStore, StoreStats
+from blockattn_rag.store.checks import check_key, is_key
 from blockattn_rag.store.concurrency import Readers, check_seconds, deadline, outcome
+from blockattn_rag.store.eviction import Refusals, check_max_bytes
+from blockattn_rag.store.format import decoded, encoded
 from blockattn_rag.store.urls import check_no_credentials, reason
 
 if TYPE_CHECKING:
@@ -94,8 +86,7 @@ class RedisStore(KVStore):
         self._deadline_s = check_seconds("deadline_s", deadline_s)
         self._server = _connect(self.url, deadline_s)
         self._readers = Readers(parallel, "blockattn-rag-redis")
-        self._lock = threading.Lock()
-        self._refused = 0
+        self._refusals = Refusals("max_entry_bytes")
 
     def __repr__(self) -> str:
         return f"RedisStore({self.url!r})"
@@ -130,7 +121,7 @@ class RedisStore(KVStore):
         if len(content) > self._max_entry_bytes:
             with self._explained("write an entry"):
                 self._server.delete(name)
-            self._count_refused(len(content))
+            self._refusals.add(self, len(content))
             return
         with self._explained("write an entry"):
             self._server.set(name, content, px=self._ttl_ms)
@@ -161,7 +152,7 @@ class RedisStore(KVStore):
             self._asked("look up an entry", partial(self._server.strlen, self._name(k)))
             for k in keys
         ]
-        return StoreStats(len(keys), sum(map(int, sizes)), refused=self._refused)
+        return StoreStats(len(keys), sum(map(int, sizes)), refused=self._refusals.count)
 
     def _name(self, key: str) -> str:
         return f"{self._prefix}{check_key(key)}"
@@ -207,13 +198,6 @@ class RedisStore(KVStore):
             yield
         except (RedisError, OSError) as error:
             raise StoreError(f"cannot {doing} in {self.url}: {reason(error)}") from None
-
-    def _count_refused(self, nbytes: int) -> None:
-        with self._lock:
-            self._refused += 1
-            is_first = self._refused == 1
-        if is_first:
-            warn_of_refused(self, nbytes, "max_entry_bytes")
 
 
 def _connect(url: str, deadline_s: float) -> Redis:

@@ -1,21 +1,22 @@
-"""Pins and times to live of entries, which size limits, ``gc`` and ``shrink`` honour.
+"""Pins and times to live of entries, and the decision which entries ``gc`` deletes.
 
-Both are marks: empty files beside the entries (``store.sidecar``), named after a key and a time, so
-one listing reads all marks of a kind. A pinned entry is not deleted. An expired entry that is not
-pinned is deleted by the next ``gc``, and before all others if a store makes room. Until then it is
-used like any other. Its mark is deleted with it; an entry that is deleted earlier and stored again
-keeps its time to live.
+Pins and times to live are marks: empty files beside the entries (``KVStore.sidecar``), named after
+a key and a time, so one listing reads all marks of a kind. Size limits and ``shrink`` honour them,
+too. A pinned entry is not deleted. An expired entry that is not pinned is deleted by the next
+``gc``, and before all others if a store makes room. Until then it is used like any other. Its mark
+is deleted with it; an entry that is deleted earlier and stored again keeps its time to live.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Iterator
-from typing import NamedTuple
+from collections.abc import Collection, Container, Iterator
+from typing import Literal, NamedTuple
 
-from blockattn_rag.store.base import KVStore, is_key
-from blockattn_rag.store.sidecar import Sidecar
+from blockattn_rag.store.base import EntryInfo, KVStore, Sidecar
+from blockattn_rag.store.checks import is_key
+from blockattn_rag.store.namespaces import is_of
 
 _PINS, _EXPIRIES = "pins-1", "expiries-1"  # with the version of the format
 _NEVER = 0
@@ -27,6 +28,52 @@ class Retention(NamedTuple):
 
     pinned: frozenset[str]
     expired: frozenset[str]
+
+
+class Judgement(NamedTuple):
+    """Decision of ``GarbageRule`` on an entry.
+
+    Args:
+        outcome: ``other``: it belongs to another namespace. ``kept``: it is referenced or pinned.
+            ``young``: it was used within the grace period. ``expired``: it is referenced, but
+            to be deleted. ``dead``: it is unreferenced, and to be deleted.
+        reason: Why it is to be deleted. Empty if it is not.
+    """
+
+    outcome: Literal["other", "kept", "young", "expired", "dead"]
+    reason: str = ""
+
+
+class GarbageRule(NamedTuple):
+    """Decides which entries ``gc`` deletes.
+
+    Args:
+        marks: Pins and times to live.
+        live_handles, grace_s, ttl_s, namespaces: See ``maintenance.gc``.
+    """
+
+    marks: Retention
+    live_handles: Container[str] | None
+    grace_s: float
+    ttl_s: float | None
+    namespaces: Collection[str] | None
+
+    def judge(self, key: str, info: EntryInfo) -> Judgement:
+        """Judge the entry of a key."""
+        if self.namespaces is not None and not is_of(info.header.namespace, self.namespaces):
+            return Judgement("other")
+        live, named = self.live_handles, info.handles  # none for entries that a server encoded
+        is_live = live is None or not named or any(one in live for one in named)
+        is_unused = self.ttl_s is not None and info.age_s >= self.ttl_s
+        has_expired = key in self.marks.expired
+        if key in self.marks.pinned or (is_live and not is_unused and not has_expired):
+            return Judgement("kept")
+        if info.age_s < self.grace_s and not has_expired:
+            return Judgement("young")
+        reason = "nothing refers to it"
+        if has_expired or is_unused:
+            reason = "its time to live has ended" if has_expired else "not used for ttl_s"
+        return Judgement("expired" if is_live else "dead", reason)
 
 
 def retention(store: KVStore) -> Retention:

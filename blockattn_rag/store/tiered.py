@@ -16,16 +16,15 @@ from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.store.base import (
     Found,
     KVStore,
+    Sidecar,
     StoreStats,
     TierStats,
-    check_entry,
     is_damage,
     with_handles,
 )
-from blockattn_rag.store.checks import check_finite
+from blockattn_rag.store.checks import check_entry, check_finite
 from blockattn_rag.store.concurrency import SingleFlight, WriteQueue, check_seconds
 from blockattn_rag.store.opening import open_spec
-from blockattn_rag.store.sidecar import Sidecar
 from blockattn_rag.store.tier import CircuitBreaker, Tier
 
 logger = logging.getLogger("blockattn_rag")

@@ -157,7 +157,7 @@ def test_verify_survives_errors(store: DirectoryStore, monkeypatch: pytest.Monke
         damage(store, key)
     discard = DirectoryStore.discard
 
-    def refuse(self: DirectoryStore, key: str, used_ns: int) -> bool:
+    def refuse(self: DirectoryStore, key: str, used_ns: int) -> bool | None:
         if key == min(KEYS[:2]):
             raise StoreError("cannot delete it")
         return discard(self, key, used_ns)
@@ -301,7 +301,7 @@ def test_gc_survives_errors(store: DirectoryStore, monkeypatch: pytest.MonkeyPat
 def test_gc_ignores_vanished_entry(store: DirectoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
     discard = DirectoryStore.discard
 
-    def vanish(self: DirectoryStore, key: str, used_ns: int) -> bool:
+    def vanish(self: DirectoryStore, key: str, used_ns: int) -> bool | None:
         self.delete(key)
         return discard(self, key, used_ns)
 

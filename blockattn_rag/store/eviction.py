@@ -1,0 +1,176 @@
+"""Size limits of stores, and the eviction of entries to stay within them."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from blockattn_rag.store.base import KVStore, MaintainedStore, StoredEntry, age_s
+from blockattn_rag.store.retention import Retention, forget_expired, retention
+
+logger = logging.getLogger("blockattn_rag")
+
+_SHARE = 64  # see SizeBound
+_LOOKS = 3  # attempts to make room while entries are in use
+
+Remove = Callable[[str, int], bool | None]
+"""Function that deletes the entry of a key unless it was used after a given time; see
+``MaintainedStore.discard``."""
+
+
+def check_max_bytes(max_bytes: int) -> None:
+    """Raise if a size limit is not a positive integer."""
+    if not isinstance(max_bytes, int):
+        raise TypeError(f"max_bytes must be a number of bytes, found {max_bytes!r}")
+    if max_bytes <= 0:
+        raise ValueError(f"max_bytes must be positive, found {max_bytes}")
+
+
+class Refusals:
+    """Counts the entries that are larger than a store's limit, and logs the first.
+
+    Args:
+        limit: Name of the limit.
+    """
+
+    def __init__(self, limit: str = "max_bytes") -> None:
+        self._limit = limit
+        self._lock = threading.Lock()
+        self.count = 0
+
+    def add(self, store: KVStore, nbytes: int) -> None:
+        """Count an entry of ``nbytes`` bytes that ``store`` does not accept."""
+        with self._lock:
+            self.count += 1
+            is_first = self.count == 1
+        if is_first:
+            logger.warning(
+                "a block of %d bytes does not fit in %r and is not stored, so it is computed again "
+                "each time; raise %s. Further ones are only counted (stats().refused)",
+                nbytes,
+                store,
+                self._limit,
+            )
+
+
+def evict(
+    entries: Iterable[StoredEntry],
+    max_bytes: int,
+    remove: Remove,
+    read_marks: Callable[[], Retention],
+    *,
+    more_bytes: int = 0,
+) -> tuple[int, tuple[StoredEntry, ...]]:
+    """Delete entries until the rest take at most ``max_bytes``: expired ones first, then the least
+    recently used. Pinned entries are kept.
+
+    Args:
+        read_marks: Function that reads the pins and times to live. Called only if needed.
+        more_bytes: Extra bytes to free, in complete entries, if any entry must be deleted.
+
+    Returns:
+        Bytes of the remaining entries, and the deleted entries.
+    """
+    known = [*entries]
+    left, spare = sum(entry.nbytes for entry in known), more_bytes
+    deleted: list[StoredEntry] = []
+    if left <= max_bytes:
+        return left, ()
+    now_ns, (pinned, expired) = time.time_ns(), read_marks()
+    known = [entry for entry in known if entry.key not in pinned]
+    known.sort(key=lambda entry: (entry.key not in expired, -age_s(entry.used_ns, now_ns)))
+    for entry in known:
+        if left <= max_bytes:
+            spare -= entry.nbytes
+            if spare < 0:
+                break
+        removed = remove(entry.key, entry.used_ns)
+        if removed:
+            deleted.append(entry)
+        if removed is not False:  # deleted now or before
+            left -= entry.nbytes
+    return left, tuple(deleted)
+
+
+class SizeBound:
+    """Makes room in a store before a write. Callers must hold ``lock``.
+
+    Listing all files for each write would be slow in a large store. So a writer lists them only
+    after it has written a 64th of the size limit, or if there is no room, and then frees up to a
+    64th at once. With one writer, a store never exceeds its limit. Each further writer may exceed
+    it by a 64th, or by one entry if that is larger, until one of the writers lists the files again.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        check_max_bytes(max_bytes)
+        self.max_bytes = max_bytes
+        self.lock = threading.Lock()
+        self.evictions = 0
+        self.refusals = Refusals()
+        self._room = 0  # bytes that may be written before the files are listed again
+
+    def make_room(
+        self,
+        nbytes: int,
+        entries: Callable[[], Iterable[StoredEntry]],
+        remove: Remove,
+        read_marks: Callable[[], Retention],
+    ) -> list[str]:
+        """Evict entries, if needed, before a write of ``nbytes`` (at most ``max_bytes``).
+
+        Args:
+            entries: Function that lists all other entries. Called only if needed.
+            read_marks: As for ``evict``.
+
+        Returns:
+            Keys of the evicted entries.
+        """
+        evicted: list[str] = []
+        if nbytes > self._room:
+            share, most = self.max_bytes // _SHARE, self.max_bytes - nbytes
+            for _ in range(_LOOKS):
+                left, deleted = evict(entries(), most, remove, read_marks, more_bytes=share)
+                evicted += [entry.key for entry in deleted]
+                if left <= most:
+                    break
+            self._room = nbytes + min(share, most - left)
+        self._room -= nbytes
+        self.evictions += len(evicted)
+        return evicted
+
+
+@dataclass(frozen=True, slots=True)
+class ShrinkReport:
+    """Result of ``shrink``.
+
+    Args:
+        left_bytes: Size of the remaining entries.
+        deleted: Keys of the deleted entries, least recently used first.
+        freed_bytes: Size of the deleted entries.
+    """
+
+    left_bytes: int
+    deleted: tuple[str, ...]
+    freed_bytes: int
+
+
+def shrink(store: MaintainedStore, max_bytes: int) -> ShrinkReport:
+    """Delete entries until the rest take at most ``max_bytes``: expired ones first, then the least
+    recently used.
+
+    Pinned entries are kept, even if they take more. To limit the size permanently, use
+    ``DirectoryStore(path, max_bytes=...)``. Deleted entries are computed again when they are
+    needed. Temporary files are ignored.
+
+    Raises:
+        StoreError: The store cannot be listed, or an entry cannot be deleted.
+        ValueError: ``max_bytes`` is not positive.
+    """
+    check_max_bytes(max_bytes)
+    left_bytes, deleted = evict(store.entries(), max_bytes, store.discard, lambda: retention(store))
+    forget_expired(store, [entry.key for entry in deleted])
+    freed_bytes = sum(entry.nbytes for entry in deleted)
+    return ShrinkReport(left_bytes, tuple(entry.key for entry in deleted), freed_bytes)
