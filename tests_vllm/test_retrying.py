@@ -13,7 +13,8 @@ from vllm.exceptions import RetryableRequestError
 from blockattn_rag.errors import GrammarError, ProtocolError
 from blockattn_rag.server.protocol import BlockPlan
 from blockattn_rag.server.served_blocks import ServedBlocks
-from blockattn_rag.server.vllm.retrying import CURRENT, CUT_ANSWERS, RETRIES, RetryingClient, Ticket
+from blockattn_rag.server.vllm.metrics import CUT_ANSWERS, RETRIES
+from blockattn_rag.server.vllm.retrying import CURRENT, RetryingClient, Ticket
 from tests_vllm.engines import sampling_of
 
 PLAN = BlockPlan("complete", (4, 5))

@@ -15,9 +15,8 @@ from blockattn_rag.prompts.blocks import Keep, may_store
 from blockattn_rag.server.client.http import background
 from blockattn_rag.server.client.request import completion_body
 from blockattn_rag.server.client.server import Server
-from blockattn_rag.server.promotion import reuse_of
 from blockattn_rag.server.protocol import COMPLETIONS, BlockPlan, EncodeAnswer, EncodeBody
-from blockattn_rag.server.served_blocks import ServedBlocks
+from blockattn_rag.server.served_blocks import ServedBlocks, reuse_of
 from blockattn_rag.server.validation import shown
 
 NEW_TOKENS = 8

@@ -26,7 +26,6 @@ from blockattn_rag.prompts.blocks import Keep, most_attended
 from blockattn_rag.prompts.sinks import sink_ids
 from blockattn_rag.server.client.http import Client, RefusedError
 from blockattn_rag.server.client.server import Server
-from blockattn_rag.server.promotion import promote
 from blockattn_rag.server.protocol import (
     COMPLETIONS,
     TENANT_HEADER,
@@ -34,6 +33,7 @@ from blockattn_rag.server.protocol import (
     EncodeAnswer,
     ServerInfo,
 )
+from blockattn_rag.server.served_blocks import promote
 
 _EXACT = 1e-3
 """Maximum difference of log-probabilities in float32, far above the rounding error."""

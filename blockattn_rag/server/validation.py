@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import AsyncIterable, Mapping
 from reprlib import Repr
 from typing import Annotated, Any, TypeVar
 
@@ -17,6 +19,9 @@ _MOST = 1 << 53
 
 _MOST_FIELDS = 100
 """pydantic collects an error for each unknown field, so long objects would take seconds."""
+
+_OTHER_BODY_BYTES = 4 << 20  # grammars have up to 2 million characters
+_BODY_BYTES_PER_TOKEN = 64
 
 STRICT = ConfigDict(extra="forbid")
 """Pydantic config of all messages and files: unknown fields are errors."""
@@ -99,3 +104,27 @@ def _explained(error: ValidationError, name: str) -> str:
         return f"{place} should be an object, found {shown(first['input'])}"
     expected = re.sub(" after validation, not .*", "", first["msg"].partition(" ")[2])
     return f"{place} {expected.replace('tuple', 'list')}, found {shown(first['input'])}"
+
+
+async def read_json(chunks: AsyncIterable[bytes], max_tokens: int) -> Any:
+    """Read and parse a body, without blocking the event loop.
+
+    Args:
+        chunks: Parts of the body.
+        max_tokens: Maximum tokens of a prompt.
+
+    Raises:
+        ProtocolError: The body is not JSON, or has more than 4 MiB and 64 bytes per token.
+    """
+    most, body = _OTHER_BODY_BYTES + _BODY_BYTES_PER_TOKEN * max_tokens, bytearray()
+    async for chunk in chunks:
+        body += chunk
+        if len(body) > most:
+            raise ProtocolError(
+                f"the body has more than {most:,} bytes, the limit for {max_tokens:,} tokens "
+                "(max_model_len); send fewer or shorter texts or blocks, and media by URL"
+            )
+    try:
+        return await asyncio.to_thread(json.loads, body)
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError(f"the body is not valid JSON: {error}") from error

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from blockattn_rag.errors import ProtocolError
-from blockattn_rag.server.vllm.bodies import read_json
+from blockattn_rag.server.validation import read_json
 
 
 def read(*chunks: bytes, max_tokens: int = 1) -> Any:

@@ -17,9 +17,8 @@ from blockattn_rag.errors import ProtocolError, ServingError
 from blockattn_rag.model.sampling import Sampling
 from blockattn_rag.prompts.blocks import Block
 from blockattn_rag.prompts.sinks import is_sink
-from blockattn_rag.server.promotion import reuse_of
 from blockattn_rag.server.protocol import BlockPlan
-from blockattn_rag.server.served_blocks import ServedBlocks
+from blockattn_rag.server.served_blocks import ServedBlocks, reuse_of
 from blockattn_rag.server.validation import shown
 
 _RENAMED = {"min_new_tokens": "min_tokens"}

@@ -1,4 +1,4 @@
-"""Reports of reuse in the answers to OpenAI clients.
+"""Reports of reuse in the answers to OpenAI clients, and changes to events of streams.
 
 Importing this module does not load vLLM.
 """
@@ -6,16 +6,19 @@ Importing this module does not load vLLM.
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any
 
 from blockattn_rag.engine.outline import RecipeOutline
-from blockattn_rag.server.promotion import reuse_of
 from blockattn_rag.server.protocol import FIELD
-from blockattn_rag.server.served_blocks import ServedBlocks
+from blockattn_rag.server.served_blocks import ServedBlocks, reuse_of
 from blockattn_rag.server.vllm.openai import ChatPrompt
 
 _DATA = "data: "
+_COUNTS = '"usage":{'
+
+ENDS = '"finish_reason":"'
+"""Part of the events that end an answer."""
 
 
 class ChatReport:
@@ -27,7 +30,7 @@ class ChatReport:
     Args:
         prompt: Prompt of the request; None if vLLM rendered it.
         recipe: The server's recipe.
-        prefix_ids: See ``promotion.promote``.
+        prefix_ids: See ``served_blocks.promote``.
         reason: Why block mode cannot answer a chat whose passages were recognized.
     """
 
@@ -51,23 +54,15 @@ class ChatReport:
         self._correct(data["usage"])
         return data
 
-    async def events(self, events: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
+    def events(self, events: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
         """Convert a stream. The event with the finish reason contains the report."""
-        try:
-            async for event in events:
-                ends, counts = '"finish_reason":"' in event, '"usage":{' in event
-                if not (event.startswith(_DATA) and (ends or counts)):
-                    yield event
-                    continue
-                data = json.loads(event.removeprefix(_DATA))
-                if ends:
-                    self._end(data)
-                if counts:
-                    self._correct(data["usage"])
-                text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
-                yield f"{_DATA}{text}\n\n"
-        finally:
-            await events.aclose()
+        return edited_events(events, self._edit, (ENDS, _COUNTS))
+
+    def _edit(self, data: dict[str, Any]) -> None:
+        if any(choice.get("finish_reason") for choice in data["choices"]):
+            self._end(data)
+        if usage := data.get("usage"):
+            self._correct(usage)
 
     def _end(self, data: dict[str, Any]) -> None:
         """Replace ``kv_transfer_params`` with the report."""
@@ -90,3 +85,21 @@ class ChatReport:
         details = usage.get("prompt_tokens_details")
         if details and details.get("cached_tokens"):
             details["cached_tokens"] = max(details["cached_tokens"] - self._encoded_tokens, 0)
+
+
+async def edited_events(
+    events: AsyncGenerator[str, None],
+    edit: Callable[[dict[str, Any]], None],
+    signs: Sequence[str],
+) -> AsyncGenerator[str, None]:
+    """Apply ``edit`` to the JSON of the events of a stream that contain one of ``signs``."""
+    try:
+        async for event in events:
+            if event.startswith(_DATA) and any(sign in event for sign in signs):
+                data = json.loads(event.removeprefix(_DATA))
+                edit(data)
+                text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+                event = f"{_DATA}{text}\n\n"
+            yield event
+    finally:
+        await events.aclose()

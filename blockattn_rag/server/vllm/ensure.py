@@ -5,14 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
-
-from vllm import SamplingParams
 
 from blockattn_rag.errors import MissError, ServingError, StoreError
 from blockattn_rag.kv.block_kv import BlockKV
@@ -20,10 +17,11 @@ from blockattn_rag.server.config import ServingConfig
 from blockattn_rag.server.keys import BlockId
 from blockattn_rag.server.profile import ModelProfile
 from blockattn_rag.server.shares import Share
+from blockattn_rag.server.vllm.engine_tasks import EngineTasks
 from blockattn_rag.server.vllm.kept_blocks import KeptBlocks
 from blockattn_rag.server.vllm.requests import Encodable
 from blockattn_rag.server.vllm.saver import QUEUE_BYTES
-from blockattn_rag.server.vllm.scheduler import UNSAVED, new_encode_name
+from blockattn_rag.server.vllm.scheduler import new_encode_name
 from blockattn_rag.store.base import KVStore, is_damage
 from blockattn_rag.store.tier import CircuitBreaker
 
@@ -35,9 +33,6 @@ occupy no pages."""
 
 _ANSWERED_WITHIN_S = 30.0
 _STORED_WITHIN_S = 60.0
-_FIRST_ASKED_S, _ASKED_EVERY_S = 0.1, 0.5
-"""Seconds until the engine is first asked why a block is not stored yet, and between later
-questions."""
 _FAILURES, _PAUSE_S = 3, 30.0
 _THREADS = 16
 
@@ -73,11 +68,10 @@ class BlockEnsurer:
     def __init__(
         self, engine_client: Any, home: KVStore, config: ServingConfig, profile: ModelProfile
     ) -> None:
-        self._engine_client = engine_client
+        self._engine = EngineTasks(engine_client, config)
         self._home = home
         self._config = config
         self._profile = profile
-        self._secret = config.tenant_secret
         self._outline = Share.of(profile).token_outline(profile)
         self._kept = KeptBlocks(config.private_tokens(profile))
         self._later: set[asyncio.Task[None]] = set()
@@ -204,13 +198,6 @@ class BlockEnsurer:
             del self._flights[name]
 
     async def _encode(self, one: Encodable, flight: _Flight) -> None:
-        asked = one.plan.to_dict(self._secret, self._config.namespace)
-        sampling = SamplingParams(
-            max_tokens=1,
-            temperature=0.0,
-            detokenize=False,
-            extra_args={"kv_transfer_params": asked},
-        )
         request_id = new_encode_name()
         async with self._room.taken(one.tokens * self._profile.bytes_per_token):
             if one.in_store and not self._storing.allows():
@@ -218,17 +205,8 @@ class BlockEnsurer:
                     f"the store accepted none of the last blocks ({self._why_unstored}); the next "
                     f"attempt is within {_PAUSE_S:g} s"
                 )
-            flight.is_asked, reason = True, None
-            outputs = self._engine_client.generate(
-                {"prompt_token_ids": one.token_ids}, sampling, request_id
-            )
-            async for output in outputs:
-                reason = output.outputs[0].finish_reason
-            if reason not in ("length", "stop"):
-                raise ServingError(
-                    f"a block of {one.tokens} tokens was not encoded (request {request_id} "
-                    f"ended by {reason!r}); see the server's log"
-                )
+            flight.is_asked = True
+            await self._engine.encode(one, request_id)
             if one.in_store:
                 await self._stored(one.block, request_id)
             else:  # workers execute this save before any load that is requested from now on
@@ -241,7 +219,7 @@ class BlockEnsurer:
             NotStoredError: The workers could not store it, or not in time.
         """
         pause, began = 0.005, time.monotonic()
-        asking = asyncio.create_task(self._why_not_stored(request_id))
+        asking = asyncio.create_task(self._engine.why_not_stored(request_id))
         try:
             while not await self._asked(self._is_in_own, block):
                 why = None
@@ -261,29 +239,6 @@ class BlockEnsurer:
         finally:
             asking.cancel()
         self._storing.succeeded()
-
-    async def _why_not_stored(self, request_id: str) -> str:
-        """Ask the engine until it answers why a block could not be stored.
-
-        Workers send reports with their steps, and an idle engine runs no steps. So each question is
-        a request for two tokens: the step of the first token collects the reports.
-        """
-        sampling = SamplingParams(
-            max_tokens=2,
-            min_tokens=2,
-            temperature=0.0,
-            detokenize=False,
-            extra_args={"kv_transfer_params": {UNSAVED: request_id}},
-        )
-        pause = _FIRST_ASKED_S
-        while True:
-            await asyncio.sleep(pause)
-            name = f"blockattn-unsaved-{uuid.uuid4().hex}"
-            outputs = self._engine_client.generate({"prompt_token_ids": [0]}, sampling, name)
-            async for output in outputs:
-                if why := (output.kv_transfer_params or {}).get(UNSAVED):
-                    return str(why)
-            pause = _ASKED_EVERY_S
 
     async def _asked(self, look: Callable[[BlockId], bool], block: BlockId) -> bool:
         """Run a lookup in the store without blocking the event loop.

@@ -1,4 +1,4 @@
-"""Metrics of the connector for Prometheus, and the reports of its workers."""
+"""Metrics of the connector and of the endpoints for Prometheus, and the reports of the workers."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from prometheus_client import Counter
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
@@ -178,3 +179,20 @@ class WorkerReport(KVConnectorWorkerMetadata):
             mine = attention.get(request_id, (0.0,) * len(sums))
             attention[request_id] = tuple(map(sum, zip(mine, sums, strict=True)))
         return WorkerReport(both, {**self.unsaved, **other.unsaved}, attention)
+
+
+# Counters of the API server. Names must not start with "vllm:": vLLM unregisters those when it
+# starts an engine.
+RETRIES = Counter("blockattn_retries", "Requests retried because their blocks were lost.")
+CUT_ANSWERS = Counter(
+    "blockattn_cut_answers",
+    "Answers in block mode ended by a stop string, which the engine does not count.",
+)
+INDEX_FAILURES = Counter(
+    "blockattn_index_failures", "Failed writes of the index of passages, which are repeated."
+)
+REQUESTS = Counter(
+    "blockattn_requests",
+    "Requests to the endpoints of block mode, by path and HTTP status; streams when they begin.",
+    ["path", "status"],
+)

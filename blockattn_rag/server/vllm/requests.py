@@ -14,8 +14,8 @@ from blockattn_rag.prompts.blocks import Keep, is_private, may_store, most_atten
 from blockattn_rag.server.config import ServingConfig
 from blockattn_rag.server.keys import BlockId, block_keys, full_mode_salt
 from blockattn_rag.server.profile import ModelProfile
-from blockattn_rag.server.promotion import promote
 from blockattn_rag.server.protocol import TENANT_HEADER, BlockPlan, EncodeBody, parse_plan
+from blockattn_rag.server.served_blocks import promote
 from blockattn_rag.server.validation import Namespace, parse
 
 if TYPE_CHECKING:

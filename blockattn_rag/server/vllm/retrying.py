@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from prometheus_client import Counter
 from vllm.exceptions import RetryableRequestError
 
 from blockattn_rag.errors import GrammarError, ProtocolError
 from blockattn_rag.server.protocol import FIELD, BlockPlan
 from blockattn_rag.server.served_blocks import ServedBlocks
+from blockattn_rag.server.vllm.chat_report import ENDS, edited_events
+from blockattn_rag.server.vllm.metrics import CUT_ANSWERS, RETRIES
 from blockattn_rag.server.vllm.scheduler import GRAMMAR_FAILURE
 
-# Names must not start with "vllm:": vLLM unregisters those when it starts an engine.
-RETRIES = Counter("blockattn_retries", "Requests retried because their blocks were lost.")
-CUT_ANSWERS = Counter(
-    "blockattn_cut_answers",
-    "Answers in block mode ended by a stop string, which the engine does not count.",
-)
-
-_DATA = "data: "
 _COMPLETE = ("stop", "length", "repetition")
 
 
@@ -195,21 +187,15 @@ def _served(output: Any, plan: BlockPlan) -> ServedBlocks | None:
     )
 
 
-async def with_marker(
-    events: AsyncGenerator[str, None], ticket: Ticket
-) -> AsyncGenerator[str, None]:
+def with_marker(events: AsyncGenerator[str, None], ticket: Ticket) -> AsyncGenerator[str, None]:
     """Add ``kv_transfer_params`` to the events that end an answer.
 
     vLLM 0.32 adds them only to answers that are not streamed. Later releases also add them to
     streams.
     """
-    try:
-        async for event in events:
-            if ticket.marker and event.startswith(_DATA) and '"finish_reason":"' in event:
-                data = json.loads(event.removeprefix(_DATA))
-                data["kv_transfer_params"] = ticket.marker
-                text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
-                event = f"{_DATA}{text}\n\n"
-            yield event
-    finally:
-        await events.aclose()
+
+    def add(data: dict[str, Any]) -> None:
+        if ticket.marker:
+            data["kv_transfer_params"] = ticket.marker
+
+    return edited_events(events, add, (ENDS,))

@@ -8,7 +8,6 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, HTTPException, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
-from prometheus_client import Counter
 from vllm import envs
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
@@ -37,17 +36,10 @@ from blockattn_rag.server.protocol import (
     OPENAI,
     EncodeBody,
 )
-from blockattn_rag.server.validation import parse
-from blockattn_rag.server.vllm.bodies import read_json
+from blockattn_rag.server.validation import parse, read_json
+from blockattn_rag.server.vllm.metrics import REQUESTS
 from blockattn_rag.server.vllm.openai import ChatBody
 from blockattn_rag.server.vllm.service import Create, Service
-
-# The name must not start with "vllm:": vLLM unregisters those when it starts an engine.
-REQUESTS = Counter(
-    "blockattn_requests",
-    "Requests to the endpoints of block mode, by path and HTTP status; streams when they begin.",
-    ["path", "status"],
-)
 
 
 def _check_key(raw_request: Request) -> None:

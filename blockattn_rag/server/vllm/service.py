@@ -8,7 +8,6 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client import Counter
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.exceptions import RetryableRequestError
 
@@ -19,23 +18,19 @@ from blockattn_rag.server.config import CONNECTOR, ServingConfig
 from blockattn_rag.server.profile import ModelProfile
 from blockattn_rag.server.protocol import EncodeAnswer, EncodeBody, ServerInfo
 from blockattn_rag.server.vllm.chat_report import ChatReport
+from blockattn_rag.server.vllm.engine_tasks import EngineTasks
 from blockattn_rag.server.vllm.ensure import BlockEnsurer
 from blockattn_rag.server.vllm.indexing import IndexWriter
+from blockattn_rag.server.vllm.metrics import INDEX_FAILURES
 from blockattn_rag.server.vllm.openai import ChatBody, ChatPrompt, ChatPrompts
 from blockattn_rag.server.vllm.requests import BlockRequest, Encodable, RequestReader
 from blockattn_rag.server.vllm.retrying import CURRENT, RetryingClient, Ticket, with_marker
-from blockattn_rag.server.vllm.scoring import Scorer
 from blockattn_rag.store import open_store
 from blockattn_rag.store.namespaces import Access
 from blockattn_rag.store.passage_index import PassageIndex
 
 if TYPE_CHECKING:
     from fastapi.datastructures import Headers
-
-# The name must not start with "vllm:": vLLM unregisters those when it starts an engine.
-INDEX_FAILURES = Counter(
-    "blockattn_index_failures", "Failed writes of the index of passages, which are repeated."
-)
 
 Create = Callable[[Any, Any], Awaitable[Any]]
 """Method of one of vLLM's handlers, which answers a body and its HTTP request."""
@@ -70,7 +65,7 @@ class Service:
         )
         home = open_store(config.store)
         self._ensurer = BlockEnsurer(engine_client, home, config, profile)
-        self._scorer = Scorer(engine_client, config)
+        self._engine = EngineTasks(engine_client, config)
         is_indexed = home.sidecar is not None or config.recognize
         self.passages = PassageIndex(home, in_background=True) if is_indexed else None
         self._indexing = None
@@ -276,10 +271,10 @@ class Service:
         Raises:
             ServingError: The engine failed twice.
         """
-        if (attention := await self._scorer.attention(prompt)) is not None:
+        if (attention := await self._engine.attention(prompt)) is not None:
             return attention, {}
         lost = await self._ensure(prompt.blocks, thorough=True)
-        if (attention := await self._scorer.attention(prompt)) is not None:
+        if (attention := await self._engine.attention(prompt)) is not None:
             return attention, lost
         raise ServingError(
             "the engine failed twice to measure the attention of the question, which decides what "

@@ -31,7 +31,6 @@ from blockattn_rag.prompts.blocks import may_store, most_attended
 from blockattn_rag.prompts.recognition import from_hex
 from blockattn_rag.server.keys import BlockId, block_keys
 from blockattn_rag.server.profile import profile_of
-from blockattn_rag.server.promotion import promote
 from blockattn_rag.server.protocol import (
     COMPLETIONS,
     ENCODE,
@@ -43,7 +42,7 @@ from blockattn_rag.server.protocol import (
     ServerInfo,
     parse_plan,
 )
-from blockattn_rag.server.served_blocks import ServedBlocks
+from blockattn_rag.server.served_blocks import ServedBlocks, promote
 from blockattn_rag.store import KVStore, MemoryStore
 from blockattn_rag.store.passage_index import PassageIndex
 from tests.holding import LONGEST_S
