@@ -1,7 +1,4 @@
-"""Attention kernels that return the log-sum-exp, and the merge of their partial results.
-
-Attention outputs over disjoint sets of keys merge exactly into attention over all keys, given the
-log-sum-exp of each set (RelayAttention, section 3.3 and appendix A).
+"""Attention kernels that also return the log-sum-exp, by which ``attention.merge`` merges results.
 
 Shapes: ``B`` requests, ``K`` key-value heads, ``Q`` query rows, ``N`` key tokens, ``D`` head size.
 
@@ -22,26 +19,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-
-class Partial(NamedTuple):
-    """Attention over some keys: output ``[..., Q, D]`` and log-sum-exp ``[..., Q]``, float32.
-
-    The output is 0 and the log-sum-exp is -inf for a query to which all keys are masked.
-    """
-
-    output: Tensor
-    lse: Tensor
-
+from blockattn_rag.attention.merge import LEAST_LSE, Partial
 
 Kernel = Callable[[Tensor, Tensor, Tensor, float, Tensor | None], Partial]
 
-# Replaces a log-sum-exp of -inf in subtractions, because -inf - -inf is NaN.
-_LEAST_LSE = torch.finfo(torch.float32).min
 _HALF = (torch.float16, torch.bfloat16)
 _FUSED_DTYPES = (torch.float32, *_HALF)
 
@@ -87,7 +73,7 @@ def attend_plain(
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf)
     lse = scores.logsumexp(dim=-1)
-    weights = (scores - lse.clamp_min(_LEAST_LSE).unsqueeze(-1)).exp()
+    weights = (scores - lse.clamp_min(LEAST_LSE).unsqueeze(-1)).exp()
     return Partial(weights @ value.float(), lse)
 
 
@@ -226,20 +212,4 @@ def _without_masked_rows(output: Tensor, lse: Tensor, mask: Tensor | None) -> Pa
         masked = mask.any(dim=-1).logical_not().expand(lse.shape)
         output = output.masked_fill(masked.unsqueeze(-1), 0.0)
         lse = lse.masked_fill(masked, -math.inf)
-    return Partial(output, lse)
-
-
-def merge(parts: Sequence[Partial]) -> Partial:
-    """Merge attention over disjoint key sets (RelayAttention, equations 4-6), in float32.
-
-    Args:
-        parts: One partial result per key set, all of one shape.
-    """
-    lses = torch.stack([part.lse for part in parts])
-    lse = lses.logsumexp(dim=0)
-    weights = (lses - lse.clamp_min(_LEAST_LSE)).exp().unsqueeze(-1)
-    output = parts[0].output * weights[0]
-    # One part at a time, because a stack of all outputs would not fit in the CPU cache.
-    for part, weight in zip(parts[1:], weights[1:], strict=True):
-        output.addcmul_(part.output, weight)
     return Partial(output, lse)

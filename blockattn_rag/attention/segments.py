@@ -16,7 +16,7 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from blockattn_rag.attention.kernels import Partial
+from blockattn_rag.attention.merge import Partial
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.kv.context import Context, PlacedBlock, joined_states
 from blockattn_rag.kv.rope import Angles, RotaryLayout, rotate
@@ -98,8 +98,6 @@ class SegmentTable:
 
     Args:
         contexts: Placed blocks of each request. A context may be empty.
-        layouts: Rotary layout per layer.
-        device: Device of the queries.
         tokens: Blocks with fewer tokens are joined.
     """
 

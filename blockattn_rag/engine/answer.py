@@ -30,8 +30,6 @@ class Prepared(NamedTuple):
     """A prompt ready for the model.
 
     Args:
-        context_ids: Token ids of the context.
-        final_ids: Token ids of the final block.
         context: Context blocks at their positions. Empty in full mode.
         limit: Maximum number of tokens to generate.
         stats: Statistics so far.
@@ -56,14 +54,7 @@ class Prepared(NamedTuple):
 
 
 class Answer:
-    """An answer that is being generated.
-
-    Args:
-        request: The request to answer.
-        prompt: The request's prompt.
-        prepared: The prompt, ready for the model.
-        model: The model that generates the answer.
-    """
+    """An answer that is being generated."""
 
     def __init__(
         self, request: PendingRequest, prompt: BlockPrompt, prepared: Prepared, model: BlockModel
@@ -166,8 +157,6 @@ class CallWatch:
 
     Args:
         sampling: The request's sampling options. ``calls`` must be set.
-        tokenizer: A transformers tokenizer.
-        prompt: The request's prompt.
     """
 
     def __init__(self, sampling: Sampling, tokenizer: Any, prompt: BlockPrompt) -> None:

@@ -15,7 +15,6 @@ class Detokenizer:
     incomplete character at the end of the answer and supports tokenizers written in Python.
 
     Args:
-        tokenizer: Transformers tokenizer.
         stop: Strings that end the answer. They are removed from the text.
         keep: Control tokens to keep in the text. Others are removed.
 

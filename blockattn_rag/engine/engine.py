@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from blockattn_rag.engine.fetcher import BlockFetcher, OnMiss
-from blockattn_rag.engine.find_recipe import AUTO, RecipeLike, resolve_recipe
+from blockattn_rag.engine.find_recipe import AUTO, CallRecipes, RecipeLike
 from blockattn_rag.engine.ingest import EncodeStats, precompute
 from blockattn_rag.engine.options import GenerateOptions
-from blockattn_rag.engine.pending import MAX_BATCH, Group, PendingRequest
+from blockattn_rag.engine.pending import MAX_BATCH, Group, PendingRequest, check_batch_size
 from blockattn_rag.engine.prefetch import Prefetcher, PrefetchStats
 from blockattn_rag.engine.protocol import LatePrompt, Prompt, blocks_to_encode, made
 from blockattn_rag.engine.recipe import Recipe
@@ -88,9 +88,7 @@ class BlockAttentionEngine:
         access = Access(namespace, read_namespaces, read_only)
         self._model = model
         self.store = open_store(store)
-        self._folder = None if folder is None else Path(folder).expanduser()
-        self._positions = positions
-        self._recipe = self._resolved(recipe)
+        self._recipes = CallRecipes(model, self.store, folder, positions, default=recipe)
         self._fetcher = BlockFetcher(model, self.store, resident_bytes, access, kv_dtype, on_miss)
         self._prefetcher = Prefetcher()
         self._scheduler = scheduler_of(model.lock)
@@ -157,7 +155,7 @@ class BlockAttentionEngine:
     @property
     def recipe(self) -> Recipe:
         """How the model runs in block mode."""
-        return self._recipe
+        return self._recipes.default
 
     @property
     def passages(self) -> PassageIndex:
@@ -211,7 +209,7 @@ class BlockAttentionEngine:
             show_progress=show_progress,
             on_progress=on_progress,
             batch_tokens=batch_tokens,
-            recipe=self._recipe_of_call(recipe),
+            recipe=self._recipes.of_call(recipe),
         )
 
     def prefetch(
@@ -227,7 +225,12 @@ class BlockAttentionEngine:
             recipe: Overrides the engine's recipe.
         """
         given = [passages] if isinstance(passages, str) else list(passages)
-        self._prefetcher.submit(len(given), partial(self._prefetch, given, recipe))
+
+        def read() -> PrefetchStats:
+            blocks = [one if isinstance(one, Block) else Block(one) for one in given if one != ""]
+            return self._fetcher.prefetch(blocks, recipe=self._recipes.of_call(recipe))
+
+        self._prefetcher.submit(len(given), read)
 
     @property
     def prefetches(self) -> PrefetchStats:
@@ -236,7 +239,7 @@ class BlockAttentionEngine:
 
     def contains(self, block: Block, *, first: bool = False) -> bool:
         """Whether a block's KV is stored. ``first``: whether it is the first block of a prompt."""
-        return self._fetcher.contains(block, first=first, recipe=self._recipe)
+        return self._fetcher.contains(block, first=first, recipe=self.recipe)
 
     # -- answering ---------------------------------------------------------------------------
 
@@ -339,9 +342,8 @@ class BlockAttentionEngine:
         for options that depend on the prompt's tokens (beam search, penalties). Batches are smaller
         if they would compute more than ``BlockModel.batch_tokens`` tokens at once.
         """
-        if not isinstance(batch_size, int) or batch_size < 1:
-            raise ValueError(f"Invalid batch_size {batch_size!r}: expected an integer, 1 or more.")
-        options["recipe"] = self._recipe_of_call(options.get("recipe"))  # once for all prompts
+        check_batch_size(batch_size)
+        options["recipe"] = self._recipes.of_call(options.get("recipe"))  # once for all prompts
         waiting = [self._pending(prompt, options, max_batch=batch_size) for prompt in prompts]
         return self._scheduler.submit_and_wait(*waiting)
 
@@ -358,8 +360,7 @@ class BlockAttentionEngine:
         Args:
             prompt: As for ``generate``.
             answer_ids: Token ids of an answer, at least one.
-            mode: As for ``generate``.
-            options: As for ``generate``.
+            mode, options: As for ``generate``.
 
         Returns:
             Logits ``[answer tokens, vocab]`` in the model's dtype, on its device. The first row
@@ -379,12 +380,6 @@ class BlockAttentionEngine:
 
     # -- inside ------------------------------------------------------------------------------
 
-    def _prefetch(
-        self, passages: Sequence[str | Block], recipe: RecipeLike | None
-    ) -> PrefetchStats:
-        blocks = [one if isinstance(one, Block) else Block(one) for one in passages if one != ""]
-        return self._fetcher.prefetch(blocks, recipe=self._recipe_of_call(recipe))
-
     def _pending(
         self, prompt: LatePrompt, options: Mapping[str, Any], **scheduling: Any
     ) -> PendingRequest:
@@ -401,13 +396,4 @@ class BlockAttentionEngine:
         )
 
     def _options(self, given: Mapping[str, Any]) -> GenerateOptions:
-        return GenerateOptions.parse(given, self._recipe_of_call(given.get("recipe")))
-
-    def _recipe_of_call(self, given: RecipeLike | None) -> Recipe:
-        if given is None or given is self._recipe or given == AUTO:
-            return self._recipe
-        return self._resolved(given)
-
-    def _resolved(self, given: RecipeLike) -> Recipe:
-        found = resolve_recipe(given, self._model, self.store, self._folder)
-        return found.with_positions(self._positions)
+        return GenerateOptions.parse(given, self._recipes.of_call(given.get("recipe")))

@@ -60,10 +60,7 @@ class BlockFetcher:
     Stored blocks are checked: each must be this model's KV of the requested tokens.
 
     Args:
-        model: The model that computes missing blocks.
-        store: The store.
         resident_bytes: Bytes of blocks to cache in memory, unless the store itself is in memory.
-        access: Namespaces to read and write.
         kv_dtype: Type of computed keys and values. Stored blocks are read in any type.
         on_miss: Whether to compute missing passages or to raise ``MissError``.
 
@@ -133,7 +130,6 @@ class BlockFetcher:
         is private to its prompt and kept in this process's memory only.
 
         Args:
-            context: The blocks.
             computed: ``Fetched.computed`` of an earlier call for the same prompt.
 
         Raises:

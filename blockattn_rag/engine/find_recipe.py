@@ -12,6 +12,7 @@ from weakref import WeakSet
 
 from blockattn_rag.engine.recipe import RECIPE_FILE, Recipe, read_fields
 from blockattn_rag.errors import UnsupportedModelError
+from blockattn_rag.kv.context import Positions
 from blockattn_rag.model import BlockModel
 from blockattn_rag.prompts.checkpoints import other_switches
 from blockattn_rag.prompts.sinks import NO_SINK, is_sink, sink_ids
@@ -41,8 +42,6 @@ def resolve_recipe(
     Args:
         given: A recipe, a recipe's folder, a sink such as ``"head:4"`` or ``"none"``, or
             ``"auto"``. None means ``"auto"``.
-        model: The engine's model.
-        store: The engine's store.
         folder: Folder of the database that the store belongs to.
 
     ``"auto"`` uses the first of these that exists:
@@ -71,6 +70,43 @@ def resolve_recipe(
     if why := _unlike_training(recipe, model):
         _warn_once(model, why)
     return recipe
+
+
+class CallRecipes:
+    """Recipes of an engine and of its calls.
+
+    Args:
+        model, store: The engine's model and store.
+        folder: Folder of the database that the store belongs to.
+        positions: Overrides the positions of every recipe.
+        default: Recipe of the engine, as for ``resolve_recipe``.
+
+    Raises the same errors as ``resolve_recipe``.
+    """
+
+    def __init__(
+        self,
+        model: BlockModel,
+        store: KVStore,
+        folder: str | Path | None,
+        positions: Positions | None,
+        default: RecipeLike,
+    ) -> None:
+        self._model = model
+        self._store = store
+        self._folder = None if folder is None else Path(folder).expanduser()
+        self._positions = positions
+        self.default = self._resolved(default)
+
+    def of_call(self, given: RecipeLike | None) -> Recipe:
+        """Recipe of a call. None and ``"auto"``: the engine's."""
+        if given is None or given is self.default or given == AUTO:
+            return self.default
+        return self._resolved(given)
+
+    def _resolved(self, given: RecipeLike) -> Recipe:
+        found = resolve_recipe(given, self._model, self._store, self._folder)
+        return found.with_positions(self._positions)
 
 
 def check_fits(recipe: Recipe, model: BlockModel) -> None:

@@ -60,8 +60,6 @@ def precompute(
     The passages are then added to the store's index, by which prompts without markers find them.
 
     Args:
-        fetcher: Computes and stores blocks.
-        blocks: The blocks.
         run: Runs the encoding of one batch on the model's thread, so that answers can run between
             batches. Blocks are stored in the caller's thread.
         as_prompt: Whether the first block starts a prompt and therefore has the BOS token.

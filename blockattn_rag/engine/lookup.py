@@ -32,7 +32,6 @@ class Wanted(NamedTuple):
         ids: Token ids. A block without tokens has no keys and values.
         digest: Digest of the tokens and of how they are encoded.
         encoded_digest: Digest of the block before its adapter is applied.
-        block: The block.
         sink_ids: Prefix tokens that the block is encoded with.
         adapter: Adapter to apply after encoding.
         keep: Where the block's KV may be kept.
@@ -74,10 +73,6 @@ class BlockLookup:
     """Computes the token ids and store keys of blocks. Thread-safe.
 
     Results are cached, because tokenizing 500 tokens takes about half a millisecond.
-
-    Args:
-        model: The model that encodes the blocks.
-        access: Namespaces to read and write.
     """
 
     def __init__(self, model: BlockModel, access: Access) -> None:
@@ -97,7 +92,6 @@ class BlockLookup:
         """Return what to look up for each block.
 
         Args:
-            blocks: The blocks.
             as_prompt: Whether the first block starts a prompt. If so, it has the BOS token and is
                 encoded without sink and adapter.
             recipe: How the other blocks are encoded.

@@ -27,7 +27,6 @@ class GenerateOptions:
     Args:
         mode: ``"block"`` reuses blocks; ``"full"`` is ordinary attention over the same tokens.
         recipe: How the model runs in block mode. Ignored in full mode.
-        sampling: How tokens are chosen.
 
     Raises:
         ValueError: ``mode`` is unknown.
@@ -50,7 +49,6 @@ class GenerateOptions:
         ``stop``, because transformers would search the prompt too.
 
         Args:
-            given: The keyword arguments.
             recipe: The resolved recipe of the call. The one in ``given`` is ignored.
 
         Raises:

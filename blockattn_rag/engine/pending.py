@@ -24,6 +24,12 @@ MAX_BATCH = 16
 """Default maximum number of requests in a batch."""
 
 
+def check_batch_size(batch_size: object) -> None:
+    """Raise ValueError if a batch size is not a positive integer."""
+    if not isinstance(batch_size, int) or batch_size < 1:
+        raise ValueError(f"Invalid batch_size {batch_size!r}: expected an integer, 1 or more.")
+
+
 class Group:
     """Concurrent calls whose requests should share a batch.
 
@@ -236,7 +242,6 @@ class PendingRequest(PendingAnswer):
 
     Args:
         make_prompt: See ``PendingAnswer``. Called on the model's thread.
-        options: How to answer.
         answer_batch: Method of the engine that answers requests with equal options.
         can_share: Returns whether batching leaves the answers unchanged. Called when another
             request with equal options is waiting.

@@ -30,8 +30,6 @@ class Runner:
     """Answers requests of one engine, on the model's thread.
 
     Args:
-        model: The model.
-        fetcher: Gets the KV of context blocks.
         assembly: How blocks are assembled; see ``BlockAttentionEngine``.
         tail_bytes: Bytes of tails to cache; see ``engine.tails``.
 

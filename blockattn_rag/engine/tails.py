@@ -58,7 +58,6 @@ class Tails:
     """Cache of the tails of one engine's recent answers. Callers must hold the model's lock.
 
     Args:
-        model: The model.
         max_bytes: Maximum size of the cached keys and values. The least recently used tails are
             evicted. 0 disables the cache.
     """

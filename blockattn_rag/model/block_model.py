@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from blockattn_rag.attention.block_mass import BlockMass
-from blockattn_rag.attention.relay import RelayPlan
-from blockattn_rag.errors import ContextOverflowError, GrammarError, UnsupportedModelError
+from blockattn_rag.attention.relay import RELAY_FINAL_TOKENS, BlockMass, RelayPlan
+from blockattn_rag.errors import GrammarError, UnsupportedModelError
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.kv.context import Assembly, Context
 from blockattn_rag.model import decoding, loading
@@ -27,14 +26,10 @@ from blockattn_rag.model.packing import pack_linears
 from blockattn_rag.model.probe import AttentionProfile, profile_attention, vocabulary_size
 from blockattn_rag.model.relay_attention import enable_relay, last_logits, relay_is_exact
 from blockattn_rag.model.repetition import LoopGuard
-from blockattn_rag.model.sampling import Sampling
+from blockattn_rag.model.sampling import Sampling, room_for
 from blockattn_rag.output.grammar import Grammar
 from blockattn_rag.prompts.checkpoints import Checkpoint, known_checkpoint
 from blockattn_rag.prompts.tokenization import BlockTokenizer
-
-# Longest final block for relay attention. For longer ones, rotating the queries for every block
-# costs more than rotating the keys once.
-RELAY_FINAL_TOKENS = 1024
 
 
 class BlockModel:
@@ -124,16 +119,14 @@ class BlockModel:
     @property
     def is_block_tuned(self) -> bool:
         """Whether the model is known to have been fine-tuned with the block mask."""
-        if getattr(self.config, "block_attention", None):
-            return True
-        return self.checkpoint is not None and self.checkpoint.block_tuned
+        marker, known = getattr(self.config, "block_attention", None), self.checkpoint
+        return bool(marker) or (known is not None and known.block_tuned)
 
     @property
     def tuned_with(self) -> dict[str, str]:
         """Block-mode options (``positions``, ``sink``) that the model was fine-tuned with. Unknown
         options are omitted."""
-        marker = getattr(self.config, "block_attention", None)
-        known = self.checkpoint
+        marker, known = getattr(self.config, "block_attention", None), self.checkpoint
         if isinstance(marker, dict):
             return {name: marker[name] for name in ("positions", "sink") if marker.get(name)}
         return known.switches if known else {}
@@ -379,13 +372,7 @@ class BlockModel:
         Raises:
             ContextOverflowError: the prompt leaves no room for a single token.
         """
-        room = self.max_context_tokens - prompt_tokens
-        if room < 1:
-            raise ContextOverflowError(
-                f"the prompt has {prompt_tokens} tokens, but the model accepts at most "
-                f"{self.max_context_tokens}, including the answer; retrieve fewer or shorter "
-                "passages"
-            )
+        room = room_for(prompt_tokens, self.max_context_tokens)
         return min(room, sampling.max_new_tokens)
 
     def answer_logits(

@@ -11,31 +11,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from blockattn_rag.attention.block_mass import BlockMass
-from blockattn_rag.attention.relay import RelayPlan
+from blockattn_rag.attention.relay import BlockMass, RelayPlan
 from blockattn_rag.kv.context import Context, assemble
 from blockattn_rag.kv.rope import RotaryLayout
-
-
-class Attention(Protocol):
-    """Replacement for the model's own attention; see ``RelayPlan.attend``."""
-
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        mask: Tensor | None,
-    ) -> Tensor: ...
 
 
 class ContextCache(DynamicCache):
@@ -44,7 +29,7 @@ class ContextCache(DynamicCache):
     ``attention``: Attention for forwards over this cache. None: the model's own attention.
     """
 
-    attention: Attention | None = None
+    attention: RelayPlan | BlockMass | None = None
 
 
 def copied_cache(

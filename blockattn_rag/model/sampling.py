@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any
 
+from blockattn_rag.errors import ContextOverflowError
 from blockattn_rag.output.grammar import Grammar
 from blockattn_rag.output.tool_use import CallReading
 
@@ -62,6 +63,21 @@ class Sampling:
                 f"{', '.join(sorted(owned))} cannot be set: the engine sets the model's inputs and "
                 "cache, and generates one answer per prompt"
             )
+
+
+def room_for(prompt_tokens: int, max_context_tokens: int) -> int:
+    """Number of tokens that may follow a prompt.
+
+    Raises:
+        ContextOverflowError: The prompt leaves no room for a single token.
+    """
+    room = max_context_tokens - prompt_tokens
+    if room < 1:
+        raise ContextOverflowError(
+            f"the prompt has {prompt_tokens} tokens, but the model accepts at most "
+            f"{max_context_tokens}, including the answer; retrieve fewer or shorter passages"
+        )
+    return room
 
 
 def _is_whole(value: Any, least: int) -> bool:

@@ -16,7 +16,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from blockattn_rag.attention.kernels import (
     Kernel,
-    Partial,
     attend,
     attend_flash,
     attend_flash_attn,
@@ -26,9 +25,9 @@ from blockattn_rag.attention.kernels import (
     cuda_kernel_for,
     flash_attn,
     kernel_for,
-    merge,
     single_softmax,
 )
+from blockattn_rag.attention.merge import Partial, merge
 from tests.attention import cuda_stand_ins
 
 KV_HEADS, SIZE = 2, 16

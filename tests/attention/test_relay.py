@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from blockattn_rag.attention import relay
-from blockattn_rag.attention.kernels import Partial, cuda_kernel_for, single_softmax
+from blockattn_rag.attention.kernels import cuda_kernel_for, single_softmax
+from blockattn_rag.attention.merge import Partial
 from blockattn_rag.attention.relay import ACCELERATOR_JOINS, CPU_JOINS, JoinLimits, RelayPlan
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.kv.context import Context, place

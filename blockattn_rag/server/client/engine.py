@@ -15,16 +15,17 @@ from blockattn_rag.engine.find_recipe import AUTO, RecipeLike
 from blockattn_rag.engine.ingest import EncodeStats
 from blockattn_rag.engine.options import GenerateOptions
 from blockattn_rag.engine.outline import RecipeOutline
-from blockattn_rag.engine.pending import MAX_BATCH, Group, PendingAnswer
+from blockattn_rag.engine.pending import MAX_BATCH, Group, PendingAnswer, check_batch_size
 from blockattn_rag.engine.protocol import LatePrompt, Prompt, blocks_to_encode, made
 from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.engine.results import Generation, GenerationChunk
+from blockattn_rag.model.sampling import room_for
 from blockattn_rag.prompts.blocks import Block, BlockPrompt, is_private, keep_of
 from blockattn_rag.prompts.recognition import entries_of, to_hex
 from blockattn_rag.server.client.http import API_KEY_VARIABLE, Client, background
 from blockattn_rag.server.client.ingest import ToEncode, batches, precompute
 from blockattn_rag.server.client.request import check_possible, recipe_asked
-from blockattn_rag.server.client.server import RemoteModel, Server, count_missing_now, room_for
+from blockattn_rag.server.client.server import RemoteModel, Server, count_missing_now
 from blockattn_rag.server.protocol import ServerInfo
 
 
@@ -140,7 +141,7 @@ class RemoteEngine:
         opens_prompt = as_prompt and bool(wanted and wanted[0].ids)
         wanted = [one for one in wanted if one.ids]
         for one in wanted:
-            room_for(len(one.ids), info)
+            room_for(len(one.ids), info.max_tokens)
         bodies = [*batches(wanted, as_prompt=opens_prompt, batch_tokens=batch_tokens)]
         if info.read_only and (absent := count_missing_now(self._server, bodies)):
             raise ValueError(
@@ -222,8 +223,7 @@ class RemoteEngine:
 
         ``batch_size`` requests run at a time. After an error, the remaining ones are dropped.
         """
-        if not isinstance(batch_size, int) or batch_size < 1:
-            raise ValueError(f"batch_size must be an integer of at least 1, found {batch_size!r}")
+        check_batch_size(batch_size)
         gate = asyncio.Semaphore(batch_size)
         waiting = [self._pending(prompt, options, gate) for prompt in prompts]
         try:

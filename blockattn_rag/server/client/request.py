@@ -103,7 +103,6 @@ def completion_body(
         ids: Token ids of the complete prompt.
         plan: How the prompt is split into blocks; None for full mode.
         limit: Maximum number of tokens to generate.
-        sampling: Sampling options.
     """
     chosen = {
         "temperature": sampling.temperature or 0.0,
@@ -137,13 +136,8 @@ class ComingAnswer:
     Decoding here gives the same text as a local engine, and finds control tokens by their ids.
 
     Args:
-        request: Request to emit text to.
-        prompt: Prompt of the request.
         plan: How the prompt is split into blocks; None if there are none, or in full mode.
-        mode: Requested mode.
-        tokenizer: A transformers tokenizer.
         sampling: Stop strings, and control tokens to keep.
-        recipe: Recipe of the server.
     """
 
     def __init__(

@@ -17,9 +17,10 @@ from blockattn_rag.engine.options import GenerateOptions
 from blockattn_rag.engine.outline import RecipeOutline
 from blockattn_rag.engine.pending import PendingAnswer
 from blockattn_rag.engine.results import Generation
-from blockattn_rag.errors import ContextOverflowError, MissError, ServingError
+from blockattn_rag.errors import MissError, ServingError
 from blockattn_rag.kv.block_kv import token_digest
 from blockattn_rag.model.loading import load_tokenizer
+from blockattn_rag.model.sampling import room_for
 from blockattn_rag.prompts.blocks import Block, BlockPrompt, Keep, keep_of
 from blockattn_rag.prompts.tokenization import BlockTokenizer
 from blockattn_rag.server.client.http import Client, PassingError, RefusedError, background
@@ -158,7 +159,6 @@ class Server:
     Coroutines run in the event loop of ``background``.
 
     Args:
-        client: HTTP client of the server.
         model: Name of the model at the server; None for its first model.
         tokenizer: See ``RemoteModel``.
         recipe: Recipe that the server must have; None for any.
@@ -228,7 +228,7 @@ class Server:
         info = await self.info()
         self.check_recipe(recipe, info)
         prompt = await asyncio.to_thread(lambda: self.model.tokenise(pending.prompt()))
-        limit = min(room_for(len(prompt.ids), info), options.sampling.max_new_tokens)
+        limit = min(room_for(len(prompt.ids), info.max_tokens), options.sampling.max_new_tokens)
         if options.mode == "full" or not prompt.context:
             return await self._complete(pending, prompt, None, limit, options)
         if len(prompt.lengths) > MOST_BLOCKS:
@@ -337,17 +337,6 @@ class Server:
             "`blockattn-rag repair`, or use mode='full' where that matters",
             self.model.name_at(info), self.client.base_url,
         )  # fmt: skip
-
-
-def room_for(tokens: int, info: ServerInfo) -> int:
-    """Number of tokens that may follow the prompt. Raises ContextOverflowError if it is 0."""
-    room = info.max_tokens - tokens
-    if room < 1:
-        raise ContextOverflowError(
-            f"the prompt has {tokens} tokens, but the model accepts at most {info.max_tokens}, "
-            "including the answer; retrieve fewer or shorter passages"
-        )
-    return room
 
 
 def count_missing_now(server: Server, bodies: Sequence[EncodeBody]) -> int:
