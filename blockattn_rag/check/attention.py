@@ -62,10 +62,8 @@ def adapting(
     """Replace the model's attention within the ``with`` block.
 
     Args:
-        hf_model: The model.
         layout: Blocks of the prompt's tokens, and positions of their keys.
         adapter: Adapter for the passages' keys and values. None: they stay unchanged.
-        layouts: Rotary layout per layer.
         masses: List to which each layer appends the final block's attention weights,
             ``[heads, final tokens, tokens]``.
 

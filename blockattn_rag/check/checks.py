@@ -57,7 +57,6 @@ def check_model(model: BlockModel, recipe: Recipe | None = None) -> CheckReport:
     arithmetic. The rotary layout was measured when the model was loaded.
 
     Args:
-        model: The model.
         recipe: Recipe to check as well, fitted to this model.
     """
     blocks = _random_blocks(model)

@@ -66,7 +66,6 @@ def oracle_logits(
     """Logits ``[final tokens, vocab]`` of the final block (the last of ``block_ids``), float32.
 
     Args:
-        hf_model: The model.
         block_ids: Token ids of each block.
         sink_ids: Sink tokens before each block except the first and the final one. Only that block
             attends to them.
@@ -121,8 +120,6 @@ class RecipeOracle:
     """Oracle for the answer to a prompt with a recipe.
 
     Args:
-        model: The model.
-        prompt: The prompt.
         recipe: Recipe that block mode runs with.
     """
 

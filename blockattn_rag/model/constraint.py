@@ -29,8 +29,6 @@ class AnswerRules:
     """Grammar matchers and loop guards for one model's answers.
 
     Args:
-        tokenizer: Transformers tokenizer of the model.
-        ends: Tokens that end an answer.
         name: Name of the model in messages.
     """
 
@@ -50,7 +48,6 @@ class AnswerRules:
         """Matcher for one answer; None without a grammar.
 
         Args:
-            grammar: Grammar of the answer.
             ends_loops: Whether to end JSON strings, and text around JSON, that repeat themselves.
 
         Raises:
@@ -92,7 +89,6 @@ class GrammarConstraint(LogitsProcessor):
     Args:
         matchers: Fresh matcher per row. None leaves a row unconstrained.
         prompt_width: Number of prompt tokens in each row, including padding.
-        ends: Tokens that end an answer.
         pad: Token that pads rows that have ended.
         has_strays: Whether rows that are never returned, as with beams and drafts, may contain
             forbidden tokens.
@@ -181,7 +177,6 @@ def restricted(
         scores: Scores of the next token, ``[rows, vocabulary]``.
         rows: Token ids of each answer so far.
         matchers: Matcher per row. None leaves a row unconstrained.
-        ends: Tokens that end an answer.
         pad: Token that pads rows that have ended at a stop string, without one of ``ends``.
         has_strays: Whether rows with a forbidden token also keep their scores. Beam search drops
             such rows, and drafts are rolled back.

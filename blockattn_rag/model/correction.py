@@ -56,9 +56,7 @@ class Correction:
     """Correction for the blocks of one model. Corrections with equal digests are equal.
 
     Args:
-        layers: Correction of each layer.
         sink: Sink that the correction was fitted with. Blocks must be encoded with the same sink.
-        fingerprint: Fingerprint of the model.
     """
 
     layers: tuple[LayerCorrection, ...]
@@ -116,7 +114,6 @@ class Correction:
 
         Args:
             kv: Uncorrected block, with keys rotated for positions 0..n-1.
-            layouts: Rotary layout per layer.
 
         Returns:
             New block with its own digest, of the same shapes, in the model's dtype.
@@ -151,10 +148,8 @@ class Correction:
         """Apply the correction to one layer of a block.
 
         Args:
-            layer: Index of the layer.
             keys: Keys ``[K, n, key size]``, rotated for positions 0..n-1.
             values: Values ``[K, n, value size]``.
-            layout: Rotary layout of the keys.
 
         Returns:
             New keys and values of the same shapes and dtypes, computed in float32.
@@ -178,7 +173,6 @@ def bare_states(
     Args:
         keys: Rotated keys ``[K, n, key size]``.
         values: Values ``[K, n, value size]``.
-        layout: Rotary layout of the keys.
         positions: Positions that the keys are rotated for. Default: 0..n-1.
     """
     bare = keys.float()

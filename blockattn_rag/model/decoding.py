@@ -140,7 +140,6 @@ def greedy_answers(
 
     Args:
         hf_model: The model. No other thread may run it during the call.
-        tokenizer: The model's transformers tokenizer.
         prompts: Token ids, at least one per prompt. Prompt and answer must fit in the context
             window.
         max_new_tokens: Maximum length of an answer.

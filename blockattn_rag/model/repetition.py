@@ -70,7 +70,6 @@ class Repetition:
     Compares each new token with the last ``LONGEST_UNIT`` tokens.
 
     Args:
-        decode: Function that decodes token ids to text.
         least_tokens: Minimum number of tokens that the copies must fill.
         copies: Minimum number of consecutive copies.
     """
@@ -97,7 +96,6 @@ class JsonStrings:
     """Tracks the JSON strings of an answer, and the text around the JSON.
 
     Args:
-        decode: Function that decodes token ids to text.
         among_text: Whether text may surround the JSON.
 
     Attributes:
@@ -211,8 +209,6 @@ class LoopEndingMatcher:
     """Matcher that ends JSON strings and text that repeat themselves.
 
     Args:
-        matcher: Matcher of the grammar.
-        decode: Function that decodes token ids to text.
         quotes: Tokens that begin with a quotation mark.
         among_text: Whether text may surround the JSON.
     """
@@ -257,7 +253,6 @@ class LoopGuard:
     """Detects loops in one answer, token by token.
 
     Args:
-        decode: Function that decodes token ids to text.
         grammar: Grammar of the answer. None: the answer is free text.
 
     Attributes:

@@ -61,7 +61,6 @@ class BlockId(NamedTuple):
     Args:
         place: Index of the block in the prompt.
         start: Index of its first token in the prompt.
-        ids: Token ids.
         digest: ``kv.token_digest`` of the token ids, the sink and the adapter.
         namespaces: Namespaces to look the block up in, its own first.
         keys: Store key of the block in each namespace.

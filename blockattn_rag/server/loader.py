@@ -56,8 +56,6 @@ class BlockLoader:
 
     Args:
         store: Store of this rank: ``open_share``, usually behind faster tiers.
-        profile: Profile of the model.
-        share: Heads and layers of this rank.
         deadline_s: Seconds that a load may take, including the wait for a thread.
         threads: Maximum number of concurrent loads.
         kept: In-memory store for blocks that must not be stored.

@@ -120,7 +120,6 @@ class EncodeBody:
     """Request to ``ENCODE``: store blocks.
 
     Args:
-        blocks: Token ids of each block.
         model: One of the server's models; None for the first.
         opens_prompt: Whether the first block opens a prompt, and so is encoded without sink and
             adapter.
@@ -200,7 +199,6 @@ class BlockPlan:
     """How the prompt of a request is split into blocks.
 
     Args:
-        op: Operation.
         lengths: Number of tokens of each context block, in order. ``complete`` and ``score``: the
             prompt starts with the blocks, and at least one token follows. ``encode``: one block at
             the end of the prompt.

@@ -168,7 +168,6 @@ def reuse_of(
     """Counts of ``ReuseStats`` for an answer in block mode.
 
     Args:
-        served: The server's report.
         token_ids, plan: Prompt of the request.
         promoted: Number of passages that the server's recipe promotes.
         prefix_ids: See ``promote``.

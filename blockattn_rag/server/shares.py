@@ -119,8 +119,6 @@ class ShareStore(KVStore):
     read and cut.
 
     Args:
-        home: Store with complete blocks.
-        share: Share to read.
         profile: Profile of the model that computed the blocks.
     """
 

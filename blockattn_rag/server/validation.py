@@ -50,7 +50,6 @@ def parse(kind: type[T], value: object, name: str) -> T:
     """Validate a JSON value.
 
     Args:
-        kind: A type that pydantic can validate.
         name: Name of the value in messages.
 
     Raises:
@@ -110,7 +109,6 @@ async def read_json(chunks: AsyncIterable[bytes], max_tokens: int) -> Any:
     """Read and parse a body, without blocking the event loop.
 
     Args:
-        chunks: Parts of the body.
         max_tokens: Maximum tokens of a prompt.
 
     Raises:

@@ -233,7 +233,6 @@ class EntryPart(NamedTuple):
     """Byte ranges read from an entry. Only the header has been verified.
 
     Args:
-        header: Header of the entry.
         places: Byte ranges of the entry.
         data: Concatenated bytes of all ranges, uint8, in newly allocated memory.
         source: Name of the entry in messages.

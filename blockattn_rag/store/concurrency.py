@@ -56,7 +56,6 @@ class Readers(_ForkAware):
 
     Args:
         threads: Maximum number of concurrent reads; further ones wait.
-        name: Prefix of the threads' names.
     """
 
     def __init__(self, threads: int, name: str) -> None:

@@ -104,7 +104,6 @@ def decode_part(
     """Decode a part of an entry, some heads of some layers, as a block with the entry's key.
 
     Args:
-        header: Header of the entry.
         pieces: Pieces of the block, with the heads of each layer in order.
         places: Byte ranges that contain the token ids and the pieces.
         data: Concatenated bytes of ``places``, uint8. Keys and values may be views of it.

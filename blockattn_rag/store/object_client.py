@@ -50,7 +50,6 @@ class ObjectClient:
     """Reads, writes and lists objects under an address.
 
     Args:
-        url: The address.
         backend: An open obstore store at this address.
         deadline_s: Seconds that a read may take.
         parallel: Maximum number of concurrent reads.

@@ -47,7 +47,6 @@ class PassageIndex:
     """Index of the passages in a store. Thread-safe.
 
     Args:
-        store: The store.
         refresh_s: Seconds for which passages that other processes add may stay unknown.
         in_background: Whether ``split`` waits at most 0.2 s for new files, which are read in the
             background. Until then, only the passages of earlier ones are found.
@@ -82,9 +81,6 @@ class PassageIndex:
 
         Reads new index files at most every ``refresh_s`` seconds, so call it in a thread if the
         store is remote. If the index cannot be read, what was read before is used; this is logged.
-
-        Args:
-            access: Namespaces whose passages may be found.
         """
         names = access.namespaces(private=False)
         first, *others = (one for name in names for one in self._matchers(name))

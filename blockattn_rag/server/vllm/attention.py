@@ -43,8 +43,6 @@ class AttentionMeter:
 
     Args:
         layers: vLLM's ``Attention`` layers, whose ``impl.forward`` is wrapped.
-        pages: Pages of these layers.
-        slots: Function that returns slots.
     """
 
     def __init__(self, layers: Sequence[Any], pages: Sequence[LayerPages], slots: Slots) -> None:
@@ -118,7 +116,6 @@ def block_shares(query: Tensor, keys: Tensor, lengths: Sequence[int], scale: flo
         query: Queries ``[tokens, heads, head_size]``.
         keys: Keys of all context blocks ``[kv_heads, context_tokens, head_size]``.
         lengths: Tokens of each block.
-        scale: Factor of the scores.
     """
     tokens, heads, size = query.shape
     grouped = query.float().view(tokens, keys.shape[0], -1, size)

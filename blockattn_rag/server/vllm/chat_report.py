@@ -29,7 +29,6 @@ class ChatReport:
 
     Args:
         prompt: Prompt of the request; None if vLLM rendered it.
-        recipe: The server's recipe.
         prefix_ids: See ``served_blocks.promote``.
         reason: Why block mode cannot answer a chat whose passages were recognized.
     """

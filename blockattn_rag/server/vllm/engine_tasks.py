@@ -26,12 +26,7 @@ questions."""
 
 
 class EngineTasks:
-    """Sends tasks to the engine.
-
-    Args:
-        engine_client: Client of vLLM's engine.
-        config: Options of the connector.
-    """
+    """Sends tasks to the engine."""
 
     def __init__(self, engine_client: Any, config: ServingConfig) -> None:
         self._engine_client = engine_client

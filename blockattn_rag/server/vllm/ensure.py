@@ -61,7 +61,6 @@ class BlockEnsurer:
     A block that several requests need is encoded once.
 
     Args:
-        engine_client: Client of vLLM's engine.
         home: Store that the engine's workers write to.
     """
 

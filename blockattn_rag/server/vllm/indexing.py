@@ -23,7 +23,6 @@ class IndexWriter:
     namespace's next one. What was collected is written when the event loop ends.
 
     Args:
-        index: Index of the store.
         on_failure: Called after each failed write.
         every_s: Minimum seconds between two writes.
     """

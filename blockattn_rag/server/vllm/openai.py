@@ -85,7 +85,6 @@ class ChatBody(NamedTuple):
 
     Args:
         messages: Messages as chat templates take them, with the documents. Contents are spans.
-        options: The field ``blockattn``.
         not_text: First content part that is not text; None if there is none.
         fields: The other fields, and the messages as they were sent, for vLLM.
     """
@@ -311,8 +310,6 @@ class ChatPrompts:
         """Render a chat as blocks.
 
         Args:
-            body: Body of the chat.
-            tools: Definitions of its tools.
             variables: Variables of the chat template. Variables that the template does not read are
                 ignored, as in vLLM.
             recognize: Splits known passages out of text.

@@ -118,8 +118,6 @@ class RequestReader:
     """Turns the bodies of requests into blocks.
 
     Args:
-        config: Options of the connector.
-        profile: Profile of the served model.
         models: vLLM's registry of served models.
         max_tokens: Maximum tokens of a prompt and its answer together.
         backend: vLLM's backend for grammars.

@@ -47,7 +47,6 @@ class BlockSaver:
 
     Args:
         pages: Pages of all layers of the share, with measured layouts.
-        share: Heads and layers of this rank.
         home: Store for blocks that may be stored. Written by background threads.
         kept: In-memory store for the shares of blocks that must not be stored.
         adapter: Adapter of the recipe, for all blocks except those that open a prompt.

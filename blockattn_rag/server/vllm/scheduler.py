@@ -153,12 +153,7 @@ class _Request:
 
 
 class SchedulerSide:
-    """Tracks requests in block mode and writes the orders for the workers.
-
-    Args:
-        config: Options of the connector.
-        profile: Profile of the served model.
-    """
+    """Tracks requests in block mode and writes the orders for the workers."""
 
     def __init__(self, config: ServingConfig, profile: ModelProfile) -> None:
         self._config = config

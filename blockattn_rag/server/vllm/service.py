@@ -44,10 +44,7 @@ class Service:
     """Implementation of the endpoints of one server.
 
     Args:
-        engine_client: Client of vLLM's engine.
         state: State of vLLM's app, with its handlers.
-        config: Options of the connector.
-        profile: Profile of the served model.
     """
 
     def __init__(
@@ -181,7 +178,6 @@ class Service:
         """Answer a chat of an OpenAI client. Chats without passages are vLLM's own, in full mode.
 
         Args:
-            body: Body of the chat.
             request: The same body as vLLM's object.
 
         Raises:

@@ -73,8 +73,6 @@ class WorkerSide:
     stores.
 
     Args:
-        config: Options of the connector.
-        profile: Profile of the served model.
         page_tokens: Tokens of a page, as the scheduler counts them.
         adapter: Adapter for the blocks that this server encodes.
     """
@@ -155,9 +153,6 @@ class WorkerSide:
 
     def done(self, finished: Collection[str]) -> Done:
         """End a step: write loaded blocks to pages.
-
-        Args:
-            finished: Ids of the requests that ended.
 
         Returns:
             The requests completed since the last call.
