@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -83,9 +83,7 @@ def precompute(
             "read_only=True: encode them with an engine that has read_only=False."
         )
     stats = EncodeStats(reused=len(wanted) - len(absent))
-    progress = {"total": len(wanted), "initial": stats.reused, "desc": "Encoding blocks"}
-    # Create the bar only on request: even a disabled bar starts a thread that outlives it.
-    with tqdm(**progress) if show_progress else nullcontext() as bar:
+    with progress(len(wanted), stats.reused, show_progress, on_progress) as report:
         for at in range(0, len(absent), _WINDOW):
             batches = fetcher.encode(absent[at : at + _WINDOW], batch_tokens)
             while batch := run(partial(next, batches, None)):
@@ -97,11 +95,28 @@ def precompute(
                         computed_tokens=stats.computed_tokens + kv.num_tokens,
                         stored_bytes=stats.stored_bytes + kv.nbytes,
                     )
-                    if bar is not None:
-                        bar.update()
-                    if on_progress is not None:
-                        on_progress(stats.reused + stats.computed, len(wanted))
+                    report(1)
     if fetcher.passages is not None and not fetcher.access.read_only:
         texts = [one.text for one in blocks[as_prompt:] if one.origin == "passage"]
         fetcher.passages.add(entries_of(texts), fetcher.access.namespace)
     return replace(stats, seconds=time.perf_counter() - started)
+
+
+@contextmanager
+def progress(
+    total: int, done: int, show: bool, on_progress: Callable[[int, int], None] | None
+) -> Iterator[Callable[[int], None]]:
+    """Context with a function that reports further blocks to a progress bar and a callback."""
+    # The bar is created only on request: even a disabled bar starts a thread that outlives it.
+    bar = tqdm(total=total, initial=done, desc="Encoding blocks") if show else None
+
+    def report(more: int) -> None:
+        nonlocal done
+        done += more
+        if bar is not None:
+            bar.update(more)
+        if on_progress is not None:
+            on_progress(done, total)
+
+    with nullcontext() if bar is None else bar:
+        yield report

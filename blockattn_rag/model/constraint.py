@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -111,8 +111,8 @@ class GrammarConstraint(LogitsProcessor):
         self._prompt_width = prompt_width
         self._ends = set(ends)
         self._pad = pad
-        self._has_strays = has_strays
         self._on_failure = on_failure
+        self._restricted = partial(restricted, ends=self._ends, pad=pad, has_strays=has_strays)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Scores ``[rows, vocabulary]``, set to -inf for tokens that the grammar forbids."""
@@ -133,16 +133,6 @@ class GrammarConstraint(LogitsProcessor):
                     self._on_failure(place, error)
             return self._restricted(scores, rows, self._matchers)
 
-    def _restricted(
-        self,
-        scores: Tensor,
-        rows: Sequence[Sequence[int]],
-        matchers: Sequence[Matching | None],
-    ) -> Tensor:
-        return restricted(
-            scores, rows, matchers, self._ends, pad=self._pad, has_strays=self._has_strays
-        )
-
     def check_answer(self, row: Sequence[int], place: int = 0) -> None:
         """Check a finished answer again, because a custom decoding loop may bypass the constraint.
 
@@ -155,7 +145,7 @@ class GrammarConstraint(LogitsProcessor):
         """
         matcher = self._matchers[place]
         if matcher is not None:
-            answer = _until_end(row, self._ends)
+            answer = until_end(row, self._ends)
             if not (matcher.follow(answer) or _is_padded(answer, matcher, self._pad)):
                 raise _stray(answer)
 
@@ -205,7 +195,7 @@ def restricted(
     return result
 
 
-def _until_end(row: Sequence[int], ends: Collection[int]) -> Sequence[int]:
+def until_end(row: Sequence[int], ends: Collection[int]) -> Sequence[int]:
     """The tokens of a row before its first end token."""
     return row[: next((at for at, token in enumerate(row) if token in ends), len(row))]
 

@@ -19,7 +19,7 @@ from transformers import (
 
 from blockattn_rag.errors import GrammarError
 from blockattn_rag.model.caches import running_with
-from blockattn_rag.model.constraint import GrammarConstraint
+from blockattn_rag.model.constraint import GrammarConstraint, until_end
 from blockattn_rag.model.repetition import Matching
 from blockattn_rag.model.sampling import Sampling
 
@@ -116,7 +116,7 @@ def generate(
     output = _run(hf_model, sampling, input_ids, mask, cache, arguments)
     ends = end_token_ids(hf_model, tokenizer, arguments)
     rows = enumerate(output[: len(prompts), width:].tolist())
-    answers = [_until_end(row[: step.lengths.get(index)], ends) for index, row in rows]
+    answers = [_with_end(row[: step.lengths.get(index)], ends) for index, row in rows]
     if constraint is not None:
         for place, answer in enumerate(answers):
             constraint.check_answer(answer, place)
@@ -168,7 +168,7 @@ def greedy_answers(
         out = run(ids, attention_mask=mask, **arguments)
         logits = torch.stack(out.logits, dim=1)  # [rows, answer tokens, vocab]
         answers = out.sequences[:, ids.shape[1] :]
-        lengths = [len(_until_end(row, ends)) for row in answers.tolist()]
+        lengths = [len(_with_end(row, ends)) for row in answers.tolist()]
     return [(a[:n], of[:n]) for a, of, n in zip(answers, logits, lengths, strict=True)]
 
 
@@ -349,7 +349,6 @@ def _pad_token_id(hf_model: PreTrainedModel, tokenizer: Any) -> int:
     return min(end_token_ids(hf_model, tokenizer), default=0)
 
 
-def _until_end(ids: list[int], ends: set[int]) -> list[int]:
+def _with_end(ids: list[int], ends: set[int]) -> list[int]:
     """Cut a row after its end token. Padding follows in rows that end early."""
-    end = next((at for at, token in enumerate(ids) if token in ends), len(ids))
-    return ids[: end + 1]
+    return ids[: len(until_end(ids, ends)) + 1]

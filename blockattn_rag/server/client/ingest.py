@@ -5,14 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import nullcontext
 from dataclasses import replace
 from itertools import islice
 from typing import Any, NamedTuple
 
-from tqdm.auto import tqdm
-
-from blockattn_rag.engine.ingest import EncodeStats
+from blockattn_rag.engine.ingest import EncodeStats, progress
 from blockattn_rag.errors import ProtocolError
 from blockattn_rag.server.client.http import background
 from blockattn_rag.server.protocol import EncodeAnswer, EncodeBody
@@ -79,9 +76,9 @@ def precompute(
         ServingError: A request failed. No further requests are sent.
     """
     started = time.perf_counter()
-    total, done, stats = sum(len(body.blocks) for body in bodies), 0, EncodeStats()
+    total, stats = sum(len(body.blocks) for body in bodies), EncodeStats()
     waiting, running = iter(bodies), dict[Future[EncodeAnswer], EncodeBody]()
-    with tqdm(total=total, desc="Encoding blocks") if show_progress else nullcontext() as bar:
+    with progress(total, 0, show_progress, on_progress) as report:
         try:
             while True:
                 for body in islice(waiting, AT_ONCE - len(running)):
@@ -91,11 +88,7 @@ def precompute(
                 for answer in wait(running, return_when=FIRST_COMPLETED).done:
                     body = running.pop(answer)
                     stats = _with(stats, body, answer.result())
-                    done += len(body.blocks)
-                    if bar is not None:
-                        bar.update(len(body.blocks))
-                    if on_progress is not None:
-                        on_progress(done, total)
+                    report(len(body.blocks))
         finally:
             for answer in running:  # after an error or an interrupt
                 answer.cancel()
