@@ -10,12 +10,13 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from blockattn_rag import store as kv_store
-from blockattn_rag.app.cli import collect, keep
+from blockattn_rag.app.cli import store_gc, store_retention
 from blockattn_rag.app.cli.options import (
     FolderArgument,
     StoreArgument,
@@ -24,6 +25,8 @@ from blockattn_rag.app.cli.options import (
 )
 from blockattn_rag.app.cli.output import count, emit, json_file, note, plain, show, size, table
 from blockattn_rag.app.cli.progress import counter
+from blockattn_rag.app.rag.database import Manifest, chroma_client
+from blockattn_rag.app.rag.passages import all_passages
 from blockattn_rag.errors import StoreError
 from blockattn_rag.store.urls import bytes_of
 
@@ -31,12 +34,11 @@ _GROUPS = ("models", "namespaces", "kv_dtypes")
 _COLUMNS = ("model", "namespace", "kept in", "entries", "tokens", "size")
 
 app = typer.Typer(no_args_is_help=True, help="Inspect and clean a KV store.")
-app.command()(collect.gc)
-app.command()(collect.live)
-app.command()(keep.index)
-app.command()(keep.pin)
-app.command()(keep.unpin)
-app.command()(keep.ttl)
+app.command()(store_gc.gc)
+app.command()(store_gc.live)
+app.command()(store_retention.pin)
+app.command()(store_retention.unpin)
+app.command()(store_retention.ttl)
 
 
 @app.command()
@@ -84,15 +86,12 @@ def _kinds(
 
 
 @app.command("ls")
-def list_entries(
-    store: StoreArgument,
-    long: Annotated[
-        bool, typer.Option("--long", "-l", help="Also list handle, tokens, namespace and model.")
-    ] = False,
-) -> None:
+def list_entries(store: StoreArgument) -> None:
     """List entries with key, bytes, and the time of the last use (in object stores: of writing)."""
-    opened = open_maintained(store)
-    rows = _long_rows(opened) if long else _rows(opened)
+    rows: Iterator[dict[str, Any]] = (
+        {"key": entry.key, "bytes": entry.nbytes, "used": _time(entry.used_ns)}
+        for entry in open_maintained(store).entries()
+    )
     if (file := json_file()) is None:
         for row in rows:
             typer.echo(plain("  ".join(str(value) for value in row.values())))
@@ -102,28 +101,6 @@ def list_entries(
     for number, row in enumerate(rows):
         typer.echo(f"{', ' if number else ''}{json.dumps(row)}", file, nl=False)
     typer.echo("]}", file)
-
-
-def _rows(opened: kv_store.MaintainedStore) -> Iterator[dict[str, Any]]:
-    for entry in opened.entries():
-        yield {"key": entry.key, "bytes": entry.nbytes, "used": _time(entry.used_ns)}
-
-
-def _long_rows(opened: kv_store.MaintainedStore) -> Iterator[dict[str, Any]]:
-    for key, info in kv_store.describe_all(opened):
-        if isinstance(info, StoreError):
-            note(f"note: {key}: {info}")
-        elif info is not None:
-            yield {
-                "key": key,
-                "bytes": info.nbytes,
-                "used": _time(info.used_ns),
-                "handle": info.header.handle,
-                "tokens": info.header.num_tokens,
-                "kv_dtype": info.header.kv_dtype,
-                "namespace": info.header.namespace,
-                "model": info.header.fingerprint,
-            }
 
 
 def _time(used_ns: int) -> str:
@@ -171,6 +148,29 @@ def verify(
     emit(data, summary)
     if report.damaged.count > report.deleted or report.unread:
         raise typer.Exit(1)
+
+
+@app.command()
+def index(store: StoreArgument) -> None:
+    """Compact the index of passages, and drop passages that are no longer stored.
+
+    For a database folder, its passages are added if they are missing, so that an index that was
+    deleted or damaged is complete again.
+    """
+    with counter("entries read") as tick:
+        from blockattn_rag.prompts.recognition import entries_of
+        from blockattn_rag.store.passage_index import compact
+
+        opened = open_maintained(store)
+        manifest = Manifest.read(Path(store))
+        added = {}
+        if manifest is not None:
+            client = chroma_client(Path(store) / "chroma")
+            texts = all_passages(client.get_collection(manifest.collection))
+            added = {manifest.namespace: entries_of(texts)}
+        report = compact(opened, added, tick)
+    summary = f"{count(report.passages, 'passage')} in the index, {report.dropped} dropped"
+    emit({"store": store, **report._asdict()}, summary)
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""``blockattn-rag store index``, ``pin``, ``unpin`` and ``ttl``: what to find, keep and expire."""
+"""``blockattn-rag store pin``, ``unpin`` and ``ttl``: how long passages are kept."""
 
 from __future__ import annotations
 
@@ -9,17 +9,11 @@ from typing import Annotated
 import typer
 
 from blockattn_rag import store as kv_store
-from blockattn_rag.app.cli.collect import namespaces_of, seconds_of
 from blockattn_rag.app.cli.options import StoreArgument, open_maintained
 from blockattn_rag.app.cli.output import count, emit
-from blockattn_rag.app.cli.progress import counter
-from blockattn_rag.app.rag.database import Manifest, chroma_client, require_manifest
-from blockattn_rag.app.rag.passages import (
-    all_passages,
-    all_sources,
-    handles_of_sources,
-    sources_at,
-)
+from blockattn_rag.app.cli.store_gc import namespaces_of, seconds_of
+from blockattn_rag.app.rag.database import chroma_client, require_manifest
+from blockattn_rag.app.rag.passages import all_sources, handles_of_sources, sources_at
 from blockattn_rag.store.namespaces import is_of
 
 HandlesArgument = Annotated[
@@ -35,28 +29,6 @@ NamespaceOption = Annotated[
     str | None,
     typer.Option(help="Namespace of the entries. Default: the database's, or the unnamed one."),
 ]
-
-
-def index(store: StoreArgument) -> None:
-    """Compact the index of passages, and drop passages that are no longer stored.
-
-    For a database folder, its passages are added if they are missing, so that an index that was
-    deleted or damaged is complete again.
-    """
-    with counter("entries read") as tick:
-        from blockattn_rag.prompts.recognition import entries_of
-        from blockattn_rag.store.passage_index import compact
-
-        opened = open_maintained(store)
-        manifest = Manifest.read(Path(store))
-        added = {}
-        if manifest is not None:
-            client = chroma_client(Path(store) / "chroma")
-            texts = all_passages(client.get_collection(manifest.collection))
-            added = {manifest.namespace: entries_of(texts)}
-        report = compact(opened, added, tick)
-    summary = f"{count(report.passages, 'passage')} in the index, {report.dropped} dropped"
-    emit({"store": store, **report._asdict()}, summary)
 
 
 def pin(
