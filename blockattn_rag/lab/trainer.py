@@ -1,13 +1,18 @@
-"""Subclass of transformers' Trainer for ``train`` and ``repair``: resuming, evaluation, history."""
+"""The trainer of ``train`` and ``repair``: resuming, evaluation, history, progress."""
 
 from __future__ import annotations
 
 import logging
 import math
-from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import accelerate  # noqa: F401 - fails early: the Trainer imports it late
+import torch
+from torch import Tensor
+from torch.utils.data import Sampler
 from transformers import (
     PrinterCallback,
     Trainer,
@@ -20,7 +25,10 @@ from blockattn_rag.errors import DivergedError
 
 logger = logging.getLogger("blockattn_rag")
 
-REMEDY = (
+Loss = Callable[[Any, Mapping[str, Any]], tuple[Tensor, Tensor | int]]
+"""Function of the model and a batch that returns a sum of losses, and the number of summands."""
+
+_REMEDY = (
     "start again (overwrite=True, --overwrite) with a lower learning rate or more warm-up steps"
 )
 
@@ -31,15 +39,18 @@ _ALL_WARM_UP = (
 )
 
 
-def training_arguments(folder: Path, **settings: Any) -> TrainingArguments:
+def training_arguments(folder: Path, *, batch_size: int, **settings: Any) -> TrainingArguments:
     """Create the settings of the Trainer: settings that all runs share, and the given settings.
 
     Args:
         folder: Folder of the checkpoints.
+        batch_size: Items per forward pass on one device.
         settings: Further arguments of ``TrainingArguments``.
     """
     return TrainingArguments(
         output_dir=str(folder),
+        per_device_train_batch_size=batch_size,
+        per_device_eval_batch_size=batch_size,
         logging_nan_inf_filter=False,  # a loss that is not finite must end the run
         save_total_limit=2,
         remove_unused_columns=False,
@@ -52,15 +63,31 @@ class LabTrainer(Trainer):
     """Trainer that resumes exactly, reports losses, and stops when they are not finite.
 
     Args:
-        callbacks: Further callbacks.
+        loss: Loss of a batch.
+        lengths: Number of tokens of each training item, for batches of similar length. Default:
+            batches in random order.
+        on_progress: Called with the number of finished steps and the number of all steps.
+        time_is_up: Function that returns whether the training must stop.
         show_progress: Whether to print losses.
-        settings: Arguments of ``transformers.Trainer``.
+        settings: Arguments of ``transformers.Trainer``. ``eval_dataset`` is one dataset, or a dict
+            of datasets by name. It is measured after the last step too.
     """
 
     def __init__(
-        self, *, callbacks: tuple[TrainerCallback, ...] = (), show_progress: bool, **settings: Any
+        self,
+        *,
+        loss: Loss,
+        lengths: Sequence[int] | None = None,
+        on_progress: Callable[[int, int], None] = lambda *_: None,
+        time_is_up: Callable[[], bool] = lambda: False,
+        show_progress: bool = False,
+        **settings: Any,
     ) -> None:
-        super().__init__(callbacks=[_Watch(), *callbacks], **settings)
+        watch = _Watch(on_progress, time_is_up, measures=bool(settings.get("eval_dataset")))
+        super().__init__(callbacks=[watch], **settings)
+        self._loss, self._lengths = loss, lengths
+        # The Trainer must not scale: compute_loss divides by the summands of the accumulated batch.
+        self.model_accepts_loss_kwargs = True
         if not show_progress:
             self.remove_callback(PrinterCallback)
 
@@ -92,23 +119,86 @@ class LabTrainer(Trainer):
         self.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
 
     def _load_final(self, checkpoint: Path) -> None:
-        self._load_from_checkpoint(str(checkpoint))
+        if not self.args.load_best_model_at_end:
+            self._load_from_checkpoint(str(checkpoint))
+            return
+        # The recorded path is relative to the working directory of the interrupted run.
+        best = f"checkpoint-{self.state.best_global_step}"
+        self.state.best_model_checkpoint = str(checkpoint.parent / best)
+        self._load_best_model()
 
-    @abstractmethod
-    def measured(self) -> dict[str, float]:
-        """Measure the losses on the evaluation data, named ``eval_...``."""
+    def check_finite(self) -> None:
+        """Raise ``DivergedError`` if weights are not finite.
+
+        The last step may damage weights, but no loss is computed after it.
+        """
+        model: Any = self.model
+        finite = torch.tensor(all(bool(p.isfinite().all()) for p in model.parameters()))
+        if not self.accelerator.gather(finite.to(self.args.device)).all():
+            raise DivergedError(f"some of the trained weights are not finite; {_REMEDY}")
+
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """Mean loss over the whole accumulated batch. Called by the Trainer."""
+        total, number = self._loss(model, inputs)
+        if num_items_in_batch is None:  # without labels, the Trainer averages over batches
+            return total / number
+        # Gradients are averaged over processes, and the summands are counted over them.
+        return total * self.accelerator.num_processes / num_items_in_batch
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int] | None:
+        if self._lengths is None:
+            return super()._get_train_sampler(train_dataset)
+        size = self.args.train_batch_size * self.args.gradient_accumulation_steps
+        return LengthGroupedSampler(self._lengths, size * self.args.world_size, self.args.seed)
 
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
-        """Measure and log the evaluation losses. Called by the Trainer."""
-        metrics = self.measured()
+        """Measure and log the mean losses on the evaluation data. Called by the Trainer.
+
+        Returns:
+            ``eval_loss``, or ``eval_<name>_loss`` for each of several datasets.
+        """
+        model, data = self.model, self.eval_dataset
+        was_training = model.training
+        model.eval()
+        if isinstance(data, dict):
+            metrics = {f"eval_{name}_loss": self._mean_loss(one) for name, one in data.items()}
+        else:
+            metrics = {"eval_loss": self._mean_loss(data)}
+        model.train(was_training)
         self.log(metrics)
         handler = self.callback_handler
         self.control = handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
+    @torch.no_grad()
+    def _mean_loss(self, dataset: Any) -> float:
+        sums = torch.zeros(2, device=self.args.device)
+        for batch in self.get_eval_dataloader(dataset):
+            with self.compute_loss_context_manager():
+                total, number = self._loss(self.model_wrapped, self._prepare_inputs(batch))
+            sums += torch.stack([total, torch.as_tensor(number, device=total.device)])
+        loss, number = self.accelerator.reduce(sums, "sum").tolist()
+        return float(loss / number)
 
+
+@dataclass(eq=False)
 class _Watch(TrainerCallback):
-    """Warns if a run ends during warm-up, stops on divergence, and logs the last step."""
+    """Reports progress, warns if a run ends during warm-up, and stops on divergence or lateness.
+
+    Args:
+        on_progress, time_is_up: See ``LabTrainer``.
+        measures: Whether there is evaluation data.
+    """
+
+    on_progress: Callable[[int, int], None]
+    time_is_up: Callable[[], bool]
+    measures: bool
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         # The state of a resumed run still has the intervals of the interrupted run.
@@ -117,13 +207,59 @@ class _Watch(TrainerCallback):
         has_warm_up = args.lr_scheduler_type != "constant" and state.is_world_process_zero
         if has_warm_up and warm_up >= state.max_steps:
             logger.warning(_ALL_WARM_UP, state.max_steps, warm_up, args.learning_rate)
+        self.on_progress(state.global_step, state.max_steps)
 
     def on_log(self, args: Any, state: Any, control: Any, **found: Any) -> None:
         for name, value in found["logs"].items():
             if name.endswith("loss") and not math.isfinite(value):
-                raise DivergedError(f"{name} is {value} at step {state.global_step}; {REMEDY}")
+                raise DivergedError(f"{name} is {value} at step {state.global_step}; {_REMEDY}")
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        # The Trainer itself logs only every `logging_steps`-th step.
-        if state.global_step >= state.max_steps:
-            control.should_log = True
+        self.on_progress(state.global_step, state.max_steps)
+        is_late = self.time_is_up()
+        if is_late:
+            control.should_training_stop = True
+        if is_late or state.global_step >= state.max_steps:
+            # The Trainer itself logs only every `logging_steps`-th step.
+            control.should_log = control.should_save = True
+            control.should_evaluate = self.measures
+
+
+@dataclass(eq=False)
+class LengthGroupedSampler(Sampler[int]):
+    """Sampler of batches with similar lengths, in random order that is the same in every run.
+
+    The order of transformers' own sampler depends on global random state, so a resumed run would
+    use another order.
+
+    Args:
+        lengths: Number of tokens of each sample.
+        batch_size: Samples per optimizer step, over all devices.
+        seed: Random seed, combined with the epoch.
+    """
+
+    lengths: Sequence[int]
+    batch_size: int
+    seed: int
+    epoch: int = field(default=0, init=False)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Called by the Trainer at the start of each epoch."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
+        order = torch.randperm(len(self.lengths), generator=generator).tolist()
+        size, pool = self.batch_size, 50 * self.batch_size  # each pool is sorted by length
+        groups: list[list[int]] = []
+        for start in range(0, len(order), pool):
+            near = sorted(order[start : start + pool], key=lambda i: -self.lengths[i])
+            groups += (near[i : i + size] for i in range(0, len(near), size))
+        # An incomplete group comes last. Otherwise, the groups after it would straddle batches.
+        full = len(groups) - (len(groups[-1]) < size)
+        shuffled = torch.randperm(full, generator=generator).tolist()
+        for i in [*shuffled, *range(full, len(groups))]:
+            yield from groups[i]

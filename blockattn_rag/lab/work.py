@@ -60,13 +60,26 @@ def interrupted_run(work: Path) -> dict[str, Any] | None:
     return read_json(work / RUN)
 
 
-def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Describe the settings that differ between two runs, with both values."""
-    return [
+def check_same(work: Path, before: Mapping[str, Any], now: Mapping[str, Any], advice: str) -> None:
+    """Check that an interrupted run had the settings of this run.
+
+    Args:
+        work: Work folder.
+        before, now: Settings of the interrupted run and of this run.
+        advice: End of the error message, which says what to do.
+
+    Raises:
+        DataError: Settings differ.
+    """
+    changed = [
         f"{name} ({before.get(name)}, now {now.get(name)})"
         for name in sorted({*before, *now})
         if before.get(name) != now.get(name)
     ]
+    if changed:
+        raise DataError(
+            f"{work} has an interrupted run with other settings: {', '.join(changed)}. {advice}"
+        )
 
 
 @contextmanager

@@ -22,9 +22,8 @@ from blockattn_rag.app.cli.progress import progress, stages, waiting
 from blockattn_rag.app.rag.database import (
     Database,
     Manifest,
-    chroma_client,
     has_passages,
-    require_manifest,
+    stored_collection,
 )
 from blockattn_rag.app.rag.documents import load_documents
 from blockattn_rag.app.rag.ingest import Estimate, ingest_documents
@@ -252,8 +251,7 @@ def remove(
 
     The keys and values of their passages stay until `blockattn-rag store gc` deletes them.
     """
-    name = require_manifest(db).collection
-    collection = chroma_client(db / "chroma").get_collection(name)
+    collection = stored_collection(db)
     known = all_sources(collection)
     wanted = {path: sources_at(path, known) for path in paths}
     if absent := [str(path) for path, found in wanted.items() if not found]:

@@ -225,9 +225,7 @@ def _shown(settings: dict[str, Any], found: Plan, machine: Machine) -> list[Any]
         )
         for tier in found.tiers
     ]
-    title = f"{count(passages, 'passage')}, {settings['model']}, {settings['dtype']}"
-    if settings["kv_dtype"] != "model":
-        title += f", blocks in {settings['kv_dtype']}"
+    title = _title(count(passages, "passage"), settings)
     columns = ("blocks in", "capacity", "of yours", "first token", "against full prefill")
     return [
         table(title, columns, rows),
@@ -257,9 +255,7 @@ def _shown_outcomes(
         )
         for one in outcomes
     ]
-    title = f"{count(settings['requests'], 'request')}, {settings['model']}, {settings['dtype']}"
-    if settings["kv_dtype"] != "model":
-        title += f", blocks in {settings['kv_dtype']}"
+    title = _title(count(settings["requests"], "request"), settings)
     columns = ("", "room", "% of passages", "% of all", "computed", "read", "first token", "p95")
     lines = [
         table(title, columns, rows, left=(0, 1)),
@@ -270,6 +266,12 @@ def _shown_outcomes(
     if any(one.from_disk for one in outcomes):
         lines.insert(2, "Blocks without a limit exceed the memory: they are read from disk.")
     return lines
+
+
+def _title(subject: str, settings: dict[str, Any]) -> str:
+    kv_dtype = settings["kv_dtype"]
+    blocks = "" if kv_dtype == "model" else f", blocks in {kv_dtype}"
+    return f"{subject}, {settings['model']}, {settings['dtype']}{blocks}"
 
 
 def _assumed(machine: Machine) -> str:

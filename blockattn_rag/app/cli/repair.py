@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from blockattn_rag.app.rag.database import Database
     from blockattn_rag.engine.recipe import Recipe
     from blockattn_rag.lab.repair.data import Material
-    from blockattn_rag.lab.repair.run import Progress
+    from blockattn_rag.lab.repair.stages import Progress
     from blockattn_rag.model import BlockModel
     from blockattn_rag.prompts.blocks import BlockPrompt
     from blockattn_rag.prompts.formats import Passage
@@ -69,10 +69,8 @@ def repair(
     interrupted run.
     """
     started = time.monotonic()
-    from blockattn_rag.lab.repair.checks import check_packages
     from blockattn_rag.lab.repair.run import repair as run
 
-    check_packages()
     job = _job(db, model, passages, questions, output)
     with stages() as report:
         recipe = run(
@@ -144,9 +142,8 @@ def _of_database(db: Path, model: str | None, questions: Path | None, output: Pa
 
     database = Database.open(db, model=model, recipe="none")
     engine, find = database.local_engine, retriever(database)
+    database.require_passages()
     texts = all_passages(database.collection)
-    if not texts:
-        raise ValueError(f"{db} contains no passages; run `blockattn-rag ingest PATH --db {db}`")
     made = prompt_maker(database)
 
     def nearest(text: str, number: int) -> list[Passage]:

@@ -25,7 +25,7 @@ from blockattn_rag.app.cli.options import (
 )
 from blockattn_rag.app.cli.output import count, emit, json_file, note, plain, show, size, table
 from blockattn_rag.app.cli.progress import counter
-from blockattn_rag.app.rag.database import Manifest, chroma_client
+from blockattn_rag.app.rag.database import Manifest, stored_collection
 from blockattn_rag.app.rag.passages import all_passages
 from blockattn_rag.errors import StoreError
 from blockattn_rag.store.urls import bytes_of
@@ -165,8 +165,7 @@ def index(store: StoreArgument) -> None:
         manifest = Manifest.read(Path(store))
         added = {}
         if manifest is not None:
-            client = chroma_client(Path(store) / "chroma")
-            texts = all_passages(client.get_collection(manifest.collection))
+            texts = all_passages(stored_collection(Path(store)))
             added = {manifest.namespace: entries_of(texts)}
         report = compact(opened, added, tick)
     summary = f"{count(report.passages, 'passage')} in the index, {report.dropped} dropped"

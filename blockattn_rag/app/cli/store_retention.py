@@ -12,7 +12,7 @@ from blockattn_rag import store as kv_store
 from blockattn_rag.app.cli.options import StoreArgument, open_maintained
 from blockattn_rag.app.cli.output import count, emit
 from blockattn_rag.app.cli.store_gc import namespaces_of, seconds_of
-from blockattn_rag.app.rag.database import chroma_client, require_manifest
+from blockattn_rag.app.rag.database import stored_collection
 from blockattn_rag.app.rag.passages import all_sources, handles_of_sources, sources_at
 from blockattn_rag.store.namespaces import is_of
 
@@ -105,8 +105,7 @@ def _found(
     """
     wanted = set(handles or [])
     if sources:
-        manifest = require_manifest(Path(store))
-        collection = chroma_client(Path(store) / "chroma").get_collection(manifest.collection)
+        collection = stored_collection(Path(store))
         known = all_sources(collection)
         for path in sources:
             if not (named := sources_at(path, known)):

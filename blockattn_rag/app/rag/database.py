@@ -192,6 +192,14 @@ class Database:
             )  # fmt: skip
         return cls(path, manifest, engine, embedding)
 
+    def require_passages(self) -> None:
+        """Raise ``DatabaseError`` if the database has no passages."""
+        if not self.collection.count():
+            raise DatabaseError(
+                f"{self.path} contains no passages; run `blockattn-rag ingest PATH --db "
+                f"{self.path}`"
+            )
+
     @property
     def local_engine(self) -> BlockAttentionEngine:
         """The engine, if its model runs in this process.
@@ -234,19 +242,30 @@ class Database:
 
 def has_passages(path: Path, manifest: Manifest) -> bool:
     """Whether a database has passages. A failed ingestion may leave it empty."""
-    if not (path / _CHROMA / _CHROMA_FILE).is_file():
-        return False
-    client = chroma_client(path / _CHROMA)
-    names = [one.name for one in client.list_collections()]
-    return manifest.collection in names and client.get_collection(manifest.collection).count() > 0
+    return _has_collection(path, manifest) and stored_collection(path).count() > 0
 
 
 def _delete_collection(path: Path, manifest: Manifest) -> None:
     """Delete an empty collection, because it would keep the dimension of its former vectors."""
-    if (path / _CHROMA / _CHROMA_FILE).is_file():
-        client = chroma_client(path / _CHROMA)
-        if manifest.collection in [one.name for one in client.list_collections()]:
-            client.delete_collection(manifest.collection)
+    if _has_collection(path, manifest):
+        chroma_client(path / _CHROMA).delete_collection(manifest.collection)
+
+
+def _has_collection(path: Path, manifest: Manifest) -> bool:
+    if not (path / _CHROMA / _CHROMA_FILE).is_file():
+        return False
+    found = chroma_client(path / _CHROMA).list_collections()
+    return manifest.collection in [one.name for one in found]
+
+
+def stored_collection(path: Path) -> Collection:
+    """The Chroma collection of a database, without loading its model.
+
+    Raises:
+        DatabaseError: The folder is not a database, or has no Chroma.
+    """
+    name = require_manifest(path).collection
+    return chroma_client(path / _CHROMA).get_collection(name)
 
 
 def require_manifest(path: Path) -> Manifest:

@@ -1,49 +1,25 @@
-"""One repair, from questions and full mode's answers to the fits, the choice and its measurement.
-
-Every stage stores its results (questions, answers, fits, comparisons) in the work folder, so an
-interrupted run resumes where it stopped.
-"""
+"""Makes a recipe for a model: checks the inputs, then runs the stages of a repair."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
-from functools import partial
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from blockattn_rag.engine.engine import BlockAttentionEngine
-from blockattn_rag.engine.find_recipe import stock_sink
-from blockattn_rag.engine.recipe import Recipe
+from blockattn_rag.engine.recipe import RECIPE_FILE, Recipe, read_fields
 from blockattn_rag.errors import DataError
-from blockattn_rag.files import write_json
 from blockattn_rag.lab import work
-from blockattn_rag.lab.repair.checks import check_disk, check_output, check_packages
-from blockattn_rag.lab.repair.closed_form import fit_correction, no_correction
-from blockattn_rag.lab.repair.compare import IN_USE, Comparer, choose, free_recipes, promoting
-from blockattn_rag.lab.repair.data import Material, Question, distinct, draw_samples
-from blockattn_rag.lab.repair.plan import LIMITS, Limits, Plan, Speeds
-from blockattn_rag.lab.repair.questions import write_questions
-from blockattn_rag.lab.repair.report import plot
-from blockattn_rag.lab.repair.student import BlockSource, ReadThroughStore, Student
-from blockattn_rag.lab.repair.teacher import Teacher
-from blockattn_rag.lab.repair.trainer import BATCH, CorrectionTrainer, seconds_of_a_prompt
-from blockattn_rag.model import BlockModel, EncodeRequest
-from blockattn_rag.model.correction import Correction, read_correction, save_correction
-from blockattn_rag.prompts.blocks import BlockPrompt
+from blockattn_rag.lab.repair.data import Material
+from blockattn_rag.lab.repair.plan import LIMITS, Limits
+from blockattn_rag.lab.repair.stages import Progress, Repair
+from blockattn_rag.model import BlockModel
+from blockattn_rag.prompts.formats import Passage
 
-Progress = Callable[[str, int, int], None]
-"""Function of the name of a stage, its finished part, and its total."""
-
-_SEED = 0
-_RESERVE_SHARE = 0.08
-"""Share of the time kept in reserve for loading, saving, and work that is slower than measured."""
-
-LATEST = 1.3
-"""Multiple of its planned time after which a training is stopped."""
+_LENGTHS = 100
+"""Number of passages whose tokens are counted, to estimate the total."""
 
 
 def repair(
@@ -78,28 +54,24 @@ def repair(
             block-fine-tuned, or an interrupted run had other inputs.
         DivergedError: A loss is not finite.
         ContextOverflowError: A prompt and its answer do not fit in the context window.
-        ImportError: A package is missing.
         OSError: The output cannot be written, or the disk has too little room.
     """
-    check_packages()
     if model.is_block_tuned:
         raise DataError(
             f"{model.name} is block-fine-tuned and needs no recipe; measure it with "
             f"`blockattn-rag eval --model {model.name}`"
         )
-    check_output(output, model)
+    _check_output(output, model)
     folder = work.work_of(output)
-    check_disk(folder, model, material.passages, limits)
+    _check_disk(folder, model, material.passages, limits)
     inputs = {
         "model": f"{model.name} (fingerprint {model.fingerprint[:12]})",
         **material.inputs(),
     }
     before = work.interrupted_run(folder)
-    if before is not None and (changed := work.changes(before, inputs)):
-        raise DataError(
-            f"{folder} has an interrupted repair with other inputs: {', '.join(changed)}. Pass "
-            "the same inputs to resume it, or delete that folder to start again"
-        )
+    if before is not None:
+        advice = "Pass the same inputs to resume it, or delete that folder to start again"
+        work.check_same(folder, before, inputs, advice)
 
     def is_worth_keeping(error: BaseException) -> bool:
         # After a DataError, the inputs must change, so written questions alone are useless.
@@ -114,279 +86,47 @@ def repair(
     return recipe
 
 
-@dataclass
-class Repair:
-    """The stages of one run.
+def _check_output(output: Path, model: BlockModel) -> None:
+    """Refuse an output folder that is not writable or contains anything but a recipe of the model.
 
-    Args:
-        model: The stock model.
-        material: Data to fit to.
-        folder: The work folder.
-        budget_s: Time limit in seconds.
-        limits: Bounds of the repair.
-        on_progress: Called with each stage's progress.
+    An earlier recipe of the model, or a damaged one, will be replaced.
     """
-
-    model: BlockModel
-    material: Material
-    folder: Path
-    budget_s: float
-    limits: Limits
-    on_progress: Progress
-    started: float = field(default_factory=time.monotonic, init=False)
-    seconds: dict[str, float] = field(default_factory=dict, init=False)
-
-    def __post_init__(self) -> None:
-        limits, model, namespace = self.limits, self.model, self.material.namespace
-        self.sink = stock_sink(model)
-        store = ReadThroughStore(self.folder / "kv", limits.store_bytes, self.material.lender)
-        # No resident blocks, so that memory has only the blocks of one prompt at a time.
-        self.engine = BlockAttentionEngine(
-            model, store, recipe="none", namespace=namespace, resident_bytes=0
+    if work.is_foreign(output, RECIPE_FILE):
+        raise DataError(
+            f"{output} exists and is not a recipe (it has no {RECIPE_FILE}); choose another folder "
+            "(--output)"
         )
-        self.source = BlockSource(model, store, self.sink, namespace)
-        self.teacher = Teacher(model, self.folder / "answers", limits.answer_tokens, limits.top_k)
-
-    def run(self, version: str) -> tuple[Recipe, bytes | None]:
-        """Run all stages. Returns the recipe with its report, and the plot of the report."""
-        questions = distinct(self._questions(), _SEED)
-        plan = self._plan(questions)
-        train, held = self.samples(questions, plan)
-        self._answer([*map(self._prompt, [*train[: plan.samples], *held])])
-        half = len(held) // 2
-        choose_on, report_on = held[:half], held[half:]
-        closed = self.closed_form([*map(self._prompt, train[: plan.closed_form])])
-        answered, plan = plan.samples, self._replanned(plan, questions)
-        to_train = [*map(self._prompt, train[: plan.samples])]
-        if plan.samples > answered:
-            self._answer(to_train)
-        to_check = [*map(self._prompt, choose_on[: self.limits.validation])]
-        trained, curve = self._trained(closed, to_train, to_check, plan)
-        comparer = Comparer(self.engine, self.teacher, self._prompt, self.folder / "records.jsonl")
-        recipes = free_recipes(self.model, self.sink, closed, trained, self.material.in_use)
-        with self._stage("choosing") as tick:
-            losses = comparer.losses(choose_on, recipes, tick)
-            if len(choose_on) >= self.limits.promotion_needs:
-                recipes |= promoting(self.model, recipes, losses)
-                losses = comparer.losses(choose_on, recipes, tick)
-        costly = [name for name, recipe in recipes.items() if recipe.promote]
-        chosen = choose(losses, costly, IN_USE if IN_USE in recipes else None)
-        with self._stage("measuring") as tick:
-            measured = comparer.compared(report_on, recipes, tick)
-        with self._stage("right answers") as tick:
-            right, with_answers = comparer.right(
-                report_on, recipes[chosen], self.limits.answer_tokens, tick
-            )
-        report = {
-            "model": self.model.name,
-            "fingerprint": self.model.fingerprint,
-            "chosen": chosen,
-            "candidates": [
-                {"name": name, "loss": float(losses[name].mean()), **measured[name].to_dict()}
-                for name in recipes
-            ],
-            "passages": self.limits.passages,
-            "questions": len(questions),
-            "written": self.material.questions is None,
-            "chosen_on": len(choose_on),
-            "measured_on": len(report_on),
-            "right": right,
-            "answered": with_answers,
-            "plan": asdict(plan),
-            "curve": curve,
-            "seconds": self.seconds,
-            "version": version,
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        }
-        found = recipes[chosen]
-        recipe = Recipe(
-            sink=found.sink,
-            adapter=found.adapter,
-            promote=found.promote,
-            fingerprints=(self.model.fingerprint,),
-            model=self.model.name,
-            prompt_format=self.material.prompt_format,
-            report=report,
+    try:
+        found: Mapping[str, Any] = read_fields(output)
+    except ValueError:
+        found = {"fingerprints": []}
+    owners = found["fingerprints"]
+    if owners and model.fingerprint not in owners:
+        shown = ", ".join(owner[:12] for owner in owners)
+        raise DataError(
+            f"{output} has a recipe for {found['model']} (fingerprints {shown}), expected one for "
+            f"{model.name} (fingerprint {model.fingerprint[:12]}); choose another folder "
+            "(--output), or delete that recipe"
         )
-        return recipe, plot(report)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=output.parent):
+        pass
 
-    # -- questions and the plan --------------------------------------------------------------
 
-    def _questions(self) -> Sequence[Question]:
-        material, limits = self.material, self.limits
-        if material.questions is not None:
-            return material.questions
-        if material.nearest is None:
-            raise DataError("found no questions, and no passages to write questions about")
-        until = self.started + limits.writing_share * self.budget_s
-        # After the plan is made, no questions are added, because the split into fitted and held-out
-        # questions depends on all of them.
-        is_planned = self._plan_path.exists()
-        with self._stage("writing questions") as tick:
-            return write_questions(
-                self.engine,
-                material.passages,
-                material.nearest,
-                limits.questions,
-                limits.passages + 1,
-                self.folder / "questions.jsonl",
-                _SEED,
-                tick,
-                lambda: is_planned or time.monotonic() > until,
-            )
-
-    @property
-    def _plan_path(self) -> Path:
-        return self.folder / "plan.json"
-
-    def _plan(self, questions: Sequence[Question]) -> Plan:
-        """The plan of the repair, made once. A resumed run reads it from the work folder."""
-        minutes = self.budget_s / 60
-
-        def make() -> dict[str, Any]:
-            speeds = self.speeds(questions[:2])
-            left = self._until_reserve() - time.monotonic()
-            recipes = 4 + self.model.supports_relay + (self.material.in_use is not None)
-            plan = Plan.made(
-                left, speeds, len(questions), recipes=recipes, batch=BATCH, limits=self.limits
-            )
-            return {"minutes": minutes, **asdict(plan)}
-
-        kept = work.kept_json(self._plan_path, make)
-        if (before := kept.pop("minutes")) != minutes:
-            raise DataError(
-                f"{self.folder} has an interrupted repair of {before:g} minutes, found "
-                f"{minutes:g}: pass the same --minutes to resume it, or delete that folder to "
-                "start again"
-            )
-        return Plan(**kept)
-
-    def _replanned(self, plan: Plan, questions: Sequence[Question]) -> Plan:
-        """The plan with as much training as current speeds allow. Made once, before training."""
-
-        def make() -> dict[str, Any]:
-            speeds = self.speeds(questions[-2:])
-            left = self._until_reserve() - plan.measuring_s - time.monotonic()
-            limits = self.limits
-            return asdict(plan.trained(left, speeds, len(questions), batch=BATCH, limits=limits))
-
-        return Plan(**work.kept_json(self.folder / "training-plan.json", make))
-
-    def _until_reserve(self) -> float:
-        """Time on the monotonic clock at which the reserve of the time limit begins."""
-        return self.started + (1 - _RESERVE_SHARE) * self.budget_s
-
-    def speeds(self, questions: Sequence[Question]) -> Speeds:
-        """Measure the seconds of each step for one prompt, after a warm-up with another prompt."""
-        student = Student(self.model, no_correction(self.model, self.sink))
-        self.model.hf_model.requires_grad_(False)
-        most = self.limits.passages
-        found = Speeds(0.0, 0.0, 0.0, 0.0)
-        with self._stage("measuring speed") as tick:
-            for number, sample in enumerate(draw_samples(questions[:2], 2, most, most, _SEED)):
-                tick(number, 2)
-                prompt = self._prompt(sample)
-                request = EncodeRequest([*self.model.tokenizer.prompt_ids(prompt).flat], "", "")
-                found = Speeds(
-                    answer=_timed(partial(self.teacher, prompt)),
-                    encode=_timed(lambda: [*self.model.encode([request])]),  # noqa: B023
-                    fetch=_timed(partial(self.source, prompt)),
-                    step=seconds_of_a_prompt(student, self.teacher, self.source, prompt),
-                )
-            tick(2, 2)
-        return found
-
-    def samples(
-        self, questions: Sequence[Question], plan: Plan
-    ) -> tuple[list[Question], list[Question]]:
-        """Draw samples to fit to, with one or more passages, and held-out samples.
-
-        Held-out samples have as many passages as ``ask`` retrieves. The number of samples to fit to
-        is the maximum of the limits. The fits use the first samples, as many as the time allows.
-        """
-        held, rest = questions[: plan.held_out], questions[plan.held_out :]
-        most = self.limits.passages
-        count = max(self.limits.samples, plan.closed_form)
-        return (
-            draw_samples(rest, count, 1, most, _SEED),
-            draw_samples(held, len(held), most, most, _SEED + 1),
+def _check_disk(
+    folder: Path, model: BlockModel, passages: Sequence[Passage], limits: Limits
+) -> None:
+    """Raise ``OSError`` if the disk has too little room for passages' keys and values."""
+    shown = passages[:: max(1, len(passages) // _LENGTHS)]
+    ids = (model.tokenizer.final_ids(one.text, first=False) for one in shown)
+    tokens = sum(map(len, ids)) / max(1, len(shown))
+    encoded = min(limits.passages * (limits.samples + limits.held_out), len(passages))
+    # Each passage is encoded twice: alone and after the sink.
+    needed = min(limits.store_bytes, int(2 * encoded * tokens * model.bytes_per_token))
+    free = shutil.disk_usage(folder.parent).free
+    if free < needed:
+        raise OSError(
+            f"found {free / 1e9:.1f} GB free in {os.fspath(folder.parent)}, expected "
+            f"{needed / 1e9:.1f} GB for keys and values of {encoded} passages; free some space, or "
+            "choose another folder (--output)"
         )
-
-    def _prompt(self, sample: Question) -> BlockPrompt:
-        prompt = self.material.prompt(sample.text, sample.passages)
-        if len(prompt.context) < 2:
-            raise DataError(
-                "found a prompt of one context block, for which block mode equals full mode; "
-                "pass questions with more passages"
-            )
-        return prompt
-
-    def _answer(self, prompts: Sequence[BlockPrompt]) -> None:
-        with self._stage("full mode's answers") as tick:
-            self.teacher.answer_all(prompts, tick)
-
-    # -- fits --------------------------------------------------------------------------------
-
-    def closed_form(self, prompts: Sequence[BlockPrompt]) -> Correction:
-        """The correction fitted in closed form."""
-        path = self.folder / "closed-form.safetensors"
-        if not path.is_file():
-            contexts = [self.model.tokenizer.prompt_ids(prompt).context for prompt in prompts]
-            # A fifth of the prompts decides the penalty of the fit.
-            held = max(1, len(contexts) // 5)
-            with self._stage("fitting in closed form") as tick:
-                correction = fit_correction(
-                    self.model, contexts[held:], contexts[:held], sink=self.sink, on_progress=tick
-                )
-            save_correction(correction, path)
-        return read_correction(path)
-
-    def _trained(
-        self,
-        closed: Correction,
-        train: Sequence[BlockPrompt],
-        held: Sequence[BlockPrompt],
-        plan: Plan,
-    ) -> tuple[Correction | None, list[dict[str, float]]]:
-        """Train a correction. Returns it and its losses; None and no losses if there is no time."""
-        path, curve = self.folder / "trained.safetensors", self.folder / "curve.json"
-        if not plan.samples:
-            return None, []
-        if not path.is_file():
-            self.model.hf_model.requires_grad_(False)
-            checkpoints = self.folder / work.CHECKPOINTS
-            checkpoint = work.last_checkpoint(checkpoints)
-            latest = min(
-                self._until_reserve() - plan.measuring_s,
-                time.monotonic() + LATEST * plan.training_s,
-            )
-            with self._stage("training") as tick:
-                trainer = CorrectionTrainer(
-                    Student(self.model, closed),
-                    self.teacher,
-                    self.source,
-                    checkpoints,
-                    train,
-                    held,
-                    max_steps=plan.steps,
-                    eval_steps=max(1, plan.steps // self.limits.measurements),
-                    is_resumed=checkpoint is not None,
-                    on_progress=tick,
-                    time_is_up=lambda: time.monotonic() > latest,
-                )
-                trainer.train_from(checkpoint)
-            write_json(curve, {"curve": trainer.history})
-            save_correction(trainer.student.finished(), path)
-        return read_correction(path), work.read_json(curve)["curve"]
-
-    @contextmanager
-    def _stage(self, name: str) -> Iterator[Callable[[int, int], None]]:
-        started = time.monotonic()
-        yield partial(self.on_progress, name)
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - started
-
-
-def _timed(call: Callable[[], object]) -> float:
-    started = time.monotonic()
-    call()
-    return time.monotonic() - started

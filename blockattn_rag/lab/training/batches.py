@@ -1,20 +1,21 @@
-"""Batches of encoded samples: each sample in each mode, padded, with the layout of its tokens."""
+"""Batches of encoded samples (each sample in each mode, padded), and the loss of a batch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Dataset
 
 from blockattn_rag.engine.results import Mode
 from blockattn_rag.kv.context import Positions
 from blockattn_rag.lab.training.data import IGNORED
-from blockattn_rag.lab.training.masks import FINAL, TokenLayout
+from blockattn_rag.lab.training.masks import FINAL, ModelMasks, TokenLayout
 
 Item = Mapping[str, list[int]]
 """A sample in one mode: ``input_ids``, ``labels``, and the fields of a ``TokenLayout``."""
@@ -103,41 +104,42 @@ class Collator:
         }
 
 
-@dataclass(eq=False)
-class LengthGroupedSampler(Sampler[int]):
-    """Sampler of batches with similar lengths, in random order that is the same in every run.
-
-    The order of transformers' own sampler depends on global random state, so a resumed run would
-    use another order.
+def batch_loss(
+    masks: ModelMasks, dtype: torch.dtype, model: Any, batch: Mapping[str, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """The loss of a batch for ``LabTrainer``: sum over the answers' tokens, and their number.
 
     Args:
-        lengths: Number of tokens of each sample.
-        batch_size: Samples per optimizer step, over all devices.
-        seed: Random seed, combined with the epoch.
+        masks: Makes the model's ``attention_mask``.
+        dtype: Type of the masks.
+        model: The model.
+        batch: Batch of a ``Collator``.
     """
+    layout = TokenLayout(*(batch[name] for name in TokenLayout._fields))
+    total = answer_loss(model, batch, masks(layout, dtype))
+    return total, (batch["labels"] != IGNORED).sum()
 
-    lengths: Sequence[int]
-    batch_size: int
-    seed: int
-    epoch: int = field(default=0, init=False)
 
-    def set_epoch(self, epoch: int) -> None:
-        """Called by the Trainer at the start of each epoch."""
-        self.epoch = epoch
+def answer_loss(model: Any, batch: Mapping[str, Tensor], mask: Any) -> Tensor:
+    """Sum of the cross-entropy of a batch's labels, each predicted from the preceding tokens.
 
-    def __len__(self) -> int:
-        return len(self.lengths)
+    Logits are computed only at positions where a row has a label. With long contexts and large
+    vocabularies, the logits of all positions would be the largest tensor of the step.
 
-    def __iter__(self) -> Iterator[int]:
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
-        order = torch.randperm(len(self.lengths), generator=generator).tolist()
-        size, pool = self.batch_size, 50 * self.batch_size  # each pool is sorted by length
-        groups: list[list[int]] = []
-        for start in range(0, len(order), pool):
-            near = sorted(order[start : start + pool], key=lambda i: -self.lengths[i])
-            groups += (near[i : i + size] for i in range(0, len(near), size))
-        # An incomplete group comes last. Otherwise, the groups after it would straddle batches.
-        full = len(groups) - (len(groups[-1]) < size)
-        shuffled = torch.randperm(full, generator=generator).tolist()
-        for i in [*shuffled, *range(full, len(groups))]:
-            yield from groups[i]
+    Args:
+        model: The model.
+        batch: Batch of a ``Collator``.
+        mask: The model's ``attention_mask``.
+    """
+    labels = batch["labels"][:, 1:]
+    columns = (labels != IGNORED).any(dim=0).nonzero().flatten()
+    logits = model(
+        input_ids=batch["input_ids"],
+        attention_mask=mask,
+        position_ids=batch["position_ids"],
+        use_cache=False,
+        logits_to_keep=columns,
+    ).logits
+    return F.cross_entropy(
+        logits.flatten(0, 1).float(), labels[:, columns].flatten(), reduction="sum"
+    )

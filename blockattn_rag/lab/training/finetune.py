@@ -16,6 +16,7 @@ import stat
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +29,12 @@ from transformers import AutoModelForCausalLM, TrainingArguments
 from blockattn_rag.errors import DataError
 from blockattn_rag.files import require_file, write_json
 from blockattn_rag.lab import work
-from blockattn_rag.lab.trainer import training_arguments
-from blockattn_rag.lab.training.batches import Collator, ModeDataset
+from blockattn_rag.lab.trainer import LabTrainer, training_arguments
+from blockattn_rag.lab.training.batches import Collator, ModeDataset, batch_loss
 from blockattn_rag.lab.training.config import FinetuneConfig
 from blockattn_rag.lab.training.data import DataReport, SampleEncoder, read_samples
 from blockattn_rag.lab.training.masks import ModelMasks
 from blockattn_rag.lab.training.report import FinetuneReport, write_card, write_plot
-from blockattn_rag.lab.training.trainer import BlockTrainer
 from blockattn_rag.lazy import missing_extra
 from blockattn_rag.model.gguf import SMOLLM2, is_gguf
 from blockattn_rag.model.loading import BUNDLED, SIDECAR, is_adapter, load_tokenizer, resolve_name
@@ -53,7 +53,7 @@ LOGGING_STEPS = 10
 # Settings that have the same names in TrainingArguments.
 _SAME_NAMES = ("learning_rate", "warmup_steps", "adam_beta2", "bf16", "save_steps", "seed")
 
-_AGAIN = "give the same ones, or start again (overwrite=True, --overwrite)"
+_AGAIN = "Give the same ones, or start again (overwrite=True, --overwrite)"
 
 
 def finetune(config: FinetuneConfig) -> FinetuneReport:
@@ -137,11 +137,7 @@ def check_output(
     before = None if is_interrupted and overwrite else work.interrupted_run(folder)
     if before is not None:
         overwrite = before.pop("overwrite", False)
-        if changed := work.changes(before, settings or {}):
-            raise DataError(
-                f"the interrupted run in {folder} had other settings for {', '.join(changed)}; "
-                f"{_AGAIN}"
-            )
+        work.check_same(folder, before, settings or {}, _AGAIN)
     if work.is_foreign(result, LOG) or result.is_symlink():
         raise FileExistsError(
             f"{output} is not an earlier result (a folder with {LOG}), so it is not overwritten; "
@@ -164,8 +160,7 @@ def _arguments(config: FinetuneConfig) -> TrainingArguments:
     """Settings of the Trainer. Gradients are accumulated over ``batch_size`` samples."""
     arguments = training_arguments(
         work.work_of(config.output) / work.CHECKPOINTS,
-        per_device_train_batch_size=config.per_device_batch_size,
-        per_device_eval_batch_size=config.per_device_batch_size,
+        batch_size=config.per_device_batch_size,
         num_train_epochs=config.epochs,
         max_steps=config.max_steps or -1,
         lr_scheduler_type=config.lr_scheduler,
@@ -208,25 +203,22 @@ def _run(config: FinetuneConfig, folder: Path, arguments: TrainingArguments) -> 
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     how = (config.positions, sink_ids(config.sink, encoder.tokenizer))
     items = ModeDataset(train, config.modes, *how)
-    trainer = BlockTrainer(
+    masks = ModelMasks(model.config, model.config._attn_implementation)
+    trainer = LabTrainer(
         model=model,
         args=arguments,
+        loss=partial(batch_loss, masks, model.dtype),
         train_dataset=items,
         data_collator=Collator(pad or 0),
-        show_progress=config.progress,
-        masks=ModelMasks(model.config, model.config._attn_implementation),
         lengths=items.token_counts(),
+        show_progress=config.progress,
         eval_dataset={m: ModeDataset(held, [m], *how) for m in config.modes} if held else None,
     )
     started = time.monotonic()
     trainer.train_from(work.last_checkpoint(folder / work.CHECKPOINTS) if config.resume else None)
-    ended = trainer.state.global_step
-    evaluated = [entry["step"] for entry in trainer.history if "loss" not in entry]
-    if trainer.eval_dataset and ended not in evaluated:
-        trainer.evaluate()
     report = FinetuneReport(
         output=Path(config.output),
-        steps=ended,
+        steps=trainer.state.global_step,
         seconds=time.monotonic() - started,
         loss=next(e["loss"] for e in reversed(trainer.history) if "loss" in e),
         train=train_report,
@@ -322,7 +314,7 @@ def _check_context(report: DataReport) -> None:
 def publish(
     config: FinetuneConfig,
     folder: Path,
-    trainer: BlockTrainer,
+    trainer: LabTrainer,
     tokenizer: Any,
     report: FinetuneReport,
 ) -> None:

@@ -22,7 +22,8 @@ from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.lab.repair.compare import Comparer
 from blockattn_rag.lab.repair.data import Material, Question
 from blockattn_rag.lab.repair.plan import LIMITS, Speeds
-from blockattn_rag.lab.repair.run import Progress, repair
+from blockattn_rag.lab.repair.run import repair
+from blockattn_rag.lab.repair.stages import Progress
 from blockattn_rag.model import BlockModel
 from blockattn_rag.prompts.formats import CHAT, Passage
 from tests.models import tiny_model, tiny_tokenizer
@@ -74,9 +75,10 @@ def _die(*_: Any, **__: Any) -> None:
 
 
 def _run_and_die(output: Path, stage: str) -> None:
-    from blockattn_rag.lab.repair import run, trainer
+    from blockattn_rag.lab.repair import stages
+    from blockattn_rag.lab.trainer import LabTrainer
 
-    run.Repair.speeds = lambda *_: FAST  # type: ignore[method-assign]
+    stages.Repair.speeds = lambda *_: FAST  # type: ignore[method-assign]
     if stage == "comparing":
         compare, calls = Comparer.compare, iter((None, _die))
 
@@ -85,14 +87,14 @@ def _run_and_die(output: Path, stage: str) -> None:
 
         Comparer.compare = compare_or_die  # type: ignore[method-assign, assignment]
     else:
-        step, proceed = int(stage), trainer.CorrectionTrainer.training_step
+        step, proceed = int(stage), LabTrainer.training_step
 
         def training_step(self: Any, *args: Any, **kwargs: Any) -> Any:
             if self.state.global_step == step:
                 _die()
             return proceed(self, *args, **kwargs)
 
-        trainer.CorrectionTrainer.training_step = training_step  # type: ignore[method-assign]
+        LabTrainer.training_step = training_step  # type: ignore[method-assign]
     repaired(block_model(), output)
 
 

@@ -22,12 +22,13 @@ from blockattn_rag.engine.find_recipe import resolve_recipe
 from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.errors import DataError, DivergedError
 from blockattn_rag.lab.evaluation.metrics import contains_answer
-from blockattn_rag.lab.repair import checks, questions, run, trainer
+from blockattn_rag.lab.repair import questions, run, stages, student
 from blockattn_rag.lab.repair.closed_form import no_correction
 from blockattn_rag.lab.repair.compare import Comparer
 from blockattn_rag.lab.repair.data import distinct
 from blockattn_rag.lab.repair.plan import Plan, Speeds
 from blockattn_rag.lab.repair.report import figures
+from blockattn_rag.lab.repair.stages import Repair
 from blockattn_rag.lab.repair.student import ReadThroughStore
 from blockattn_rag.lab.repair.teacher import Teacher
 from blockattn_rag.model import BlockModel
@@ -52,7 +53,7 @@ NAMES = ["none", "head:4", "head:4 + closed form", "head:4 + trained"]
 @pytest.fixture(autouse=True)
 def equal_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans do not depend on the speed of the machine."""
-    monkeypatch.setattr(run.Repair, "speeds", lambda *_: FAST)
+    monkeypatch.setattr(Repair, "speeds", lambda *_: FAST)
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +73,7 @@ def finished(
         stages[stage] = done, total
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(run.Repair, "speeds", lambda *_: FAST)
+        patched.setattr(Repair, "speeds", lambda *_: FAST)
         return output, repaired(model, output, on_progress), stages
 
 
@@ -200,7 +201,7 @@ class TestResult:
     def test_the_best_of_the_measured_states_is_the_trained_adapter(
         self, model: BlockModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(trainer, "LEARNING_RATE", 1.0)
+        monkeypatch.setattr(student, "LEARNING_RATE", 1.0)
         report = repaired(model, tmp_path / "recipe").report
         losses = [entry["eval_loss"] for entry in report["curve"] if "eval_loss" in entry]
         trained = next(one for one in report["candidates"] if one["name"] == "head:4 + trained")
@@ -211,14 +212,14 @@ class TestResult:
     def test_a_loss_that_is_not_finite_ends_the_repair(
         self, model: BlockModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(trainer, "LEARNING_RATE", 1e30)
+        monkeypatch.setattr(student, "LEARNING_RATE", 1e30)
         with pytest.raises(DivergedError):
             repaired(model, tmp_path / "recipe")
 
 
 def held_out(model: BlockModel, work: Path, number: int) -> Any:
     plan = Plan(number, 8, 8, 4, 1.0, 1.0)
-    found = run.Repair(model, material(model), work, 60.0, QUICK, lambda *_: None)
+    found = Repair(model, material(model), work, 60.0, QUICK, lambda *_: None)
     return found.samples(distinct(QUESTIONS, 0), plan)[1]
 
 
@@ -252,7 +253,9 @@ class TestMaterial:
             return encode(requests, **options)
 
         monkeypatch.setattr(model, "encode", noting)
-        monkeypatch.setattr(run, "fit_correction", lambda m, *_, **k: no_correction(m, k["sink"]))
+        monkeypatch.setattr(
+            stages, "fit_correction", lambda m, *_, **k: no_correction(m, k["sink"])
+        )
         repaired(model, tmp_path / "recipe", lender=lender, namespace="tenant")
         assert set(lender.keys()) == before
         assert not computed  # no passage was encoded after the sink again
@@ -310,14 +313,6 @@ class TestChecks:
             repaired(model, tmp_path)
         assert [path.name for path in tmp_path.iterdir()] == ["note.txt"]
 
-    def test_a_missing_package_is_reported_before_anything_is_computed(
-        self, model: BlockModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(checks, "find_spec", lambda _: None)
-        with pytest.raises(ImportError, match="`repair` needs accelerate, which is not installed"):
-            repaired(model, tmp_path / "recipe")
-        assert list(tmp_path.iterdir()) == []
-
     def test_a_full_disk_is_reported_before_anything_is_computed(
         self, model: BlockModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -359,8 +354,8 @@ class TestInterruption:
                 repaired(model, output)
         for owner, name in ((Teacher, "compute"), (Comparer, "compare")):
             monkeypatch.setattr(owner, name, fails)
-        for name in ("fit_correction", "CorrectionTrainer"):
-            monkeypatch.setattr(run, name, fails)
+        for name in ("fit_correction", "correction_trainer"):
+            monkeypatch.setattr(stages, name, fails)
         assert repaired(model, output).adapter is not None
 
     @pytest.mark.parametrize(
@@ -381,10 +376,10 @@ class TestInterruption:
     ) -> None:
         output = tmp_path / "recipe"
         with monkeypatch.context() as patched:
-            patched.setattr(run.Repair, "closed_form", lambda *_: 1 / 0)
+            patched.setattr(Repair, "closed_form", lambda *_: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 repaired(model, output)
-        with pytest.raises(DataError, match=f"other inputs: {message}") as raised:
+        with pytest.raises(DataError, match=f"other settings: {message}") as raised:
             repaired(model, output, **changes)
         assert "or delete that folder to start again" in str(raised.value)
 
@@ -399,12 +394,12 @@ class TestInterruption:
             return slow
 
         with monkeypatch.context() as patched:
-            patched.setattr(run.Repair, "speeds", answers_and_slow)
+            patched.setattr(Repair, "speeds", answers_and_slow)
             with pytest.raises(DataError, match="too little time"):
                 run.repair(model, asked, output, minutes=5, limits=QUICK)
         assert output.with_name("recipe.work").exists()
         with monkeypatch.context() as patched:
-            patched.setattr(run.Repair, "closed_form", lambda *_: 1 / 0)
+            patched.setattr(Repair, "closed_form", lambda *_: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 run.repair(model, asked, output, minutes=20, limits=QUICK)
         with pytest.raises(DataError, match="repair of 20 minutes, found 30: pass the same"):
@@ -430,8 +425,8 @@ class TestInterruption:
 
         write: Any = questions.write_questions
         with monkeypatch.context() as patched:
-            patched.setattr(run.Repair, "speeds", answers_and_slow)
-            patched.setattr(run, "write_questions", first_batch_alone)
+            patched.setattr(Repair, "speeds", answers_and_slow)
+            patched.setattr(stages, "write_questions", first_batch_alone)
             with pytest.raises(DataError, match="too little time"):
                 run.repair(model, asked, output, minutes=5, limits=QUICK)
         assert output.with_name("recipe.work").exists()
@@ -448,7 +443,7 @@ class TestInterruption:
                 repaired(model, output)
             raise ZeroDivisionError
 
-        monkeypatch.setattr(run.Repair, "closed_form", second)
+        monkeypatch.setattr(Repair, "closed_form", second)
         with pytest.raises(ZeroDivisionError):
             repaired(model, output)
         monkeypatch.undo()
@@ -457,7 +452,7 @@ class TestInterruption:
     def test_a_training_that_takes_too_long_ends_and_is_measured(
         self, model: BlockModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(run, "LATEST", 0.0)
+        monkeypatch.setattr(stages, "LATEST", 0.0)
         report = repaired(model, tmp_path / "recipe").report
         assert measured_steps(report) == [0, 1]
 

@@ -67,17 +67,17 @@ def config(arguments: dict[str, Any]) -> FinetuneConfig:
 
 
 def _run_and_die(arguments: dict[str, Any], step: int) -> None:
+    from blockattn_rag.lab.trainer import LabTrainer
     from blockattn_rag.lab.training.finetune import finetune
-    from blockattn_rag.lab.training.trainer import BlockTrainer
 
-    proceed = BlockTrainer.training_step
+    proceed = LabTrainer.training_step
 
     def training_step(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.state.global_step == step:
             os.kill(os.getpid(), signal.SIGKILL)
         return proceed(self, *args, **kwargs)
 
-    BlockTrainer.training_step = training_step  # type: ignore[method-assign]
+    LabTrainer.training_step = training_step  # type: ignore[method-assign]
     finetune(config(arguments))
 
 

@@ -12,9 +12,9 @@ from torch.nn import functional as F
 
 from blockattn_rag.check import oracle as reference
 from blockattn_rag.check.attention import layout_of as expected_layout
-from blockattn_rag.lab.training.batches import Collator, LengthGroupedSampler, ModeDataset
+from blockattn_rag.lab.trainer import LengthGroupedSampler
+from blockattn_rag.lab.training.batches import Collator, ModeDataset, answer_loss
 from blockattn_rag.lab.training.masks import ModelMasks, TokenLayout
-from blockattn_rag.lab.training.trainer import answer_loss
 from tests.models import tiny_model
 
 LENGTHS = st.lists(st.integers(1, 5), min_size=1, max_size=5)

@@ -21,11 +21,11 @@ from blockattn_rag.check.oracle import oracle_logits
 from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.errors import DataError, DivergedError, UnsupportedModelError
+from blockattn_rag.lab.trainer import LabTrainer
 from blockattn_rag.lab.training.batches import Collator, ModeDataset
 from blockattn_rag.lab.training.data import SampleEncoder
 from blockattn_rag.lab.training.finetune import check_folders, finetune
 from blockattn_rag.lab.training.masks import ModelMasks, TokenLayout
-from blockattn_rag.lab.training.trainer import BlockTrainer
 from blockattn_rag.lab.work import last_checkpoint
 from blockattn_rag.model import BlockModel
 from blockattn_rag.model.loading import load_config
@@ -209,13 +209,13 @@ class TestResume:
         (folder / "out.work").mkdir()
         (folder / "out.work" / "run.json").write_text(json.dumps(noted))
         write_data(folder / f"{file}.jsonl", seed=9)
-        with pytest.raises(DataError, match=rf"other settings for {name} data \("):
+        with pytest.raises(DataError, match=rf"other settings: {name} data \("):
             finetune(config({**wanted, "resume": True}))
 
     @pytest.mark.parametrize(
         ("noted", "message"),
         [
-            ("{}", "other settings for .*learning_rate"),
+            ("{}", "other settings: .*learning_rate"),
             *((text, r"run\.json is damaged .* start again") for text in ("", "null", "[1]")),
         ],
     )
@@ -296,7 +296,7 @@ class TestRefusals:
     def test_failed_run_leaves_nothing(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         before = sorted(folder.iterdir())
         with monkeypatch.context() as patched:
-            patched.setattr(BlockTrainer, "training_step", lambda *_, **__: 1 / 0)
+            patched.setattr(LabTrainer, "training_step", lambda *_, **__: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 finetune(config(settings(folder)))
         assert sorted(folder.iterdir()) == before
