@@ -26,7 +26,7 @@ from transformers import DynamicCache
 from blockattn_rag import BlockAttentionEngine, BlockModel, MemoryStore
 from blockattn_rag.app.cli.output import size as bytes_of
 from blockattn_rag.lab.efficiency import machine
-from blockattn_rag.lab.efficiency.latency import (
+from blockattn_rag.lab.efficiency.measure import (
     PATHS,
     check_batches,
     check_full_length,

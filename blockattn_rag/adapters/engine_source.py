@@ -21,7 +21,7 @@ from blockattn_rag.errors import SegmentationError
 from blockattn_rag.model.loading import load_config, load_tokenizer
 from blockattn_rag.model.probe import position_limit
 from blockattn_rag.prompts.blocks import Block, BlockPrompt, BlockTemplate, Span
-from blockattn_rag.prompts.marked_text import content_spans, holds_orphans
+from blockattn_rag.prompts.markers import content_spans, holds_orphans
 from blockattn_rag.prompts.tokenization import BlockTokenizer
 from blockattn_rag.store import KVStore
 from blockattn_rag.store.passage_index import PassageIndex

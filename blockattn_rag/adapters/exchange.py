@@ -15,7 +15,7 @@ from blockattn_rag.adapters.engine_source import EngineSource
 from blockattn_rag.engine.pending import Group
 from blockattn_rag.engine.results import Generation, GenerationChunk, marks_at_end
 from blockattn_rag.output import InvalidToolCall, ToolCall
-from blockattn_rag.output.thinking import ThoughtReader, has_no_thoughts
+from blockattn_rag.output.answers import ThoughtReader, has_no_thoughts
 from blockattn_rag.output.tool_parser import Piece, ReadAnswer
 from blockattn_rag.output.tool_use import ToolUse, prompt_spans, with_default_calls
 from blockattn_rag.prompts.blocks import BlockPrompt

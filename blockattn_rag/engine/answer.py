@@ -22,7 +22,7 @@ from blockattn_rag.kv.context import Context
 from blockattn_rag.model import BlockModel
 from blockattn_rag.model.decoding import end_token_ids, stop_strings
 from blockattn_rag.model.sampling import Sampling
-from blockattn_rag.output.thinking import ThoughtReader, has_no_thoughts
+from blockattn_rag.output.answers import ThoughtReader, has_no_thoughts
 from blockattn_rag.prompts.blocks import BlockPrompt
 
 

@@ -32,7 +32,7 @@ from blockattn_rag.langchain.fields import GenerationFields
 from blockattn_rag.langchain.messages import chat_chunk, chat_result, chat_turns
 from blockattn_rag.langchain.structured_output import Method, structured_chat
 from blockattn_rag.output import tool_template
-from blockattn_rag.output.thinking import marks_thoughts
+from blockattn_rag.output.answers import marks_thoughts
 from blockattn_rag.output.tool_use import TOOL_OPTIONS, ToolUse
 from blockattn_rag.prompts.blocks import BlockPrompt
 from blockattn_rag.prompts.chat_template import has_chat_template

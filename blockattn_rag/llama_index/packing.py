@@ -15,8 +15,7 @@ from llama_index.core.prompts import BasePromptTemplate, SelectorPromptTemplate
 from blockattn_rag.llama_index.llm import BlockAttentionLLM
 from blockattn_rag.prompts.blocks import BlockTemplate
 from blockattn_rag.prompts.formats import BLANK_LINE
-from blockattn_rag.prompts.marked_text import remove_orphans
-from blockattn_rag.prompts.markers import MarkedSpan, parse, wrap
+from blockattn_rag.prompts.markers import MarkedSpan, parse, remove_orphans, wrap
 
 
 class _Piece(NamedTuple):

@@ -20,8 +20,7 @@ from blockattn_rag.output import tool_template
 from blockattn_rag.output.tool_use import ToolUse
 from blockattn_rag.prompts.blocks import BlockPrompt, BlockTemplate, Span
 from blockattn_rag.prompts.chat_template import has_chat_template, trace
-from blockattn_rag.prompts.marked_text import close_cut_passages
-from blockattn_rag.prompts.markers import strip_markers
+from blockattn_rag.prompts.markers import close_cut_passages, strip_markers
 
 PromptLike = str | Sequence[ChatMessage]
 

@@ -1,11 +1,20 @@
-"""JSON answers, and errors for incomplete ones."""
+"""Reads answers: the thoughts of reasoning models, and JSON, with errors for incomplete JSON.
+
+Thoughts are the part of an answer between ``<think>`` and ``</think>``. Some chat templates write
+the opening mark at the end of the prompt, so the answer lacks it.
+"""
 
 from __future__ import annotations
 
 import json
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
 
 from blockattn_rag.errors import IncompleteAnswerError
+from blockattn_rag.output.grammar import parse_grammar
+from blockattn_rag.prompts.blocks import BlockPrompt
+
+OPENING, CLOSING = "<think>", "</think>"
 
 _REASONS = {
     "length": "was cut off at its token limit; raise max_new_tokens (or retrieve fewer passages, "
@@ -55,3 +64,95 @@ def incomplete(text: str, finish_reason: str | None, found: str = "") -> Incompl
 
 def _shown(text: str) -> str:
     return repr(text) if len(text) <= 200 else f"{text[:100]!r} ... {text[-100:]!r}"
+
+
+class Said(NamedTuple):
+    """A model's output, or a piece of it, split into thoughts and answer."""
+
+    thoughts: str = ""
+    answer: str = ""
+
+
+def marks_thoughts(tokenizer: Any) -> bool:
+    """Whether a tokenizer's chat template supports thoughts before an answer."""
+    return CLOSING in str(getattr(tokenizer, "chat_template", None))
+
+
+def has_no_thoughts(options: Mapping[str, Any]) -> bool:
+    """Whether the grammar of a call excludes thoughts before the answer.
+
+    Args:
+        options: Options of the call, as passed to the engine.
+
+    Raises:
+        TypeError, ValueError: the grammar options are invalid.
+    """
+    grammar = parse_grammar(options.get("response_format"), options.get("structured_outputs"))
+    if grammar is None or grammar.kind == "structural_tag":
+        return False
+    return CLOSING not in grammar.text
+
+
+class ThoughtReader:
+    """Splits a model's output, complete or in pieces, into thoughts and answer.
+
+    White space around thoughts is dropped. Output that was cut off during the thoughts has no
+    answer. Marks after the start of the answer are ordinary text.
+
+    Args:
+        tokenizer: Tokenizer of the model. If its chat template has no marks of thoughts, all text
+            is the answer.
+        prompt: The prompt.
+        answers_at_once: Whether a grammar excludes thoughts, even if the prompt opens them.
+    """
+
+    def __init__(
+        self, tokenizer: Any, prompt: BlockPrompt, *, answers_at_once: bool = False
+    ) -> None:
+        is_open = prompt.final.rstrip().endswith(OPENING) and not answers_at_once
+        self._at: Literal["start", "thoughts", "gap", "answer"] = "thoughts" if is_open else "start"
+        if not marks_thoughts(tokenizer):
+            self._at = "answer"
+        self._held = ""  # text that is not classified yet
+        self._has_thoughts = False
+
+    def push(self, text: str) -> Said:
+        """Add the next piece. Returns the text that can be classified now."""
+        self._held += text
+        thoughts = ""
+        if self._at == "start":
+            begun = self._held.lstrip()
+            if begun.startswith(OPENING):
+                self._at, self._held = "thoughts", begun.removeprefix(OPENING)
+            elif not OPENING.startswith(begun):
+                self._at = "answer"
+        if self._at == "thoughts":
+            thoughts = self._thoughts()
+        if self._at == "gap" and self._held.lstrip():
+            self._at, self._held = "answer", self._held.lstrip()
+        return Said(thoughts, self._taken() if self._at == "answer" else "")
+
+    def finish(self, text: str = "") -> Said:
+        """Add the last piece. Returns the rest of the text."""
+        said = self.push(text)
+        if self._at == "thoughts":
+            return Said(said.thoughts + self._taken().rstrip(), said.answer)
+        return Said(said.thoughts, said.answer + ("" if self._at == "gap" else self._taken()))
+
+    def _thoughts(self) -> str:
+        """Thoughts up to the closing mark, or to trailing text that may be part of the mark."""
+        if not self._has_thoughts:
+            self._held = self._held.lstrip()
+        text, mark, rest = self._held.partition(CLOSING)
+        if mark:
+            self._at, self._held = "gap", rest
+            return text.rstrip()
+        sizes = (n for n in range(len(CLOSING) - 1, 0, -1) if text.endswith(CLOSING[:n]))
+        certain = text[: len(text) - next(sizes, 0)].rstrip()
+        self._held = text[len(certain) :]
+        self._has_thoughts |= bool(certain)
+        return certain
+
+    def _taken(self) -> str:
+        text, self._held = self._held, ""
+        return text

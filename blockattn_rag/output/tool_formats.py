@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from blockattn_rag.output.answers import OPENING as THOUGHTS
 from blockattn_rag.output.schema import prepared
-from blockattn_rag.output.thinking import OPENING as THOUGHTS
 from blockattn_rag.output.tool_calls import ToolCall
 from blockattn_rag.prompts.blocks import Span
 

@@ -25,8 +25,7 @@ from blockattn_rag.prompts.formats import (
     follow_up,
     prompt_format,
 )
-from blockattn_rag.prompts.marked_text import segment
-from blockattn_rag.prompts.markers import strip_markers, wrap
+from blockattn_rag.prompts.markers import segment, strip_markers, wrap
 from blockattn_rag.prompts.segmentation import conversation, few_shot, split_json
 
 __all__ = [

@@ -22,7 +22,7 @@ from jinja2.meta import find_undeclared_variables
 
 from blockattn_rag.errors import SegmentationError
 from blockattn_rag.prompts.blocks import PASSAGES, Origin, Span, merged, text_of
-from blockattn_rag.prompts.marked_text import content_spans
+from blockattn_rag.prompts.markers import content_spans
 
 logger = logging.getLogger("blockattn_rag")
 

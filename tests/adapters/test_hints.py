@@ -8,8 +8,7 @@ import pytest
 
 from blockattn_rag.adapters.hints import ReuseHints
 from blockattn_rag.prompts.blocks import BlockPrompt, Span
-from blockattn_rag.prompts.marked_text import segment
-from blockattn_rag.prompts.markers import wrap
+from blockattn_rag.prompts.markers import segment, wrap
 
 LONG = "Context: " + "a passage that nobody marked. " * 20
 

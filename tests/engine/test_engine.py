@@ -20,8 +20,7 @@ from blockattn_rag.errors import ContextOverflowError, MissError, UnsupportedMod
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.model import BlockModel
 from blockattn_rag.prompts.blocks import Block, BlockPrompt
-from blockattn_rag.prompts.marked_text import segment
-from blockattn_rag.prompts.markers import wrap
+from blockattn_rag.prompts.markers import segment, wrap
 from blockattn_rag.prompts.sinks import sink_ids
 from blockattn_rag.store import MemoryStore
 from tests.engines import with_settings

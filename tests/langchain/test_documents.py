@@ -7,8 +7,7 @@ from langchain_core.prompts import PromptTemplate
 
 from blockattn_rag.langchain import BlockDocumentPrompt, format_blocks
 from blockattn_rag.prompts.blocks import handle_of
-from blockattn_rag.prompts.marked_text import segment
-from blockattn_rag.prompts.markers import wrap
+from blockattn_rag.prompts.markers import segment, wrap
 from tests.langchain.conftest import passages
 
 TITLED = BlockDocumentPrompt.from_template("title: {title}\n\n{page_content}")

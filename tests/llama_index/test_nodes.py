@@ -22,8 +22,7 @@ from blockattn_rag.adapters.handles import HANDLE_KEY
 from blockattn_rag.llama_index import BlockNode, as_block_node, canonical_text
 from blockattn_rag.llama_index.nodes import as_plain_node, stamp
 from blockattn_rag.prompts.blocks import handle_of
-from blockattn_rag.prompts.marked_text import segment
-from blockattn_rag.prompts.markers import wrap
+from blockattn_rag.prompts.markers import segment, wrap
 
 SHARED: dict[str, Any] = {"id_": "n", "metadata": {"title": "T"}}
 NODES: list[BaseNode] = [

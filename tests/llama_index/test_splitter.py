@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from blockattn_rag.llama_index.packing import BlockTextSplitter
 from blockattn_rag.prompts.blocks import BlockTemplate
-from blockattn_rag.prompts.marked_text import segment
-from blockattn_rag.prompts.markers import wrap
+from blockattn_rag.prompts.markers import segment, wrap
 
 TEMPLATE = BlockTemplate(after="\n\n")
 

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blockattn_rag.prompts.blocks import BlockPrompt, Span
-from blockattn_rag.prompts.marked_text import content_spans
-from blockattn_rag.prompts.markers import wrap
+from blockattn_rag.prompts.markers import content_spans, wrap
 from blockattn_rag.prompts.recognition import (
     MOST_PASSAGES,
     WINDOW,

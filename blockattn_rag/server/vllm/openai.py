@@ -30,7 +30,7 @@ from blockattn_rag.prompts.chat_template import (
     template_variables,
 )
 from blockattn_rag.prompts.formats import CHAT, Passage
-from blockattn_rag.prompts.marked_text import content_spans
+from blockattn_rag.prompts.markers import content_spans
 from blockattn_rag.prompts.tokenization import BlockTokenizer
 from blockattn_rag.server.protocol import FIELD, MOST_BLOCKS, BlockPlan
 from blockattn_rag.server.validation import STRICT, as_object, parse, shown

@@ -1,12 +1,14 @@
-"""Times of requests on every path, alone and in batches."""
+"""Times of requests on every path, alone and in batches, and peak memory."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
+import torch
 
 from blockattn_rag.lab.efficiency import measure_batch, measure_decode, measure_ttft
+from blockattn_rag.lab.efficiency.measure import peak_bytes
 from blockattn_rag.lab.efficiency.shapes import random_prompt
 from blockattn_rag.model.repetition import TEXT_TOKENS
 from tests.lab.efficiency.engines import repeating_engine, tiny_engine
@@ -96,3 +98,22 @@ def test_an_engine_that_answers_one_by_one_is_refused() -> None:
     engine.model.hf_model.generation_config.repetition_penalty = 1.05
     with pytest.raises(ValueError, match="does not support batches"):
         measure_batch(engine, [2])
+
+
+KIB = 1024
+
+
+def test_the_peak_is_what_is_allocated_at_once() -> None:
+    def work() -> None:
+        first = torch.zeros(256 * KIB, dtype=torch.uint8)
+        second = torch.zeros(512 * KIB, dtype=torch.uint8)
+        del first, second
+        torch.zeros(600 * KIB, dtype=torch.uint8)
+
+    peak = peak_bytes(work, torch.device("cpu"))
+    assert 768 * KIB <= peak < 780 * KIB
+
+
+def test_the_measurement_writes_nothing_to_stderr(capfd: pytest.CaptureFixture[str]) -> None:
+    peak_bytes(lambda: torch.zeros(KIB), torch.device("cpu"))
+    assert capfd.readouterr().err == ""
