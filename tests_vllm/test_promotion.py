@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from blockattn_rag import Recipe
-from blockattn_rag.check.checks import placed_context
+from blockattn_rag.check.model import placed_context
 from blockattn_rag.prompts.sinks import sink_ids
 from blockattn_rag.server.profile import profile_of
 from blockattn_rag.server.protocol import BlockPlan

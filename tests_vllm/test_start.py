@@ -19,7 +19,7 @@ from vllm.v1.kv_cache_interface import (
 
 from blockattn_rag.errors import ServingError
 from blockattn_rag.server.config import ServingConfig
-from blockattn_rag.server.vllm.checks import check_engine
+from blockattn_rag.server.vllm.compatibility import check_engine
 from tests_vllm.reference import MODEL, Reference
 
 FULL = FullAttentionSpec(block_size=128, num_kv_heads=2, head_size=64, dtype=torch.float32)

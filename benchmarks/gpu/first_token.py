@@ -26,7 +26,7 @@ import torch
 from harness import Campaign, Case, Ceilings, Record, elapsed_s, random_ids
 from torch import Tensor
 
-from blockattn_rag.check.checks import placed_context
+from blockattn_rag.check.model import placed_context
 from blockattn_rag.kv.context import Context
 from blockattn_rag.lab.efficiency import measure_decode, measure_memory, measure_ttft
 from blockattn_rag.lab.efficiency.shapes import prefill_flops

@@ -14,7 +14,7 @@ import torch
 from blockattn_rag import __version__
 from blockattn_rag.app.rag.database import AUTO, require_manifest
 from blockattn_rag.app.rag.names import check_recipe, loading
-from blockattn_rag.check.checks import check_model
+from blockattn_rag.check.model import check_model
 from blockattn_rag.engine.find_recipe import known_digests, resolve_recipe
 from blockattn_rag.errors import DatabaseError, UnsupportedModelError
 from blockattn_rag.files import state_folder

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from blockattn_rag.check.asking import LIKELIEST, NEW_TOKENS, Answer, Asker, Probe
-from blockattn_rag.check.checks import CheckReport, CheckRow, placed_context
+from blockattn_rag.check.model import CheckReport, CheckRow, placed_context
 from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.kv.context import Context
 from blockattn_rag.model.block_model import BlockModel

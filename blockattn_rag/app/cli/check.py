@@ -21,7 +21,7 @@ from blockattn_rag.app.rag.names import check_recipe, existing_model, loading
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from blockattn_rag.check.checks import CheckReport
+    from blockattn_rag.check.model import CheckReport
     from blockattn_rag.check.server import ServerReport
     from blockattn_rag.engine.recipe import Recipe
     from blockattn_rag.model import BlockModel
@@ -120,7 +120,7 @@ def _load(model: str, dtype: str, recipe: str | None) -> tuple[BlockModel, Recip
 
 
 def _check_model(name: str, recipe: str | None, profile: Path | None, dtype: str) -> Result:
-    from blockattn_rag.check.checks import check_model
+    from blockattn_rag.check.model import check_model
 
     loaded, used = _load(name, dtype, recipe)
     with waiting("checking"):

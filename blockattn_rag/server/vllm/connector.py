@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from blockattn_rag.server.config import ServingConfig
 from blockattn_rag.server.profile import ModelProfile
-from blockattn_rag.server.vllm.checks import check_engine
+from blockattn_rag.server.vllm.compatibility import check_engine
 from blockattn_rag.server.vllm.metrics import ServingPromMetrics, ServingStats, WorkerReport
 from blockattn_rag.server.vllm.scheduler import Orders, SchedulerSide
 from blockattn_rag.server.vllm.worker import WorkerSide

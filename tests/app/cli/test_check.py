@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from blockattn_rag.check.checks import CheckReport, CheckRow
+from blockattn_rag.check.model import CheckReport, CheckRow
 from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.model import BlockModel
 from blockattn_rag.server.profile import ModelProfile, profile_of
@@ -60,7 +60,7 @@ def test_checks_a_recipe(cli: Command, model: Path, loaded: BlockModel, tmp_path
 def test_failed_row_exits_1(cli: Command, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     row = CheckRow("assembled = oracle", False, 0.5, None, "made to fail")
     monkeypatch.setattr(
-        "blockattn_rag.check.checks.check_model", lambda m, _: CheckReport(m.name, (row,))
+        "blockattn_rag.check.model.check_model", lambda m, _: CheckReport(m.name, (row,))
     )
     output = cli("check", model)
     assert output.status == 1

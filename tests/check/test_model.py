@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from blockattn_rag.check.checks import CheckReport, check_model
+from blockattn_rag.check.model import CheckReport, check_model
 from blockattn_rag.kv.context import Context, assemble
 from blockattn_rag.kv.rope import RotaryLayout
 from blockattn_rag.model import BlockModel, caches, encoding
