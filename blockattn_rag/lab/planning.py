@@ -69,6 +69,40 @@ class Footprint:
 
 
 @dataclass(frozen=True, slots=True)
+class Clock:
+    """Estimates times to first token.
+
+    A forward pass takes as long as its operations, or as reading weights and blocks, whichever is
+    longer.
+
+    Args:
+        config: Config of a model with gated feed-forward layers.
+        footprint: Sizes of the model and its blocks.
+        machine: The machine.
+    """
+
+    config: Any
+    footprint: Footprint
+    machine: Machine
+
+    def prefill_s(self, new_tokens: int, cached_tokens: int = 0, read_bytes: int = 0) -> float:
+        """Seconds of a prefill that reads the keys and values of cached tokens."""
+        operations = prefill_flops(self.config, new_tokens, cached_tokens)
+        return self.forward_s(operations, read_bytes)
+
+    def reuse_s(self, question_tokens: int, context_tokens: int, stored_bytes: int) -> float:
+        """Seconds of the prefill of a question, with all blocks of its context in memory."""
+        # Dequantised blocks are written and read again.
+        read = stored_bytes + 2 * context_tokens * self.footprint.dequantised_bytes_per_token
+        return self.prefill_s(question_tokens, context_tokens, read)
+
+    def forward_s(self, operations: float, read_bytes: int = 0) -> float:
+        """Seconds of a forward pass with these operations."""
+        reading = (self.footprint.weight_bytes + read_bytes) / self.machine.device_bytes_per_s
+        return max(operations / self.machine.operations_per_s, reading)
+
+
+@dataclass(frozen=True, slots=True)
 class Tier:
     """A storage tier for blocks: GPU memory, main memory, disk or a shared store.
 
@@ -158,8 +192,8 @@ def plan(
 ) -> Plan:
     """Estimate storage and times for a collection of passages.
 
-    A forward pass takes as long as its operations, or as reading weights and blocks, whichever is
-    longer. Fetching blocks takes additional time. ``blockattn-rag bench`` measures real times.
+    Times are those of ``Clock``. Fetching blocks takes additional time. ``blockattn-rag bench``
+    measures real times.
 
     Args:
         config: Config of a model with gated feed-forward layers.
@@ -178,10 +212,9 @@ def plan(
     passage = model.block_bytes(passage_tokens)
     context = top_k * passage_tokens
     moved = top_k * passage
-    # Dequantised blocks are written and read again.
-    read = moved + 2 * context * model.dequantised_bytes_per_token
-    full = forward_s(machine, model, prefill_flops(config, context + question_tokens))
-    reuse = forward_s(machine, model, prefill_flops(config, question_tokens, context), read)
+    clock = Clock(config, model, machine)
+    full = clock.prefill_s(context + question_tokens)
+    reuse = clock.reuse_s(question_tokens, context, moved)
     tiers: list[Tier] = []
 
     def add(name: str, room: int, ttft_s: float) -> None:
@@ -209,12 +242,6 @@ def plan(
         tiers=tuple(tiers),
         machine=machine,
     )
-
-
-def forward_s(machine: Machine, model: Footprint, operations: float, read_bytes: int = 0) -> float:
-    """Seconds of a forward: its operations, or reading weights and blocks, whichever is longer."""
-    reading = (model.weight_bytes + read_bytes) / machine.device_bytes_per_s
-    return max(operations / machine.operations_per_s, reading)
 
 
 def measured_operations_per_s(dtype: torch.dtype, device: str) -> float:

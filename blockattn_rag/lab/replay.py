@@ -7,12 +7,12 @@ from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
 from blockattn_rag.lab.efficiency.shapes import prefill_flops
-from blockattn_rag.lab.planning import Footprint, Machine, forward_s
+from blockattn_rag.lab.planning import Clock, Footprint
 from blockattn_rag.lab.trace import Request, Segment, distinct_blocks
 from blockattn_rag.lazy import missing_extra
 
@@ -182,18 +182,8 @@ class BlockCache:
 
 
 @dataclass(frozen=True, slots=True)
-class Clock:
-    """Estimates times to first token, as ``planning.plan`` does.
-
-    Args:
-        config: Config of a model with gated feed-forward layers.
-        footprint: Sizes of the model and its blocks.
-        machine: The machine.
-    """
-
-    config: Any
-    footprint: Footprint
-    machine: Machine
+class ReplayClock(Clock):
+    """Estimates the time to first token of a served request."""
 
     @property
     def page_bytes(self) -> int:
@@ -208,31 +198,25 @@ class Clock:
         return self.machine.memory_bytes - weights
 
     def prefix_s(self, served: Served) -> float:
-        """Seconds to the first token with a prefix cache on the device."""
+        """Seconds with a prefix cache on the device."""
         cached = sum(served.reused)
         new = sum(segment.tokens for segment in served.request) - cached
-        read = cached * self.page_bytes // PAGE_TOKENS
-        return self._forward_s(prefill_flops(self.config, new, cached), read)
+        return self.prefill_s(new, cached, cached * self.page_bytes // PAGE_TOKENS)
 
     def blocks_s(self, served: Served, *, from_disk: bool) -> float:
-        """Seconds to the first token if blocks are read from memory or disk, or encoded."""
+        """Seconds if blocks are read from memory or disk, or encoded."""
         *blocks, final = served.request
-        context = sum(block.tokens for block in blocks)
         hits = [tokens > 0 for tokens in served.reused[:-1]]
         computed = [block.tokens for block, hit in zip(blocks, hits, strict=True) if not hit]
         placed = sum(self.footprint.block_bytes(block.tokens) for block in blocks)
-        placed += 2 * context * self.footprint.dequantised_bytes_per_token
-        seconds = self._forward_s(prefill_flops(self.config, final.tokens, context), placed)
+        seconds = self.reuse_s(final.tokens, sum(block.tokens for block in blocks), placed)
         if computed:
-            seconds += self._forward_s(sum(prefill_flops(self.config, one) for one in computed))
+            seconds += self.forward_s(sum(prefill_flops(self.config, one) for one in computed))
         if self.machine.gpu_bytes is not None:
             seconds += served.read_bytes / self.machine.transfer_bytes_per_s
         if from_disk:
             seconds += served.read_bytes / self.machine.disk_bytes_per_s
         return seconds
-
-    def _forward_s(self, operations: float, read_bytes: int = 0) -> float:
-        return forward_s(self.machine, self.footprint, operations, read_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +246,7 @@ class Outcome:
 
 
 def replay(
-    requests: Sequence[Request], policy: Policy, clock: Clock, room_bytes: int | None = None
+    requests: Sequence[Request], policy: Policy, clock: ReplayClock, room_bytes: int | None = None
 ) -> Outcome:
     """Replay a trace under a policy.
 
@@ -328,7 +312,7 @@ def _gains(requests: Sequence[Request]) -> dict[str, int]:
     return gains
 
 
-def plot_rooms(requests: Sequence[Request], clock: Clock, file: Path) -> None:
+def plot_rooms(requests: Sequence[Request], clock: ReplayClock, file: Path) -> None:
     """Plot the share of reused passage tokens over the capacity of the cache.
 
     Args:

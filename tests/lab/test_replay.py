@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from blockattn_rag.errors import DataError
 from blockattn_rag.lab.efficiency.shapes import prefill_flops, shape_config
 from blockattn_rag.lab.planning import Footprint, Machine
-from blockattn_rag.lab.replay import BlockCache, Clock, PrefixCache, plot_rooms, replay
+from blockattn_rag.lab.replay import BlockCache, PrefixCache, ReplayClock, plot_rooms, replay
 from blockattn_rag.lab.trace import Request, Segment, read_trace
 
 LENGTHS = {"s": 16, "a": 24, "b": 8, "c": 40, "d": 1, "q": 5, "r": 16}
 FOOTPRINT = Footprint(weight_bytes=0, bytes_per_token=1)
 MACHINE = Machine(1 << 40, 1 << 40, operations_per_s=1e9, device_bytes_per_s=1e15)
-CLOCK = Clock(shape_config("tiny"), FOOTPRINT, MACHINE)
+CLOCK = ReplayClock(shape_config("tiny"), FOOTPRINT, MACHINE)
 
 
 def request(ids: str) -> Request:
@@ -179,7 +179,7 @@ def test_a_room_bounds_all_caches() -> None:
 def test_blocks_that_exceed_the_memory_are_read_from_disk() -> None:
     machine = Machine(87, 1 << 40, operations_per_s=1e15, device_bytes_per_s=1e15,
                       disk_bytes_per_s=10)  # fmt: skip
-    found = replay(REQUESTS, "blocks", Clock(CLOCK.config, FOOTPRINT, machine))
+    found = replay(REQUESTS, "blocks", ReplayClock(CLOCK.config, FOOTPRINT, machine))
     assert found.from_disk
     assert found.ttft_s == pytest.approx(40 / 10)
     assert not replay(REQUESTS, "blocks", CLOCK).from_disk

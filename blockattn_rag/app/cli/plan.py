@@ -177,12 +177,12 @@ def _replayed(
 ) -> tuple[int, list[Outcome]]:
     """Replay a trace under all policies. Returns the number of requests, and the outcomes."""
     from blockattn_rag.lab.planning import footprint
-    from blockattn_rag.lab.replay import LABELS, Clock, plot_rooms, replay
+    from blockattn_rag.lab.replay import LABELS, ReplayClock, plot_rooms, replay
     from blockattn_rag.lab.trace import read_trace
 
     requests = read_trace(trace)
     config = config.get_text_config(decoder=True)
-    clock = Clock(config, footprint(config, dtype, kv_dtype), machine)
+    clock = ReplayClock(config, footprint(config, dtype, kv_dtype), machine)
     runs = [(policy, room) for room in rooms for policy in LABELS if policy != "full" or not room]
     outcomes = []
     with progress("replaying") as tick:

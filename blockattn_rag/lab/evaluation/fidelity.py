@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -258,9 +257,7 @@ def compare_each(
         if missing := [row for row in rows if (sample.id, row.name) not in file.records]:
             file.append(compare(sample, missing))
     notify(len(samples), len(samples))
-    found = {row.name: [file.records[s.id, row.name] for s in samples] for row in rows}
-    results = [_result(name, found) for name in found]
-    return FidelityReport(noted, [*chain.from_iterable(found.values())], results)
+    return file.report(noted, _result)
 
 
 def compare_prompt(

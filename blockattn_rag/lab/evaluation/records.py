@@ -159,6 +159,7 @@ class RecordFile(Generic[R]):
         rows: Sequence[Row] = (),
     ) -> None:
         self.records: dict[tuple[str, str], R] = {}
+        self._samples, self._rows = samples, rows
         self._path = None if path is None else Path(path)
         if self._path is not None:
             self._open(self._path, {"settings": dict(settings)}, parse)
@@ -172,6 +173,24 @@ class RecordFile(Generic[R]):
             with self._path.open("a", encoding="utf-8") as file:
                 file.writelines(_dump(asdict(record)) for record in new)
         self.records.update({(record.id, record.mode): record for record in new})
+
+    def report(
+        self,
+        settings: Mapping[str, Any],
+        summarize: Callable[[str, Mapping[str, Sequence[R]]], F],
+    ) -> Report[R, F]:
+        """Create the report of a complete file.
+
+        Args:
+            settings: Settings of the run.
+            summarize: Function that summarizes one row, of the row's name and all records by row.
+        """
+        found = {
+            row.name: [self.records[sample.id, row.name] for sample in self._samples]
+            for row in self._rows
+        }
+        records = [record for of_row in found.values() for record in of_row]
+        return Report(settings, records, [summarize(name, found) for name in found])
 
     def _open(
         self, path: Path, header: dict[str, Any], parse: Callable[[Mapping[str, Any]], R]

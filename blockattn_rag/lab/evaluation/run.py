@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -177,9 +176,7 @@ def evaluate(
             file.append([_record(s, row, a) for s, a in zip(batch, answers, strict=True)])
             answered += len(batch)
             notify(answered, total)
-    found = {row.name: [file.records[sample.id, row.name] for sample in samples] for row in rows}
-    results = [_result(name, records, found[FULL]) for name, records in found.items()]
-    return EvaluationReport(noted, [*chain.from_iterable(found.values())], results)
+    return file.report(noted, _result)
 
 
 def _answer(
@@ -250,10 +247,9 @@ def _record(sample: EvaluationSample, row: Row, answer: Generation) -> Evaluatio
     )
 
 
-def _result(
-    name: str, rows: Sequence[EvaluationRecord], full: Sequence[EvaluationRecord]
-) -> ModeResult:
-    pairs = [*zip(rows, full, strict=True)]
+def _result(name: str, by_row: Mapping[str, Sequence[EvaluationRecord]]) -> ModeResult:
+    rows = by_row[name]
+    pairs = [*zip(rows, by_row[FULL], strict=True)]
     same = [normalize_answer(row.output) == normalize_answer(f.output) for row, f in pairs]
     mode: Mode = "block" if rows[0].recipe else "full"
     counts = {count: sum(getattr(row, count) for row in rows) for count in _COUNTS}
