@@ -28,13 +28,19 @@ from blockattn_rag.app.cli.output import size as bytes_of
 from blockattn_rag.lab.efficiency import machine
 from blockattn_rag.lab.efficiency.measure import (
     PATHS,
+    OnProgress,
+    Turns,
     check_batches,
     check_full_length,
     on_path,
     store_contexts,
 )
-from blockattn_rag.lab.efficiency.shapes import counting_tokenizer, random_llama, random_prompt
-from blockattn_rag.lab.efficiency.timing import OnProgress, Turns, check_sizes
+from blockattn_rag.lab.efficiency.shapes import (
+    check_sizes,
+    counting_tokenizer,
+    random_llama,
+    random_prompt,
+)
 from blockattn_rag.model import EncodeRequest
 from blockattn_rag.prompts import BlockPrompt
 

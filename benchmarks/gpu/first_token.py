@@ -29,8 +29,8 @@ from torch import Tensor
 from blockattn_rag.check.model import placed_context
 from blockattn_rag.kv.context import Context
 from blockattn_rag.lab.efficiency import measure_decode, measure_memory, measure_ttft
+from blockattn_rag.lab.efficiency.measure import Turns
 from blockattn_rag.lab.efficiency.shapes import prefill_flops
-from blockattn_rag.lab.efficiency.timing import Turns
 from blockattn_rag.model import BlockModel
 
 SHAPES: Sequence[str] = ("8b", "1b")

@@ -22,9 +22,8 @@ import torch
 from harness import Campaign, Case, Record, median_s
 
 from blockattn_rag import BlockAttentionEngine
-from blockattn_rag.lab.efficiency.measure import PATHS
+from blockattn_rag.lab.efficiency.measure import PATHS, Turns
 from blockattn_rag.lab.efficiency.shapes import random_prompt
-from blockattn_rag.lab.efficiency.timing import Turns
 from blockattn_rag.prompts.blocks import BlockPrompt
 from blockattn_rag.store import DirectoryStore, KVStore, MemoryStore
 

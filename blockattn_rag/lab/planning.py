@@ -12,8 +12,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from blockattn_rag.errors import UnsupportedModelError
 from blockattn_rag.kv.quantization import KVDtype, check_kv_dtype
-from blockattn_rag.lab.efficiency.shapes import prefill_flops
-from blockattn_rag.lab.efficiency.timing import check_sizes
+from blockattn_rag.lab.efficiency.shapes import check_sizes, prefill_flops
 
 
 @dataclass(frozen=True, slots=True)

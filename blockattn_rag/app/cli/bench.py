@@ -15,7 +15,7 @@ from blockattn_rag.app.rag.names import existing_model, loading
 
 if TYPE_CHECKING:
     from blockattn_rag.engine.engine import BlockAttentionEngine
-    from blockattn_rag.lab.efficiency.timing import OnProgress
+    from blockattn_rag.lab.efficiency.measure import OnProgress
 
 _LONGEST_REST = 128
 """Maximum number of tokens of a question and an answer, which lengths exclude."""

@@ -1,11 +1,11 @@
 """Efficiency benchmarks, which compare times and memory of all paths in one run."""
 
 from blockattn_rag.lab.efficiency.measure import (
+    machine,
     measure_batch,
     measure_decode,
     measure_memory,
     measure_ttft,
 )
-from blockattn_rag.lab.efficiency.timing import machine
 
 __all__ = ["machine", "measure_batch", "measure_decode", "measure_memory", "measure_ttft"]

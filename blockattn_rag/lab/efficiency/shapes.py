@@ -52,6 +52,13 @@ def floating_type(name: str) -> torch.dtype:
     return kind
 
 
+def check_sizes(**sizes: int) -> None:
+    """Raise ``ValueError`` for a size below 1."""
+    for name, value in sizes.items():
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, found {value}")
+
+
 def random_llama(
     shape: str, *, max_tokens: int, device: str = "auto", dtype: str = "float32", seed: int = 0
 ) -> PreTrainedModel:

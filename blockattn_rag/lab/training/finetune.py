@@ -30,10 +30,9 @@ from blockattn_rag.errors import DataError
 from blockattn_rag.files import require_file, write_json
 from blockattn_rag.lab import work
 from blockattn_rag.lab.trainer import LabTrainer, training_arguments
-from blockattn_rag.lab.training.batches import Collator, ModeDataset, batch_loss
+from blockattn_rag.lab.training.batches import Collator, ModeDataset, ModelMasks, batch_loss
 from blockattn_rag.lab.training.config import FinetuneConfig
 from blockattn_rag.lab.training.data import DataReport, SampleEncoder, read_samples
-from blockattn_rag.lab.training.masks import ModelMasks
 from blockattn_rag.lab.training.report import FinetuneReport, write_card, write_plot
 from blockattn_rag.lazy import missing_extra
 from blockattn_rag.model.gguf import SMOLLM2, is_gguf

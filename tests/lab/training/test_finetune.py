@@ -22,10 +22,9 @@ from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.errors import DataError, DivergedError, UnsupportedModelError
 from blockattn_rag.lab.trainer import LabTrainer
-from blockattn_rag.lab.training.batches import Collator, ModeDataset
+from blockattn_rag.lab.training.batches import Collator, ModeDataset, ModelMasks, TokenLayout
 from blockattn_rag.lab.training.data import SampleEncoder
 from blockattn_rag.lab.training.finetune import check_folders, finetune
-from blockattn_rag.lab.training.masks import ModelMasks, TokenLayout
 from blockattn_rag.lab.work import last_checkpoint
 from blockattn_rag.model import BlockModel
 from blockattn_rag.model.loading import load_config
