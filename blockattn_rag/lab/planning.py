@@ -197,7 +197,6 @@ def plan(
     Args:
         config: Config of a model with gated feed-forward layers.
         dtype: Type of weights, keys and values.
-        machine: The machine.
         passages: Passages of the collection.
         passage_tokens: Tokens of a passage.
         top_k: Passages of a prompt.

@@ -251,11 +251,9 @@ def replay(
     """Replay a trace under a policy.
 
     Args:
-        requests: The trace; see ``read_trace``.
         policy: ``"full"`` computes everything, ``"prefix"`` has a prefix cache, and
             ``"prefix-sorted"`` also sorts the blocks (``PrefixCache.reordered``). ``"blocks"``
             reuses blocks, and ``"blocks-ingested"`` encodes all passages before the first request.
-        clock: Estimates the times.
         room_bytes: Capacity of the cache in bytes. Default: no limit.
     """
     from_disk = False
@@ -316,7 +314,6 @@ def plot_rooms(requests: Sequence[Request], clock: ReplayClock, file: Path) -> N
     """Plot the share of reused passage tokens over the capacity of the cache.
 
     Args:
-        requests: The trace.
         clock: Provides the sizes of blocks.
         file: File to write. Its extension determines the format.
 

@@ -43,7 +43,6 @@ def training_arguments(folder: Path, *, batch_size: int, **settings: Any) -> Tra
     """Create the settings of the Trainer: settings that all runs share, and the given settings.
 
     Args:
-        folder: Folder of the checkpoints.
         batch_size: Items per forward pass on one device.
         settings: Further arguments of ``TrainingArguments``.
     """
@@ -63,7 +62,6 @@ class LabTrainer(Trainer):
     """Trainer that resumes exactly, reports losses, and stops when they are not finite.
 
     Args:
-        loss: Loss of a batch.
         lengths: Number of tokens of each training item, for batches of similar length. Default:
             batches in random order.
         on_progress: Called with the number of finished steps and the number of all steps.

@@ -36,7 +36,6 @@ def is_foreign(output: Path, mark: str) -> bool:
     """Whether ``output`` exists and is neither an empty folder nor an earlier result.
 
     Args:
-        output: Path to check.
         mark: Name of a file that every result contains.
     """
     if not os.path.lexists(output):
@@ -64,7 +63,6 @@ def check_same(work: Path, before: Mapping[str, Any], now: Mapping[str, Any], ad
     """Check that an interrupted run had the settings of this run.
 
     Args:
-        work: Work folder.
         before, now: Settings of the interrupted run and of this run.
         advice: End of the error message, which says what to do.
 
@@ -93,7 +91,6 @@ def work_folder(
     """Context of a run: creates the work folder, and locks it against other processes.
 
     Args:
-        work: Path of the folder.
         settings: JSON values that affect the result. A resumed run keeps those of the first run.
         is_worth_keeping: Function of an error that returns whether the failed run can be resumed.
             If not, the folder is removed.

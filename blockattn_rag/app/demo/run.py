@@ -150,8 +150,6 @@ class Demo:
     Passages that an earlier run stored are reused.
 
     Args:
-        folder: Folder of the database.
-        model: Name or path of the model.
         store: Address of the store. None: the folder ``kv`` of the database.
         remembers: See ``Database.open``.
 

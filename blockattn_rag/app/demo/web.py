@@ -58,12 +58,7 @@ class Columns(NamedTuple):
 
 
 class Race:
-    """Answers questions in both modes, one after the other so that neither slows the other down.
-
-    Args:
-        database: An open database.
-        top_k: Passages per prompt.
-    """
+    """Answers questions in both modes, one after the other so that neither slows the other down."""
 
     def __init__(self, database: Database, top_k: int = 6) -> None:
         self._database, self._top_k = database, top_k

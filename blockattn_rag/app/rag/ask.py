@@ -93,7 +93,6 @@ class Assistant:
     """Answers questions from a database.
 
     Args:
-        database: An open database.
         top_k: Passages to retrieve, with different texts.
         max_new_tokens: Maximum length of an answer.
         chat_template_kwargs: Variables of the model's chat template, such as ``enable_thinking``.
@@ -129,7 +128,6 @@ class Assistant:
         """Answer a question.
 
         Args:
-            question: The question.
             mode: Block mode reuses passages, full mode computes everything.
             on_text: Called with each piece of the answer. With a schema, called once with the
                 complete answer.
@@ -255,7 +253,6 @@ def with_history(
     The turns come after the passages, so the passages remain reusable blocks.
 
     Args:
-        question: The question.
         turns: Earlier turns, oldest first.
         count: Function that counts the tokens of a text.
         max_tokens: Maximum number of tokens for the earlier turns. The oldest turns are left out

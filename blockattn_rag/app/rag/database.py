@@ -117,7 +117,6 @@ class Database:
         """Open a folder for ingestion, and create it if it does not exist.
 
         Args:
-            path: The folder.
             wanted: The settings. The fingerprint is taken from the loaded model.
             remembers: See :meth:`open`.
 
@@ -164,7 +163,6 @@ class Database:
         the passages, they are computed again on first use, and stored.
 
         Args:
-            path: The folder.
             model: Model to use in this process, instead of the database's model.
             recipe: Recipe to use instead of the database's recipe.
             remembers: Whether blocks and the ends of conversations stay in memory for later

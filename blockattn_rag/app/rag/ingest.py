@@ -58,7 +58,6 @@ def ingest_documents(
     interrupted ingestion. Passages that are no longer in their source are removed.
 
     Args:
-        database: The database.
         documents: Documents with their origin in ``metadata["source"]``.
         on_progress: Called with (stage, done, total).
         on_estimate: Called with an estimate before encoding, unless the model runs on a server.

@@ -103,7 +103,6 @@ def read_distinct(
     """Read the samples of a JSON-lines file, and check that ids are distinct; see ``read_samples``.
 
     Args:
-        path: File to read.
         parse: Function that makes a sample from a record and its line number.
         limit: Maximum number of samples to read. Default: all.
     """

@@ -95,8 +95,6 @@ class FidelityRecord:
         """Create the record of a sample in a row.
 
         Args:
-            sample: The sample.
-            row: The row.
             kl: Divergences ``[answer tokens]``. Negative values are rounding.
             agrees: Whether the row's likeliest token equals full mode's, ``[answer tokens]``.
         """
@@ -190,7 +188,6 @@ def measure_fidelity(
     """Compare block mode with full mode on every sample.
 
     Args:
-        engine: The model and its KV store.
         samples: Evaluation data, whose right answers are not used, or logged prompts; see
             :func:`.datasets.read_samples` and :func:`read_log`.
         recipes: Recipes of block mode to compare; see ``evaluation.records``. Every run also

@@ -182,7 +182,6 @@ class RecordFile(Generic[R]):
         """Create the report of a complete file.
 
         Args:
-            settings: Settings of the run.
             summarize: Function that summarizes one row, of the row's name and all records by row.
         """
         found = {

@@ -133,7 +133,6 @@ def evaluate(
     """Answer every sample greedily in full mode and with every recipe, and score the answers.
 
     Args:
-        engine: The model and its KV store.
         samples: See :func:`blockattn_rag.lab.evaluation.datasets.read_samples`.
         recipes: Recipes of block mode; see ``evaluation.records``.
         closed_book: Whether to also answer without passages.

@@ -104,7 +104,6 @@ def fit_correction(
     """Fit a correction of blocks that are encoded after ``sink``.
 
     Args:
-        model: The model.
         contexts: Token ids of the blocks of each prompt. The first block is the prompt's beginning
             and is not corrected.
         held_out: Further prompts, which decide the penalty.

@@ -123,10 +123,8 @@ def draw_samples(
 
     Args:
         questions: At least one question.
-        count: Number of samples.
         fewest, most: Bounds of the number of passages in a sample, including the question's first
             passage. A question with fewer passages uses all of them.
-        seed: Random seed.
     """
     rng = random.Random(seed)
     samples = []
@@ -155,7 +153,6 @@ def read_questions(path: Path, nearest: Nearest | None, num_passages: int) -> li
     """Read the questions of a file, with their own passages (gold first) or the nearest passages.
 
     Args:
-        path: File to read.
         nearest: Function that finds passages for questions without any. None: all questions must
             have passages.
         num_passages: Number of passages to find for a question.

@@ -38,7 +38,6 @@ def repair(
     changed.
 
     Args:
-        model: The stock model.
         material: Data to fit to.
         output: Folder of the recipe. An earlier recipe in the folder is replaced.
         minutes: Time limit in minutes.

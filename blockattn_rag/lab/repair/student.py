@@ -105,7 +105,6 @@ class BlockSource:
     Missing blocks are computed by the stock model and stored.
 
     Args:
-        model: The model.
         store: Store of keys and values.
         sink: Prefix tokens that passages are encoded with.
         namespace: Namespace of the passages in the store.
@@ -131,7 +130,6 @@ class Student(nn.Module):
     be frozen, and are not trained, moved or saved with the module.
 
     Args:
-        model: The model.
         correction: The correction that the training starts from.
     """
 
@@ -162,7 +160,6 @@ class Student(nn.Module):
         """Logits ``[answer tokens, vocab]``. The first row predicts the answer's first token.
 
         Args:
-            ready: The prompt.
             answer_ids: Token ids of an answer. At least one.
         """
         model, correction = self.model, self.correction
@@ -185,7 +182,6 @@ class CorrectionLoss:
     """Divergence of a student from the teacher over the teacher's answer to a prompt.
 
     Args:
-        student: The student.
         teacher: Provides the answers.
         source: Provides the blocks of prompts.
     """
@@ -223,9 +219,6 @@ def correction_trainer(
     """Create the trainer of a student. Its result is the state with the lowest held-out loss.
 
     Args:
-        student: Student to train.
-        loss: Its loss.
-        folder: Folder of the checkpoints.
         train: Prompts to train on.
         held: Held-out prompts to measure the loss on.
         max_steps: Number of optimizer steps.

@@ -97,7 +97,6 @@ class Teacher:
     when complete, so an interrupted run resumes with the existing answers.
 
     Args:
-        model: The model.
         folder: Folder of the answers. Created if it does not exist.
         max_new_tokens: Maximum length of an answer.
         top_k: Number of likeliest tokens to keep at each token of an answer.

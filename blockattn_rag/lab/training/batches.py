@@ -91,7 +91,6 @@ class ModelMasks:
     per type.
 
     Args:
-        config: The model's config.
         implementation: The model's attention: ``"eager"`` or ``"sdpa"``.
 
     Raises:
@@ -227,8 +226,6 @@ def batch_loss(
     Args:
         masks: Makes the model's ``attention_mask``.
         dtype: Type of the masks.
-        model: The model.
-        batch: Batch of a ``Collator``.
     """
     layout = TokenLayout(*(batch[name] for name in TokenLayout._fields))
     total = answer_loss(model, batch, masks(layout, dtype))
@@ -242,8 +239,6 @@ def answer_loss(model: Any, batch: Mapping[str, Tensor], mask: Any) -> Tensor:
     vocabularies, the logits of all positions would be the largest tensor of the step.
 
     Args:
-        model: The model.
-        batch: Batch of a ``Collator``.
         mask: The model's ``attention_mask``.
     """
     labels = batch["labels"][:, 1:]

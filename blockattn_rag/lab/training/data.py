@@ -91,7 +91,6 @@ class SampleEncoder:
     """Encodes records for one tokenizer and one prompt format.
 
     Args:
-        tokenizer: A transformers tokenizer.
         prompt: Prompt format of records with passages, or its name.
         blocks_per_turn: Maximum number of blocks that a turn of ``messages`` is split into; see
             :func:`~blockattn_rag.prompts.segmentation.conversation`.
@@ -200,7 +199,6 @@ def read_samples(
     """Stream the samples of JSON-lines files, plain or gzip, without blank lines.
 
     Args:
-        files: The files.
         encoder: Encodes the records.
         report: Filled while reading.
 
