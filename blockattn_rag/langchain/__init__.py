@@ -19,8 +19,11 @@ if TYPE_CHECKING:
     from blockattn_rag.langchain.agents import RetrieveFirst, block_retriever_tool
     from blockattn_rag.langchain.chat import ChatBlockAttention
     from blockattn_rag.langchain.completion import BlockAttentionLLM
-    from blockattn_rag.langchain.compressor import BlockKVCompressor
-    from blockattn_rag.langchain.documents import BlockDocumentPrompt, format_blocks
+    from blockattn_rag.langchain.documents import (
+        BlockDocumentPrompt,
+        BlockKVCompressor,
+        format_blocks,
+    )
     from blockattn_rag.langchain.ingestion import BlockKVTransformer, HashingEmbeddings
     from blockattn_rag.langchain.messages import without_markers
 
@@ -28,8 +31,7 @@ _HOMES = {
     "agents": "RetrieveFirst block_retriever_tool",
     "chat": "ChatBlockAttention",
     "completion": "BlockAttentionLLM",
-    "compressor": "BlockKVCompressor",
-    "documents": "BlockDocumentPrompt format_blocks",
+    "documents": "BlockDocumentPrompt BlockKVCompressor format_blocks",
     "ingestion": "BlockKVTransformer HashingEmbeddings",
     "messages": "without_markers",
 }

@@ -19,9 +19,14 @@ if TYPE_CHECKING:
     from blockattn_rag.llama_index.ingestion import BlockKVTransform, HashingEmbedding, add_nodes
     from blockattn_rag.llama_index.llm import BlockAttentionLLM
     from blockattn_rag.llama_index.messages import BlockReuseEvent
-    from blockattn_rag.llama_index.nodes import BlockNode, as_block_node, canonical_text
+    from blockattn_rag.llama_index.nodes import (
+        BlockKVPostprocessor,
+        BlockKVPrefetch,
+        BlockNode,
+        as_block_node,
+        canonical_text,
+    )
     from blockattn_rag.llama_index.packing import BlockPromptHelper
-    from blockattn_rag.llama_index.postprocessors import BlockKVPostprocessor, BlockKVPrefetch
     from blockattn_rag.llama_index.query_engines import (
         BlockCitationQueryEngine,
         block_query_engine,
@@ -34,9 +39,8 @@ _HOMES = {
     "ingestion": "BlockKVTransform HashingEmbedding add_nodes",
     "llm": "BlockAttentionLLM",
     "messages": "BlockReuseEvent",
-    "nodes": "BlockNode as_block_node canonical_text",
+    "nodes": "BlockKVPostprocessor BlockKVPrefetch BlockNode as_block_node canonical_text",
     "packing": "BlockPromptHelper",
-    "postprocessors": "BlockKVPostprocessor BlockKVPrefetch",
     "query_engines": (
         "BlockCitationQueryEngine block_query_engine block_response_synthesizer configure "
         "encode_prompt_head"

@@ -28,9 +28,14 @@ from llama_index.core.response_synthesizers.no_text import NoText
 from llama_index.core.schema import NodeWithScore
 
 from blockattn_rag.llama_index.llm import BlockAttentionLLM
-from blockattn_rag.llama_index.nodes import as_block_node, canonical_text
+from blockattn_rag.llama_index.nodes import (
+    BlockKVPostprocessor,
+    BlockKVPrefetch,
+    Order,
+    as_block_node,
+    canonical_text,
+)
 from blockattn_rag.llama_index.packing import BlockPromptHelper
-from blockattn_rag.llama_index.postprocessors import BlockKVPostprocessor, BlockKVPrefetch, Order
 from blockattn_rag.prompts.markers import strip_markers, wrap
 
 

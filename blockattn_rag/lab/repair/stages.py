@@ -22,9 +22,14 @@ from blockattn_rag.files import write_json
 from blockattn_rag.lab import work
 from blockattn_rag.lab.repair.closed_form import fit_correction, no_correction
 from blockattn_rag.lab.repair.compare import IN_USE, Comparer, choose, free_recipes, promoting
-from blockattn_rag.lab.repair.data import Material, Question, distinct, draw_samples
+from blockattn_rag.lab.repair.data import (
+    Material,
+    Question,
+    distinct,
+    draw_samples,
+    write_questions,
+)
 from blockattn_rag.lab.repair.plan import Limits, Plan, Speeds
-from blockattn_rag.lab.repair.questions import write_questions
 from blockattn_rag.lab.repair.report import plot
 from blockattn_rag.lab.repair.student import (
     BATCH,

@@ -11,9 +11,8 @@ import pytest
 
 from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.errors import DataError
-from blockattn_rag.lab.repair import questions
-from blockattn_rag.lab.repair.data import Question
-from blockattn_rag.lab.repair.questions import clean_question, write_questions
+from blockattn_rag.lab.repair import data
+from blockattn_rag.lab.repair.data import Question, clean_question, write_questions
 from blockattn_rag.prompts.blocks import BlockPrompt
 from blockattn_rag.prompts.formats import Passage
 from tests.lab.repair.runs import PASSAGES, block_model, nearest
@@ -89,7 +88,7 @@ def test_no_more_passages_are_tried_than_are_needed(writer: Any, tmp_path: Path)
 
 
 def test_stops_at_the_limit(writer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(questions, "_BATCH", 2)
+    monkeypatch.setattr(data, "_BATCH", 2)
     calls = iter([False, True])
     few = write(writer, tmp_path, time_is_up=lambda: next(calls))
     assert len(writer.shown) == 2

@@ -22,7 +22,7 @@ from blockattn_rag.engine.find_recipe import resolve_recipe
 from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.errors import DataError, DivergedError
 from blockattn_rag.lab.evaluation.metrics import contains_answer
-from blockattn_rag.lab.repair import questions, run, stages, student
+from blockattn_rag.lab.repair import data, run, stages, student
 from blockattn_rag.lab.repair.closed_form import no_correction
 from blockattn_rag.lab.repair.compare import Comparer
 from blockattn_rag.lab.repair.data import distinct
@@ -229,7 +229,7 @@ class TestMaterial:
     ) -> None:
         # The tiny model writes no question, so one is made of whatever it says.
         numbers = count()
-        monkeypatch.setattr(questions, "clean_question", lambda _: f"what is {next(numbers)}?")
+        monkeypatch.setattr(data, "clean_question", lambda _: f"what is {next(numbers)}?")
         many = [*PASSAGES, *(replace(one, title=f"more {one.title}") for one in PASSAGES)]
         report = repaired(
             model, tmp_path / "recipe", questions=None, passages=many, nearest=nearest
@@ -409,7 +409,7 @@ class TestInterruption:
         self, model: BlockModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         numbers = count()
-        monkeypatch.setattr(questions, "clean_question", lambda _: f"what is {next(numbers)}?")
+        monkeypatch.setattr(data, "clean_question", lambda _: f"what is {next(numbers)}?")
         output = tmp_path / "recipe"
         many = [replace(one, title=f"{n} {one.title}") for one in PASSAGES for n in range(4)]
         asked = material(model, questions=None, passages=many, nearest=nearest)
@@ -423,7 +423,7 @@ class TestInterruption:
             times = chain([False], repeat(True))
             return write(*args[:-1], lambda: next(times))
 
-        write: Any = questions.write_questions
+        write: Any = data.write_questions
         with monkeypatch.context() as patched:
             patched.setattr(Repair, "speeds", answers_and_slow)
             patched.setattr(stages, "write_questions", first_batch_alone)
