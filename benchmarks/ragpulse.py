@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
-from blockattn_rag.files import numbered_lines, parse_line
+from blockattn_rag.lab.json_lines import numbered_lines, parse_line
 
 KINDS = {
     "sys_prompt": "system",

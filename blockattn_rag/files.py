@@ -1,24 +1,15 @@
-"""File utilities: the state folder, atomic writes, JSON Lines files and checks of their records.
-
-The argument ``where`` of a check is the record's path within its line, with a trailing dot:
-``passages[0].``. Lines are read as bytes, so that one invalid UTF-8 line does not prevent reading
-the other lines.
-"""
+"""File utilities: the state folder, and atomic writes."""
 
 from __future__ import annotations
 
 import contextlib
-import gzip
 import json
 import os
 import re
 import secrets
-import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
-
-from blockattn_rag.errors import DataError
+from typing import Any, BinaryIO
 
 
 def state_folder() -> Path:
@@ -90,99 +81,3 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-_GZIP = b"\x1f\x8b"
-
-
-def require_file(path: Path) -> None:
-    """Raise ``DataError`` if ``path`` is not a file."""
-    if not path.is_file():
-        raise DataError(f"found no file {path}, expected a JSON Lines file")
-
-
-def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield the non-blank lines with their line numbers, starting at 1.
-
-    Raises:
-        DataError: the file does not exist, or it is a damaged gzip file. In the second case, the
-            complete lines before the damage are yielded first.
-    """
-    require_file(path)
-    with path.open("rb") as raw:
-        zipped = raw.read(2) == _GZIP  # the file's name may lack .gz
-    if path.suffix == ".gz" and not zipped:
-        raise DataError(f"{path} is named .gz, but is not a gzip file; rename it to .jsonl")
-    number = 0
-    with gzip.open(path) if zipped else path.open("rb") as file:
-        try:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    yield number, line
-        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise DataError(f"{path}, after line {number}: damaged gzip file ({error})") from error
-
-
-def parse_line(line: bytes) -> object:
-    """Parse the JSON value of a line, ignoring a byte order mark.
-
-    Raises:
-        DataError: the line is not UTF-8, not valid JSON, nested too deeply, or has a number with
-            thousands of digits.
-    """
-    try:
-        return json.loads(line.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        raise DataError(f"found bytes that are not UTF-8 (byte {error.start}); save the file as "
-                        "UTF-8") from error  # fmt: skip
-    except RecursionError as error:
-        raise DataError("found JSON nested too deeply, expected one object per line") from error
-    except ValueError as error:
-        raise DataError(f"found no valid JSON ({error}), expected one object per line") from error
-
-
-Record = Mapping[str, Any]
-Kind = TypeVar("Kind")
-
-_KINDS = {dict: "an object", list: "a list", str: "a string", bool: "true or false"}
-
-
-def of_kind(value: object, kind: type[Kind], name: str) -> Kind:
-    """Return ``value``, or raise ``DataError`` unless it is a ``kind``: dict, list, str or bool."""
-    if not isinstance(value, kind):
-        found = "null" if value is None else _KINDS.get(type(value), "a number")
-        raise DataError(f"found {name} of {found}, expected {_KINDS[kind]}")
-    return value
-
-
-def value_of(record: Record, key: str, where: str = "") -> Any:
-    """Return the value of a required key, or raise ``DataError``."""
-    if key not in record:
-        raise DataError(f"found no '{where}{key}' among the keys {listed(record)}")
-    return record[key]
-
-
-def text_of(record: Record, key: str, where: str = "") -> str:
-    """Return the non-blank string of a required key, or raise ``DataError``."""
-    return not_blank(value_of(record, key, where), f"'{where}{key}'")
-
-
-def not_blank(value: object, name: str) -> str:
-    """Return ``value``, or raise ``DataError`` unless it is a non-blank string."""
-    text = of_kind(value, str, name)
-    if not text.strip():
-        raise DataError(f"found an empty {name}, expected text")
-    return text
-
-
-def list_of(record: Record, key: str, *, may_be_empty: bool = False) -> Sequence[object]:
-    """Return the list of a required key. An empty list raises unless ``may_be_empty``."""
-    items: list[object] = of_kind(value_of(record, key), list, f"'{key}'")
-    if not items and not may_be_empty:
-        raise DataError(f"found an empty list '{key}'")
-    return items
-
-
-def listed(keys: Iterable[str]) -> str:
-    """Sorted, quoted keys, separated by commas; "none" if there are none."""
-    return ", ".join(repr(key) for key in sorted(keys)) or "none"

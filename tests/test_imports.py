@@ -21,7 +21,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 FLOORS = {
     "errors": "",
     "lazy": "",
-    "files": "errors",
+    "files": "",
     "kv": "",
     "attention": "kv",
     "prompts": "errors files",

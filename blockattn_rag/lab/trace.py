@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from blockattn_rag.errors import DataError
-from blockattn_rag.files import Record, of_kind, text_of, value_of
-from blockattn_rag.lab.evaluation.datasets import parsed_lines
+from blockattn_rag.lab.json_lines import Record, of_kind, parsed_lines, text_of, value_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,25 +10,22 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from blockattn_rag.errors import DataError
-from blockattn_rag.files import (
+from blockattn_rag.lab.json_lines import (
     Record,
     list_of,
     not_blank,
-    numbered_lines,
     of_kind,
-    parse_line,
+    parsed_lines,
     text_of,
     value_of,
 )
-
-T = TypeVar("T")
 
 
 class Sample(Protocol):
@@ -112,23 +109,6 @@ def read_distinct(
             raise DataError(f"{path}, line {number}: the id {sample.id!r} was used before")
         samples[sample.id] = sample
     return list(samples.values())
-
-
-def parsed_lines(path: str | Path, parse: Callable[[Record, int], T]) -> Iterator[tuple[int, T]]:
-    """Parse the records of a JSON-lines file. Yields line numbers and results.
-
-    Raises:
-        DataError: A line is malformed (the message gives file and line), or the file is missing,
-            damaged or empty.
-    """
-    number = 0
-    for number, line in numbered_lines(Path(path)):
-        try:
-            yield number, parse(of_kind(parse_line(line), dict, "a record"), number)
-        except DataError as error:
-            raise DataError(f"{path}, line {number}: {error}") from error
-    if not number:
-        raise DataError(f"{path}: expected one JSON object a line, found no line")
 
 
 def id_of(value: object) -> str:

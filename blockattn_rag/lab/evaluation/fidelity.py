@@ -23,7 +23,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from blockattn_rag.engine.engine import BlockAttentionEngine
-from blockattn_rag.files import Record, list_of, not_blank
 from blockattn_rag.kv.context import place
 from blockattn_rag.lab.evaluation.datasets import (
     EvaluationSample,
@@ -50,6 +49,7 @@ from blockattn_rag.lab.evaluation.records import (
     settings_of,
 )
 from blockattn_rag.lab.evaluation.run import make_prompt
+from blockattn_rag.lab.json_lines import Record, list_of, not_blank
 from blockattn_rag.model import BlockModel, EncodeRequest
 from blockattn_rag.model.decoding import greedy_answers
 from blockattn_rag.model.sampling import Sampling

@@ -19,15 +19,14 @@ from typing import Any
 from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.errors import DataError
-from blockattn_rag.files import Record, text_of
 from blockattn_rag.lab.evaluation.datasets import (
     EvaluationPassage,
     answers_of,
     digest_of,
-    parsed_lines,
     passage_of,
     passages_of,
 )
+from blockattn_rag.lab.json_lines import Record, parsed_lines, text_of
 from blockattn_rag.prompts.blocks import BlockPrompt, Span
 from blockattn_rag.prompts.chat_template import Message, chat_spans, has_chat_template
 from blockattn_rag.prompts.formats import Passage

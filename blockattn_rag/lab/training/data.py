@@ -30,16 +30,15 @@ from typing import Any, NamedTuple
 from jinja2 import TemplateError
 
 from blockattn_rag.errors import DataError, SegmentationError
-from blockattn_rag.files import (
+from blockattn_rag.lab.evaluation.datasets import passages_of
+from blockattn_rag.lab.json_lines import (
     Record,
     list_of,
     listed,
-    numbered_lines,
     of_kind,
-    parse_line,
+    parsed_lines,
     text_of,
 )
-from blockattn_rag.lab.evaluation.datasets import passages_of
 from blockattn_rag.prompts import formats
 from blockattn_rag.prompts.blocks import Block, BlockPrompt, BlockTemplate, Span
 from blockattn_rag.prompts.segmentation import conversation
@@ -207,11 +206,8 @@ def read_samples(
     """
     report = DataReport() if report is None else report
     for path in map(Path, files):
-        for number, line in numbered_lines(path):
-            try:
-                sample = encoder.encode_record(parse_line(line))
-            except DataError as error:
-                raise DataError(f"{path}, line {number}: {error}") from error
+        lines = parsed_lines(path, lambda one, _: encoder.encode_record(one), may_be_empty=True)
+        for _, sample in lines:
             report.samples += 1
             report.with_context += len(sample.block_lengths) > 1
             report.tokens += len(sample.input_ids)

@@ -27,8 +27,9 @@ from datasets.arrow_writer import ArrowWriter
 from transformers import AutoModelForCausalLM, TrainingArguments
 
 from blockattn_rag.errors import DataError
-from blockattn_rag.files import require_file, write_json
+from blockattn_rag.files import write_json
 from blockattn_rag.lab import work
+from blockattn_rag.lab.json_lines import require_file
 from blockattn_rag.lab.trainer import LabTrainer, training_arguments
 from blockattn_rag.lab.training.batches import Collator, ModeDataset, ModelMasks, batch_loss
 from blockattn_rag.lab.training.config import FinetuneConfig

@@ -1,13 +1,24 @@
+"""Lines of JSON Lines files, and checks of their records."""
+
 from __future__ import annotations
 
 import gzip
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from blockattn_rag.errors import DataError
-from blockattn_rag.files import numbered_lines, parse_line
+from blockattn_rag.lab.json_lines import (
+    list_of,
+    not_blank,
+    numbered_lines,
+    of_kind,
+    parse_line,
+    text_of,
+    value_of,
+)
 
 
 def test_lines_keep_their_numbers_where_blank_ones_are_passed_over(tmp_path: Path) -> None:
@@ -60,3 +71,41 @@ def test_what_is_no_json_is_reported(line: bytes, expected: str) -> None:
 def test_json_is_read_as_it_is() -> None:
     value = {"a": [1, None, "ä"]}
     assert parse_line(json.dumps(value, ensure_ascii=False).encode()) == value
+
+
+def test_fields_that_are_as_expected_come_back_as_they_are() -> None:
+    record = {"text": " a ", "list": [1], "none": [], "flag": False}
+    assert text_of(record, "text") == " a "
+    assert list_of(record, "list") == [1]
+    assert list_of(record, "none", may_be_empty=True) == []
+    assert of_kind(record["flag"], bool, "'flag'") is False
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({}, "found no 'turns[1].text' among the keys none"),
+        ({"b": 1, "a": 2}, "found no 'turns[1].text' among the keys 'a', 'b'"),
+        ({"text": 3.5}, "found 'turns[1].text' of a number, expected a string"),
+        ({"text": None}, "found 'turns[1].text' of null, expected a string"),
+        ({"text": True}, "found 'turns[1].text' of true or false, expected a string"),
+        ({"text": "\n "}, "found an empty 'turns[1].text', expected text"),
+    ],
+)
+def test_a_text_that_is_none_is_named_with_its_place(record: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError) as raised:
+        text_of(record, "text", "turns[1].")
+    assert str(raised.value) == message
+
+
+def test_other_kinds_and_empty_lists_are_named() -> None:
+    with pytest.raises(DataError, match="found a record of a list, expected an object"):
+        of_kind([], dict, "a record")
+    with pytest.raises(DataError, match="found 'a' of an object, expected a list"):
+        list_of({"a": {}}, "a")
+    with pytest.raises(DataError, match="found an empty list 'a'"):
+        list_of({"a": []}, "a")
+    with pytest.raises(DataError, match=r"found an empty answers\[0\], expected text"):
+        not_blank("", "answers[0]")
+    with pytest.raises(DataError, match="found no 'b'"):
+        value_of({}, "b")
