@@ -33,11 +33,11 @@ from blockattn_rag import BlockAttentionEngine, DirectoryStore, MemoryStore
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.kv.quantization import KVDtype
 from blockattn_rag.lab.efficiency import machine
+from blockattn_rag.lab.evaluation.accuracy import make_prompt
 from blockattn_rag.lab.evaluation.datasets import EvaluationSample, read_samples
 from blockattn_rag.lab.evaluation.fidelity import FidelityRecord, full_answer
 from blockattn_rag.lab.evaluation.metrics import bootstrap_mean
 from blockattn_rag.lab.evaluation.records import Row
-from blockattn_rag.lab.evaluation.run import make_prompt
 from blockattn_rag.model import BlockModel
 from blockattn_rag.prompts.blocks import BlockPrompt
 from blockattn_rag.prompts.formats import CHAT

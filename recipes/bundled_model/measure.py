@@ -17,8 +17,8 @@ import typer
 from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.files import write_json
+from blockattn_rag.lab.evaluation.accuracy import evaluate
 from blockattn_rag.lab.evaluation.datasets import read_samples
-from blockattn_rag.lab.evaluation.run import evaluate
 from blockattn_rag.model.loading import load_config
 from blockattn_rag.store import MemoryStore
 from recipes.bundled_model.corpus import evaluation_record, generate_samples, write_jsonl

@@ -16,8 +16,8 @@ from blockattn_rag.app.rag.names import check_recipe, existing_model, loading
 
 if TYPE_CHECKING:
     from blockattn_rag.engine.engine import BlockAttentionEngine
+    from blockattn_rag.lab.evaluation.accuracy import EvaluationReport, ModeResult
     from blockattn_rag.lab.evaluation.fidelity import FidelityReport
-    from blockattn_rag.lab.evaluation.run import EvaluationReport, ModeResult
 
 _LEGEND = (
     "In percent. accuracy: answers that contain an accepted answer, with a 95 % interval; exact:",
@@ -84,9 +84,9 @@ def evaluate(
     if log is not None and closed_book:
         raise typer.BadParameter("--closed-book needs --data")
     from blockattn_rag.engine.engine import BlockAttentionEngine
+    from blockattn_rag.lab.evaluation.accuracy import evaluate as measure_accuracy
     from blockattn_rag.lab.evaluation.datasets import read_samples
     from blockattn_rag.lab.evaluation.fidelity import measure_fidelity, read_log
-    from blockattn_rag.lab.evaluation.run import evaluate as measure_accuracy
 
     names = [name.strip() for name in recipes.split(",") if name.strip()]
     samples = read_samples(data) if data else read_log(log or Path())

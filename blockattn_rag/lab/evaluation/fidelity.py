@@ -24,6 +24,7 @@ from torch.nn import functional as F
 
 from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.kv.context import place
+from blockattn_rag.lab.evaluation.accuracy import make_prompt
 from blockattn_rag.lab.evaluation.datasets import (
     EvaluationSample,
     S,
@@ -48,7 +49,6 @@ from blockattn_rag.lab.evaluation.records import (
     rows_of,
     settings_of,
 )
-from blockattn_rag.lab.evaluation.run import make_prompt
 from blockattn_rag.lab.json_lines import Record, list_of, not_blank
 from blockattn_rag.model import BlockModel, EncodeRequest
 from blockattn_rag.model.decoding import greedy_answers

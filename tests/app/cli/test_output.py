@@ -20,8 +20,8 @@ from blockattn_rag.app.cli.output import (
 )
 from blockattn_rag.app.cli.progress import stages, waiting
 from blockattn_rag.engine.results import ReuseStats
+from blockattn_rag.lab.evaluation.accuracy import ModeResult
 from blockattn_rag.lab.evaluation.metrics import Interval
-from blockattn_rag.lab.evaluation.run import ModeResult
 
 
 @pytest.mark.parametrize(

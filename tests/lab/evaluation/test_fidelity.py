@@ -14,9 +14,9 @@ from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.errors import ContextOverflowError, DataError
 from blockattn_rag.lab.evaluation import fidelity
+from blockattn_rag.lab.evaluation.accuracy import make_prompt
 from blockattn_rag.lab.evaluation.datasets import EvaluationSample, read_samples
 from blockattn_rag.lab.evaluation.fidelity import FidelityReport, full_answer, measure_fidelity
-from blockattn_rag.lab.evaluation.run import make_prompt
 from blockattn_rag.prompts.blocks import BlockPrompt
 from blockattn_rag.prompts.formats import CHAT
 from blockattn_rag.prompts.sinks import sink_ids

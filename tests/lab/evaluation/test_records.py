@@ -9,8 +9,8 @@ import pytest
 
 from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.errors import DataError
+from blockattn_rag.lab.evaluation.accuracy import EvaluationRecord
 from blockattn_rag.lab.evaluation.records import RecordFile, Row
-from blockattn_rag.lab.evaluation.run import EvaluationRecord
 
 LINES = """\
 {"settings": {"model": "m", "limit": null}}

@@ -14,8 +14,8 @@ from blockattn_rag.engine.find_recipe import RecipeLike
 from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.engine.results import Generation, ReuseStats
 from blockattn_rag.errors import ContextOverflowError, DataError
+from blockattn_rag.lab.evaluation.accuracy import evaluate, make_prompt
 from blockattn_rag.lab.evaluation.datasets import EvaluationSample, read_samples
-from blockattn_rag.lab.evaluation.run import evaluate, make_prompt
 from blockattn_rag.model import BlockModel
 from blockattn_rag.prompts.blocks import BlockPrompt
 from blockattn_rag.prompts.formats import prompt_format
