@@ -161,7 +161,8 @@ class LabTrainer(Trainer):
         Returns:
             ``eval_loss``, or ``eval_<name>_loss`` for each of several datasets.
         """
-        model, data = self.model, self.eval_dataset
+        model: Any = self.model
+        data = self.eval_dataset
         was_training = model.training
         model.eval()
         if isinstance(data, dict):

@@ -12,7 +12,7 @@ import pytest
 from blockattn_rag.app.cli.repair import _Lexical
 from blockattn_rag.app.rag.database import MANIFEST
 from blockattn_rag.engine.recipe import Recipe
-from blockattn_rag.lab.repair import run
+from blockattn_rag.lab.repair import run, stages
 from blockattn_rag.prompts.formats import Passage
 from blockattn_rag.store import DirectoryStore
 from tests.app.cli.conftest import Command
@@ -35,7 +35,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
         return own(*args, **options, limits=replace(QUICK, passages=2, samples=4))
 
     monkeypatch.setattr(run, "repair", repair)
-    monkeypatch.setattr(run.Repair, "speeds", lambda *_: FAST)
+    monkeypatch.setattr(stages.Repair, "speeds", lambda *_: FAST)
 
 
 @pytest.fixture
