@@ -32,6 +32,7 @@ EXTRA_OF = {
     "langchain": "langchain",
     "llama_index": "llama-index",
     "app/rag": "llama-index",
+    "lab/trainer.py": "train",
     "lab/training": "train",
     "output": "structured",
     "server/client": "serving",
