@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -40,6 +41,8 @@ StoreArgument = Annotated[
     ),
 ]
 FolderArgument = Annotated[str, typer.Argument(help="A KV store's folder, or a database folder.")]
+_UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
+"""Seconds of each unit of a time."""
 
 
 def absolute_store(address: str | None) -> str | None:
@@ -99,6 +102,16 @@ def check_plot(file: Path | None) -> None:
     if importlib.util.find_spec("matplotlib") is None:
         raise typer.BadParameter(f"plots need {missing_extra('matplotlib', 'train')}")
     file_in_folder(file)
+
+
+def seconds_of(text: str, option: str) -> float:
+    """Seconds of a time such as 90s or 7d. Raises BadParameter if it is invalid."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhd]?)", text.strip())
+    if match is None:
+        raise typer.BadParameter(
+            f"expected a time such as 90s, 30m, 24h or 7d, found {text!r}", param_hint=option
+        )
+    return float(match[1]) * _UNITS[match[2]]
 
 
 def open_maintained(store: str) -> kv_store.MaintainedStore:

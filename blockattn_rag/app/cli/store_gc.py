@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -15,7 +14,7 @@ import typer
 
 from blockattn_rag import store as kv_store
 from blockattn_rag.adapters.handles import handles_in
-from blockattn_rag.app.cli.options import StoreArgument, open_maintained
+from blockattn_rag.app.cli.options import StoreArgument, open_maintained, seconds_of
 from blockattn_rag.app.cli.output import count, emit, json_file, note, size
 from blockattn_rag.app.cli.progress import counter
 from blockattn_rag.app.rag.database import MANIFEST, Manifest, chroma_client
@@ -24,7 +23,6 @@ from blockattn_rag.store.namespaces import check_namespace
 if TYPE_CHECKING:
     from chromadb.api import ClientAPI
 
-_UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 _ALL = "*"
 _USERS = "a database folder, a folder of embedded Chroma, or a Chroma server (http://host:8000)"
 
@@ -233,13 +231,3 @@ def _counted(handles: Iterable[str], tick: Callable[[int], None]) -> Iterator[st
             yield handle
         if done % 1000 == 0:
             tick(done)
-
-
-def seconds_of(text: str, option: str) -> float:
-    """Seconds of a time such as 90s or 7d. Raises BadParameter if it is invalid."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhd]?)", text.strip())
-    if match is None:
-        raise typer.BadParameter(
-            f"expected a time such as 90s, 30m, 24h or 7d, found {text!r}", param_hint=option
-        )
-    return float(match[1]) * _UNITS[match[2]]

@@ -9,9 +9,9 @@ from typing import Annotated
 import typer
 
 from blockattn_rag import store as kv_store
-from blockattn_rag.app.cli.options import StoreArgument, open_maintained
+from blockattn_rag.app.cli.options import StoreArgument, open_maintained, seconds_of
 from blockattn_rag.app.cli.output import count, emit
-from blockattn_rag.app.cli.store_gc import namespaces_of, seconds_of
+from blockattn_rag.app.cli.store_gc import namespaces_of
 from blockattn_rag.app.rag.database import stored_collection
 from blockattn_rag.app.rag.passages import all_sources, handles_of_sources, sources_at
 from blockattn_rag.store.namespaces import is_of
