@@ -186,15 +186,15 @@ class Service:
         """
         namespace = self._requests.namespace(raw_request.headers)
         if not self._config.recognize:
-            prompt = await self._rendered(body, request) if body.passages else None
+            prompt = await asyncio.to_thread(self._render, body, request) if body.passages else None
             return await self._reported(request, raw_request, prompt)
         prompt = None
         try:
-            prompt = await self._rendered(body, request, namespace)
+            prompt = await asyncio.to_thread(self._render, body, request, namespace)
             answer = await self._reported(request, raw_request, prompt)
         except _UNRECOGNIZED as error:
             # Recognition must not refuse a chat that can be answered without it.
-            plain = await self._rendered(body, request) if body.passages else None
+            plain = await asyncio.to_thread(self._render, body, request) if body.passages else None
             if prompt is not None and plain == prompt:
                 raise
             prompt = plain
@@ -215,10 +215,11 @@ class Service:
             return report.events(answer)
         return answer if isinstance(answer, ErrorResponse) else report.answer(answer)
 
-    async def _rendered(
+    def _render(
         self, body: ChatBody, request: Any, namespace: str | None = None
     ) -> ChatPrompt | None:
-        """Render a chat with the tools and variables that vLLM would use.
+        """Render a chat with the tools and variables that vLLM would use. Slow for long chats, so
+        call it in a thread.
 
         Args:
             namespace: Namespace of the passages to recognize; None for none.
@@ -226,9 +227,6 @@ class Service:
         Returns:
             None if the chat has no passages.
         """
-        return await asyncio.to_thread(self._render, body, request, namespace)
-
-    def _render(self, body: ChatBody, request: Any, namespace: str | None) -> ChatPrompt | None:
         chat = self._openai
         is_without = request.tool_choice == "none" and chat.exclude_tools_when_tool_choice_none
         tools = [] if is_without else [tool.model_dump() for tool in request.tools or ()]

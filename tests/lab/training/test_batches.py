@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from blockattn_rag.check import oracle as reference
-from blockattn_rag.check.attention import layout_of as expected_layout
+from blockattn_rag.check.oracle import layout_of as expected_layout
 from blockattn_rag.errors import UnsupportedModelError
 from blockattn_rag.lab.trainer import LengthGroupedSampler
 from blockattn_rag.lab.training.batches import (
