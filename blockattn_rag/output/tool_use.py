@@ -135,10 +135,6 @@ class ToolUse:
         )
         return {**options, "response_format": None, "structured_outputs": {"grammar": calls}}
 
-    def reader(self, given: Mapping[str, Any]) -> AnswerReader:
-        """Create the reader of the answer to a request with these options."""
-        return self._reading(given).reader()
-
     def _reading(self, given: Mapping[str, Any]) -> CallReading:
         names = tuple(tool["function"]["name"] for tool in self.tools)
         form, only_first = self.template.form, self._decides(given)

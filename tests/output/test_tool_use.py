@@ -99,7 +99,7 @@ def test_nothing_counts_behind_the_only_call_that_is_allowed() -> None:
     held = use("add", parallel_tool_calls=False)
     assert held is not None
     call = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
-    reader = held.reader({})
+    reader = held.engine_options(tiny_tokenizer(), {})["calls"].reader()
     text, calls, invalid = ReadAnswer.of(reader.read(f"So: {call} and {call} done", last=True))
     assert (text, [one.arguments for one in calls], invalid) == ("So:", [{"a": 1}], [])
     assert reader.is_over
@@ -131,7 +131,7 @@ def test_the_same_call_in_a_row_comes_once(given: str) -> None:
     held = use("add")
     assert held is not None
     call = f'<tool_call>{{"name": "add", "arguments": {given}}}</tool_call>\n'
-    reader = held.reader({})
+    reader = held.engine_options(tiny_tokenizer(), {})["calls"].reader()
     once = reader.read(call, last=False)
     assert (len(once), reader.is_over) == (1, False)
     assert reader.read(call * 3, last=True) == []
@@ -142,7 +142,7 @@ def test_true_and_one_are_different_arguments() -> None:
     held = use("add")
     assert held is not None
     call = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
-    reader = held.reader({})
+    reader = held.engine_options(tiny_tokenizer(), {})["calls"].reader()
     assert len(reader.read(call + call.replace("1", "true"), last=True)) == 2
     assert not reader.has_loop
 
