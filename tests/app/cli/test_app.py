@@ -259,3 +259,8 @@ def test_ctrl_c_ends_with_one_line_and_status_130(tmp_path: Path) -> None:
     os.kill(process.pid, signal.SIGINT)
     stdout, stderr = process.communicate(timeout=LONGEST_S)
     assert (process.returncode, stdout, stderr) == (130, "", "error: interrupted\n")
+
+
+def test_verbose_after_two_hyphens_is_an_argument(cli: Command, tmp_path: Path) -> None:
+    output = cli("ingest", "--db", tmp_path / "db", "--model", "bundled", "--", "-v")
+    assert "no such file or folder: -v" in output.stderr

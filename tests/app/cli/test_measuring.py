@@ -247,3 +247,10 @@ def test_refuses_invalid_options(
     output = cli(*command, *options)
     shown = " ".join(output.stderr.replace("│", " ").split())
     assert (output.status, message in shown) == (2, True), shown
+
+
+def test_bench_measures_any_model(cli: Command, model: Path) -> None:
+    command = ("bench", "ttft", "--model", model, "--lengths", 32, "--repeats", 1)
+    output = cli(*command, "--block-tokens", 16)
+    assert output.status == 0, output.stderr
+    assert "FLOPs" in output.stdout

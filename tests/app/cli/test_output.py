@@ -178,3 +178,22 @@ def test_a_spread_has_its_unit_once_if_both_ends_share_it() -> None:
     assert spread(row, "copy") == "101 ms\n93-177 ms"
     assert spread(row | {"copy_max_s": 1.5}, "copy") == "101 ms\n93 ms-1.50 s"
     assert spread(dict.fromkeys(row), "copy") == "-\n---"
+
+
+def test_long_paths_fold_and_numbers_do_not() -> None:
+    path = "/home/somebody/projects/documents/databases/mydb/recipe"
+    numbers = ["100.0", "99.5", "-12.5", "97.5", "123 ms", "99.9", "0.1234"]
+    console = Console(width=80)
+    with console.capture() as capture:
+        console.print(table("t", ("recipe", *"abcdefg"), [(path, *numbers)]))
+    shown = capture.get()
+    assert [number in shown for number in numbers] == [True] * len(numbers)
+    folded = [line.split("  ")[0] for line in shown.splitlines()[3:]]
+    assert "".join(folded) == path
+
+
+def test_titles_do_not_fold() -> None:
+    console = Console(width=80)
+    with console.capture() as capture:
+        console.print(table("/a/path/that/is/longer/than/the/table", ("a",), [("1",)]))
+    assert capture.get().splitlines()[0].rstrip() == "/a/path/that/is/longer/than/the/table"

@@ -58,3 +58,20 @@ def test_link_is_removed_by_name(cli: Command, database: Path, documents: Path) 
     link.symlink_to(documents / "tower.txt")
     assert cli("ingest", documents, "--db", database).status == 0
     assert cli("remove", link, "--db", database, "--json").json["sources"] == [str(link)]
+
+
+def test_names_a_file_that_became_an_outside_link(
+    cli: Command, database: Path, documents: Path, tmp_path: Path
+) -> None:
+    replaced, outside = documents / "tower.txt", tmp_path / "outside.txt"
+    replaced.rename(outside)
+    replaced.symlink_to(outside)
+    output = cli("ingest", documents, "--db", database)
+    assert f"skipped: 1 link out of their folder, such as {replaced};" in output.stderr
+    assert f"{database} still has their passages: {replaced}" in output.stderr
+
+
+def test_suggested_command_frees_everything(cli: Command, database: Path, documents: Path) -> None:
+    suggestion = cli("remove", documents, "--db", database).stdout.split("blockattn-rag ")[1]
+    words = suggestion.replace("\n", "").split()
+    assert cli(*words, "--json").json["deleted"]["count"] == 3  # two, and the words before them
