@@ -214,7 +214,7 @@ def test_aborted_load_frees_its_pages(reference: Reference, engine: Engine, gate
         {"blockattn": {"v": 1, "op": "complete", "lengths": [3], "namespace": "b", "mac": "0"}},
     ],
 )
-def test_a_plan_that_is_none_fails(
+def test_invalid_plan_fails(
     engine: Engine, params: dict[str, object], reference: Reference
 ) -> None:
     case = reference.case(1)

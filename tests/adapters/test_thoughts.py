@@ -54,9 +54,7 @@ def test_call_variables_win(framework: Framework, engine: BlockAttentionEngine, 
 
 
 @pytest.mark.parametrize("where", ["call", "model"])
-def test_a_variable_that_the_template_does_not_read_is_refused(
-    framework: Framework, engine: BlockAttentionEngine, where: str
-) -> None:
+def test_unread_is_refused(framework: Framework, engine: BlockAttentionEngine, where: str) -> None:
     wrong: dict[str, Any] = {"chat_template_kwargs": {"enable_thinkin": False}}
     chat = framework.chat(engine, generate_kwargs=wrong if where == "model" else {})
     with pytest.raises(ValueError, match="enable_thinkin, which the chat template"):

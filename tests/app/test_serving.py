@@ -68,9 +68,7 @@ def test_a_profile_with_an_adapter_needs_its_recipe(served: Served, tmp_path: Pa
     assert Recipe.load(options["recipe"]).outline == ModelProfile.read(profile).recipe
 
 
-def test_models_that_cannot_be_served_are_refused(
-    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refuses_adapters(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (Path(served.model) / "adapter_config.json").write_text('{"base_model_name_or_path": "x"}')
     with pytest.raises(UnsupportedModelError, match="merge it into its base"):
         profile_file(served)

@@ -91,9 +91,7 @@ def _changed(told: dict[str, Any], **figures: int) -> dict[str, Any]:
     return {"blockattn": {**told["blockattn"], **figures}}
 
 
-def test_an_answer_without_log_probabilities_is_named(
-    server: FakeServer, asker: Asker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_needs_logprobs(server: FakeServer, asker: Asker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("blockattn_rag.check.asking._ASKED", {})
     with pytest.raises(ProtocolError, match="expected a completion chunk with token_ids"):
         asker.full(probe().ids)

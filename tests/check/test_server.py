@@ -104,9 +104,7 @@ def test_the_recipe_must_be_the_server_s(model: BlockModel, check: Check) -> Non
     assert "pass the server's recipe as --recipe" in detail(report, "recipe = local recipe")
 
 
-def test_the_server_must_promote_the_most_attended_passage(
-    model: BlockModel, check: Check, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_promotion(model: BlockModel, check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = recipe_of(model, promote=1)
     least = lambda places, shares, _: [min(places, key=shares.__getitem__)]  # noqa: E731
     monkeypatch.setattr(fake_server, "most_attended", least)
@@ -260,9 +258,7 @@ def test_blocks_in_int8_are_judged_by_their_own_rounding(model: BlockModel, chec
         (None, "x-tenant-id is set or stripped on the way"),
     ],
 )
-def test_tenants_are_judged_as_the_server_has_them(
-    model: BlockModel, check: Check, tenants: bool | None, told: str
-) -> None:
+def test_judges_tenants(model: BlockModel, check: Check, tenants: bool | None, told: str) -> None:
     report = check(FakeServer(model, tenants=tenants))
     assert failed(report) == set()
     assert detail(report, "tenants are kept apart").startswith(told)

@@ -288,7 +288,7 @@ def test_an_ingestion_computes_a_damaged_entry_anew(on_disk: BlockFetcher, tmp_p
     assert ingest(on_disk, [A, B]).computed == 0
 
 
-def test_blocks_that_are_used_from_memory_are_not_the_first_that_a_full_store_forgets(
+def test_resident_is_lru(
     model: BlockModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = DirectoryStore(tmp_path / "kv")

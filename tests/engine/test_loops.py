@@ -77,9 +77,7 @@ def test_guard_stays_on_with_a_seed(engine: BlockAttentionEngine, options: dict[
 @pytest.mark.parametrize(
     "options", [{"do_sample": False}, {"temperature": 1e-4}, {"num_beams": 2}], ids=str
 )
-def test_settings_of_sampling_switch_the_guard_off(
-    engine: BlockAttentionEngine, how: str, options: dict[str, Any]
-) -> None:
+def test_sampling_is_free(engine: BlockAttentionEngine, how: str, options: dict[str, Any]) -> None:
     answer = ask(engine, how, max_new_tokens=TEXT_TOKENS + 9, **options)
     assert answer.finish_reason == "length"
     assert answer.text == (WORDS * 40)[: TEXT_TOKENS + 9]

@@ -238,7 +238,7 @@ def test_recipe_is_read_once(model: BlockModel, tmp_path: Path) -> None:
         assert one.generate(prompt, max_new_tokens=1).stats.recipe == str(recipe_of(model))
 
 
-def test_a_batch_reads_the_folder_of_its_recipe_once(
+def test_one_load_a_batch(
     model: BlockModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe_of(model).save(tmp_path / "recipe")

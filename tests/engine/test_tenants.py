@@ -180,9 +180,7 @@ def test_read_only_engine_answers(model: BlockModel, store: KVStore, resident_by
     assert engine.access.read_only
 
 
-def test_a_read_only_engine_computes_a_damaged_entry_and_leaves_it(
-    model: BlockModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_skips_damage(model: BlockModel, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     BlockAttentionEngine(model, tmp_path / "kv").encode(["first passage"])
     (path,) = (tmp_path / "kv").rglob("*.safetensors")
     path.write_bytes(path.read_bytes()[:-1])

@@ -76,7 +76,7 @@ _MAGNITUDES = st.floats(-45, 38, allow_nan=False)  # from denormal numbers of fl
     st.lists(_MAGNITUDES | st.just(-math.inf), min_size=6, max_size=6),
     st.integers(0, 99),
 )
-def test_zeros_one_token_and_huge_and_tiny_numbers(
+def test_extreme_numbers(
     dtype: torch.dtype, tokens: int, exponents: list[float], seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)

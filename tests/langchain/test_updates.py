@@ -69,9 +69,7 @@ def test_a_raw_upsert_keeps_the_old_handle_yet_the_model_reads_the_new_text(
     assert is_stored(engine, found(filled)["p1"])
 
 
-def test_metadata_frees_the_entry_if_it_is_shown(
-    engine: BlockAttentionEngine, filled: Chroma
-) -> None:
+def test_shown_metadata_frees_the_entry(engine: BlockAttentionEngine, filled: Chroma) -> None:
     old = found(filled)["p0"]
     for metadata, kept in (({"read": 7}, True), ({"title": "Other"}, False)):
         filled.update_document("p0", Document(old.page_content, metadata=metadata, id="p0"))

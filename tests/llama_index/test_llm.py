@@ -63,9 +63,7 @@ def test_chat_uses_the_chat_template(llm: BlockAttentionLLM, engine: RecordingEn
         ({"completion_to_prompt": "<<{}>>".format}, "<<Hi>>"),
     ],
 )
-def test_an_unformatted_completion_is_formatted_once(
-    engine: RecordingEngine, fields: dict[str, Any], expected: str
-) -> None:
+def test_formats_once(engine: RecordingEngine, fields: dict[str, Any], expected: str) -> None:
     llm = BlockAttentionLLM(engine=engine, max_new_tokens=1, **fields)
     llm.complete("Hi")
     assert engine.calls[0].prompt.text == expected

@@ -169,9 +169,7 @@ def folder(path: Path) -> Path:
     return path
 
 
-def test_the_same_files_in_another_folder_compute_nothing_and_the_first_question_hits(
-    llm: BlockAttentionLLM, engine: RecordingEngine, tmp_path: Path
-) -> None:
+def test_moved_files_hit(llm: BlockAttentionLLM, engine: RecordingEngine, tmp_path: Path) -> None:
     transform = BlockKVTransform(llm=llm)
     steps = [SentenceSplitter(), transform]
     for name, expected in (("here", (3, 0)), ("there", (0, 3))):

@@ -83,7 +83,7 @@ def test_one_block_is_full_attention_under_every_option(
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
 @pytest.mark.parametrize("mode", ["block", "full"])
-def test_a_batch_gives_the_answers_of_its_prompts_alone(
+def test_batch_is_as_alone(
     engine: BlockAttentionEngine, options: dict[str, Any], mode: Any
 ) -> None:
     alone = [engine.generate(p, mode=mode, max_new_tokens=NEW, **options) for p in PROMPTS]

@@ -264,9 +264,7 @@ def test_a_sound_entry_that_tenants_share_stands_in_for_a_damaged_one(loader: Ma
 
 
 @pytest.mark.parametrize("error", [StoreError("the disk is away"), RuntimeError("a mistake")])
-def test_a_store_that_fails_fails_the_load_and_no_other(
-    loader: Make, error: Exception, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_error_fails_load(loader: Make, error: Exception, caplog: pytest.LogCaptureFixture) -> None:
     sound = filled(MemoryStore(1 << 20))
     errors: list[Exception] = [error]
 

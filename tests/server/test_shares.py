@@ -141,9 +141,7 @@ def test_a_rank_that_does_not_exist_is_refused() -> None:
     st.sampled_from([1, 2, 3]),
 )
 @settings(max_examples=40)
-def test_what_all_ranks_read_is_the_whole_block_bit_by_bit(
-    homes: dict[str, KVStore], kv: BlockKV, ranks: int, stages: int
-) -> None:
+def test_ranks_read_it_all(homes: dict[str, KVStore], kv: BlockKV, ranks: int, stages: int) -> None:
     profile = profile_of_block(kv)
     for home in homes.values():
         home.put(kv.key, kv)
@@ -288,9 +286,7 @@ def flip(folder: DirectoryStore, key: str, byte: int) -> None:
 
 
 @pytest.mark.parametrize("quantised", [False, True])
-def test_damage_is_told_of_its_entry_alone_and_to_whom_it_concerns(
-    ranges: MaintainedStore, folder: DirectoryStore, quantised: bool
-) -> None:
+def test_reports_damage(ranges: MaintainedStore, folder: DirectoryStore, quantised: bool) -> None:
     kv, other = (make_kv(name, tokens=40, quantised=quantised) for name in ("one", "other"))
     for one in (kv, other):
         ranges.put(one.key, one)

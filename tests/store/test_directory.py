@@ -347,9 +347,7 @@ def test_threads_bring_a_deleted_store_back_together(store: DirectoryStore) -> N
     "look",
     [DirectoryStore.stats, lambda store: list(store.keys()), lambda store: list(store.leftovers())],
 )
-def test_what_cannot_be_listed_is_not_taken_for_empty(
-    store: DirectoryStore, look: Callable[[DirectoryStore], object]
-) -> None:
+def test_listing_errors(store: DirectoryStore, look: Callable[[DirectoryStore], object]) -> None:
     (store.path / "objects").touch()
     with pytest.raises(StoreError, match=r"cannot list .*objects: Not a directory"):
         look(store)
@@ -379,9 +377,7 @@ def test_a_write_that_the_disk_cuts_short_leaves_nothing(store: DirectoryStore) 
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])
-def test_a_full_disk_leaves_the_older_entry_and_nothing_else(
-    store: DirectoryStore, monkeypatch: pytest.MonkeyPatch, call: str
-) -> None:
+def test_keeps_old_entry(store: DirectoryStore, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     def full(*args: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

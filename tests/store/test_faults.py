@@ -35,9 +35,7 @@ def opened(s3: str, url: str, monkeypatch: pytest.MonkeyPatch, retries: int = 3)
 
 
 @pytest.mark.parametrize("fault", ["503", "truncated", "other range", "hangs", "hangs within"])
-def test_a_failing_server_is_an_error_in_time(
-    s3: str, s3_url: str, monkeypatch: pytest.MonkeyPatch, fault: Fault
-) -> None:
+def test_fails_in_time(s3: str, s3_url: str, monkeypatch: pytest.MonkeyPatch, fault: Fault) -> None:
     kv = KVS[0]
     ObjectStore(s3).put(kv.key, kv)
     with faulty(s3_url, {fault: 1.0}) as server:
@@ -50,9 +48,7 @@ def test_a_failing_server_is_an_error_in_time(
 
 
 @pytest.mark.parametrize("fault", ["other bytes", "flipped bit"])
-def test_bytes_that_are_not_the_entrys_are_found_out(
-    s3: str, s3_url: str, monkeypatch: pytest.MonkeyPatch, fault: Fault
-) -> None:
+def test_wrong_bytes(s3: str, s3_url: str, monkeypatch: pytest.MonkeyPatch, fault: Fault) -> None:
     kv = KVS[0]
     ObjectStore(s3).put(kv.key, kv)
     with faulty(s3_url, {fault: 1.0}) as server, pytest.raises(StoreError):

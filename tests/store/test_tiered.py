@@ -415,9 +415,7 @@ def test_an_unrecorded_use_is_no_sign_of_life(monkeypatch: pytest.MonkeyPatch) -
         (("memory:",), {"queue_bytes": 0}, "max_bytes must be"),
     ],
 )
-def test_what_makes_no_sense_is_refused(
-    arguments: tuple[str, ...], options: dict[str, Any], message: str
-) -> None:
+def test_invalid_options(arguments: tuple[str, ...], options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         TieredStore(*arguments, **options)
     with pytest.raises(TypeError, match="a tier must be a KVStore"):

@@ -82,7 +82,7 @@ def test_a_time_of_use_in_the_future_is_mended_by_use(store: DirectoryStore) -> 
 
 
 @pytest.mark.parametrize("error", [errno.EROFS, errno.EPERM, errno.EACCES])
-def test_a_store_that_may_only_be_read_is_read_all_the_same(
+def test_read_only_store(
     store: DirectoryStore, monkeypatch: pytest.MonkeyPatch, error: int
 ) -> None:
     def refuse(*args: object, **kwargs: object) -> None:
@@ -133,7 +133,7 @@ def test_a_store_without_touch_is_asked_whether_it_has_the_entry() -> None:
 
 
 @pytest.mark.parametrize("how", ["touch", "get", "put"])
-def test_what_is_used_between_gcs_look_and_its_deletion_stays(
+def test_late_use_protects(
     store: DirectoryStore, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     describe = DirectoryStore.describe

@@ -66,9 +66,7 @@ def output_of(answering: Any, capsys: pytest.CaptureFixture[str]) -> tuple[str, 
     return " ".join(out.split()), " ".join(err.split())
 
 
-def test_a_question_is_asked_behind_those_before_it(
-    typed: Callable[..., None], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_keeps_the_history(typed: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
     answering = Answering("214 metres.", "Yes.", "No.")
     typed("How high?", "", "  Is that high? ", "/clear", "And?")
     out, err = output_of(answering, capsys)
@@ -82,9 +80,7 @@ def test_a_question_is_asked_behind_those_before_it(
     assert "conversation cleared" in err
 
 
-def test_an_answer_that_is_stopped_is_no_turn(
-    typed: Callable[..., None], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_stop_adds_no_turn(typed: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
     answering = Answering(KeyboardInterrupt(), "Yes.")
     typed("How high?", KeyboardInterrupt, "Is that high?")
     out, err = output_of(answering, capsys)
@@ -93,9 +89,7 @@ def test_an_answer_that_is_stopped_is_no_turn(
     assert "Ctrl-D leaves" in err
 
 
-def test_bytes_that_are_no_text_do_not_end_the_conversation(
-    typed: Callable[..., None], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_invalid_bytes_pass(typed: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
     answering = Answering("Yes.")
     typed(UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"), "How high?")
     out, err = output_of(answering, capsys)
@@ -103,9 +97,7 @@ def test_bytes_that_are_no_text_do_not_end_the_conversation(
     assert "begun Yes." in out
 
 
-def test_an_answer_that_fails_does_not_end_the_conversation(
-    typed: Callable[..., None], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_survives_errors(typed: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
     answering = Answering(ContextOverflowError("too long\nby far"), "Yes.")
     typed("How high?", "Is that high?")
     out, err = output_of(answering, capsys)
@@ -114,9 +106,7 @@ def test_an_answer_that_fails_does_not_end_the_conversation(
     assert answering.asked[1] == ("Is that high?", [])
 
 
-def test_commands_show_sources_and_help_and_leave(
-    typed: Callable[..., None], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_runs_commands(typed: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
     answering = Answering("Yes.")
     typed("/sources", "/help", "/nothing", "How?", "/sources", "/quit", "never asked")
     out, err = output_of(answering, capsys)

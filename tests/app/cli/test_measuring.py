@@ -135,9 +135,7 @@ def test_bench_prints_one_json_object_with_a_row_for_each_length(cli: Command) -
         ("memory", ("--lengths", 32, "--block-tokens", 16), "stored blocks"),
     ],
 )
-def test_every_benchmark_shows_its_rows(
-    cli: Command, command: str, options: tuple[object, ...], column: str
-) -> None:
+def test_bench_rows(cli: Command, command: str, options: tuple[object, ...], column: str) -> None:
     output = cli("bench", command, *TINY, *options)
     assert output.status == 0, output.stderr
     assert column in output.stdout

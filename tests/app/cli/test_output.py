@@ -130,9 +130,7 @@ def test_first_item_gives_no_time_left(clock: Clock, capsys: pytest.CaptureFixtu
     ]
 
 
-def test_a_terminal_shows_bars_with_the_remaining_time(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_terminal_bars(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Console(width=100, stderr=True, force_terminal=True)
     monkeypatch.setattr("blockattn_rag.app.cli.progress.stderr", terminal)
     with stages() as report:
@@ -152,9 +150,7 @@ def test_a_long_wait_is_reported(clock: Clock, capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().err == "loading: 3.00 s\n"
 
 
-def test_a_wait_without_a_terminal_is_reported_while_it_lasts(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reports_waits(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("blockattn_rag.app.cli.progress.PATIENCE_S", 0.01)
     with waiting("loading"):
         time.sleep(0.3)

@@ -60,9 +60,7 @@ def test_link_is_removed_by_name(cli: Command, database: Path, documents: Path) 
     assert cli("remove", link, "--db", database, "--json").json["sources"] == [str(link)]
 
 
-def test_names_a_file_that_became_an_outside_link(
-    cli: Command, database: Path, documents: Path, tmp_path: Path
-) -> None:
+def test_names_outside_link(cli: Command, database: Path, documents: Path, tmp_path: Path) -> None:
     replaced, outside = documents / "tower.txt", tmp_path / "outside.txt"
     replaced.rename(outside)
     replaced.symlink_to(outside)

@@ -350,7 +350,7 @@ def test_passages_expire(cli: Command, database: Path, filled: Path) -> None:
         (["0" * 32], "found no entry of 1 handle, the first is 00000000"),
     ],
 )
-def test_a_pin_of_unknown_passages_is_refused(
+def test_unknown_pin_fails(
     cli: Command, database: Path, arguments: list[str], message: str
 ) -> None:
     output = cli("store", "pin", database, *arguments)

@@ -82,9 +82,7 @@ def measured_steps(report: Mapping[str, Any]) -> list[float]:
 
 
 class TestResult:
-    def test_a_recipe_that_answers_nearer_to_full_mode_is_written(
-        self, model: BlockModel, finished: tuple[Path, Recipe, Any]
-    ) -> None:
+    def test_writes_the_best(self, model: BlockModel, finished: tuple[Path, Recipe, Any]) -> None:
         output, recipe, _ = finished
         assert recipe.adapter is not None
         assert recipe.sink == "head:4"

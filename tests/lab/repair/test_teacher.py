@@ -85,9 +85,7 @@ def test_an_answer_ends_with_its_end_token_though_its_batch_goes_on(
         assert len(cut.predictions.tokens) == length
 
 
-def test_existing_answers_are_not_computed_again(
-    model: BlockModel, tmp_path: Path, answered: Callable[[], int]
-) -> None:
+def test_reuses_answers(model: BlockModel, tmp_path: Path, answered: Callable[[], int]) -> None:
     Teacher(model, tmp_path, 4, 8).answer_all(PROMPTS[:2], silent)
     seen: list[tuple[int, int]] = []
     teacher = Teacher(model, tmp_path, 4, 8)
@@ -98,17 +96,13 @@ def test_existing_answers_are_not_computed_again(
     assert answered() == 3
 
 
-def test_other_settings_have_their_own_answers(
-    model: BlockModel, tmp_path: Path, answered: Callable[[], int]
-) -> None:
+def test_settings_differ(model: BlockModel, tmp_path: Path, answered: Callable[[], int]) -> None:
     for number, (tokens, top_k) in enumerate([(4, 8), (5, 8), (4, 7)], 1):
         Teacher(model, tmp_path, tokens, top_k)(PROMPT)
         assert answered() == number
 
 
-def test_a_damaged_file_is_computed_again(
-    model: BlockModel, tmp_path: Path, answered: Callable[[], int]
-) -> None:
+def test_recomputes_damage(model: BlockModel, tmp_path: Path, answered: Callable[[], int]) -> None:
     teacher = Teacher(model, tmp_path, 4, 8)
     expected = teacher(PROMPT)
     (file,) = tmp_path.iterdir()
@@ -118,9 +112,7 @@ def test_a_damaged_file_is_computed_again(
     assert answered() == 2
 
 
-def test_a_prompt_that_leaves_no_room_is_refused_before_anything_is_computed(
-    model: BlockModel, tmp_path: Path, answered: Callable[[], int]
-) -> None:
+def test_refuses_long_ones(model: BlockModel, tmp_path: Path, answered: Callable[[], int]) -> None:
     teacher = Teacher(model, tmp_path, 4000, 8)
     with pytest.raises(ContextOverflowError, match=r"of 4000 do not fit in .* 4096"):
         teacher.answer_all(PROMPTS, silent)

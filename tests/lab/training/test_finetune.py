@@ -185,7 +185,7 @@ class TestResume:
         assert [p.name for p in tmp_path.iterdir()] == ["checkpoint-4"]
 
     @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-    def test_a_finished_training_resumes_without_a_further_step(
+    def test_resumes_at_end(
         self, folder: Path, monkeypatch: pytest.MonkeyPatch, lora: bool
     ) -> None:
         # Half an epoch: at the end of a whole one, there is no further step to take.
@@ -218,9 +218,7 @@ class TestResume:
             *((text, r"run\.json is damaged .* start again") for text in ("", "null", "[1]")),
         ],
     )
-    def test_resuming_other_or_damaged_settings_is_refused(
-        self, folder: Path, noted: str, message: str
-    ) -> None:
+    def test_resume_needs_the_same_settings(self, folder: Path, noted: str, message: str) -> None:
         (folder / "out.work").mkdir()
         (folder / "out.work" / "run.json").write_text(noted)
         with pytest.raises(DataError, match=message):
@@ -305,9 +303,7 @@ class TestRefusals:
         [({"max_steps": 3}, "loss is nan at step"), ({"max_steps": 1}, "weights are not finite")],
         ids=["loss", "weights"],
     )
-    def test_a_run_that_diverges_publishes_nothing(
-        self, folder: Path, changes: dict[str, Any], expected: str
-    ) -> None:
+    def test_divergence_raises(self, folder: Path, changes: dict[str, Any], expected: str) -> None:
         finetune(config(settings(folder, max_steps=1)))
         kept = weights(folder / "out")
         far: dict[str, Any] = {"learning_rate": 1e38, "warmup_steps": 0, "overwrite": True}
@@ -359,9 +355,7 @@ class TestRefusals:
             ({"lr_scheduler": "cosine_with_min_lr"}, "lr_scheduler must be one of"),
         ],
     )
-    def test_invalid_settings_are_refused(
-        self, folder: Path, changes: dict[str, Any], expected: str
-    ) -> None:
+    def test_invalid_settings(self, folder: Path, changes: dict[str, Any], expected: str) -> None:
         with pytest.raises(ValueError, match=expected):
             finetune(config(settings(folder, **changes)))
 

@@ -517,9 +517,7 @@ def test_stores_what_a_local_does(serve: Serve, block_model: BlockModel, tmp_pat
     assert len(list(there.keys())) == 4
 
 
-def test_a_model_that_is_not_tuned_is_told_of_once(
-    serve: Serve, block_model: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_untuned_warning(serve: Serve, block_model: Any, caplog: pytest.LogCaptureFixture) -> None:
     repaired = serve(block_tuned=False, recipe=recipe_of(block_model))
     RemoteEngine(repaired.url, tokenizer=tiny_tokenizer()).generate([A, Q], max_new_tokens=1)
     engine = RemoteEngine(serve(block_tuned=False).url, tokenizer=tiny_tokenizer())
