@@ -112,7 +112,8 @@ def _answerer(model: str, recipe: str, max_new_tokens: int) -> Answerer:
     if found.adapter is not None:
         recipes["recipe"] = replace(found, promote=0)
     if engine.model.supports_relay:
-        recipes["recipe, 1 promoted"] = replace([*recipes.values()][-1], promote=1)
+        last, best = [*recipes.items()][-1]
+        recipes[f"{last}, 1 promoted"] = replace(best, promote=1)
     return Answerer(
         engine,
         format_for(AUTO, engine.model.name),
