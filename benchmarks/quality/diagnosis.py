@@ -16,6 +16,7 @@ from rows import Answerer
 from sets import Item
 from torch import Tensor
 
+from blockattn_rag.check.model import placed_context
 from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.kv.context import Context, assemble, place
@@ -61,16 +62,17 @@ def diagnose(answerer: Answerer, recipe: Recipe, item: Item) -> Iterator[Change]
     ids = model.tokenizer.prompt_ids(prompt)
     expected = model.answer_logits([*chain.from_iterable(ids.context)], ids.final, answer)
     expected = expected.double().log_softmax(-1)
-    found = _encoded(model, recipe, ids.context)
+    sink = sink_ids(recipe.sink, model.tokenizer)
+    found = placed_context(model, ids.context, sink, recipe)
     full = _full(model, ids.context)
     attended = attended_in_full = -1
     passages = [index for index, block in enumerate(prompt.context) if block.is_passage]
     if model.supports_relay:
         attended, attended_in_full = (
             _most_attended(model, context, ids.final, passages)
-            for context in (place(found), _sliced(full, ids.context))
+            for context in (found, _sliced(full, ids.context))
         )
-    joined = _joined(model, place(found), full)
+    joined = _joined(model, found, full)
     for name in CHANGES:
         mask = _mask(name, ids.context, passages, item.best, len(joined.keys))
         context = place([_spliced(joined, full, *mask)])
@@ -89,21 +91,6 @@ def diagnose(answerer: Answerer, recipe: Recipe, item: Item) -> Iterator[Change]
             attended_in_full,
             item.best,
         )
-
-
-def _encoded(model: BlockModel, recipe: Recipe, context: Sequence[list[int]]) -> list[BlockKV]:
-    """The blocks of a prompt as block mode computes them."""
-    before = sink_ids(recipe.sink, model.tokenizer)
-    requests = [
-        EncodeRequest(ids, str(index), "", before if index else ())
-        for index, ids in enumerate(context)
-    ]
-    blocks = {kv.digest: kv for batch in model.encode(requests) for kv in batch}
-    ordered = [blocks[str(index)] for index in range(len(context))]
-    if recipe.adapter is None:
-        return ordered
-    layouts = model.profile.layouts
-    return [ordered[0], *(recipe.adapter.corrected(kv, layouts) for kv in ordered[1:])]
 
 
 def _full(model: BlockModel, context: Sequence[list[int]]) -> BlockKV:
