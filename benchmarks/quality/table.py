@@ -79,7 +79,7 @@ def diagnosis_table(changes: Sequence[Change], records: Sequence[Record]) -> str
 
     Args:
         changes: The diagnosis of some questions.
-        records: Answers to the same questions, to tell which ones the recipe loses.
+        records: Answers to the same questions. They show which questions the recipe loses.
     """
     by_name: dict[str, dict[tuple[str, str], Change]] = {}
     for one in changes:
