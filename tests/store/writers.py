@@ -13,7 +13,8 @@ from unittest import mock
 
 import torch
 
-from blockattn_rag.store import DirectoryStore, base, verify
+from blockattn_rag.store import DirectoryStore, verify
+from blockattn_rag.store import format as entry_format
 from blockattn_rag.store.format import encode
 from tests.store.kvs import make_kv, same
 
@@ -118,7 +119,7 @@ def _replace(old: Path, new: Path) -> None:
 
 
 STEPS: dict[str, tuple[object, str, Callable[..., object]]] = {
-    "half written": (base, "encode", _half),
+    "half written": (entry_format, "encode", _half),
     "written": (os, "fsync", _die),
     "flushed": (os, "replace", _die),
     "renamed": (os, "replace", _replace),
