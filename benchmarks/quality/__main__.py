@@ -15,9 +15,9 @@ from __future__ import annotations
 import csv
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, fields, replace
-from itertools import takewhile
+from functools import partial
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -57,11 +57,7 @@ def run(
     """Answer questions in every row."""
     answerer = _answerer(model, recipe, max_new_tokens)
     path = results / f"{Path(model).name}.csv"
-    done = {(one.set, one.id) for one in read(path, Record)}
-    for item in _until(minutes, _items(nq)[:questions]):
-        if (item.set, item.id) not in done:
-            append(path, [*answerer.answer(item)])
-            print(f"{item.set} {item.id}", flush=True)
+    _measure(path, Record, _items(nq)[:questions], answerer.answer, minutes)
 
 
 @app.command()
@@ -78,11 +74,8 @@ def diagnose(
     answerer = _answerer(model, recipe, max_new_tokens)
     best = next(answerer.recipes[one] for one in ("recipe", "sink") if one in answerer.recipes)
     path = results / DIAGNOSIS / f"{Path(model).name}.csv"
-    done = {(one.set, one.id) for one in read(path, Change)}
-    for item in _until(minutes, _items(nq)[:questions]):
-        if (item.set, item.id) not in done:
-            append(path, [*diagnosis.diagnose(answerer, best, item)])
-            print(f"{item.set} {item.id}", flush=True)
+    measure = partial(diagnosis.diagnose, answerer, best)
+    _measure(path, Change, _items(nq)[:questions], measure, minutes)
 
 
 @app.command()
@@ -123,9 +116,22 @@ def _answerer(model: str, recipe: str, max_new_tokens: int) -> Answerer:
     )
 
 
-def _until(minutes: float, items: Iterable[sets.Item]) -> Iterator[sets.Item]:
+def _measure(
+    path: Path,
+    kind: type[T],
+    items: Iterable[sets.Item],
+    measure: Callable[[sets.Item], Iterable[T]],
+    minutes: float,
+) -> None:
+    """Append the records of the questions that a file lacks, until the time is over."""
+    done = {(one.set, one.id) for one in read(path, kind)}
     end = time.monotonic() + 60 * minutes
-    return takewhile(lambda _: time.monotonic() < end, items)
+    for item in items:
+        if time.monotonic() > end:
+            break
+        if (item.set, item.id) not in done:
+            append(path, [*measure(item)])
+            print(f"{item.set} {item.id}", flush=True)
 
 
 def _items(nq: Path | None) -> list[sets.Item]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 
 import torch
-from rows import Answerer
+from rows import Answerer, divergence
 from sets import Item
 from torch import Tensor
 
@@ -56,12 +56,8 @@ class Change:
 def diagnose(answerer: Answerer, recipe: Recipe, item: Item) -> Iterator[Change]:
     """Measure all changes on one question."""
     model, prompt = answerer.engine.model, answerer.prompt(item)
-    answer = answerer.engine.generate(
-        prompt, mode="full", max_new_tokens=answerer.max_new_tokens, do_sample=False
-    ).token_ids
+    answer, expected = answerer.full_answer(prompt)
     ids = model.tokenizer.prompt_ids(prompt)
-    expected = model.answer_logits([*chain.from_iterable(ids.context)], ids.final, answer)
-    expected = expected.double().log_softmax(-1)
     sink = sink_ids(recipe.sink, model.tokenizer)
     found = placed_context(model, ids.context, sink, recipe)
     full = _full(model, ids.context)
@@ -76,21 +72,10 @@ def diagnose(answerer: Answerer, recipe: Recipe, item: Item) -> Iterator[Change]
     for name in CHANGES:
         mask = _mask(name, ids.context, passages, item.best, len(joined.keys))
         context = place([_spliced(joined, full, *mask)])
-        logits = model.answer_logits([], ids.final, answer, model.cache_for(context))
-        kl = torch.nn.functional.kl_div(
-            logits.double().log_softmax(-1), expected, reduction="none", log_target=True
-        )
-        same = logits.argmax(-1) == expected.argmax(-1)
-        yield Change(
-            item.set,
-            item.id,
-            name,
-            round(float(kl.sum(-1).mean()), 6),
-            round(float(same.double().mean()), 4),
-            attended,
-            attended_in_full,
-            item.best,
-        )
+        cache = model.cache_for(context)
+        logits = model.answer_logits([], ids.final, answer.token_ids, cache)
+        measured = divergence(logits, expected)
+        yield Change(item.set, item.id, name, *measured, attended, attended_in_full, item.best)
 
 
 def _full(model: BlockModel, context: Sequence[list[int]]) -> BlockKV:
@@ -123,11 +108,18 @@ def _joined(model: BlockModel, context: Context, full: BlockKV) -> BlockKV:
 
 def _spliced(joined: BlockKV, full: BlockKV, keys: Tensor, values: Tensor) -> BlockKV:
     """``joined`` with full mode's keys and values where the masks ``[layers, tokens]`` are True."""
-    pairs = zip(joined.keys, full.keys, keys, strict=True)
-    new_keys = tuple(torch.where(mask[None, :, None], b, a) for a, b, mask in pairs)
-    pairs = zip(joined.values, full.values, values, strict=True)
-    new_values = tuple(torch.where(mask[None, :, None], b, a) for a, b, mask in pairs)
-    return replace(joined, keys=new_keys, values=new_values)
+
+    def chosen(
+        ours: Sequence[Tensor], theirs: Sequence[Tensor], masks: Tensor
+    ) -> tuple[Tensor, ...]:
+        layers = zip(ours, theirs, masks, strict=True)
+        return tuple(torch.where(mask[None, :, None], b, a) for a, b, mask in layers)
+
+    return replace(
+        joined,
+        keys=chosen(joined.keys, full.keys, keys),
+        values=chosen(joined.values, full.values, values),
+    )
 
 
 def _mask(

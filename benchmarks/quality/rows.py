@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from recompute import Recomputation
 from sets import Item
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from blockattn_rag import BlockAttentionEngine
 from blockattn_rag.engine.recipe import Recipe
+from blockattn_rag.engine.results import Generation
 from blockattn_rag.lab.evaluation.fidelity import FidelityRecord
 from blockattn_rag.lab.evaluation.records import Row
 from blockattn_rag.prompts.blocks import BlockPrompt
@@ -80,9 +81,8 @@ class Answerer:
     def answer(self, item: Item) -> Iterator[Record]:
         """Answer a question in every row."""
         prompt = self.prompt(item)
-        full = self.engine.generate(prompt, mode="full", **self._options)
-        expected = self.engine.answer_logits(prompt, full.token_ids, mode="full")
-        compare = _Comparison(item, full.token_ids, expected.double().log_softmax(-1))
+        full, expected = self.full_answer(prompt)
+        compare = _Comparison(item, full.token_ids, expected)
         yield compare.record(FULL, full.text, expected, full.stats)
         for name, recipe in self.recipes.items():
             self.engine.precompute(prompt.context, as_prompt=True, recipe=recipe)
@@ -94,6 +94,12 @@ class Answerer:
         best = self.prompt(replace(item, passages=(item.passages[item.best],)))
         found = self.engine.generate(best, mode="full", **self._options)
         yield compare.record(BEST, found.text, None, found.stats)
+
+    def full_answer(self, prompt: BlockPrompt) -> tuple[Generation, Tensor]:
+        """Full mode's answer, and its log-probabilities ``[answer tokens, vocab]``."""
+        full = self.engine.generate(prompt, mode="full", **self._options)
+        logits = self.engine.answer_logits(prompt, full.token_ids, mode="full")
+        return full, logits.double().log_softmax(-1)
 
     def _recomputed(self, prompt: BlockPrompt, compare: _Comparison) -> Iterator[Record]:
         model = self.engine.model
@@ -128,18 +134,15 @@ class _Comparison:
     def record(self, row: str, output: str, logits: Tensor | None, stats: Any) -> Record:
         kl = agreement = float("nan")
         if logits is not None:
-            compared = FidelityRecord.compared(
-                _Named(self.item.id), Row(row), logits, self.expected
-            )
-            kl, agreement = compared.kl, compared.agreement
+            kl, agreement = divergence(logits, self.expected)
         return Record(
             set=self.item.set,
             id=self.item.id,
             row=row,
             right=int(self.item.is_right(output)),
             f1=round(self.item.f1(output), 4),
-            kl=round(kl, 6),
-            agreement=round(agreement, 4),
+            kl=kl,
+            agreement=agreement,
             computed_tokens=stats.computed_tokens if stats else 0,
             prompt_tokens=stats.prompt_tokens if stats else 0,
             ttft_s=round(stats.ttft_s, 4) if stats else float("nan"),
@@ -147,9 +150,19 @@ class _Comparison:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Named:
+def divergence(logits: Tensor, expected: Tensor) -> tuple[float, float]:
+    """KL and agreement of ``lab.evaluation.fidelity``, rounded.
+
+    Args:
+        logits: Logits ``[answer tokens, vocab]``.
+        expected: Full mode's log-probabilities, of the same shape.
+    """
+    compared = FidelityRecord.compared(_Named("", ""), Row(""), logits, expected)
+    return round(compared.kl, 6), round(compared.agreement, 4)
+
+
+class _Named(NamedTuple):
     """Identity of a question, as ``FidelityRecord`` needs it."""
 
     id: str
-    digest: str = ""
+    digest: str
