@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -115,24 +114,22 @@ class Reference:
                 store.put(self.key(block), self.encoded(block))
         return case
 
-    def written(self, ids: list[int], sink_ids: Sequence[int] = ()) -> BlockKV:
+    def written(self, ids: list[int]) -> BlockKV:
         """A block that an engine has encoded and whose threads write it, once it is stored."""
         store, until = DirectoryStore(self.store), time.monotonic() + WRITTEN_S
-        key = self.key(ids, sink_ids=sink_ids)
-        while (kv := store.get(key)) is None and time.monotonic() < until:
+        while (kv := store.get(self.key(ids))) is None and time.monotonic() < until:
             time.sleep(0.05)
         assert kv is not None, f"not stored within {WRITTEN_S} s"
         return kv
 
-    def encoded(self, ids: list[int], sink_ids: Sequence[int] = ()) -> BlockKV:
-        """A block as the local model computes it, alone or after a sink."""
-        request = EncodeRequest(ids, token_digest(ids, sink_ids), "", sink_ids)
-        ((kv,),) = self.model.encode([request])
+    def encoded(self, ids: list[int]) -> BlockKV:
+        """A block as the local model computes it."""
+        ((kv,),) = self.model.encode([EncodeRequest(ids, token_digest(ids), "")])
         return kv
 
-    def key(self, ids: list[int], namespace: str = "", sink_ids: Sequence[int] = ()) -> str:
+    def key(self, ids: list[int], namespace: str = "") -> str:
         """Where a block is stored."""
-        return store_key(self.profile.fingerprint, token_digest(ids, sink_ids), namespace)
+        return store_key(self.profile.fingerprint, token_digest(ids), namespace)
 
     def telling(self, place: int) -> Case:
         """A prompt, all blocks stored, whose answer tells whether it was computed in block mode and

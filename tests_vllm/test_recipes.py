@@ -1,15 +1,18 @@
-"""Servers with a recipe encode what the local engine encodes, on any number of ranks."""
+"""Servers with a recipe encode, and measure attention, as the local engine does, on any ranks."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
 
 from blockattn_rag import BlockAttentionEngine, Recipe
+from blockattn_rag.check.model import placed_context
 from blockattn_rag.prompts.blocks import Keep
+from blockattn_rag.prompts.sinks import sink_ids
 from blockattn_rag.server.keys import block_keys
 from blockattn_rag.server.profile import ModelProfile, profile_of
 from blockattn_rag.server.protocol import BlockPlan
@@ -24,6 +27,12 @@ ENGINES: dict[str, dict[str, Any]] = {
     "int8": {"kv_dtype": "int8"},
     "two ranks": {"tensor_parallel_size": 2},
     "two stages": {**PIPELINE, "read_only": True},
+    "few pages": {
+        "max_num_batched_tokens": 192,
+        "num_gpu_blocks_override": 22,
+        "max_model_len": 1536,
+        "enable_prefix_caching": False,
+    },
 }
 """Options of the connector and of the engine."""
 
@@ -42,13 +51,14 @@ def recipe(reference: Reference) -> Recipe:
 
 @pytest.fixture(scope="module")
 def profile(reference: Reference, recipe: Recipe) -> ModelProfile:
-    return profile_of(reference.model, recipe)
+    """Profile of a server that also promotes a passage if it is asked through its endpoints."""
+    return profile_of(reference.model, replace(recipe, promote=1))
 
 
 @pytest.fixture(scope="module")
 def files(reference: Reference, recipe: Recipe, profile: ModelProfile) -> Files:
     folder = reference.folder / "recipes"
-    recipe.save(folder / "recipe")
+    replace(recipe, promote=1).save(folder / "recipe")
     profile.write(folder / "profile.json")
     return Files(str(folder / "recipe"), str(folder / "profile.json"))
 
@@ -140,3 +150,39 @@ def test_what_the_local_engine_stores_is_found_by_a_server(
     case = reference.case(30, records=2)
     expected = answer(local(reference, recipe, DirectoryStore(store.path), kind), case)
     assert engine.block(case).tokens == expected
+
+
+def attention(reference: Reference, recipe: Recipe, case: Case) -> list[float]:
+    """Attention to each block as the local engine measures it."""
+    sink = sink_ids(recipe.sink, reference.model.tokenizer)
+    context = placed_context(reference.model, case.blocks, sink, recipe)
+    return reference.model.attention_to_blocks(context, case.ids[context.num_tokens :])
+
+
+def test_attention_is_the_local_engine_s(
+    reference: Reference, engine: Engine, recipe: Recipe, kind: str, store: DirectoryStore
+) -> None:
+    short = [reference.case(number, records=2).texts for number in TELLING[3:7]]
+    more = " Think of towers, lakes and companies." * 40
+    cases = [reference.case_of((*context, question + more)) for *context, question in short]
+    for case in cases:
+        answer(local(reference, recipe, DirectoryStore(store.path), kind), case)
+    plans = [BlockPlan("score", case.lengths, keep=case.keep).to_dict() for case in cases]
+    asked = [(case.ids, plan) for case, plan in zip(cases, plans, strict=True)]
+    said = engine.ask_all(asked, max_tokens=200 if kind == "few pages" else 2)
+    for one, case in zip(said, cases, strict=True):
+        assert one.blocks is not None
+        wanted = attention(reference, recipe, case)
+        rounding = 1e-3 if kind == "int8" else 1e-5
+        assert one.blocks["attention"] == pytest.approx(wanted, abs=rounding)
+    if kind == "few pages":
+        assert engine.counted("vllm:num_preemptions") > 0
+
+
+def test_refuses_another_prefix_than_the_sink(
+    reference: Reference, engine: Engine, profile: ModelProfile
+) -> None:
+    block = reference.case(13).blocks[1]
+    plan = BlockPlan("encode", (len(block),), keep=("memory",)).to_dict()
+    assert engine.ask([5, 6, 7, 8, *block], plan, max_tokens=1).reason == "error"
+    assert engine.ask([*profile.sink_ids, *block], plan, max_tokens=1).reason == "length"
