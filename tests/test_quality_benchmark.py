@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -14,9 +15,11 @@ import sets
 from diagnosis import CHANGES, NOTHING, diagnose
 from recompute import Recomputation
 from rows import Answerer
+from tune import write_answers
 
 from blockattn_rag import BlockAttentionEngine
 from blockattn_rag.engine.results import Mode
+from blockattn_rag.lab.evaluation.datasets import EvaluationPassage, EvaluationSample
 from blockattn_rag.lab.evaluation.metrics import contains_answer
 from blockattn_rag.prompts.blocks import BlockPrompt
 from blockattn_rag.prompts.formats import CHAT, Passage
@@ -77,3 +80,45 @@ def test_a_diagnosis_starts_at_the_recipe_and_ends_at_full_mode(
     assert found["everything"].agreement == 1
     assert 0 <= found[NOTHING].attended < len(item.passages)
     assert found["keys"].kl != found["values"].kl
+
+
+def test_a_tuned_model_is_compared_with_the_stock_models_full_mode(
+    engine: BlockAttentionEngine,
+) -> None:
+    answerer = Answerer(
+        engine,
+        CHAT,
+        {"block": engine.recipe},
+        tuned={"same": engine},
+        recomputes=True,
+        max_new_tokens=6,
+    )
+    found = {one.row: one for one in answerer.answer(sets.facts()[0])}
+    assert list(found) == ["full", "block", "same", "same, full mode"]
+    assert found["same"].output == found["block"].output
+    assert found["same"].kl == pytest.approx(found["block"].kl, rel=1e-3, abs=1e-5)
+    assert found["same, full mode"].kl == pytest.approx(0, abs=1e-5)
+    assert found["same, full mode"].output == found["full"].output
+
+
+def test_training_answers_are_full_modes_and_continue(
+    engine: BlockAttentionEngine, tmp_path: Path
+) -> None:
+    passage = EvaluationPassage("Halden Tower", "Halden Tower is 214 metres high.", gold=True)
+    samples = [
+        EvaluationSample(f"{place}", f"How {what} is Halden Tower?", ("214",), (passage,))
+        for place, what in enumerate(("high", "tall", "big"))
+    ]
+    path = tmp_path / "answers.jsonl"
+    write_answers(engine, CHAT, samples, path, 1)
+    first = path.read_text()
+    write_answers(engine, CHAT, samples, path, 2)
+    assert path.read_text().startswith(first)
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [one["id"] for one in found] == ["0", "1"]
+    prompt = CHAT.prompt(
+        found[0]["question"],
+        [Passage(passage.title, passage.text)],
+        engine.model.tokenizer.tokenizer,
+    )
+    assert found[0]["answer"] == engine.generate(prompt, mode="full", max_new_tokens=64).text

@@ -2,12 +2,15 @@
 
     python benchmarks/quality run smollm2 --nq nq_rag.jsonl.gz
     python benchmarks/quality diagnose smollm2 --nq nq_rag.jsonl.gz
+    python benchmarks/quality tune smollm2 --nq nq_rag_tune.jsonl.gz --output tuned --lora
+    python benchmarks/quality run smollm2 --nq nq_rag.jsonl.gz --tuned tuned
     python benchmarks/quality table
 
 ``run`` answers questions of all sets in turn, in every row, and appends one line per answer to
 ``benchmarks/results/quality/MODEL.csv``. It stops after ``--minutes`` and continues where it left
 off when it runs again. ``diagnose`` shows where a recipe's remaining divergence comes from.
-``table`` writes ``MODEL.md`` next to each CSV file.
+``tune`` fine-tunes a model on full mode's own answers; ``run --tuned`` compares it with the stock
+model and its recipe, in ``MODEL-tuned.csv``. ``table`` writes ``MODEL.md`` next to each CSV file.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 
 import diagnosis
 import sets
+import tune as tuning
 from diagnosis import Change
 from models import model_path
 from rows import Answerer, Record
@@ -53,11 +57,37 @@ def run(
     minutes: Minutes = 45,
     max_new_tokens: int = 40,
     results: Path = RESULTS,
+    tuned: Annotated[
+        list[Path] | None, typer.Option(help="Folder of `tune`, named like its row. Repeatable.")
+    ] = None,
 ) -> None:
     """Answer questions in every row."""
-    answerer = _answerer(model, recipe, max_new_tokens)
-    path = results / f"{Path(model).name}.csv"
+    answerer = _answerer(model, recipe, max_new_tokens, tuned or ())
+    path = results / f"{Path(model).name}{'-tuned' if tuned else ''}.csv"
     _measure(path, Record, _items(nq)[:questions], answerer.answer, minutes)
+
+
+@app.command(name="tune")
+def fine_tune(
+    model: Model,
+    nq: Annotated[Path, typer.Option(help="Natural Questions that are not in the other file.")],
+    output: Annotated[Path, typer.Option(help="Folder of the result.")],
+    lora: Annotated[bool, typer.Option("--lora", help="Train LoRA, not all weights.")] = False,
+    samples: Annotated[int, typer.Option(help="Answers to train on.")] = 64,
+) -> None:
+    """Fine-tune a model on full mode's own answers. Continues where it left off."""
+    from blockattn_rag import BlockAttentionEngine
+    from blockattn_rag.lab.evaluation.datasets import read_samples
+    from blockattn_rag.prompts.checkpoints import AUTO, format_for
+
+    engine = BlockAttentionEngine.from_pretrained(
+        model_path(model), store="memory:", dtype="float32", recipe="none"
+    )
+    form = format_for(AUTO, engine.model.name)
+    data = output.parent / f"{Path(model).name}-answers.jsonl"
+    asked = [one.with_passages(5) for one in read_samples(nq)]
+    tuning.write_answers(engine, form, asked, data, samples)
+    tuning.tune(model_path(model), data, output, lora=lora)
 
 
 @app.command()
@@ -91,7 +121,7 @@ def table(results: Path = RESULTS) -> None:
         print(path.with_suffix(".md"))
 
 
-def _answerer(model: str, recipe: str, max_new_tokens: int) -> Answerer:
+def _answerer(model: str, recipe: str, max_new_tokens: int, tuned: Sequence[Path] = ()) -> Answerer:
     from blockattn_rag import BlockAttentionEngine
     from blockattn_rag.engine.find_recipe import resolve_recipe
     from blockattn_rag.prompts.checkpoints import AUTO, format_for
@@ -104,7 +134,9 @@ def _answerer(model: str, recipe: str, max_new_tokens: int) -> Answerer:
     recipes["sink"] = resolve_recipe("head:4", engine.model, engine.store)
     if found.adapter is not None:
         recipes["recipe"] = replace(found, promote=0)
-    if engine.model.supports_relay:
+    if tuned:
+        recipes.pop("sink")
+    elif engine.model.supports_relay:
         last, best = [*recipes.items()][-1]
         recipes[f"{last}, 1 promoted"] = replace(best, promote=1)
     return Answerer(
@@ -113,6 +145,12 @@ def _answerer(model: str, recipe: str, max_new_tokens: int) -> Answerer:
         recipes,
         recomputes=engine.model.supports_relay,
         max_new_tokens=max_new_tokens,
+        tuned={
+            folder.name: BlockAttentionEngine.from_pretrained(
+                str(folder), store="memory:", dtype="float32"
+            )
+            for folder in tuned
+        },
     )
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from recompute import Recomputation
@@ -53,6 +54,7 @@ class Answerer:
         engine: The engine, without a recipe.
         form: Prompt format of its model.
         recipes: Recipes of block mode by row name.
+        tuned: Engines of the same model, fine-tuned, by row name. With any, there are no baselines.
         recomputes: Whether to run the rows of sparse recomputation.
         max_new_tokens: Maximum length of an answer.
     """
@@ -65,18 +67,15 @@ class Answerer:
         *,
         recomputes: bool,
         max_new_tokens: int,
+        tuned: Mapping[str, BlockAttentionEngine] = MappingProxyType({}),
     ) -> None:
         self.engine = engine
         self.recipes = recipes
         self.max_new_tokens = max_new_tokens
         self._form = form
+        self._tuned = tuned
         self._recomputes = recomputes
         self._options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": False}
-
-    @property
-    def rows(self) -> list[str]:
-        """Names of all rows."""
-        return [FULL, *self.recipes, *(SHARES if self._recomputes else ()), BEST]
 
     def answer(self, item: Item) -> Iterator[Record]:
         """Answer a question in every row."""
@@ -85,15 +84,32 @@ class Answerer:
         compare = _Comparison(item, full.token_ids, expected)
         yield compare.record(FULL, full.text, expected, full.stats)
         for name, recipe in self.recipes.items():
-            self.engine.precompute(prompt.context, as_prompt=True, recipe=recipe)
-            found = self.engine.generate(prompt, recipe=recipe, **self._options)
-            logits = self.engine.answer_logits(prompt, full.token_ids, recipe=recipe)
-            yield compare.record(name, found.text, logits, found.stats)
+            yield self._answered(name, self.engine, compare, prompt, recipe=recipe)
+        for name, engine in self._tuned.items():
+            yield self._answered(name, engine, compare, prompt)
+            yield self._answered(f"{name}, full mode", engine, compare, prompt, mode="full")
+        if self._tuned:
+            return
         if self._recomputes:
             yield from self._recomputed(prompt, compare)
         best = self.prompt(replace(item, passages=(item.passages[item.best],)))
         found = self.engine.generate(best, mode="full", **self._options)
         yield compare.record(BEST, found.text, None, found.stats)
+
+    def _answered(
+        self,
+        row: str,
+        engine: BlockAttentionEngine,
+        compare: _Comparison,
+        prompt: BlockPrompt,
+        **how: Any,
+    ) -> Record:
+        """Answer as ``how`` says: with a mode or a recipe. Blocks are encoded before the answer."""
+        if how.get("mode") != "full":
+            engine.precompute(prompt.context, as_prompt=True, **how)
+        found = engine.generate(prompt, **how, **self._options)
+        logits = engine.answer_logits(prompt, compare.answer, **how)
+        return compare.record(row, found.text, logits, found.stats)
 
     def full_answer(self, prompt: BlockPrompt) -> tuple[Generation, Tensor]:
         """Full mode's answer, and its log-probabilities ``[answer tokens, vocab]``."""
