@@ -13,9 +13,10 @@ sys.path += [str(Path(__file__).parents[1] / "benchmarks" / one) for one in ("",
 
 import sets
 from diagnosis import CHANGES, NOTHING, diagnose
+from finetuning import write_answers
 from recompute import Recomputation
-from rows import Answerer
-from tune import write_answers
+from records import measure, read
+from rows import Answerer, Record
 
 from blockattn_rag import BlockAttentionEngine
 from blockattn_rag.engine.results import Mode
@@ -82,23 +83,46 @@ def test_a_diagnosis_starts_at_the_recipe_and_ends_at_full_mode(
     assert found["keys"].kl != found["values"].kl
 
 
+@pytest.fixture(scope="module")
+def changed() -> BlockAttentionEngine:
+    """An engine of the same model with one changed matrix."""
+    engine = BlockAttentionEngine.from_pretrained("bundled", store="memory:", dtype="float32")
+    with torch.no_grad():
+        engine.model.hf_model.get_parameter("model.layers.0.mlp.down_proj.weight").mul_(0.5)
+    return engine
+
+
 def test_a_tuned_model_is_compared_with_the_stock_models_full_mode(
-    engine: BlockAttentionEngine,
+    engine: BlockAttentionEngine, changed: BlockAttentionEngine
 ) -> None:
     answerer = Answerer(
         engine,
         CHAT,
         {"block": engine.recipe},
-        tuned={"same": engine},
+        tuned={"same": engine, "changed": changed},
         recomputes=True,
         max_new_tokens=6,
     )
-    found = {one.row: one for one in answerer.answer(sets.facts()[0])}
-    assert list(found) == ["full", "block", "same", "same, full mode"]
+    item = sets.facts()[0]
+    found = {one.row: one for one in answerer.answer(item)}
+    assert list(found) == answerer.rows
+    assert answerer.rows[2:4] == ["same", "same, full mode"]
     assert found["same"].output == found["block"].output
     assert found["same"].kl == pytest.approx(found["block"].kl, rel=1e-3, abs=1e-5)
     assert found["same, full mode"].kl == pytest.approx(0, abs=1e-5)
     assert found["same, full mode"].output == found["full"].output
+    assert found["changed, full mode"].kl > 0.01
+    assert found["changed"].kl != pytest.approx(found["same"].kl, rel=0.1)
+
+
+def test_rows_of_another_run_are_refused(engine: BlockAttentionEngine, tmp_path: Path) -> None:
+    answerer = Answerer(engine, CHAT, {"block": engine.recipe}, recomputes=False, max_new_tokens=2)
+    path, items = tmp_path / "model.csv", sets.facts()[:1]
+    for _ in range(2):  # the second time, nothing is missing
+        measure(path, Record, items, answerer.answer, answerer.rows, 1)
+    assert [one.name for one in read(path, Record)] == answerer.rows
+    with pytest.raises(SystemExit, match="choose other --results"):
+        measure(path, Record, items, answerer.answer, [*answerer.rows, "sink"], 1)
 
 
 def test_training_answers_are_full_modes_and_continue(
@@ -110,12 +134,16 @@ def test_training_answers_are_full_modes_and_continue(
         for place, what in enumerate(("high", "tall", "big"))
     ]
     path = tmp_path / "answers.jsonl"
+    with pytest.raises(ValueError, match="found 3 answers of at most 64 tokens, not 4"):
+        write_answers(engine, CHAT, samples, tmp_path / "few.jsonl", 4)
     write_answers(engine, CHAT, samples, path, 1)
     first = path.read_text()
     write_answers(engine, CHAT, samples, path, 2)
     assert path.read_text().startswith(first)
     found = [json.loads(line) for line in path.read_text().splitlines()]
     assert [one["id"] for one in found] == ["0", "1"]
+    with pytest.raises(ValueError, match="answers question 1, which is not in the data"):
+        write_answers(engine, CHAT, samples[:1], path, 3)
     prompt = CHAT.prompt(
         found[0]["question"],
         [Passage(passage.title, passage.text)],

@@ -15,30 +15,28 @@ model and its recipe, in ``MODEL-tuned.csv``. ``table`` writes ``MODEL.md`` next
 
 from __future__ import annotations
 
-import csv
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, fields, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import typer
 
 sys.path.append(str(Path(__file__).parents[1]))
 
 import diagnosis
+import finetuning
 import sets
-import tune as tuning
 from diagnosis import Change
 from models import model_path
-from rows import Answerer, Record
+from records import measure, read
+from rows import FULL, Answerer, Record
 from table import diagnosis_table, tables
 
 RESULTS = Path(__file__).parents[1] / "results" / "quality"
 DIAGNOSIS = "diagnosis"
-T = TypeVar("T", Record, Change)
 app = typer.Typer(help=__doc__, add_completion=False)
 
 
@@ -58,24 +56,27 @@ def run(
     max_new_tokens: int = 40,
     results: Path = RESULTS,
     tuned: Annotated[
-        list[Path] | None, typer.Option(help="Folder of `tune`, named like its row. Repeatable.")
+        list[Path] | None,
+        typer.Option(help="Folder that `tune` wrote. Its name becomes the row's name. Repeatable."),
     ] = None,
 ) -> None:
     """Answer questions in every row."""
     answerer = _answerer(model, recipe, max_new_tokens, tuned or ())
     path = results / f"{Path(model).name}{'-tuned' if tuned else ''}.csv"
-    _measure(path, Record, _items(nq)[:questions], answerer.answer, minutes)
+    measure(path, Record, _items(nq)[:questions], answerer.answer, answerer.rows, minutes)
 
 
-@app.command(name="tune")
-def fine_tune(
+@app.command()
+def tune(
     model: Model,
-    nq: Annotated[Path, typer.Option(help="Natural Questions that are not in the other file.")],
+    nq: Annotated[Path, typer.Option(help="Natural Questions; others than in `run`.")],
     output: Annotated[Path, typer.Option(help="Folder of the result.")],
     lora: Annotated[bool, typer.Option("--lora", help="Train LoRA, not all weights.")] = False,
     samples: Annotated[int, typer.Option(help="Answers to train on.")] = 64,
 ) -> None:
     """Fine-tune a model on full mode's own answers. Continues where it left off."""
+    if output.exists():
+        raise SystemExit(f"{output} exists: delete it to train again")
     from blockattn_rag import BlockAttentionEngine
     from blockattn_rag.lab.evaluation.datasets import read_samples
     from blockattn_rag.prompts.checkpoints import AUTO, format_for
@@ -84,10 +85,10 @@ def fine_tune(
         model_path(model), store="memory:", dtype="float32", recipe="none"
     )
     form = format_for(AUTO, engine.model.name)
-    data = output.parent / f"{Path(model).name}-answers.jsonl"
+    data = output.parent / f"{Path(model).name}-{samples}-answers.jsonl"
     asked = [one.with_passages(5) for one in read_samples(nq)]
-    tuning.write_answers(engine, form, asked, data, samples)
-    tuning.tune(model_path(model), data, output, lora=lora)
+    finetuning.write_answers(engine, form, asked, data, samples)
+    finetuning.tune(model_path(model), data, output, lora=lora)
 
 
 @app.command()
@@ -104,8 +105,8 @@ def diagnose(
     answerer = _answerer(model, recipe, max_new_tokens)
     best = next(answerer.recipes[one] for one in ("recipe", "sink") if one in answerer.recipes)
     path = results / DIAGNOSIS / f"{Path(model).name}.csv"
-    measure = partial(diagnosis.diagnose, answerer, best)
-    _measure(path, Change, _items(nq)[:questions], measure, minutes)
+    diagnosed = partial(diagnosis.diagnose, answerer, best)
+    measure(path, Change, _items(nq)[:questions], diagnosed, diagnosis.CHANGES, minutes)
 
 
 @app.command()
@@ -126,17 +127,19 @@ def _answerer(model: str, recipe: str, max_new_tokens: int, tuned: Sequence[Path
     from blockattn_rag.engine.find_recipe import resolve_recipe
     from blockattn_rag.prompts.checkpoints import AUTO, format_for
 
+    names = [FULL, "block", "recipe", *(folder.name for folder in tuned)]
+    if len({*names}) < len(names):
+        raise SystemExit(f"rows need distinct names, found {names}: rename a folder of --tuned")
     engine = BlockAttentionEngine.from_pretrained(
         model_path(model), store="memory:", dtype="float32", recipe="none"
     )
     found = resolve_recipe(recipe, engine.model, engine.store)
     recipes = {"block": resolve_recipe("none", engine.model, engine.store)}
-    recipes["sink"] = resolve_recipe("head:4", engine.model, engine.store)
+    if not tuned:
+        recipes["sink"] = resolve_recipe("head:4", engine.model, engine.store)
     if found.adapter is not None:
         recipes["recipe"] = replace(found, promote=0)
-    if tuned:
-        recipes.pop("sink")
-    elif engine.model.supports_relay:
+    if not tuned and engine.model.supports_relay:
         last, best = [*recipes.items()][-1]
         recipes[f"{last}, 1 promoted"] = replace(best, promote=1)
     return Answerer(
@@ -154,51 +157,11 @@ def _answerer(model: str, recipe: str, max_new_tokens: int, tuned: Sequence[Path
     )
 
 
-def _measure(
-    path: Path,
-    kind: type[T],
-    items: Iterable[sets.Item],
-    measure: Callable[[sets.Item], Iterable[T]],
-    minutes: float,
-) -> None:
-    """Append the records of the questions that a file lacks, until the time is over."""
-    done = {(one.set, one.id) for one in read(path, kind)}
-    end = time.monotonic() + 60 * minutes
-    for item in items:
-        if time.monotonic() > end:
-            break
-        if (item.set, item.id) not in done:
-            append(path, [*measure(item)])
-            print(f"{item.set} {item.id}", flush=True)
-
-
 def _items(nq: Path | None) -> list[sets.Item]:
     found = [sets.facts(), sets.comparisons(), sets.pairs(), sets.order()]
     if nq is not None:
         found += [sets.natural_questions(nq, count) for count in (5, 10)]
     return sets.mixed(found)
-
-
-def read(path: Path, kind: type[T]) -> Iterator[T]:
-    """The records of a file. None if it does not exist."""
-    if path.exists():
-        with path.open(newline="", encoding="utf-8") as file:
-            for line in csv.DictReader(file):
-                yield kind(**{f.name: _KINDS[str(f.type)](line[f.name]) for f in fields(kind)})
-
-
-_KINDS = {"str": str, "int": int, "float": float}
-
-
-def append(path: Path, records: Sequence[Record | Change]) -> None:
-    """Append the records of one question, in one write, so that a stopped run leaves whole ones."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    is_new = not path.exists()
-    with path.open("a", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, [f.name for f in fields(records[0])])
-        if is_new:
-            writer.writeheader()
-        writer.writerows(asdict(record) for record in records)
 
 
 if __name__ == "__main__":

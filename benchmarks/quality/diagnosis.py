@@ -52,6 +52,10 @@ class Change:
     attended_in_full: int
     best: int
 
+    @property
+    def name(self) -> str:
+        return self.change
+
 
 def diagnose(answerer: Answerer, recipe: Recipe, item: Item) -> Iterator[Change]:
     """Measure all changes on one question."""

@@ -20,6 +20,8 @@ from blockattn_rag.prompts.blocks import BlockPrompt
 from blockattn_rag.prompts.formats import PromptFormat
 
 FULL, BEST = "full", "best passage only"
+FULL_MODE = "full mode"
+"""Suffix of the rows in which a fine-tuned model answers in full mode."""
 SHARES = {"recompute 10 %": 0.1, "recompute 20 %": 0.2}
 """Share of the passages' tokens that each row of sparse recomputation computes."""
 
@@ -46,6 +48,10 @@ class Record:
     ttft_s: float
     output: str
 
+    @property
+    def name(self) -> str:
+        return self.row
+
 
 class Answerer:
     """Answers one question in every row.
@@ -54,7 +60,7 @@ class Answerer:
         engine: The engine, without a recipe.
         form: Prompt format of its model.
         recipes: Recipes of block mode by row name.
-        tuned: Engines of the same model, fine-tuned, by row name. With any, there are no baselines.
+        tuned: Fine-tuned engines of the same model, by row name. With any, baselines are skipped.
         recomputes: Whether to run the rows of sparse recomputation.
         max_new_tokens: Maximum length of an answer.
     """
@@ -77,6 +83,15 @@ class Answerer:
         self._recomputes = recomputes
         self._options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": False}
 
+    @property
+    def rows(self) -> list[str]:
+        """Names of all rows, in order."""
+        found = [FULL, *self.recipes]
+        if self._tuned:
+            tuned = [one for name in self._tuned for one in (name, f"{name}, {FULL_MODE}")]
+            return [*found, *tuned]
+        return [*found, *(SHARES if self._recomputes else ()), BEST]
+
     def answer(self, item: Item) -> Iterator[Record]:
         """Answer a question in every row."""
         prompt = self.prompt(item)
@@ -87,7 +102,7 @@ class Answerer:
             yield self._answered(name, self.engine, compare, prompt, recipe=recipe)
         for name, engine in self._tuned.items():
             yield self._answered(name, engine, compare, prompt)
-            yield self._answered(f"{name}, full mode", engine, compare, prompt, mode="full")
+            yield self._answered(f"{name}, {FULL_MODE}", engine, compare, prompt, mode="full")
         if self._tuned:
             return
         if self._recomputes:
@@ -102,13 +117,13 @@ class Answerer:
         engine: BlockAttentionEngine,
         compare: _Comparison,
         prompt: BlockPrompt,
-        **how: Any,
+        **options: Any,
     ) -> Record:
-        """Answer as ``how`` says: with a mode or a recipe. Blocks are encoded before the answer."""
-        if how.get("mode") != "full":
-            engine.precompute(prompt.context, as_prompt=True, **how)
-        found = engine.generate(prompt, **how, **self._options)
-        logits = engine.answer_logits(prompt, compare.answer, **how)
+        """Answer in the given mode or with the given recipe, after encoding the blocks."""
+        if options.get("mode") != "full":
+            engine.precompute(prompt.context, as_prompt=True, **options)
+        found = engine.generate(prompt, **options, **self._options)
+        logits = engine.answer_logits(prompt, compare.answer, **options)
         return compare.record(row, found.text, logits, found.stats)
 
     def full_answer(self, prompt: BlockPrompt) -> tuple[Generation, Tensor]:

@@ -1,4 +1,4 @@
-"""Block fine-tuning on the answers of a model's own full mode: the papers' way, as a baseline."""
+"""Block fine-tuning on the model's own full-mode answers, as in the papers. A baseline."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from blockattn_rag import BlockAttentionEngine
 from blockattn_rag.lab.evaluation.datasets import EvaluationSample
 from blockattn_rag.lab.training.config import FinetuneConfig
 from blockattn_rag.lab.training.finetune import finetune
+from blockattn_rag.lab.work import work_of
 from blockattn_rag.prompts.formats import Passage, PromptFormat
 
 MAX_ANSWER_TOKENS = 64
-LEARNING_RATES = {True: 2e-4, False: 2e-5}
-"""Peak learning rate with LoRA (usual) and without (the papers')."""
+LORA_LEARNING_RATE = 2e-4
+LEARNING_RATE = 2e-5
+"""Peak learning rate of all weights, as in the papers."""
 
 
 def write_answers(
@@ -24,15 +26,21 @@ def write_answers(
     path: Path,
     count: int,
 ) -> None:
-    """Write full mode's complete answers as training data, until the file has ``count`` of them.
+    """Write full mode's answers to the first samples as training data.
 
-    Answers longer than ``MAX_ANSWER_TOKENS`` are left out. A file that exists is continued.
+    Answers longer than ``MAX_ANSWER_TOKENS`` are left out. An incomplete file is continued.
+
+    Raises:
+        ValueError: The file has answers to other samples, or there are too few samples.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    kept = len(lines)
+    places = {one.id: place for place, one in enumerate(samples)}
     last = json.loads(lines[-1])["id"] if lines else None
-    start = next((i + 1 for i, one in enumerate(samples) if one.id == last), 0)
+    if last is not None and last not in places:
+        raise ValueError(f"{path} answers question {last}, which is not in the data: delete it")
+    start = 0 if last is None else places[last] + 1
+    kept = len(lines)
     with path.open("a", encoding="utf-8") as file:
         for one in samples[start:]:
             if kept >= count:
@@ -48,10 +56,12 @@ def write_answers(
                 file.write(json.dumps({**fields, "passages": shown}, ensure_ascii=False) + "\n")
                 file.flush()
                 kept += 1
+    if kept < count:
+        raise ValueError(f"found {kept} answers of at most {MAX_ANSWER_TOKENS} tokens, not {count}")
 
 
 def tune(model: str, data: Path, output: Path, *, lora: bool) -> None:
-    """Train one epoch, with batches of 4 samples in both modes and a tenth of it as warm-up."""
+    """Train one epoch: each sample in both modes, 4 prompts per step, 5 % of the steps warm-up."""
     samples = len(data.read_text(encoding="utf-8").splitlines())
     finetune(
         FinetuneConfig(
@@ -59,10 +69,10 @@ def tune(model: str, data: Path, output: Path, *, lora: bool) -> None:
             output,
             [data],
             lora=lora,
-            learning_rate=LEARNING_RATES[lora],
+            learning_rate=LORA_LEARNING_RATE if lora else LEARNING_RATE,
             batch_size=4,
             warmup_steps=max(1, samples // 40),
             save_steps=4,
-            resume=Path(f"{output}.work").exists(),
+            resume=work_of(output).exists(),
         )
     )

@@ -1,0 +1,64 @@
+"""CSV files of records. Runs append to them, and continue where an earlier run left off."""
+
+from __future__ import annotations
+
+import csv
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import TypeVar
+
+from diagnosis import Change
+from rows import Record
+from sets import Item
+
+T = TypeVar("T", Record, Change)
+
+
+def measure(
+    path: Path,
+    kind: type[T],
+    items: Iterable[Item],
+    answer: Callable[[Item], Iterable[T]],
+    names: Iterable[str],
+    minutes: float,
+) -> None:
+    """Append the records of the questions that a file lacks, until the time is over.
+
+    Args:
+        names: Names of the rows or changes of each question, in order.
+    """
+    found = [*read(path, kind)]
+    if found and (old := [*dict.fromkeys(one.name for one in found)]) != [*names]:
+        raise SystemExit(f"{path} has {old}, this run {[*names]}: choose other --results")
+    done = {(one.set, one.id) for one in found}
+    end = time.monotonic() + 60 * minutes
+    for item in items:
+        if time.monotonic() > end:
+            break
+        if (item.set, item.id) not in done:
+            append(path, [*answer(item)])
+            print(f"{item.set} {item.id}", flush=True)
+
+
+def read(path: Path, kind: type[T]) -> Iterator[T]:
+    """The records of a file. Nothing if it does not exist."""
+    if path.exists():
+        with path.open(newline="", encoding="utf-8") as file:
+            for line in csv.DictReader(file):
+                yield kind(**{f.name: _KINDS[str(f.type)](line[f.name]) for f in fields(kind)})
+
+
+_KINDS = {"str": str, "int": int, "float": float}
+
+
+def append(path: Path, records: Sequence[Record | Change]) -> None:
+    """Append the records of one question, in one write, so that a stopped run leaves whole ones."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    is_new = not path.exists()
+    with path.open("a", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, [f.name for f in fields(records[0])])
+        if is_new:
+            writer.writeheader()
+        writer.writerows(asdict(record) for record in records)
