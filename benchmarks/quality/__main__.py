@@ -35,6 +35,9 @@ from records import measure, read
 from rows import FULL, Answerer, Record
 from table import diagnosis_table, tables
 
+from blockattn_rag import BlockAttentionEngine
+from blockattn_rag.prompts.formats import PromptFormat
+
 RESULTS = Path(__file__).parents[1] / "results" / "quality"
 DIAGNOSIS = "diagnosis"
 app = typer.Typer(help=__doc__, add_completion=False)
@@ -77,18 +80,13 @@ def tune(
     """Fine-tune a model on full mode's own answers. Continues where it left off."""
     if output.exists():
         raise SystemExit(f"{output} exists: delete it to train again")
-    from blockattn_rag import BlockAttentionEngine
     from blockattn_rag.lab.evaluation.datasets import read_samples
-    from blockattn_rag.prompts.checkpoints import AUTO, format_for
 
-    engine = BlockAttentionEngine.from_pretrained(
-        model_path(model), store="memory:", dtype="float32", recipe="none"
-    )
-    form = format_for(AUTO, engine.model.name)
+    engine, form = _stock(model)
     data = output.parent / f"{Path(model).name}-{samples}-answers.jsonl"
     asked = [one.with_passages(5) for one in read_samples(nq)]
     finetuning.write_answers(engine, form, asked, data, samples)
-    finetuning.tune(model_path(model), data, output, lora=lora)
+    finetuning.tune(model_path(model), data, samples, output, lora=lora)
 
 
 @app.command()
@@ -123,16 +121,12 @@ def table(results: Path = RESULTS) -> None:
 
 
 def _answerer(model: str, recipe: str, max_new_tokens: int, tuned: Sequence[Path] = ()) -> Answerer:
-    from blockattn_rag import BlockAttentionEngine
     from blockattn_rag.engine.find_recipe import resolve_recipe
-    from blockattn_rag.prompts.checkpoints import AUTO, format_for
 
     names = [FULL, "block", "recipe", *(folder.name for folder in tuned)]
     if len({*names}) < len(names):
         raise SystemExit(f"rows need distinct names, found {names}: rename a folder of --tuned")
-    engine = BlockAttentionEngine.from_pretrained(
-        model_path(model), store="memory:", dtype="float32", recipe="none"
-    )
+    engine, form = _stock(model)
     found = resolve_recipe(recipe, engine.model, engine.store)
     recipes = {"block": resolve_recipe("none", engine.model, engine.store)}
     if not tuned:
@@ -144,16 +138,25 @@ def _answerer(model: str, recipe: str, max_new_tokens: int, tuned: Sequence[Path
         recipes[f"{last}, 1 promoted"] = replace(best, promote=1)
     return Answerer(
         engine,
-        format_for(AUTO, engine.model.name),
+        form,
         recipes,
         recomputes=engine.model.supports_relay,
         max_new_tokens=max_new_tokens,
-        tuned={
-            folder.name: BlockAttentionEngine.from_pretrained(
-                str(folder), store="memory:", dtype="float32"
-            )
-            for folder in tuned
-        },
+        tuned={folder.name: _engine(str(folder), "auto") for folder in tuned},
+    )
+
+
+def _stock(model: str) -> tuple[BlockAttentionEngine, PromptFormat]:
+    """An engine without a recipe, and the prompt format of its model."""
+    from blockattn_rag.prompts.checkpoints import AUTO, format_for
+
+    engine = _engine(model_path(model), "none")
+    return engine, format_for(AUTO, engine.model.name)
+
+
+def _engine(model: str, recipe: str) -> BlockAttentionEngine:
+    return BlockAttentionEngine.from_pretrained(
+        model, store="memory:", dtype="float32", recipe=recipe
     )
 
 

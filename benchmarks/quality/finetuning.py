@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from blockattn_rag import BlockAttentionEngine
+from blockattn_rag.lab.evaluation.accuracy import make_prompt
 from blockattn_rag.lab.evaluation.datasets import EvaluationSample
 from blockattn_rag.lab.training.config import FinetuneConfig
 from blockattn_rag.lab.training.finetune import finetune
 from blockattn_rag.lab.work import work_of
-from blockattn_rag.prompts.formats import Passage, PromptFormat
+from blockattn_rag.prompts.formats import PromptFormat
 
 MAX_ANSWER_TOKENS = 64
 LORA_LEARNING_RATE = 2e-4
@@ -45,24 +47,26 @@ def write_answers(
         for one in samples[start:]:
             if kept >= count:
                 break
-            passages = [Passage(each.title, each.text) for each in one.passages]
-            prompt = form.prompt(one.question, passages, engine.model.tokenizer.tokenizer)
+            prompt = make_prompt(engine, form, one)
             found = engine.generate(
                 prompt, mode="full", max_new_tokens=MAX_ANSWER_TOKENS, do_sample=False
             )
             if found.finish_reason == "stop" and found.text.strip():
-                fields = {"id": one.id, "question": one.question, "answer": found.text}
-                shown = [{"title": each.title, "text": each.text} for each in passages]
-                file.write(json.dumps({**fields, "passages": shown}, ensure_ascii=False) + "\n")
+                record = {
+                    "id": one.id,
+                    "question": one.question,
+                    "answer": found.text,
+                    "passages": [asdict(passage) for passage in one.passages],
+                }
+                file.write(json.dumps(record, ensure_ascii=False) + "\n")
                 file.flush()
                 kept += 1
     if kept < count:
         raise ValueError(f"found {kept} answers of at most {MAX_ANSWER_TOKENS} tokens, not {count}")
 
 
-def tune(model: str, data: Path, output: Path, *, lora: bool) -> None:
+def tune(model: str, data: Path, samples: int, output: Path, *, lora: bool) -> None:
     """Train one epoch: each sample in both modes, 4 prompts per step, 5 % of the steps warm-up."""
-    samples = len(data.read_text(encoding="utf-8").splitlines())
     finetune(
         FinetuneConfig(
             model,

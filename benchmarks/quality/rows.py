@@ -77,7 +77,6 @@ class Answerer:
     ) -> None:
         self.engine = engine
         self.recipes = recipes
-        self.max_new_tokens = max_new_tokens
         self._form = form
         self._tuned = tuned
         self._recomputes = recomputes
@@ -139,7 +138,7 @@ class Answerer:
             for name, share in SHARES.items():
                 run = recomputation.run(share)
                 logits = run.answer_logits(compare.answer)
-                ids = run.generate(self.max_new_tokens)
+                ids = run.generate(self._options["max_new_tokens"])
                 text = model.tokenizer.tokenizer.decode(ids, skip_special_tokens=True)
                 record = compare.record(name, text, logits, None)
                 yield replace(

@@ -251,17 +251,19 @@ def test_blocks_in_int8_are_judged_by_their_own_rounding(model: BlockModel, chec
 
 
 @pytest.mark.parametrize(
-    ("tenants", "told"),
+    ("tenants", "expected"),
     [
         (True, "a block of '' is missing for 'check-"),
         (False, "no tenants: the server refuses x-tenant-id"),
         (None, "x-tenant-id is set or stripped on the way"),
     ],
 )
-def test_judges_tenants(model: BlockModel, check: Check, tenants: bool | None, told: str) -> None:
+def test_judges_tenants(
+    model: BlockModel, check: Check, tenants: bool | None, expected: str
+) -> None:
     report = check(FakeServer(model, tenants=tenants))
     assert failed(report) == set()
-    assert detail(report, "tenants are kept apart").startswith(told)
+    assert detail(report, "tenants are kept apart").startswith(expected)
 
 
 def test_a_tenant_that_finds_what_others_stored_is_told(model: BlockModel, check: Check) -> None:
