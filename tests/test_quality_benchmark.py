@@ -19,6 +19,7 @@ from records import measure, read
 from rows import Answerer, Record
 
 from blockattn_rag import BlockAttentionEngine
+from blockattn_rag.engine.fetcher import BlockFetcher
 from blockattn_rag.engine.results import Mode
 from blockattn_rag.lab.evaluation.datasets import EvaluationPassage, EvaluationSample
 from blockattn_rag.lab.evaluation.metrics import contains_answer
@@ -61,7 +62,8 @@ def test_recomputing_no_or_all_tokens_is_block_or_full_mode(
 ) -> None:
     answer = engine.generate(prompt, mode="full", max_new_tokens=6).token_ids
     expected = engine.answer_logits(prompt, answer, mode=mode)
-    run = Recomputation(engine.model, prompt).run(share)
+    fetcher = BlockFetcher(engine.model, engine.store)
+    run = Recomputation(engine.model, fetcher, prompt).run(share)
     torch.testing.assert_close(run.answer_logits(answer), expected, rtol=1e-4, atol=1e-4)
     assert run.generate(6)[:3] == expected.argmax(-1).tolist()[:3]
 
@@ -74,7 +76,7 @@ def test_a_diagnosis_starts_at_the_recipe_and_ends_at_full_mode(
     item = sets.facts()[0]
     found = {one.change: one for one in diagnose(answerer, engine.recipe, item)}
     assert list(found) == list(CHANGES)
-    block = next(one for one in answerer.answer(item) if one.row == "block")
+    block = next(one for one in answerer.answer(item, answerer.rows) if one.row == "block")
     assert found[NOTHING].kl == pytest.approx(block.kl, rel=1e-3, abs=1e-5)
     assert found[NOTHING].kl > 0.01
     assert found["everything"].kl == pytest.approx(0, abs=1e-5)
@@ -104,7 +106,7 @@ def test_a_tuned_model_is_compared_with_the_stock_models_full_mode(
         max_new_tokens=6,
     )
     item = sets.facts()[0]
-    found = {one.row: one for one in answerer.answer(item)}
+    found = {one.row: one for one in answerer.answer(item, answerer.rows)}
     assert list(found) == answerer.rows
     assert answerer.rows[2:4] == ["same", "same, full mode"]
     assert found["same"].output == found["block"].output
@@ -115,14 +117,19 @@ def test_a_tuned_model_is_compared_with_the_stock_models_full_mode(
     assert found["changed"].kl != pytest.approx(found["same"].kl, rel=0.1)
 
 
-def test_rows_of_another_run_are_refused(engine: BlockAttentionEngine, tmp_path: Path) -> None:
-    answerer = Answerer(engine, CHAT, {"block": engine.recipe}, recomputes=False, max_new_tokens=2)
-    path, items = tmp_path / "model.csv", sets.facts()[:1]
+def test_a_run_adds_missing_rows_and_refuses_unknown_ones(
+    engine: BlockAttentionEngine, tmp_path: Path
+) -> None:
+    answerer = Answerer(engine, CHAT, {"block": engine.recipe}, recomputes=True, max_new_tokens=2)
+    path, items, rows = tmp_path / "model.csv", sets.facts()[:1], answerer.rows
+    some = [rows[1], rows[3]]
+    measure(path, Record, items, answerer.answer, some, 1)
+    assert [one.name for one in read(path, Record)] == some
     for _ in range(2):  # the second time, nothing is missing
-        measure(path, Record, items, answerer.answer, answerer.rows, 1)
-    assert [one.name for one in read(path, Record)] == answerer.rows
-    with pytest.raises(SystemExit, match="choose other --results"):
-        measure(path, Record, items, answerer.answer, [*answerer.rows, "sink"], 1)
+        measure(path, Record, items, answerer.answer, rows, 1)
+    assert [one.name for one in read(path, Record)] == [*some, rows[0], rows[2], rows[4]]
+    with pytest.raises(SystemExit, match=r"has \['block'\], this run"):
+        measure(path, Record, items, answerer.answer, [one for one in rows if one != "block"], 1)
 
 
 def test_training_answers_are_full_modes_and_continue(

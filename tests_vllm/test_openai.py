@@ -103,7 +103,6 @@ def test_documents_are_passages(reference: Reference, server: Server, engine: Re
         "misses": 0,
         "reused_tokens": context,
         "computed_tokens": expected.stats.prompt_tokens - context,
-        "promoted_tokens": 0,
         "recipe": "none",
     }
     usage = answer["usage"]

@@ -10,9 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from blockattn_rag import BlockAttentionEngine, Recipe
-from blockattn_rag.check.model import placed_context
 from blockattn_rag.prompts.blocks import Keep
-from blockattn_rag.prompts.sinks import sink_ids
 from blockattn_rag.server.keys import block_keys
 from blockattn_rag.server.profile import ModelProfile, profile_of
 from blockattn_rag.server.protocol import BlockPlan
@@ -150,33 +148,6 @@ def test_what_the_local_engine_stores_is_found_by_a_server(
     case = reference.case(30, records=2)
     expected = answer(local(reference, recipe, DirectoryStore(store.path), kind), case)
     assert engine.block(case).tokens == expected
-
-
-def attention(reference: Reference, recipe: Recipe, case: Case) -> list[float]:
-    """Attention to each block as the local engine measures it."""
-    sink = sink_ids(recipe.sink, reference.model.tokenizer)
-    context = placed_context(reference.model, case.blocks, sink, recipe)
-    return reference.model.attention_to_blocks(context, case.ids[context.num_tokens :])
-
-
-def test_attention_is_the_local_engine_s(
-    reference: Reference, engine: Engine, recipe: Recipe, kind: str, store: DirectoryStore
-) -> None:
-    short = [reference.case(number, records=2).texts for number in TELLING[3:7]]
-    more = " Think of towers, lakes and companies." * 40
-    cases = [reference.case_of((*context, question + more)) for *context, question in short]
-    for case in cases:
-        answer(local(reference, recipe, DirectoryStore(store.path), kind), case)
-    plans = [BlockPlan("score", case.lengths, keep=case.keep).to_dict() for case in cases]
-    asked = [(case.ids, plan) for case, plan in zip(cases, plans, strict=True)]
-    said = engine.ask_all(asked, max_tokens=200 if kind == "few pages" else 2)
-    for one, case in zip(said, cases, strict=True):
-        assert one.blocks is not None
-        wanted = attention(reference, recipe, case)
-        rounding = 1e-3 if kind == "int8" else 1e-5
-        assert one.blocks["attention"] == pytest.approx(wanted, abs=rounding)
-    if kind == "few pages":
-        assert engine.counted("vllm:num_preemptions") > 0
 
 
 def test_refuses_another_prefix_than_the_sink(

@@ -54,7 +54,6 @@ def test_saves_whole_requests(reference: Reference, status: RequestStatus, is_sa
         (COMPLETE, {}, {"lora_request": LoRARequest("b", 2, "/b")}),
         (COMPLETE, {}, {"mm_features": [SimpleNamespace()]}),
         (COMPLETE, {}, {"resumable": True}),
-        (BlockPlan("score", (2, 2), keep=("store",) * 2).to_dict(), {}, {}),
         (BlockPlan("encode", (4,), keep=("store",)).to_dict(), {}, {}),
     ],
 )

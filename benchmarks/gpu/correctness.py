@@ -88,12 +88,10 @@ def compare(
     for name, lengths in contexts.items():
         prompt = prompt_of(lengths)
         plain = Recipe()
-        # Rounding can change which passages promotion chooses.
-        promoting = [Recipe(promote=1)] * (dtype == "float32")
-        repaired = [] if name == LARGE else [adapted(model), *promoting]
+        repaired = [] if name == LARGE else [adapted(model), Recipe(promote=1)]
         for recipe in (plain, *repaired):
             judge = Judge(model, exact, prompt, recipe)
-            for path, options in paths(recipe).items():
+            for path, options in PATHS.items():
                 engine = campaign.engine(model, recipe=recipe, **options)
                 where = {"context": name, "recipe": str(recipe), "path": path}
                 extra = INT8_ERROR * (path == "int8")
@@ -102,15 +100,12 @@ def compare(
                     yield where | {"path": f"{path}, batch"} | judge.batch(engine, extra)
 
 
-def paths(recipe: Recipe) -> dict[str, dict[str, Any]]:
-    """Engine options, by name of the path."""
-    found: dict[str, dict[str, Any]] = {
-        "relay": {"assembly": "relay"},
-        "copy": {"assembly": "copy"},
-    }
-    if not recipe.promote:
-        found["int8"] = {"assembly": "relay", "kv_dtype": "int8"}
-    return found
+PATHS: dict[str, dict[str, Any]] = {
+    "relay": {"assembly": "relay"},
+    "copy": {"assembly": "copy"},
+    "int8": {"assembly": "relay", "kv_dtype": "int8"},
+}
+"""Engine options, by name of the path."""
 
 
 class Judge:

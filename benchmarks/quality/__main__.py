@@ -7,8 +7,8 @@
     python benchmarks/quality table
 
 ``run`` answers questions of all sets in turn, in every row, and appends one line per answer to
-``benchmarks/results/quality/MODEL.csv``. It stops after ``--minutes`` and continues where it left
-off when it runs again. ``diagnose`` shows where a recipe's remaining divergence comes from.
+``benchmarks/results/quality/MODEL.csv``. It stops after ``--minutes``, and adds what is missing
+when it runs again. ``diagnose`` shows where a recipe's remaining divergence comes from.
 ``tune`` fine-tunes a model on full mode's own answers; ``run --tuned`` compares it with the stock
 model and its recipe, in ``MODEL-tuned.csv``. ``table`` writes ``MODEL.md`` next to each CSV file.
 """
@@ -133,7 +133,7 @@ def _answerer(model: str, recipe: str, max_new_tokens: int, tuned: Sequence[Path
         recipes["sink"] = resolve_recipe("head:4", engine.model, engine.store)
     if found.adapter is not None:
         recipes["recipe"] = replace(found, promote=0)
-    if not tuned and engine.model.supports_relay:
+    if not tuned:
         last, best = [*recipes.items()][-1]
         recipes[f"{last}, 1 promoted"] = replace(best, promote=1)
     return Answerer(

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 
 import torch
+from recompute import attention_to_context
 from rows import Answerer, divergence
 from sets import Item
 from torch import Tensor
@@ -57,8 +58,10 @@ class Change:
         return self.change
 
 
-def diagnose(answerer: Answerer, recipe: Recipe, item: Item) -> Iterator[Change]:
-    """Measure all changes on one question."""
+def diagnose(
+    answerer: Answerer, recipe: Recipe, item: Item, changes: Sequence[str] = CHANGES
+) -> Iterator[Change]:
+    """Measure changes on one question."""
     model, prompt = answerer.engine.model, answerer.prompt(item)
     answer, expected = answerer.full_answer(prompt)
     ids = model.tokenizer.prompt_ids(prompt)
@@ -73,7 +76,7 @@ def diagnose(answerer: Answerer, recipe: Recipe, item: Item) -> Iterator[Change]
             for context in (found, _sliced(full, ids.context))
         )
     joined = _joined(model, found, full)
-    for name in CHANGES:
+    for name in changes:
         mask = _mask(name, ids.context, passages, item.best, len(joined.keys))
         context = place([_spliced(joined, full, *mask)])
         cache = model.cache_for(context)
@@ -152,5 +155,6 @@ def _most_attended(
     model: BlockModel, context: Context, final: Sequence[int], passages: Sequence[int]
 ) -> int:
     """Index of the passage that the question attends to most."""
-    mass = model.attention_to_blocks(context, final)
-    return max(range(len(passages)), key=lambda index: mass[passages[index]])
+    ends = torch.tensor([block.kv.num_tokens for block in context.blocks]).cumsum(0)
+    to_blocks = [*attention_to_context(model, context, final).tensor_split(ends)]
+    return max(range(len(passages)), key=lambda index: float(to_blocks[passages[index]].sum()))

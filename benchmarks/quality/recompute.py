@@ -2,8 +2,7 @@
 
 The idea of CacheBlend, ProphetKV and QCFuse, in its most exact form: the chosen tokens attend to
 everything before them, as in full attention, and the question attends to their new keys and values.
-All other tokens keep those of block mode. Written for quality, not for speed: the answer comes from
-one dense forward in which each chosen token occurs twice, once in block mode and once recomputed.
+All other tokens keep those of block mode. Written for quality, not for speed.
 """
 
 from __future__ import annotations
@@ -15,9 +14,9 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from blockattn_rag.check.oracle import block_mask
-from blockattn_rag.kv.context import place
-from blockattn_rag.model import BlockModel, EncodeRequest
+from blockattn_rag.engine.fetcher import BlockFetcher
+from blockattn_rag.kv.context import Context, place
+from blockattn_rag.model import BlockModel
 from blockattn_rag.prompts.blocks import BlockPrompt
 
 
@@ -26,13 +25,16 @@ class Recomputation:
 
     Args:
         model: The model.
+        fetcher: Provides the KV of the prompt's blocks.
         prompt: The prompt.
     """
 
-    def __init__(self, model: BlockModel, prompt: BlockPrompt) -> None:
+    def __init__(self, model: BlockModel, fetcher: BlockFetcher, prompt: BlockPrompt) -> None:
         self._model = model
         ids = model.tokenizer.prompt_ids(prompt)
-        self._context, self._final = ids.context, ids.final
+        self._final = ids.final
+        self._tokens = torch.tensor([token for block in ids.context for token in block])
+        self._placed = place(fetcher.fetch(fetcher.wanted(prompt.context, as_prompt=True)).blocks)
         # Tokens of the system block are not passages, and so are never chosen.
         self._is_passage = torch.tensor(
             [
@@ -41,37 +43,7 @@ class Recomputation:
                 for _ in tokens
             ]
         )
-        self._scores = self._attention_to_tokens()
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of the context."""
-        return sum(map(len, self._context))
-
-    def _attention_to_tokens(self) -> Tensor:
-        """Attention of the question to each context token in block mode: ``[context tokens]``,
-        mean over layers, heads and question tokens."""
-        model, hf_model = self._model, self._model.hf_model
-        encoded = [
-            kv
-            for tokens in self._context
-            for batch in model.encode([EncodeRequest(tokens, "", "")])
-            for kv in batch
-        ]
-        cache = model.cache_for(place(encoded))
-        before = hf_model.config._attn_implementation
-        hf_model.set_attn_implementation("eager")
-        try:
-            with torch.inference_mode():
-                out = hf_model(
-                    input_ids=torch.tensor([self._final]),
-                    past_key_values=cache,
-                    output_attentions=True,
-                )
-        finally:
-            hf_model.set_attn_implementation(before)
-        shares = torch.stack([layer[0].mean(dim=(0, 1)) for layer in out.attentions])
-        return shares.mean(0)[: self.tokens]
+        self._scores = attention_to_context(model, self._placed, self._final)
 
     def chosen(self, share: float) -> Tensor:
         """Sorted indices ``[chosen]`` of the passage tokens that the question attends to most."""
@@ -81,16 +53,15 @@ class Recomputation:
 
     def run(self, share: float) -> Recomputed:
         """Recompute a share of the passages' tokens, and prefill the question."""
-        chosen, context = self.chosen(share), self.tokens
-        flat = torch.tensor([token for block in self._context for token in block])
-        ids = torch.cat([flat, flat[chosen], torch.tensor(self._final)])
-        positions = torch.cat([torch.arange(context), chosen])
-        positions = torch.cat([positions, torch.arange(context, context + len(self._final))])
-        mask = self._mask(chosen, positions)
-        hf_model = self._model.hf_model
+        chosen, context = self.chosen(share), len(self._tokens)
+        cache, hf_model = self._model.cache_for(self._placed), self._model.hf_model
+        ids = torch.cat([self._tokens[chosen], torch.tensor(self._final)])
+        positions = torch.cat([chosen, torch.arange(context, context + len(self._final))])
+        keys = torch.cat([torch.arange(context), positions])
+        mask = positions[:, None] >= keys
+        mask[:, chosen] = False  # the recomputed tokens' keys and values of block mode
         bias = torch.zeros(1, 1, *mask.shape, dtype=hf_model.dtype)
         bias.masked_fill_(~mask, torch.finfo(hf_model.dtype).min)
-        cache = DynamicCache(config=hf_model.config)
         with torch.inference_mode():
             out = hf_model(
                 input_ids=ids[None],
@@ -99,23 +70,30 @@ class Recomputation:
                 past_key_values=cache,
                 logits_to_keep=1,
             )
-        kept = torch.ones(len(ids), dtype=torch.bool)
+        kept = torch.ones(len(keys), dtype=torch.bool)
         kept[chosen] = False
         for layer in cache.layers:
             layer.keys, layer.values = layer.keys[:, :, kept], layer.values[:, :, kept]
-        computed = len(chosen) + len(self._final)
-        return Recomputed(self._model, cache, out.logits[0, -1], int(positions[-1]) + 1, computed)
+        return Recomputed(self._model, cache, out.logits[0, -1], int(positions[-1]) + 1, len(ids))
 
-    def _mask(self, chosen: Tensor, positions: Tensor) -> Tensor:
-        """Mask ``[n, n]``: context in block mode, then recomputed tokens, then the question."""
-        context = self.tokens
-        lengths = [*map(len, self._context), 0]
-        mask = torch.zeros(len(positions), len(positions), dtype=torch.bool)
-        mask[:context, :context] = block_mask(lengths)
-        after = positions[context:, None] >= positions[None]
-        after[:, chosen] = False  # the copies of recomputed tokens in block mode
-        mask[context:] = after
-        return mask
+
+def attention_to_context(model: BlockModel, context: Context, final_ids: Sequence[int]) -> Tensor:
+    """Attention of the question to each context token: ``[context tokens]``, mean over layers,
+    heads and question tokens."""
+    hf_model = model.hf_model
+    before = hf_model.config._attn_implementation
+    hf_model.set_attn_implementation("eager")
+    try:
+        with torch.inference_mode():
+            out = hf_model(
+                input_ids=torch.tensor([final_ids]),
+                past_key_values=model.cache_for(context),
+                output_attentions=True,
+            )
+    finally:
+        hf_model.set_attn_implementation(before)
+    shares = torch.stack([layer[0].mean(dim=(0, 1)) for layer in out.attentions])
+    return shares.mean(0)[: context.num_tokens]
 
 
 @dataclass(slots=True)

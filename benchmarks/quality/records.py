@@ -20,25 +20,25 @@ def measure(
     path: Path,
     kind: type[T],
     items: Iterable[Item],
-    answer: Callable[[Item], Iterable[T]],
-    names: Iterable[str],
+    answer: Callable[[Item, Sequence[str]], Iterable[T]],
+    names: Sequence[str],
     minutes: float,
 ) -> None:
-    """Append the records of the questions that a file lacks, until the time is over.
+    """Append the records that a file lacks, until the time is over.
 
     Args:
-        names: Names of the rows or changes of each question, in order.
+        answer: Measures some of the names for one question.
+        names: Names of the rows or changes of each question.
     """
-    found = [*read(path, kind)]
-    if found and (old := [*dict.fromkeys(one.name for one in found)]) != [*names]:
-        raise SystemExit(f"{path} has {old}, this run {[*names]}: choose other --results")
-    done = {(one.set, one.id) for one in found}
+    done = {(one.set, one.id, one.name) for one in read(path, kind)}
+    if others := sorted({name for *_, name in done} - {*names}):
+        raise SystemExit(f"{path} has {others}, this run {[*names]}: choose other --results")
     end = time.monotonic() + 60 * minutes
     for item in items:
         if time.monotonic() > end:
             break
-        if (item.set, item.id) not in done:
-            append(path, [*answer(item)])
+        if missing := [name for name in names if (item.set, item.id, name) not in done]:
+            append(path, [*answer(item, missing)])
             print(f"{item.set} {item.id}", flush=True)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -12,6 +12,7 @@ from sets import Item
 from torch import Tensor
 
 from blockattn_rag import BlockAttentionEngine
+from blockattn_rag.engine.fetcher import BlockFetcher
 from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.engine.results import Generation
 from blockattn_rag.lab.evaluation.fidelity import FidelityRecord
@@ -91,24 +92,27 @@ class Answerer:
             return [*found, *tuned]
         return [*found, *(SHARES if self._recomputes else ()), BEST]
 
-    def answer(self, item: Item) -> Iterator[Record]:
-        """Answer a question in every row."""
+    def answer(self, item: Item, rows: Collection[str]) -> Iterator[Record]:
+        """Answer a question in some rows."""
         prompt = self.prompt(item)
         full, expected = self.full_answer(prompt)
         compare = _Comparison(item, full.token_ids, expected)
-        yield compare.record(FULL, full.text, expected, full.stats)
+        if FULL in rows:
+            yield compare.record(FULL, full.text, expected, full.stats)
         for name, recipe in self.recipes.items():
-            yield self._answered(name, self.engine, compare, prompt, recipe=recipe)
+            if name in rows:
+                yield self._answered(name, self.engine, compare, prompt, recipe=recipe)
         for name, engine in self._tuned.items():
-            yield self._answered(name, engine, compare, prompt)
-            yield self._answered(f"{name}, {FULL_MODE}", engine, compare, prompt, mode="full")
-        if self._tuned:
-            return
-        if self._recomputes:
-            yield from self._recomputed(prompt, compare)
-        best = self.prompt(replace(item, passages=(item.passages[item.best],)))
-        found = self.engine.generate(best, mode="full", **self._options)
-        yield compare.record(BEST, found.text, None, found.stats)
+            if name in rows:
+                yield self._answered(name, engine, compare, prompt)
+            if (full_row := f"{name}, {FULL_MODE}") in rows:
+                yield self._answered(full_row, engine, compare, prompt, mode="full")
+        if shares := {name: share for name, share in SHARES.items() if name in rows}:
+            yield from self._recomputed(prompt, compare, shares)
+        if BEST in rows:
+            best = self.prompt(replace(item, passages=(item.passages[item.best],)))
+            found = self.engine.generate(best, mode="full", **self._options)
+            yield compare.record(BEST, found.text, None, found.stats)
 
     def _answered(
         self,
@@ -131,11 +135,13 @@ class Answerer:
         logits = self.engine.answer_logits(prompt, full.token_ids, mode="full")
         return full, logits.double().log_softmax(-1)
 
-    def _recomputed(self, prompt: BlockPrompt, compare: _Comparison) -> Iterator[Record]:
+    def _recomputed(
+        self, prompt: BlockPrompt, compare: _Comparison, shares: Mapping[str, float]
+    ) -> Iterator[Record]:
         model = self.engine.model
         with model.lock:
-            recomputation = Recomputation(model, prompt)
-            for name, share in SHARES.items():
+            recomputation = Recomputation(model, BlockFetcher(model, self.engine.store), prompt)
+            for name, share in shares.items():
                 run = recomputation.run(share)
                 logits = run.answer_logits(compare.answer)
                 ids = run.generate(self._options["max_new_tokens"])

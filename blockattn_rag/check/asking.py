@@ -16,7 +16,7 @@ from blockattn_rag.server.client.http import background
 from blockattn_rag.server.client.request import completion_body
 from blockattn_rag.server.client.server import Server
 from blockattn_rag.server.protocol import COMPLETIONS, BlockPlan, EncodeAnswer, EncodeBody
-from blockattn_rag.server.served_blocks import ServedBlocks, reuse_of
+from blockattn_rag.server.served_blocks import ServedBlocks
 from blockattn_rag.server.validation import shown
 
 NEW_TOKENS = 8
@@ -107,19 +107,18 @@ class Asker:
     def __init__(self, server: Server) -> None:
         self._server = server
         info = server.info_now()
-        self._name, self._promote = server.model.name_at(info), info.promote
+        self._name = server.model.name_at(info)
 
-    def block(self, probe: Probe, passages: tuple[int, ...] = ()) -> Answer:
-        """Request an answer in block mode. ``passages``: blocks that the server may promote, except
-        the first.
+    def block(self, probe: Probe) -> Answer:
+        """Request an answer in block mode.
 
         Raises:
-            ProtocolError: the response does not report that all blocks were used or promoted.
+            ProtocolError: the response does not report that all blocks were used.
         """
         lengths = tuple(len(ids) for ids in probe.blocks)
-        plan = BlockPlan("complete", lengths, keep=probe.keep, passages=passages)
+        plan = BlockPlan("complete", lengths, keep=probe.keep)
         answer = self._answer(COMPLETIONS, probe.ids, plan)
-        reuse_of(answer.served, probe.ids, plan, self._promote, ())
+        answer.served.check_complete(lengths)
         return answer
 
     def full(

@@ -96,7 +96,6 @@ def oracle_logits(
     adapter: Correction | None = None,
     layouts: Sequence[RotaryLayout] = (),
     positions: Positions = "reordered",
-    masses: list[Tensor] | None = None,
 ) -> Tensor:
     """Logits ``[final tokens, vocab]`` of the final block (the last of ``block_ids``), float32.
 
@@ -107,7 +106,6 @@ def oracle_logits(
         adapter: Adapter for the keys and values of passages, which the final block attends to.
         layouts: Rotary layout per layer, for the adapter.
         positions: Positions of the context blocks' keys.
-        masses: List to which each layer appends the final block's attention weights.
     """
     lengths = [len(block) for block in block_ids]
     layout = layout_of(lengths, len(sink_ids))
@@ -120,7 +118,7 @@ def oracle_logits(
         position = torch.where(is_final, position, position - starts[layout.block])
     is_plain = positions == "reordered" and not layout.is_sink.any()
     placed = layout._replace(position=position)
-    with torch.inference_mode(), adapting(hf_model, placed, adapter, layouts, masses):
+    with torch.inference_mode(), adapting(hf_model, placed, adapter, layouts):
         out = hf_model(
             input_ids=torch.tensor([ids], device=hf_model.device),
             attention_mask=_masks(hf_model, lengths, len(sink_ids)),
@@ -161,7 +159,7 @@ class RecipeOracle:
     def __init__(self, model: BlockModel, prompt: BlockPrompt, recipe: Recipe) -> None:
         self._hf_model = model.hf_model
         self._end_ids = sorted(model.end_token_ids)
-        ids = model.tokenizer.prompt_ids(prompt)
+        ids = model.tokenizer.prompt_ids(prompt, recipe.promote)
         self._arguments: dict[str, Any] = {
             "sink_ids": ids_of_sink(recipe.sink, model.tokenizer),
             "adapter": recipe.adapter,
@@ -169,15 +167,6 @@ class RecipeOracle:
             "positions": recipe.positions,
         }
         self.blocks = [*ids.context, ids.final]
-        passages = [place for place, block in enumerate(prompt.context) if block.is_passage]
-        best = self._most_attended(passages)[: recipe.promote] if recipe.promote else []
-        if best:
-            stay = [block for place, block in enumerate(prompt.context) if place not in best]
-            moved = [prompt.context[place] for place in reversed(best)]
-            rest = model.tokenizer.prompt_ids(BlockPrompt((*stay, *moved), prompt.final))
-            context = [*rest.context, rest.final]
-            promoted = [token for block in context[len(stay) :] for token in block]
-            self.blocks = [*context[: len(stay)], promoted]
 
     def logits(self, answer_ids: Sequence[int] = ()) -> Tensor:
         """Logits ``[answer tokens + 1, vocab]`` after the prompt and after each answer token."""
@@ -190,21 +179,6 @@ class RecipeOracle:
         return oracle_generate(
             self._hf_model, self.blocks, max_new_tokens, self._end_ids, **self._arguments
         )
-
-    def _most_attended(self, passages: Sequence[int]) -> list[int]:
-        """Indices of passages, sorted by how much the question attends to each, most first: the
-        share of the attention to the context, averaged over layers, heads and query tokens."""
-        if not passages:
-            return []
-        masses: list[Tensor] = []
-        oracle_logits(self._hf_model, self.blocks, masses=masses, **self._arguments)
-        sink_length = len(self._arguments["sink_ids"])
-        layout = layout_of([len(block) for block in self.blocks], sink_length)
-        weights = torch.stack(masses)  # [layers, heads, question, tokens]
-        places = [(layout.block == at) & ~layout.is_sink for at in range(len(self.blocks) - 1)]
-        shares = torch.stack([weights[..., place].sum(-1) for place in places])
-        means = (shares / shares.sum(0)).flatten(1).mean(1).tolist()
-        return sorted(passages, key=lambda place: -means[place])
 
 
 def _masks(hf_model: PreTrainedModel, lengths: Sequence[int], sink_length: int) -> Any:
@@ -230,20 +204,17 @@ def adapting(
     layout: Layout,
     adapter: Correction | None,
     layouts: Sequence[RotaryLayout],
-    masses: list[Tensor] | None = None,
 ) -> Iterator[None]:
     """Replace the model's attention within the ``with`` block.
 
     Args:
         layout: Blocks of the prompt's tokens, and positions of their keys.
         adapter: Adapter for the passages' keys and values. None: they stay unchanged.
-        masses: List to which each layer appends the final block's attention weights,
-            ``[heads, final tokens, tokens]``.
 
     Raises:
         UnsupportedModelError: the model's attention cannot be replaced.
     """
-    if adapter is None and masses is None:
+    if adapter is None:
         yield
         return
     final = int(layout.block[-1])
@@ -256,7 +227,7 @@ def adapting(
         groups, layer = query.shape[1] // key.shape[1], module.layer_idx
         scale = kwargs.get("scaling") or 1 / math.sqrt(query.shape[-1])
 
-        def attend(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        def attend(key: Tensor, value: Tensor) -> Tensor:
             keys, values = (s.repeat_interleave(groups, dim=1).double() for s in (key, value))
             scores = query.double() @ keys.mT * scale
             if (cap := kwargs.get("softcap")) is not None:
@@ -267,15 +238,11 @@ def adapting(
                 weights = torch.cat([scores, own], dim=-1).softmax(-1)[..., :-1]
             else:
                 weights = scores.softmax(-1)
-            return weights, weights @ values
+            return weights @ values
 
-        weights, outputs = attend(key, value)
-        if adapter is not None:
-            key, value = _adapted(adapter, layer, key, value, layout, layouts[layer])
-            weights, seen = attend(key, value)
-            outputs[:, :, rows] = seen[:, :, rows]
-        if masses is not None:
-            masses.append(weights[0, :, rows])
+        outputs = attend(key, value)
+        adapted = attend(*_adapted(adapter, layer, key, value, layout, layouts[layer]))
+        outputs[:, :, rows] = adapted[:, :, rows]
         return outputs.to(query.dtype).transpose(1, 2).contiguous(), None
 
     AttentionInterface.register(_NAME, attention)
@@ -283,7 +250,7 @@ def adapting(
     if hf_model.config._attn_implementation != _NAME:
         raise UnsupportedModelError(
             f"{type(hf_model).__name__} does not use transformers' attention interface, so the "
-            "oracle cannot compute adapters and promotion for it. Check the model without a recipe."
+            "oracle cannot compute adapters for it. Check the model without a recipe."
         )
     try:
         yield

@@ -19,10 +19,9 @@ from torch import Tensor
 from blockattn_rag.check.asking import LIKELIEST, NEW_TOKENS, Answer, Asker, Probe
 from blockattn_rag.check.model import CheckReport, CheckRow, placed_context
 from blockattn_rag.engine.recipe import Recipe
-from blockattn_rag.kv.context import Context
 from blockattn_rag.model.block_model import BlockModel
 from blockattn_rag.model.sampling import Sampling
-from blockattn_rag.prompts.blocks import Keep, most_attended
+from blockattn_rag.prompts.blocks import Keep
 from blockattn_rag.prompts.sinks import sink_ids
 from blockattn_rag.server.client.http import Client, RefusedError
 from blockattn_rag.server.client.server import Server
@@ -33,14 +32,11 @@ from blockattn_rag.server.protocol import (
     EncodeAnswer,
     ServerInfo,
 )
-from blockattn_rag.server.served_blocks import promote
 
 _EXACT = 1e-3
 """Maximum difference of log-probabilities in float32, far above the rounding error."""
 _COARSE = 0.2
 """Maximum difference for int8 blocks, or between two engines that compute in 16-bit types."""
-_PASSAGES = (1, 2)
-"""Indices of the probe's blocks that may be promoted."""
 _NOISE = 8
 """Maximum difference as a multiple of the noise between two equal requests."""
 
@@ -146,8 +142,6 @@ class _Blocks(NamedTuple):
         two: Answer to the same tokens with the first two blocks as context.
         again: Answer to the request of ``missed``, repeated.
         hit: Answer from the three blocks in another order.
-        promoted: Answer with the second and third block as passages. None if the server promotes
-            nothing.
     """
 
     encoded: EncodeAnswer | None
@@ -158,7 +152,6 @@ class _Blocks(NamedTuple):
     two: Answer
     again: Answer
     hit: Answer
-    promoted: Answer | None
 
     def stored_bytes(self, probe: Probe) -> int:
         """Upper limit of the bytes that the probe's blocks occupy in the store, estimated from the
@@ -199,7 +192,6 @@ def _asked_in_blocks(asker: Asker, drawn: Probe, info: ServerInfo) -> tuple[Prob
         asker.block(probe.cut(2)),
         asker.block(probe),
         asker.block(probe.turned()),
-        asker.block(probe, _PASSAGES) if info.promote else None,
     )
 
 
@@ -326,27 +318,6 @@ def _local_rows(
     passed = not differ or near > _EXACT
     detail = f"{NEW_TOKENS} tokens" + (f", found {seen.missed.tokens}, expected {tokens}" * differ)
     yield CheckRow("greedy tokens = local model", passed, float(differ), 0.0, detail)
-    if seen.promoted is not None:
-        yield _promotion_row(local, recipe, probe, context, seen.promoted, near)
-
-
-def _promotion_row(
-    local: BlockModel, recipe: Recipe, probe: Probe, context: Context, found: Answer, budget: float
-) -> CheckRow:
-    """Row that compares the promoted passages and the answer with those of the local model.
-    ``context``: all blocks of the probe."""
-    attention = local.attention_to_blocks(context, probe.final)
-    expected = tuple(most_attended(_PASSAGES, attention, recipe.promote))
-    new = promote(probe.ids, [len(ids) for ids in probe.blocks], expected, ())
-    stay = [probe.blocks[place] for place in new.stay]
-    rest = placed_context(local, stay, sink_ids(recipe.sink, local.tokenizer), recipe)
-    final = new.token_ids[rest.num_tokens :]
-    likely = _likely(local.next_logits(torch.tensor([final]), local.cache_for(rest)))
-    name, distance = "promotion = local model", found.distance(likely)
-    is_same = found.served.promoted == expected
-    detail = f"blocks {list(found.served.promoted)}, log-probabilities of the first token"
-    detail += f"; expected blocks {list(expected)}" * (not is_same)
-    return CheckRow(name, is_same and distance <= budget, distance, budget, detail)
 
 
 def _likely(logits: Tensor) -> dict[int, float]:

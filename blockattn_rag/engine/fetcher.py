@@ -6,7 +6,6 @@ import logging
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Literal, NamedTuple
 from weakref import WeakSet
 
@@ -28,8 +27,6 @@ logger = logging.getLogger("blockattn_rag")
 OnMiss = Literal["compute", "error"]
 """``compute``: a block that is not in the store is encoded and stored. ``error``: ``MissError``."""
 
-NOTHING_COMPUTED: Mapping[Name, int] = MappingProxyType({})
-
 _MOST_TO_STORE = 4096
 
 # Number of blocks that prefetching reads at once: as many as stores read in parallel.
@@ -41,14 +38,12 @@ class Fetched(NamedTuple):
 
     Args:
         blocks: Keys and values of the blocks that have tokens.
-        places: Index of each of these blocks in the context.
         computed: Number of tokens of each block that was computed for the prompt, by block name.
         hits: Number of blocks found. Repetitions of a computed block count as hits.
         reused_tokens: Number of tokens in the hits.
     """
 
     blocks: list[BlockKV]
-    places: list[int]
     computed: Mapping[Name, int]
     hits: int
     reused_tokens: int
@@ -121,22 +116,15 @@ class BlockFetcher:
             return True
         return any(self.store.touch(key) for key in others)
 
-    def fetch(
-        self, context: Sequence[Wanted], computed: Mapping[Name, int] = NOTHING_COMPUTED
-    ) -> Fetched:
+    def fetch(self, context: Sequence[Wanted]) -> Fetched:
         """Get the KV of a prompt's context blocks. Missing blocks are computed in batches.
 
         Computed passages are stored. System messages are stored on their second use. All other text
         is private to its prompt and kept in this process's memory only.
 
-        Args:
-            computed: ``Fetched.computed`` of an earlier call for the same prompt.
-
         Raises:
             MissError: a passage is not stored, and ``on_miss`` is ``"error"``.
         """
-        # A text without tokens has no KV: it is neither a hit nor a miss.
-        places = [place for place, one in enumerate(context) if one.ids]
         wanted = distinct(context)
         found = self._look_up(wanted.values())
         missing = [one for one in wanted.values() if one.name not in found]
@@ -152,11 +140,12 @@ class BlockFetcher:
                 for one, kv in batch:
                     self._keep(kv, one.keep)
                     found[one.name] = kv
-        computed = {**computed, **{one.name: len(one.ids) for one in missing}}
-        misses = [len(one.ids) for name, one in wanted.items() if name in computed]
-        tokens = sum(len(context[place].ids) for place in places)
-        blocks = [found[context[place].name] for place in places]
-        return Fetched(blocks, places, computed, len(places) - len(misses), tokens - sum(misses))
+        computed = {one.name: len(one.ids) for one in missing}
+        # A text without tokens has no KV: it is neither a hit nor a miss.
+        used = [one for one in context if one.ids]
+        reused = sum(len(one.ids) for one in used) - sum(computed.values())
+        blocks = [found[one.name] for one in used]
+        return Fetched(blocks, computed, len(used) - len(computed), reused)
 
     def prefetch(self, blocks: Sequence[Block], *, recipe: Recipe = PLAIN) -> PrefetchStats:
         """Read passages from the store before their prompt exists.

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 from blockattn_rag.engine.recipe import RECIPE_FILE, Recipe, read_fields
-from blockattn_rag.errors import UnsupportedModelError
 from blockattn_rag.kv.context import Positions
 from blockattn_rag.model import BlockModel
 from blockattn_rag.prompts.checkpoints import other_switches
@@ -56,7 +55,6 @@ def resolve_recipe(
 
     Raises:
         ValueError: the recipe is missing or damaged, or does not belong to the model.
-        UnsupportedModelError: the recipe promotes passages, and the model does not support that.
     """
     if given is None or given == AUTO:
         return _automatic(model, store, folder)
@@ -121,11 +119,6 @@ def check_fits(recipe: Recipe, model: BlockModel) -> None:
     sink_ids(recipe.sink, model.tokenizer)
     if recipe.adapter:
         recipe.adapter.check_shapes(model.profile.layer_outlines)
-    if recipe.promote and not model.supports_relay:
-        raise UnsupportedModelError(
-            f"{model.name} cannot promote passages (found promote={recipe.promote}): promotion "
-            "needs relay attention, which is not exact for this model. Use a recipe with promote=0."
-        )
 
 
 def foreign(recipe: Recipe, model: BlockModel) -> str:

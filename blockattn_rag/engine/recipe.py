@@ -42,7 +42,8 @@ class Recipe:
         sink: Prefix tokens that passages are encoded with: ``"none"``, ``"bos"`` or ``"head:N"``;
             see ``prompts.sinks``.
         adapter: Correction of passages' keys and values after encoding, fitted to ``sink``.
-        promote: Number of passages to recompute with the question: those that it attends to most.
+        promote: Number of passages to compute with the question: the last of each prompt. They
+            attend to everything before them, as in full attention.
         positions: ``"reordered"`` re-encodes keys for their place in the prompt; ``"composite"``
             does not (the papers' ablation).
         fingerprints: Fingerprints of the models that the recipe belongs to. Empty: any model.

@@ -34,8 +34,6 @@ class ReuseStats:
         reused_tokens: Prompt tokens whose KV came from the store, or from an earlier answer of the
             same conversation (``engine.tails``).
         computed_tokens: Prompt tokens computed: missing blocks and the new part of the final block.
-        promoted_tokens: Part of ``computed_tokens`` due to promotion: the promoted passages, and an
-            extra forward pass of the question to choose them.
         generated_tokens: Tokens of the answer.
         fetch_s: Seconds to look up blocks and encode missing ones.
         assemble_s: Seconds to assemble the blocks into a KV cache.
@@ -51,7 +49,6 @@ class ReuseStats:
     misses: int = 0
     reused_tokens: int = 0
     computed_tokens: int = 0
-    promoted_tokens: int = 0
     generated_tokens: int = 0
     fetch_s: float = 0.0
     assemble_s: float = 0.0
@@ -78,7 +75,7 @@ class ReuseStats:
 
     def reuse(self) -> dict[str, int]:
         """Counts of blocks and prompt tokens, as fields of a JSON object."""
-        names = ("hits", "misses", "reused_tokens", "computed_tokens", "promoted_tokens")
+        names = ("hits", "misses", "reused_tokens", "computed_tokens")
         return {name: getattr(self, name) for name in names}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from itertools import chain
@@ -13,8 +13,7 @@ from typing import Any, get_args
 from torch import Tensor
 
 from blockattn_rag.engine.answer import Answer, Prepared
-from blockattn_rag.engine.fetcher import NOTHING_COMPUTED, BlockFetcher, Fetched
-from blockattn_rag.engine.lookup import Name
+from blockattn_rag.engine.fetcher import BlockFetcher
 from blockattn_rag.engine.options import GenerateOptions
 from blockattn_rag.engine.pending import PendingRequest
 from blockattn_rag.engine.results import ReuseStats
@@ -23,7 +22,7 @@ from blockattn_rag.errors import ContextOverflowError
 from blockattn_rag.kv.context import Assembly, Context, place
 from blockattn_rag.model import BlockModel
 from blockattn_rag.model.caches import add_states, empty_cache
-from blockattn_rag.prompts.blocks import Block, BlockPrompt, promoted
+from blockattn_rag.prompts.blocks import BlockPrompt
 
 
 class Runner:
@@ -92,72 +91,26 @@ class Runner:
     def _prepare_blocks(self, prompt: BlockPrompt, options: GenerateOptions) -> Prepared:
         started = time.perf_counter()
         recipe, fingerprint = options.recipe, self._model.fingerprint
-        blocks, question = self._model.tokenizer.with_final_ids(prompt)
-        final_ids, computed, choosing_tokens = question, NOTHING_COMPUTED, 0
-        if recipe.promote and any(block.is_passage for block in blocks):
-            blocks, final_ids, computed = self._promote(blocks, question, options, fingerprint)
-            choosing_tokens = len(question)
-        fetched, limit = self._fetch(blocks, len(final_ids), options, fingerprint, computed)
+        blocks, final_ids = self._model.tokenizer.with_final_ids(prompt, recipe.promote)
+        wanted = self._fetcher.wanted(
+            blocks, as_prompt=True, recipe=recipe, fingerprint=fingerprint
+        )
+        prompt_tokens = sum(len(one.ids) for one in wanted) + len(final_ids)
+        # Raises before anything is computed if the prompt does not fit.
+        limit = self._model.room_for(prompt_tokens, options.sampling)
+        fetched = self._fetcher.fetch(wanted)
         context = place(fetched.blocks, recipe.positions)
         stats = ReuseStats(
             "block",
             hits=fetched.hits,
             misses=len(fetched.computed),
             reused_tokens=fetched.reused_tokens,
-            computed_tokens=sum(fetched.computed.values()) + len(final_ids) + choosing_tokens,
-            promoted_tokens=len(final_ids) - len(question) + choosing_tokens,
+            computed_tokens=sum(fetched.computed.values()) + len(final_ids),
             fetch_s=time.perf_counter() - started,
             int8_blocks=sum(kv.scales is not None for kv in fetched.blocks),
             recipe=str(recipe),
         )
         return Prepared(context.token_ids, final_ids, context, limit, stats, fingerprint)
-
-    def _promote(
-        self,
-        blocks: Sequence[Block],
-        question: list[int],
-        options: GenerateOptions,
-        fingerprint: str,
-    ) -> tuple[list[Block], list[int], Mapping[Name, int]]:
-        """Move the passages that the question attends to most into the final block.
-
-        Returns:
-            The remaining blocks, the token ids of the new final block (promoted passages, then the
-            question), and ``Fetched.computed`` of all blocks.
-        """
-        fetched, _ = self._fetch(blocks, len(question), options, fingerprint)
-        context = place(fetched.blocks, options.recipe.positions)
-        # Indexed by place instead of handle, because texts with equal tokens share a stored block.
-        attention = [0.0] * len(blocks)
-        if context.blocks:
-            masses = self._model.attention_to_blocks(context, question)
-            for at, mass in zip(fetched.places, masses, strict=True):
-                attention[at] = mass
-        stay, moved = promoted(blocks, attention, options.recipe.promote)
-        moved_ids = [
-            self._model.tokenizer.block_ids(block, first=not stay and not index)
-            for index, block in enumerate(moved)
-        ]
-        return stay, [*chain.from_iterable(moved_ids), *question], fetched.computed
-
-    def _fetch(
-        self,
-        blocks: Sequence[Block],
-        final_tokens: int,
-        options: GenerateOptions,
-        fingerprint: str,
-        computed: Mapping[Name, int] = NOTHING_COMPUTED,
-    ) -> tuple[Fetched, int]:
-        """Fetch a prompt's blocks, and return them with the number of tokens that may be generated.
-
-        Raises before anything is computed if the prompt does not fit.
-        """
-        wanted = self._fetcher.wanted(
-            blocks, as_prompt=True, recipe=options.recipe, fingerprint=fingerprint
-        )
-        prompt_tokens = sum(len(one.ids) for one in wanted) + final_tokens
-        limit = self._model.room_for(prompt_tokens, options.sampling)
-        return self._fetcher.fetch(wanted, computed), limit
 
     def answer_logits(
         self, prompt: BlockPrompt, answer_ids: Sequence[int], options: GenerateOptions

@@ -70,11 +70,10 @@ class Tails:
     def begin(self, prepared: Prepared, options: GenerateOptions) -> Start:
         """Look up the cached prefix of a prompt's final block, without the block's last token.
 
-        No tail is used or kept in full mode, with promoted passages, with options of transformers'
-        ``generate``, or if the model's states may differ, for example under autocast.
+        No tail is used or kept in full mode, with options of transformers' ``generate``, or if the
+        model's states may differ, for example under autocast.
         """
-        is_plain = options.mode == "block" and not options.recipe.promote
-        if not (self._max_bytes and is_plain):
+        if not self._max_bytes or options.mode != "block":
             return NOTHING
         if not fills_in_order(self._model.hf_model, options.sampling):
             return NOTHING

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from blockattn_rag.attention.relay import RELAY_FINAL_TOKENS, BlockMass, RelayPlan
+from blockattn_rag.attention.relay import RELAY_FINAL_TOKENS, RelayPlan
 from blockattn_rag.errors import GrammarError, UnsupportedModelError
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.kv.context import Assembly, Context
@@ -268,19 +268,6 @@ class BlockModel:
         # Enabled again, because other code may have changed the model's attention.
         enable_relay(self.hf_model)
         return RelayCache(RelayPlan(contexts, layouts, self.device))
-
-    def attention_to_blocks(self, context: Context, final_ids: Sequence[int]) -> list[float]:
-        """Share of the final block's attention for each context block; see ``BlockMass``.
-
-        Raises:
-            UnsupportedModelError: relay attention is not exact for this model.
-        """
-        self.choose_assembly("relay", len(final_ids))
-        mass = BlockMass(context, self.profile.layouts, self.device)
-        with self.lock:
-            enable_relay(self.hf_model)
-            last_logits(self.hf_model, torch.tensor([final_ids]), RelayCache(mass), 1)
-        return mass.by_place()
 
     @contextmanager
     def running(self, sampling: Sampling) -> Iterator[None]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from blockattn_rag.attention.relay import BlockMass, RelayPlan
+from blockattn_rag.attention.relay import RelayPlan
 from blockattn_rag.kv.context import Context, assemble
 from blockattn_rag.kv.rope import RotaryLayout
 
@@ -29,7 +29,7 @@ class ContextCache(DynamicCache):
     ``attention``: Attention for forwards over this cache. None: the model's own attention.
     """
 
-    attention: RelayPlan | BlockMass | None = None
+    attention: RelayPlan | None = None
 
 
 def copied_cache(
@@ -138,9 +138,9 @@ def _last(states: Tensor, tokens: int) -> Tensor:
 class RelayCache(ContextCache):
     """Cache for ``generate`` whose first tokens are the blocks of a plan, read in place."""
 
-    attention: RelayPlan | BlockMass
+    attention: RelayPlan
 
-    def __init__(self, plan: RelayPlan | BlockMass) -> None:
+    def __init__(self, plan: RelayPlan) -> None:
         super().__init__()
         self.layers = [_TailLayer(plan.num_tokens) for _ in range(plan.num_layers)]
         self.attention = plan

@@ -22,7 +22,7 @@ from transformers import (
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from blockattn_rag.attention.relay import BlockMass, JoinLimits, RelayPlan
+from blockattn_rag.attention.relay import JoinLimits, RelayPlan
 from blockattn_rag.kv.context import place
 from blockattn_rag.kv.rope import relative_error
 from blockattn_rag.model.caches import (
@@ -50,7 +50,7 @@ def enable_relay(hf_model: PreTrainedModel) -> None:
     hf_model.set_attn_implementation(name)
 
 
-def _running_attention() -> RelayPlan | BlockMass | None:
+def _running_attention() -> RelayPlan | None:
     cache = running_cache()
     return None if cache is None else cache.attention
 

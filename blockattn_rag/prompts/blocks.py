@@ -246,31 +246,3 @@ class BlockPrompt:
     def text(self) -> str:
         """The prompt as one string, without markers."""
         return "".join(block.rendered for block in self.context) + self.final
-
-
-def most_attended(places: Sequence[int], attention: Sequence[float], count: int) -> list[int]:
-    """Up to ``count`` of the places with the most attention, the most attended last."""
-    return sorted(places, key=lambda place: -attention[place])[:count][::-1]
-
-
-def promoted(
-    context: Sequence[Block], attention: Sequence[float], count: int
-) -> tuple[list[Block], list[Block]]:
-    """Split context blocks into those that stay and passages that move into the final block.
-
-    A promoted passage is computed with the question and attends to all reused blocks before it, as
-    in full attention. The cost is the passage's tokens, plus one forward pass of the question over
-    the blocks to choose passages.
-
-    Args:
-        context: Context blocks of a prompt.
-        attention: Attention of the question to each block.
-        count: Maximum number of passages to promote.
-
-    Returns:
-        The remaining blocks in order, and the promoted passages, the most attended last.
-    """
-    passages = [place for place, block in enumerate(context) if block.is_passage]
-    best = most_attended(passages, attention, count)
-    stay = [block for place, block in enumerate(context) if place not in best]
-    return stay, [context[place] for place in best]

@@ -6,7 +6,7 @@ Every block is tokenized alone, so its token ids do not depend on other blocks.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from blockattn_rag.prompts.blocks import Block, BlockPrompt, Span
@@ -66,26 +66,37 @@ class BlockTokenizer:
         """Whether a text contains the spelling of a control token."""
         return any(token in text for token in self._encoder.control_tokens)
 
-    def with_final_ids(self, prompt: BlockPrompt) -> tuple[list[Block], list[int]]:
+    def with_final_ids(
+        self, prompt: BlockPrompt, promote: int = 0
+    ) -> tuple[list[Block], list[int]]:
         """The context blocks of a prompt, and the token ids of its final block.
 
         The model needs at least one token in the final block to predict from. If there is none, the
         last context block with tokens becomes the final block.
 
+        Args:
+            promote: Number of passages, the last of the prompt, to compute with the question. They
+                and all text after them become part of the final block.
+
         Raises:
             ValueError: The prompt has no tokens.
         """
-        context = list(prompt.context)
-        final = self.final_ids(prompt.final_spans, first=not context)
+        context, moved = _split(prompt.context, promote)
+        final = [
+            token
+            for place, block in enumerate(moved)
+            for token in self.block_ids(block, first=not context and not place)
+        ]
+        final += self.final_ids(prompt.final_spans, first=not prompt.context)
         while context and not final:
             final = self.block_ids(context.pop(), first=not context)
         if not final:
             raise ValueError("the prompt has no tokens; add a question")
         return context, final
 
-    def prompt_ids(self, prompt: BlockPrompt) -> PromptIds:
-        """Token ids of a complete prompt."""
-        context, final = self.with_final_ids(prompt)
+    def prompt_ids(self, prompt: BlockPrompt, promote: int = 0) -> PromptIds:
+        """Token ids of a complete prompt. ``promote``: See ``with_final_ids``."""
+        context, final = self.with_final_ids(prompt, promote)
         ids = [self.block_ids(block, first=index == 0) for index, block in enumerate(context)]
         return PromptIds([one for one in ids if one], final)
 
@@ -110,3 +121,10 @@ class BlockTokenizer:
             run = run.lstrip() if swallows else run
             swallows = swallows and not run
         return [*ids, *(self._encoder.plain_ids(run, opens=not ids) if run else [])]
+
+
+def _split(context: Sequence[Block], promote: int) -> tuple[list[Block], list[Block]]:
+    """Split a context before the first of its last ``promote`` passages."""
+    passages = [place for place, block in enumerate(context) if block.is_passage]
+    cut = passages[-promote:][0] if promote and passages else len(context)
+    return [*context[:cut]], [*context[cut:]]

@@ -105,8 +105,7 @@ class ModelProfile:
         sink: Sink of all context blocks except the first, as in ``prompts.sinks``.
         sink_ids: Token ids of the sink.
         adapter: Digest of the adapter that is applied to these blocks; empty if there is none.
-        promote: Number of passages to compute with the question, chosen by its attention.
-        prefix_ids: Token ids that every prompt starts with, such as BOS.
+        promote: Number of passages, the last of each prompt, to compute with the question.
         block_tuned: Whether the model is known to be block-fine-tuned.
 
     Raises:
@@ -125,7 +124,6 @@ class ModelProfile:
     sink_ids: tuple[Count, ...] = ()
     adapter: AdapterDigest = ""
     promote: Count = 0
-    prefix_ids: tuple[Count, ...] = ()
     block_tuned: StrictBool = False
 
     @model_validator(mode="after")
@@ -281,6 +279,5 @@ def profile_of(model: BlockModel, recipe: Recipe | None = None) -> ModelProfile:
         sink_ids=tuple(sink_ids(recipe.sink, model.tokenizer)),
         adapter=recipe.encoding[1],
         promote=recipe.promote,
-        prefix_ids=tuple(model.tokenizer.prefix_ids),
         block_tuned=model.is_block_tuned,
     )

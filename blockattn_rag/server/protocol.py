@@ -66,9 +66,8 @@ _Name = Annotated[str, Field(min_length=1)]
 _IndexEntry = Annotated[str, Field(pattern=f"^([0-9a-f]{{{HEX_DIGITS}}})?$")]
 _Ids = Annotated[tuple[Count, ...], Field(min_length=1, fail_fast=True)]
 
-Op = Literal["complete", "score", "encode"]
-"""``complete``: answer from blocks. ``score``: measure the attention of the final block to each
-context block. ``encode``: compute and keep the KV of one block."""
+Op = Literal["complete", "encode"]
+"""``complete``: answer from blocks. ``encode``: compute and keep the KV of one block."""
 
 Outcome = Literal["found", "encoded", "missing"]
 """Outcome for a block: already stored, stored by this request, or not stored."""
@@ -199,16 +198,14 @@ class BlockPlan:
     """How the prompt of a request is split into blocks.
 
     Args:
-        lengths: Number of tokens of each context block, in order. ``complete`` and ``score``: the
-            prompt starts with the blocks, and at least one token follows. ``encode``: one block at
-            the end of the prompt.
+        lengths: Number of tokens of each context block, in order. ``complete``: the prompt starts
+            with the blocks, and at least one token follows. ``encode``: one block at the end of the
+            prompt.
         namespace: Namespace of the blocks, see ``store.namespaces``.
         keep: Where each block may be kept. Default: ``private`` for all, so that the KV of text
             that a client did not mark as a passage never reaches the store.
         opens_prompt: For ``encode``: whether the block opens a prompt, and so is encoded without
             sink and adapter.
-        passages: Indices of the blocks that are passages, in order. A server whose recipe promotes
-            passages chooses among these.
 
     Raises:
         ValueError: A field is invalid.
@@ -221,7 +218,6 @@ class BlockPlan:
         tuple[Keep, ...], Field(max_length=MOST_BLOCKS, fail_fast=True, validate_default=True)
     ] = ()
     opens_prompt: StrictBool = False
-    passages: Annotated[tuple[Count, ...], Field(max_length=MOST_BLOCKS, fail_fast=True)] = ()
 
     @field_validator("lengths")
     @classmethod
@@ -233,16 +229,6 @@ class BlockPlan:
                 f"op='encode' takes one block, found {len(lengths)}; send a request for each"
             )
         return lengths
-
-    @field_validator("passages")
-    @classmethod
-    def _are_blocks(cls, passages: tuple[int, ...], info: ValidationInfo) -> tuple[int, ...]:
-        blocks = len(info.data.get("lengths", ()))
-        if sorted({*passages}) != [*passages] or max(passages, default=-1) >= blocks:
-            raise ValueError(
-                f"expected increasing indices of {blocks} blocks, found {shown(passages)}"
-            )
-        return passages
 
     @field_validator("keep")
     @classmethod
@@ -284,8 +270,6 @@ class BlockPlan:
             fields["keep"] = list(self.keep)
         if self.opens_prompt:
             fields["opens_prompt"] = True
-        if self.passages:
-            fields["passages"] = list(self.passages)
         if secret is not None:
             fields |= {"namespace": self.namespace, "mac": self._mac(secret)}
         elif self.namespace != default:

@@ -1,23 +1,19 @@
-"""Report on the context blocks of an answer, in its ``kv_transfer_params``, and promotion.
-
-The server moves the passages that the question attends to most into the final block, and changes
-the prompt. The client repeats the change to check the report.
+"""Report on the context blocks of an answer, in its ``kv_transfer_params``.
 
 Importing this module does not load torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
-from itertools import chain, islice
-from typing import Annotated, Any, NamedTuple, Self
+from typing import Annotated, Any, Self
 
 from pydantic import Field, StrictBool, model_validator
 from pydantic.dataclasses import dataclass
 
 from blockattn_rag.errors import ProtocolError
-from blockattn_rag.server.protocol import FIELD, MOST_BLOCKS, VERSION, BlockPlan
+from blockattn_rag.server.protocol import FIELD, VERSION
 from blockattn_rag.server.validation import STRICT, Count, check_version, parse, shown
 
 
@@ -33,10 +29,6 @@ class ServedBlocks:
         encoded_tokens: Tokens of these encoded blocks.
         fetch_s: Seconds to load the blocks.
         int8_blocks: Blocks loaded in int8.
-        promoted: Indices of the passages that moved into the final block, the most attended last.
-            They are not among ``blocks``.
-        dropped, dropped_tokens: Blocks that were encoded for this request before they moved, and
-            their tokens. They are not among ``encoded``.
         cut_short: Whether a stop string ended the answer. The engine then reports nothing, so
             ``loaded_tokens``, ``local_tokens``, ``fetch_s`` and ``int8_blocks`` are unknown and 0.
 
@@ -51,9 +43,6 @@ class ServedBlocks:
     encoded_tokens: Count = 0
     fetch_s: Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)] = 0.0
     int8_blocks: Count = 0
-    promoted: Annotated[tuple[Count, ...], Field(max_length=MOST_BLOCKS)] = ()
-    dropped: Count = 0
-    dropped_tokens: Count = 0
     cut_short: StrictBool = False
 
     @model_validator(mode="after")
@@ -115,82 +104,21 @@ class ServedBlocks:
         return parse(cls, fields, FIELD)
 
 
-class Promotion(NamedTuple):
-    """A prompt after promotion.
-
-    Args:
-        token_ids: Token ids of the prompt.
-        lengths: Tokens of each context block that stays.
-        stay: Index of each of these blocks in the prompt before.
-    """
-
-    token_ids: list[int]
-    lengths: tuple[int, ...]
-    stay: tuple[int, ...]
-
-
-def promote(
-    token_ids: Sequence[int],
-    lengths: Sequence[int],
-    promoted: Sequence[int],
-    prefix_ids: Sequence[int],
-) -> Promotion:
-    """Move blocks of a prompt to the start of its final block, like an engine in process.
-
-    Args:
-        token_ids: Token ids of the prompt.
-        lengths: Tokens of each context block.
-        promoted: Indices of the blocks to move, in their new order.
-        prefix_ids: Token ids that every prompt starts with, such as BOS. If the first block moves,
-            they move to the block that takes its place.
-    """
-    tokens = iter(token_ids)
-    blocks = [[*islice(tokens, length)] for length in lengths]
-    stay = tuple(place for place in range(len(blocks)) if place not in promoted)
-    order = [*stay, *promoted]
-    if order and order[0] != 0:
-        first, new_first, prefix = blocks[0], blocks[order[0]], [*prefix_ids]
-        if first[: len(prefix)] == prefix:
-            del first[: len(prefix)]
-        if new_first[: len(prefix)] != prefix:
-            new_first[:0] = prefix
-    new_ids = [*chain.from_iterable(blocks[place] for place in order), *tokens]
-    return Promotion(new_ids, tuple(len(blocks[place]) for place in stay), stay)
-
-
-def reuse_of(
-    served: ServedBlocks,
-    token_ids: Sequence[int],
-    plan: BlockPlan,
-    promoted: int,
-    prefix_ids: Sequence[int],
-) -> dict[str, int]:
+def reuse_of(served: ServedBlocks, lengths: tuple[int, ...], prompt_tokens: int) -> dict[str, int]:
     """Counts of ``ReuseStats`` for an answer in block mode.
 
     Args:
-        token_ids, plan: Prompt of the request.
-        promoted: Number of passages that the server's recipe promotes.
-        prefix_ids: See ``promote``.
+        lengths: Tokens of each context block of the prompt.
+        prompt_tokens: Tokens of the prompt.
 
     Raises:
-        ProtocolError: The answer did not use all context blocks, or promoted other ones.
+        ProtocolError: The answer did not use all context blocks.
     """
-    expected = min(promoted, len(plan.passages))
-    if len(served.promoted) != expected or not {*served.promoted} <= {*plan.passages}:
-        raise ProtocolError(
-            f"the server promoted the blocks {list(served.promoted)}, expected {expected} of the "
-            f"passages {list(plan.passages)}"
-        )
-    new = promote(token_ids, plan.lengths, served.promoted, prefix_ids)
-    served.check_complete(new.lengths)
-    question, context = len(token_ids) - plan.context_tokens, sum(new.lengths)
-    final = len(new.token_ids) - context
-    choosing = question if served.promoted else 0
-    encoded_tokens = served.encoded_tokens + served.dropped_tokens
+    served.check_complete(lengths)
+    reused = sum(lengths) - served.encoded_tokens
     return {
         "hits": served.blocks - served.encoded,
-        "misses": served.encoded + served.dropped,
-        "reused_tokens": context - served.encoded_tokens,
-        "computed_tokens": encoded_tokens + final + choosing,
-        "promoted_tokens": final - question + choosing,
+        "misses": served.encoded,
+        "reused_tokens": reused,
+        "computed_tokens": prompt_tokens - reused,
     }

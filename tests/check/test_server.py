@@ -21,7 +21,6 @@ from blockattn_rag.server.served_blocks import ServedBlocks
 from blockattn_rag.store import MemoryStore
 from tests.models import shared_tiny_llama, tiny_model, tiny_tokenizer
 from tests.recipes import recipe_of
-from tests.server.client import fake_server
 from tests.server.client.fake_server import FakeServer
 
 Check = Callable[..., ServerReport]
@@ -87,8 +86,7 @@ def test_a_right_server_passes_every_check(model: BlockModel, check: Check, kind
     recipe = recipes.get(kind) or recipe_of(model, promote=1)
     report = check(FakeServer(model, recipe=recipe), model, recipe)
     assert failed(report) == set()
-    promotion = ["promotion = local model"] * bool(recipe.promote)
-    assert [row.name for row in report.rows] == WITHOUT_MODEL + WITH_MODEL + promotion + TIMES
+    assert [row.name for row in report.rows] == WITHOUT_MODEL + WITH_MODEL + TIMES
     for row in report.rows:
         if row.budget is not None:
             assert row.value is not None
@@ -102,14 +100,6 @@ def test_the_recipe_must_be_the_server_s(model: BlockModel, check: Check) -> Non
     report = check(FakeServer(model, recipe=recipe_of(model)), model, Recipe("head:4"))
     assert failed(report) == {"recipe = local recipe"}
     assert "pass the server's recipe as --recipe" in detail(report, "recipe = local recipe")
-
-
-def test_wrong_promotion(model: BlockModel, check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = recipe_of(model, promote=1)
-    least = lambda places, shares, _: [min(places, key=shares.__getitem__)]  # noqa: E731
-    monkeypatch.setattr(fake_server, "most_attended", least)
-    report = check(FakeServer(model, recipe=recipe), model, recipe)
-    assert failed(report) == {"promotion = local model"}
 
 
 def test_the_model_need_not_be_here(model: BlockModel, check: Check) -> None:

@@ -17,7 +17,6 @@ from blockattn_rag import (
     BlockAttentionEngine,
     DirectoryStore,
     Recipe,
-    UnsupportedModelError,
     open_store,
 )
 from blockattn_rag.engine.find_recipe import resolve_recipe
@@ -289,14 +288,6 @@ def test_adapters_of_other_shapes_are_refused(model: BlockModel) -> None:
         recipe = Recipe(adapter=adapter, fingerprints=(model.fingerprint,))
         with pytest.raises(ValueError, match=expected):
             resolve_recipe(recipe, model, open_store("memory:"))
-
-
-def test_promotion_needs_relay_attention() -> None:
-    layers = ["sliding_attention", "full_attention", "full_attention"]
-    config: dict[str, Any] = {"sliding_window": 8, "layer_types": layers}
-    model = BlockModel(tiny_model("gemma3_text", **config), tiny_tokenizer())
-    with pytest.raises(UnsupportedModelError, match="promote=1"):
-        resolve_recipe(Recipe(promote=1), model, open_store("memory:"))
 
 
 def test_auto_takes_the_recipe_beside_database_and_store(model: BlockModel, tmp_path: Path) -> None:

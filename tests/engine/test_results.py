@@ -21,9 +21,8 @@ def test_figures_add_up() -> None:
 
 
 def test_figures_of_several_requests_add_up() -> None:
-    first = ReuseStats("block", 2, 1, 30, 12, 4, ttft_s=0.5, total_s=1.0)
-    second = ReuseStats("full", 1, 0, 10, 3, 2, ttft_s=0.25, total_s=0.5)
+    first = ReuseStats("block", 2, 1, 30, 12, ttft_s=0.5, total_s=1.0)
+    second = ReuseStats("full", 1, 0, 10, 3, ttft_s=0.25, total_s=0.5)
     both = sum([first, second], ReuseStats("block"))
-    assert both == ReuseStats("block", 3, 1, 40, 15, 6, ttft_s=0.75, total_s=1.5)
-    assert both.reuse() == {"hits": 3, "misses": 1, "reused_tokens": 40, "computed_tokens": 15,
-                            "promoted_tokens": 6}  # fmt: skip
+    assert both == ReuseStats("block", 3, 1, 40, 15, ttft_s=0.75, total_s=1.5)
+    assert both.reuse() == {"hits": 3, "misses": 1, "reused_tokens": 40, "computed_tokens": 15}

@@ -222,7 +222,6 @@ def test_autocast_leaves_no_tail(engine: BlockAttentionEngine) -> None:
     "options",
     [
         {"mode": "full"},
-        {"recipe": Recipe(promote=1)},
         {"num_beams": 2},
         {"repetition_penalty": 1.2},
     ],

@@ -21,16 +21,15 @@ def test_the_constructor_has_few_arguments() -> None:
     assert (len(own), rest) == (14, "llm_fields")
 
 
-def test_promoted_tokens_are_shown(llm: BlockAttentionLLM) -> None:
+def test_what_promotion_computes_is_shown(llm: BlockAttentionLLM) -> None:
     promoting = Recipe(promote=3)
-    promoted = llm.complete(MARKED, recipe=promoting).raw["usage"]
-    plain = llm.complete(MARKED).raw["usage"]
-    assert promoted["promoted_tokens"] > 40
-    assert plain["promoted_tokens"] == 0
+    llm.complete(MARKED)
+    shown = llm.complete(MARKED, recipe=promoting).raw["usage"]
+    assert shown["computed_tokens"] > 40
     prompt = llm.to_prompt(MARKED, formatted=False)
-    stats = llm.engine.generate(prompt, recipe=promoting, max_new_tokens=1).stats
+    stats = llm.engine.generate(prompt, mode="full", max_new_tokens=1).stats
     event = BlockReuseEvent(stats=stats).model_dump()
-    assert event["promoted_tokens"] == promoted["promoted_tokens"]
+    assert event["computed_tokens"] == shown["computed_tokens"] + shown["reused_tokens"]
 
 
 def test_a_cached_ingestion_ends_with_its_recipe(block_model: Any) -> None:

@@ -143,13 +143,3 @@ def test_a_model_knows_its_own_blocks_in_int8() -> None:
     other = replace(kv, scales=replace(kv.scales, dtype=torch.bfloat16))
     assert not case.model.could_have_computed(other)
     assert not case.model.could_have_computed(replace(kv, scales=None))
-
-
-def test_attention_to_blocks_reads_what_they_stand_for() -> None:
-    case = Case(BlockModel(shared_tiny_llama(), tiny_tokenizer()))
-    blocks = [replace(kv, handle=kv.digest) for kv in case.blocks]
-    plain = [changed(kv, lambda _, stands_for, __: stands_for) for kv in blocks]
-    quantised = [kv.quantised() for kv in blocks]
-    found = case.model.attention_to_blocks(place(quantised), case.final)
-    expected = case.model.attention_to_blocks(place(plain), case.final)
-    assert found == pytest.approx(expected, rel=1e-5)

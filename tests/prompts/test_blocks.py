@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from blockattn_rag.prompts.blocks import Block, BlockPrompt, BlockTemplate, Span, promoted
+from blockattn_rag.prompts.blocks import Block, BlockPrompt, BlockTemplate, Span
 
 TEMPLATE = BlockTemplate("- ", "\n")
 
@@ -76,26 +76,3 @@ def test_inconsistent_blocks_and_prompts_are_refused() -> None:
         Block("text", spans=(Span("other", "passage"),))
     with pytest.raises(ValueError, match="must concatenate to the final text"):
         BlockPrompt((), "text", (Span("other", "prompt"),))
-
-
-HEAD = Block.of([Span("You answer.", "system")])
-A, B, C = Block("first"), Block("second"), Block("third")
-ATTENTION = [0.6, 0.1, 0.2, 0.05]
-
-
-@pytest.mark.parametrize(
-    ("context", "attention", "count", "stay", "move"),
-    [
-        ([HEAD, A, B, C], ATTENTION, 0, [HEAD, A, B, C], []),
-        ([HEAD, A, B, C], ATTENTION, 1, [HEAD, A, C], [B]),
-        ([HEAD, A, B, C], ATTENTION, 2, [HEAD, C], [A, B]),
-        ([HEAD, A, B, C], ATTENTION, 9, [HEAD], [C, A, B]),
-        ([HEAD, A, B, C], [0.0] * 4, 2, [HEAD, C], [B, A]),
-        ([HEAD], [1.0], 1, [HEAD], []),
-        ([A, B, A], [0.1, 0.2, 0.7], 1, [A, B], [A]),
-    ],
-)
-def test_the_most_attended_passages_are_promoted_with_the_best_last(
-    context: list[Block], attention: list[float], count: int, stay: list[Block], move: list[Block]
-) -> None:
-    assert promoted(context, attention, count) == (stay, move)

@@ -58,9 +58,7 @@ def test_documents_give_the_tokens_and_cuts_of_a_prompt_in_process() -> None:
     found = rendered(body)
     lengths = tuple(len(ids) for ids in expected.context)
     assert found.token_ids == expected.flat
-    assert found.plan == BlockPlan(
-        "complete", lengths, keep=("memory", "store", "store"), passages=(1, 2)
-    )
+    assert found.plan == BlockPlan("complete", lengths, keep=("memory", "store", "store"))
     full = rendered({**body, "blockattn": {"mode": "full"}})
     assert full == (expected.flat, None)
 
@@ -255,7 +253,6 @@ REPORT = {
     "misses": 1,
     "reused_tokens": 4,
     "computed_tokens": 11,
-    "promoted_tokens": 0,
     "recipe": "head:4",
 }
 

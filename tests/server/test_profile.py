@@ -117,7 +117,7 @@ def test_a_layer_s_numbers_are_within_bounds(field: str, value: object, why: str
 
 
 def test_a_profile_lacks_no_field() -> None:
-    for name in changed().keys() - {"adapter", "promote", "prefix_ids", "block_tuned"}:
+    for name in changed().keys() - {"adapter", "promote", "block_tuned"}:
         told = changed()
         del told[name]
         with pytest.raises(ProtocolError):

@@ -288,11 +288,10 @@ def figures(answer: Answer) -> str:
     if stats.mode == "full":
         return f"full mode: nothing reused, {tokens} computed; {first}"
     recipe = f"; recipe {stats.recipe}" if stats.recipe else ""
-    promoted = f", {stats.promoted_tokens:,} promoted" if stats.promoted_tokens else ""
     int8 = f" ({stats.int8_blocks} in int8)" if stats.int8_blocks else ""
     return (
         f"block mode: {count(stats.hits, 'block')} reused, {stats.misses} computed{int8}; "
-        f"{stats.reused_tokens:,} of {tokens} reused{promoted}; {first}{recipe}"
+        f"{stats.reused_tokens:,} of {tokens} reused; {first}{recipe}"
     )
 
 

@@ -38,7 +38,7 @@ _CLOSED_BOOK = PromptFormat(
     "closed-book", "", "", "{text}", PLAIN, "Question: {question}\nAnswer: "
 )
 _COUNTS = (
-    *("hits", "misses", "reused_tokens", "computed_tokens", "promoted_tokens"),
+    *("hits", "misses", "reused_tokens", "computed_tokens"),
     "generated_tokens",
 )
 
@@ -53,7 +53,7 @@ class EvaluationRecord:
         question, answers: Fields of the sample.
         output: Answer of the model.
         accuracy, exact_match, f1: Scores in 0..1.
-        hits, misses, reused_tokens, computed_tokens, promoted_tokens, generated_tokens: Counts of
+        hits, misses, reused_tokens, computed_tokens, generated_tokens: Counts of
             ``ReuseStats``.
         finish_reason: ``"length"`` if the answer was cut off by its limit or the context window.
         recipe: Digest of the row's recipe. Empty in full mode.
@@ -72,7 +72,6 @@ class EvaluationRecord:
     misses: int
     reused_tokens: int
     computed_tokens: int
-    promoted_tokens: int
     generated_tokens: int
     finish_reason: str
     recipe: str = ""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -68,16 +68,13 @@ def free_recipes(
     return found
 
 
-def promoting(model: BlockModel, free: Mapping[str, Recipe], losses: Losses) -> dict[str, Recipe]:
-    """The best candidate with one promoted passage. Empty if the model cannot promote."""
-    if not model.supports_relay:
-        return {}
+def promoting(free: Mapping[str, Recipe], losses: Losses) -> dict[str, Recipe]:
+    """The best candidate with one promoted passage. Empty if it promotes already."""
     best = min(free, key=lambda name: losses[name].mean())
     one = free[best]
     if one.promote:
         return {}
-    promoted = Recipe(one.sink, one.adapter, 1, fingerprints=one.fingerprints)
-    return {f"{best} + promote 1": promoted}
+    return {f"{best} + promote 1": replace(one, promote=1)}
 
 
 class Comparer:

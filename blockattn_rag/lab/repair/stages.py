@@ -108,7 +108,7 @@ class Repair:
         with self._stage("choosing") as tick:
             losses = comparer.losses(choose_on, recipes, tick)
             if len(choose_on) >= self.limits.promotion_needs:
-                recipes |= promoting(self.model, recipes, losses)
+                recipes |= promoting(recipes, losses)
                 losses = comparer.losses(choose_on, recipes, tick)
         costly = [name for name, recipe in recipes.items() if recipe.promote]
         chosen = choose(losses, costly, IN_USE if IN_USE in recipes else None)

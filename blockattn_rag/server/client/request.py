@@ -69,13 +69,12 @@ class TokenPrompt(NamedTuple):
     """A prompt as token ids.
 
     ``blocks``: context blocks that have tokens; ``context``: their tokens, the first one with BOS;
-    ``final``: token ids of the final block, at least one; ``prefix_ids``: BOS, if there is one.
+    ``final``: token ids of the final block, at least one.
     """
 
     blocks: list[Block]
     context: list[Tokenised]
     final: list[int]
-    prefix_ids: list[int]
 
     @property
     def ids(self) -> list[int]:
@@ -86,11 +85,6 @@ class TokenPrompt(NamedTuple):
     def lengths(self) -> tuple[int, ...]:
         """Tokens of each context block."""
         return tuple(len(one.ids) for one in self.context)
-
-    @property
-    def passages(self) -> tuple[int, ...]:
-        """Indices of the passages among the context blocks."""
-        return tuple(place for place, block in enumerate(self.blocks) if block.is_passage)
 
 
 def completion_body(
@@ -217,7 +211,7 @@ class ComingAnswer:
             name = "" if self._mode == "full" else str(recipe)
             return ReuseStats(self._mode, computed_tokens=len(prompt.ids), recipe=name)
         served = ServedBlocks.from_dict(self._params)
-        counts = reuse_of(served, prompt.ids, plan, recipe.promote, prompt.prefix_ids)
+        counts = reuse_of(served, plan.lengths, len(prompt.ids))
         self._clock.assembling = self._clock.prefilling = self._sent + served.fetch_s
         return ReuseStats(
             "block",

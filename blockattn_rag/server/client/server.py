@@ -110,13 +110,12 @@ class RemoteModel:
                 "tokenizer of the served model as tokenizer="
             )
 
-    def tokenise(self, prompt: BlockPrompt) -> TokenPrompt:
+    def tokenise(self, prompt: BlockPrompt, promote: int) -> TokenPrompt:
         """Tokenize a prompt. Raises ValueError if it has no token."""
-        context, final = self.tokenizer.with_final_ids(prompt)
+        context, final = self.tokenizer.with_final_ids(prompt, promote)
         tokenised = [self.tokenised(block, index == 0) for index, block in enumerate(context)]
         there = [place for place, one in enumerate(tokenised) if one.ids]
-        blocks, prefix_ids = [context[i] for i in there], self.tokenizer.prefix_ids
-        return TokenPrompt(blocks, [tokenised[i] for i in there], final, prefix_ids)
+        return TokenPrompt([context[i] for i in there], [tokenised[i] for i in there], final)
 
     @cached_property
     def tokenised(self) -> Callable[[Block, bool], Tokenised]:
@@ -227,7 +226,9 @@ class Server:
         """
         info = await self.info()
         self.check_recipe(recipe, info)
-        prompt = await asyncio.to_thread(lambda: self.model.tokenise(pending.prompt()))
+        prompt = await asyncio.to_thread(
+            lambda: self.model.tokenise(pending.prompt(), info.promote)
+        )
         limit = min(room_for(len(prompt.ids), info.max_tokens), options.sampling.max_new_tokens)
         if options.mode == "full" or not prompt.context:
             return await self._complete(pending, prompt, None, limit, options)
@@ -236,9 +237,7 @@ class Server:
                 f"found {len(prompt.lengths)} blocks in the prompt, expected at most {MOST_BLOCKS} "
                 "for a server; retrieve fewer passages"
             )
-        passages = prompt.passages if info.promote else ()
-        keep = self._keep(prompt)
-        plan = BlockPlan("complete", prompt.lengths, keep=keep, passages=passages)
+        plan = BlockPlan("complete", prompt.lengths, keep=self._keep(prompt))
         self._warn_if_untuned(info)
         if self._on_miss == "error":
             await self._check_nothing_missing(prompt)

@@ -29,7 +29,6 @@ class ChatReport:
 
     Args:
         prompt: Prompt of the request; None if vLLM rendered it.
-        prefix_ids: See ``served_blocks.promote``.
         reason: Why block mode cannot answer a chat whose passages were recognized.
     """
 
@@ -37,12 +36,10 @@ class ChatReport:
         self,
         prompt: ChatPrompt | None,
         recipe: RecipeOutline,
-        prefix_ids: Sequence[int] = (),
         reason: str = "",
     ) -> None:
         self._prompt = prompt
         self._recipe = recipe
-        self._prefix_ids = prefix_ids
         self._reason = reason
         self._encoded_tokens = 0
 
@@ -75,9 +72,8 @@ class ChatReport:
             return {"mode": "block"}
         served = ServedBlocks.from_dict(params)
         self._encoded_tokens = served.encoded_tokens
-        recipe, token_ids = self._recipe, self._prompt.token_ids
-        counts = reuse_of(served, token_ids, plan, recipe.promote, self._prefix_ids)
-        return {"mode": "block", **counts, "recipe": str(recipe)}
+        counts = reuse_of(served, plan.lengths, len(self._prompt.token_ids))
+        return {"mode": "block", **counts, "recipe": str(self._recipe)}
 
     def _correct(self, usage: dict[str, Any]) -> None:
         """Subtract the tokens that were encoded for this request from the cached ones."""

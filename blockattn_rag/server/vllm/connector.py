@@ -94,18 +94,11 @@ class BlockAttentionConnector(KVConnectorBase_V1):
         layers = self._vllm_config.compilation_config.static_forward_context
         self.worker.register({name: layers[name] for name in kv_caches})
 
-    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        super().bind_connector_metadata(connector_metadata)
-        self.worker.begin(self._orders())
-
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        self.worker.execute(self._orders())
-
-    def _orders(self) -> Orders:
         orders = self._get_connector_metadata()
         if not isinstance(orders, Orders):
             raise TypeError(f"expected Orders of this connector, found {type(orders).__name__}")
-        return orders
+        self.worker.execute(orders)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: a request runs only after all its layers are loaded."""
@@ -119,7 +112,7 @@ class BlockAttentionConnector(KVConnectorBase_V1):
         """Do nothing: pages are copied in the step that orders the save."""
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        done = self.worker.done(finished_req_ids)
+        done = self.worker.done()
         return KVConnectorTransferResults(done.saved, done.loaded, done.failed)
 
     def build_connector_worker_meta(self) -> WorkerReport | None:
@@ -135,12 +128,6 @@ class BlockAttentionConnector(KVConnectorBase_V1):
     def shutdown(self) -> None:
         if self._worker is not None:
             self._worker.close()
-
-    @classmethod
-    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Whether attention must run in Python, which is where it is measured for promotion."""
-        config = ServingConfig.parse(extra_config)
-        return ModelProfile.read(config.profile).promote > 0
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ServingStats:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Sequence
-from dataclasses import replace
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from vllm import SamplingParams
 
 from blockattn_rag.errors import ServingError
 from blockattn_rag.server.config import ServingConfig
-from blockattn_rag.server.protocol import FIELD, BlockPlan
-from blockattn_rag.server.vllm.requests import BlockRequest, Encodable
-from blockattn_rag.server.vllm.scheduler import ATTENTION, UNSAVED
+from blockattn_rag.server.protocol import BlockPlan
+from blockattn_rag.server.vllm.requests import Encodable
+from blockattn_rag.server.vllm.scheduler import UNSAVED
 
 _REPORTED_TOKENS = 2
 """Tokens to generate if workers must report. They report with the step of the first token, and an
@@ -58,22 +57,6 @@ class EngineTasks:
                 if why := (output.kv_transfer_params or {}).get(UNSAVED):
                     return str(why)
             pause = _ASKED_EVERY_S
-
-    async def attention(self, prompt: BlockRequest) -> Sequence[float] | None:
-        """Share of the final block's attention for each context block: mean over layers, heads and
-        tokens. None if the engine failed, for example because it could not load a block.
-
-        No other request shares its pages, so that all tokens of the final block are computed.
-        """
-        params = self._params(replace(prompt.plan, op="score", passages=()))
-        name = uuid.uuid4().hex
-        asked = {"prompt_token_ids": list(prompt.token_ids), "cache_salt": name}
-        found: Sequence[float] | None = None
-        async for output in self._generate(
-            asked, params, f"blockattn-score-{name}", _REPORTED_TOKENS
-        ):
-            found = ((output.kv_transfer_params or {}).get(FIELD) or {}).get(ATTENTION)
-        return found
 
     def _params(self, plan: BlockPlan) -> dict[str, Any]:
         return plan.to_dict(self._secret, self._namespace)

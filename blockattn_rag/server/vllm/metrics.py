@@ -20,7 +20,6 @@ from blockattn_rag.store.base import TierStats
 PLAIN = {
     "answers": "Requests answered in block mode, except those that a stop string ended.",
     "refused": "Requests in block mode that the engine refused.",
-    "scores": "Questions whose attention was measured to promote passages.",
     "loaded_tokens": "Context tokens of answered requests whose keys and values were loaded.",
     "local_tokens": "Context tokens of answered requests found in the engine's own cache.",
     "loads": "Requests whose blocks were loaded, summed over ranks.",
@@ -157,28 +156,20 @@ class WorkerReport(KVConnectorWorkerMetadata):
 
     Args:
         fetches: Finished loads by request id.
-        attention: Attention to each context block of a measurement, by request id. See
-            ``AttentionMeter.end``.
         unsaved: Why encoded blocks could not be stored, by the name of the encoding request.
     """
 
     fetches: Mapping[str, Fetch] = field(default_factory=dict)
     unsaved: Mapping[str, str] = field(default_factory=dict)
-    attention: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
-        """Combine the reports of two ranks. The slower of a request's loads counts. The ranks have
-        different layers or heads, so their attention is added."""
+        """Combine the reports of two ranks. The slower of a request's loads counts."""
         if not isinstance(other, WorkerReport):
             raise TypeError(f"expected the report of another rank, found {type(other).__name__}")
         both = dict(self.fetches)
         for request_id, fetch in other.fetches.items():
             both[request_id] = max(both.get(request_id, fetch), fetch)
-        attention = dict(self.attention)
-        for request_id, sums in other.attention.items():
-            mine = attention.get(request_id, (0.0,) * len(sums))
-            attention[request_id] = tuple(map(sum, zip(mine, sums, strict=True)))
-        return WorkerReport(both, {**self.unsaved, **other.unsaved}, attention)
+        return WorkerReport(both, {**self.unsaved, **other.unsaved})
 
 
 # Counters of the API server. Names must not start with "vllm:": vLLM unregisters those when it

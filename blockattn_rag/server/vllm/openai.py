@@ -269,9 +269,11 @@ class ChatPrompts:
 
     Args:
         tokenizer: Transformers tokenizer of the model, with its chat template.
+        promote: See ``Recipe``.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, promote: int = 0) -> None:
+        self._promote = promote
         self._tokenizer = BlockTokenizer(tokenizer)
         self._variables = template_variables(tokenizer)
 
@@ -282,7 +284,7 @@ class ChatPrompts:
 
     def render(self, body: ChatBody, prompt: BlockPrompt) -> ChatPrompt:
         """Convert the blocks of a chat to token ids. Raises ProtocolError if there are too many."""
-        context, final = self._tokenizer.with_final_ids(prompt)
+        context, final = self._tokenizer.with_final_ids(prompt, self._promote)
         ids_of = self._tokenizer.block_ids
         cut = [(one, ids_of(one, first=place == 0)) for place, one in enumerate(context)]
         cut = [(block, ids) for block, ids in cut if ids]
@@ -296,9 +298,7 @@ class ChatPrompts:
             return ChatPrompt(token_ids, None)
         lengths = tuple(len(ids) for _, ids in cut)
         keep = tuple(keep_of(block.origin) for block, _ in cut)
-        passages = tuple(place for place, (block, _) in enumerate(cut) if block.is_passage)
-        plan = BlockPlan("complete", lengths, keep=keep, passages=passages)
-        return ChatPrompt(token_ids, plan)
+        return ChatPrompt(token_ids, BlockPlan("complete", lengths, keep=keep))
 
     def prompt(
         self,

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blockattn_rag.errors import ProtocolError
 from blockattn_rag.output.grammar import MOST_CHARACTERS, choice_grammar
-from blockattn_rag.prompts.blocks import Keep, is_private, may_store, most_attended
+from blockattn_rag.prompts.blocks import Keep, is_private, may_store
 from blockattn_rag.server.config import ServingConfig
 from blockattn_rag.server.keys import BlockId, block_keys, full_mode_salt
 from blockattn_rag.server.profile import ModelProfile
 from blockattn_rag.server.protocol import TENANT_HEADER, BlockPlan, EncodeBody, parse_plan
-from blockattn_rag.server.served_blocks import promote
 from blockattn_rag.server.validation import Namespace, parse
 
 if TYPE_CHECKING:
@@ -191,21 +190,6 @@ class RequestReader:
         self._check(request, plan, len(token_ids))
         return self._planned(request, token_ids, plan)
 
-    def promote(
-        self, request: Any, prompt: BlockRequest, attention: Sequence[float]
-    ) -> tuple[BlockRequest, tuple[int, ...]]:
-        """Move passages into the final block of a request.
-
-        Returns:
-            The new prompt, and the indices of the promoted blocks in the old one.
-        """
-        plan, profile = prompt.plan, self._profile
-        promoted = tuple(most_attended(plan.passages, attention, profile.promote))
-        new = promote(prompt.token_ids, plan.lengths, promoted, profile.prefix_ids)
-        keep = tuple(plan.keep[place] for place in new.stay)
-        changed = replace(plan, lengths=new.lengths, keep=keep, passages=())
-        return self._planned(request, new.token_ids, changed), promoted
-
     def _planned(self, request: Any, token_ids: list[int], plan: BlockPlan) -> BlockRequest:
         """Put a prompt and its signed plan into a request for vLLM's handlers."""
         tokens = iter(token_ids)
@@ -304,11 +288,10 @@ class RequestReader:
             value = getattr(request, name, None)
             if value is not None and value is not False:
                 raise ProtocolError(f"{name} is not possible in block mode: {why}; leave it out")
-        least = 2 if self._profile.promote and plan.passages else 1  # tokens to be generated
-        if num_prompt_tokens + least > self._max_tokens:
+        if num_prompt_tokens >= self._max_tokens:
             raise ProtocolError(
                 f"the prompt has {num_prompt_tokens} tokens, expected at most "
-                f"{self._max_tokens - least}: the server's max_model_len is {self._max_tokens}"
+                f"{self._max_tokens - 1}: the server's max_model_len is {self._max_tokens}"
             )
         held = getattr(request, "structured_outputs", None)
         if held is not None and _DIALECT in (held.grammar or "") and self._backend != "guidance":

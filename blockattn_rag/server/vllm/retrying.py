@@ -28,16 +28,12 @@ class Ticket:
         ensure_again: Function that checks all blocks of the prompt thoroughly, encodes the missing
             ones, and returns the tokens of the encoded blocks by key.
         encoded: Tokens of the blocks that were encoded for the request, by key.
-        promoted: Indices of the blocks that moved into the final block.
-        dropped: Tokens of the blocks that were encoded before they moved, by key.
         marker: ``kv_transfer_params`` of the answer, once known.
     """
 
     plan: BlockPlan
     ensure_again: Callable[[], Awaitable[Mapping[str, int]]]
     encoded: Mapping[str, int] = field(default_factory=dict)
-    promoted: tuple[int, ...] = ()
-    dropped: Mapping[str, int] = field(default_factory=dict)
     marker: dict[str, Any] | None = None
 
 
@@ -160,9 +156,6 @@ def _marked(output: Any, ticket: Ticket) -> Any:
             served,
             encoded=len(ticket.encoded),
             encoded_tokens=sum(ticket.encoded.values()),
-            promoted=ticket.promoted,
-            dropped=len(ticket.dropped),
-            dropped_tokens=sum(ticket.dropped.values()),
         ).to_dict()
         output.kv_transfer_params = ticket.marker
     return output

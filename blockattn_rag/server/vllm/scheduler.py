@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import uuid
 from collections import OrderedDict
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -35,10 +34,6 @@ logger = logging.getLogger("blockattn_rag")
 UNSAVED = "blockattn_unsaved"
 """Field of ``kv_transfer_params``. In a request: the name of an encoding request. In its answer:
 the reason why that block could not be stored, or None."""
-
-ATTENTION = "attention"
-"""Subfield of ``FIELD`` in the answer to a measurement: the attention to each context block, whose
-sum is 1, or None if it is unknown."""
 
 GRAMMAR_FAILURE = "grammar_failure"
 """Subfield of ``FIELD`` in an answer: why its grammar failed."""
@@ -98,25 +93,6 @@ class Save:
     pages: list[int]
 
 
-@dataclass(frozen=True, slots=True)
-class Score:
-    """Order to measure the attention of a request's final block in a step.
-
-    Args:
-        lengths: Tokens of each context block.
-        final_tokens: Tokens of the final block.
-        pages: Pages of the request, in order.
-        start, stop: Range of the prompt's tokens that the step computes.
-    """
-
-    request_id: str
-    lengths: tuple[int, ...]
-    final_tokens: int
-    pages: list[int]
-    start: int
-    stop: int
-
-
 @dataclass(slots=True)
 class Orders(KVConnectorMetadata):
     """Orders for the workers in one step.
@@ -128,7 +104,6 @@ class Orders(KVConnectorMetadata):
 
     loads: list[Load] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
-    scores: list[Score] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
     is_idle: bool = False
 
@@ -140,16 +115,10 @@ class _Request:
     Args:
         plan: None if the request is refused.
         served: Report on its blocks.
-        prompt_tokens: Tokens of the prompt.
-        pages: For a measurement: pages of the request.
-        attention: For a measurement: its result.
     """
 
     plan: BlockPlan | None
     served: ServedBlocks
-    prompt_tokens: int = 0
-    pages: list[int] = field(default_factory=list)
-    attention: list[float] | None = None
 
 
 class SchedulerSide:
@@ -192,8 +161,7 @@ class SchedulerSide:
             self._refuse(request, str(error))
             return
         all_local = ServedBlocks(len(plan.lengths), 0, plan.context_tokens)  # until `allocated`
-        known = _Request(plan, all_local, request.num_prompt_tokens)
-        self._requests[request.request_id] = known
+        self._requests[request.request_id] = _Request(plan, all_local)
         _set_salt(request, salt(plan, self._profile, request.cache_salt))
 
     def _refuse(self, request: Request, why: str) -> None:
@@ -236,35 +204,10 @@ class SchedulerSide:
         """Orders for the workers in this step."""
         orders, self._orders = self._orders, Orders()
         orders.is_idle = step.total_num_scheduled_tokens == 0
-        if self._profile.promote:
-            orders.scores += self._scores(step)
         return orders
 
-    def _scores(self, step: SchedulerOutput) -> Iterator[Score]:
-        """Orders for the measurements whose prompts a step computes tokens of."""
-        cached = step.scheduled_cached_reqs
-        computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        pages = dict(zip(cached.req_ids, cached.new_block_ids, strict=True))
-        for new in step.scheduled_new_reqs:
-            computed[new.req_id], pages[new.req_id] = new.num_computed_tokens, new.block_ids
-        continued = computed.keys() - cached.resumed_req_ids
-        continued -= {new.req_id for new in step.scheduled_new_reqs}
-        for request_id, start in computed.items():
-            known = self._requests.get(request_id)
-            if known is None or known.plan is None or known.plan.op != "score":
-                continue
-            groups = pages[request_id]
-            added = [] if groups is None else groups[0]
-            known.pages = [*(known.pages if request_id in continued else ()), *added]
-            stop = min(start + step.num_scheduled_tokens[request_id], known.prompt_tokens)
-            final_tokens = known.prompt_tokens - known.plan.context_tokens
-            if start < stop:
-                lengths = known.plan.lengths
-                yield Score(request_id, lengths, final_tokens, known.pages, start, stop)
-
     def take(self, output: KVConnectorOutput) -> None:
-        """Record the workers' reports on finished loads, on measured attention and on blocks that
-        were not stored."""
+        """Record the workers' reports on finished loads and on blocks that were not stored."""
         if not isinstance(report := output.kv_connector_worker_meta, WorkerReport):
             return
         for request_id, fetch in report.fetches.items():
@@ -272,9 +215,6 @@ class SchedulerSide:
                 known.served = replace(
                     known.served, fetch_s=fetch.seconds, int8_blocks=fetch.int8_blocks
                 )
-        for request_id, sums in report.attention.items():
-            if (known := self._requests.get(request_id)) is not None:
-                known.attention = [one / sum(sums) for one in sums]
         self._unsaved.update(report.unsaved)
         while len(self._unsaved) > _MAX_UNSAVED:  # their requests are long gone
             self._unsaved.popitem(last=False)
@@ -298,9 +238,6 @@ class SchedulerSide:
             save = Save(request.request_id, known.plan, token_ids, list(pages))
             self._orders.saves.append(save)
             return True, None
-        if known.plan.op == "score":
-            self.stats.count("scores")
-            return False, {FIELD: {ATTENTION: known.attention}}
         self.stats.count("answers")
         self.stats.count("loaded_tokens", known.served.loaded_tokens)
         self.stats.count("local_tokens", known.served.local_tokens)
@@ -320,8 +257,6 @@ class SchedulerSide:
             reason = "blocks are encoded and read without any LoRA adapter"
         elif plan.op == "encode":
             reason = self._why_not_kept(plan)
-        elif plan.op == "score" and not self._profile.promote:
-            reason = "the recipe of this server promotes nothing"
         if reason is not None:
             raise ProtocolError(f"block mode is not possible for op={plan.op!r}: {reason}")
         if plan.op == "encode":

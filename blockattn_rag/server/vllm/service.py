@@ -18,12 +18,11 @@ from blockattn_rag.server.config import CONNECTOR, ServingConfig
 from blockattn_rag.server.profile import ModelProfile
 from blockattn_rag.server.protocol import EncodeAnswer, EncodeBody, ServerInfo
 from blockattn_rag.server.vllm.chat_report import ChatReport
-from blockattn_rag.server.vllm.engine_tasks import EngineTasks
 from blockattn_rag.server.vllm.ensure import BlockEnsurer
 from blockattn_rag.server.vllm.indexing import IndexWriter
 from blockattn_rag.server.vllm.metrics import INDEX_FAILURES
 from blockattn_rag.server.vllm.openai import ChatBody, ChatPrompt, ChatPrompts
-from blockattn_rag.server.vllm.requests import BlockRequest, Encodable, RequestReader
+from blockattn_rag.server.vllm.requests import Encodable, RequestReader
 from blockattn_rag.server.vllm.retrying import CURRENT, RetryingClient, Ticket, with_marker
 from blockattn_rag.store import open_store
 from blockattn_rag.store.namespaces import Access
@@ -62,7 +61,6 @@ class Service:
         )
         home = open_store(config.store)
         self._ensurer = BlockEnsurer(engine_client, home, config, profile)
-        self._engine = EngineTasks(engine_client, config)
         is_indexed = home.sidecar is not None or config.recognize
         self.passages = PassageIndex(home, in_background=True) if is_indexed else None
         self._indexing = None
@@ -157,17 +155,8 @@ class Service:
             CURRENT.set(None)
             return await create(request, raw_request)
         encoded = await self._ensure(prompt.blocks)
-        promoted: tuple[int, ...] = ()
-        if self._profile.promote and prompt.plan.passages:
-            ensured = {one.key for one in prompt.blocks}
-            attention, lost = await self._attention(prompt)
-            prompt, promoted = self._requests.promote(request, prompt, attention)
-            new = [one for one in prompt.blocks if one.key not in ensured]
-            encoded |= {**lost, **await self._ensure(new)}
-        blocks = prompt.blocks
-        used = {key: encoded.pop(key) for key in {one.key for one in blocks} & encoded.keys()}
-        again = partial(self._ensure, blocks, thorough=True)
-        ticket = Ticket(prompt.plan, again, used, promoted, dropped=encoded)
+        again = partial(self._ensure, prompt.blocks, thorough=True)
+        ticket = Ticket(prompt.plan, again, encoded)
         CURRENT.set(ticket)
         answer = await create(request, raw_request)
         return with_marker(answer, ticket) if isinstance(answer, AsyncGenerator) else answer
@@ -209,7 +198,7 @@ class Service:
     ) -> AsyncGenerator[str, None] | dict[str, Any] | ErrorResponse:
         """Answer a chat, with a report on blocks. ``prompt``: None if vLLM renders it."""
         request.kv_transfer_params = None if prompt is None else prompt.to_params()
-        report = ChatReport(prompt, self._profile.recipe, self._profile.prefix_ids, reason)
+        report = ChatReport(prompt, self._profile.recipe, reason)
         answer = await self.complete(self._openai.create_chat_completion, request, raw_request)
         if isinstance(answer, AsyncGenerator):
             return report.events(answer)
@@ -250,30 +239,13 @@ class Service:
             raise ServingError(f"the server cannot load its tokenizer: {error}") from error
         if self._openai.chat_template is not None:
             tokenizer.chat_template = self._openai.chat_template
-        prompts = ChatPrompts(tokenizer)
+        prompts = ChatPrompts(tokenizer, self._profile.promote)
         if prompts.fingerprint != self._profile.tokenizer:
             raise ServingError(
                 f"the server's tokenizer ({prompts.fingerprint[:12]}) differs from the profile's "
                 f"({self._profile.tokenizer[:12]}); make the profile again from the served model"
             )
         return prompts
-
-    async def _attention(self, prompt: BlockRequest) -> tuple[Sequence[float], dict[str, int]]:
-        """Attention of the final block to each context block, and the tokens of blocks that were
-        lost and encoded again, by key.
-
-        Raises:
-            ServingError: The engine failed twice.
-        """
-        if (attention := await self._engine.attention(prompt)) is not None:
-            return attention, {}
-        lost = await self._ensure(prompt.blocks, thorough=True)
-        if (attention := await self._engine.attention(prompt)) is not None:
-            return attention, lost
-        raise ServingError(
-            "the engine failed twice to measure the attention of the question, which decides what "
-            "to promote; see the server's log"
-        )
 
     async def _ensure(
         self, blocks: Sequence[Encodable], *, thorough: bool = False, must_store: bool = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +24,6 @@ from blockattn_rag.server.keys import BlockId, block_keys
 from blockattn_rag.server.loader import BlockLoader, LoaderStats
 from blockattn_rag.server.profile import ModelProfile
 from blockattn_rag.server.shares import Share, open_share
-from blockattn_rag.server.vllm.attention import AttentionMeter
 from blockattn_rag.server.vllm.metrics import (
     Counters,
     Fetch,
@@ -92,8 +91,6 @@ class WorkerSide:
         self._loading: dict[str, _Loading] = {}
         self._done = Done()
         self._fetches: dict[str, Fetch] = {}
-        self._meter: AttentionMeter | None = None
-        self._attention: dict[str, tuple[float, ...]] = {}
         self._loaded = LoaderStats()
         self.stats = Counters()
 
@@ -115,12 +112,9 @@ class WorkerSide:
         self._pages = [LayerPages(by_index[index]) for index in indices]
         for index, pages in zip(indices, self._pages, strict=True):
             _check_layer(index, pages, by_index[index], share, profile)
-        if config.encodes or profile.promote:
+        if config.encodes:
             for place, one in enumerate(self._pages):
                 one.share_layout(self._pages[:place])
-        if profile.promote:
-            own_layers = [by_index[index] for index in indices]
-            self._meter = AttentionMeter(own_layers, self._pages, self._slots)
         home = open_store(config.store)
         tiers = config.nearer_tiers(profile, share)
         self._store = TieredStore(*tiers, open_share(home, share, profile), pause_s=_PAUSE_S)
@@ -134,11 +128,6 @@ class WorkerSide:
                 self._pages, profile, share, home, kept, config.kv_dtype, self.stats, self._adapter
             )
 
-    def begin(self, orders: Orders) -> None:
-        """Begin a step, before the model runs."""
-        if self._meter is not None:
-            self._meter.begin(orders.scores)
-
     def execute(self, orders: Orders) -> None:
         """Start the loads of a step, and copy the blocks to be saved out of their pages."""
         for request_id in orders.refused:
@@ -151,14 +140,12 @@ class WorkerSide:
             futures = [one.blocks for one in self._loading.values()]
             wait(futures, _NAP_S, FIRST_COMPLETED)
 
-    def done(self, finished: Collection[str]) -> Done:
+    def done(self) -> Done:
         """End a step: write loaded blocks to pages.
 
         Returns:
             The requests completed since the last call.
         """
-        if self._meter is not None:
-            self._attention |= self._meter.end(finished)
         for request_id in [key for key, one in self._loading.items() if one.blocks.done()]:
             self._finish(self._loading.pop(request_id))
         done, self._done = self._done, Done()
@@ -167,11 +154,10 @@ class WorkerSide:
     def report(self) -> WorkerReport | None:
         """Report on the time since the last call; None if nothing happened."""
         unsaved = self._saver.unsaved() if self._pages and self._saver is not None else {}
-        if not self._fetches and not unsaved and not self._attention:
+        if not self._fetches and not unsaved:
             return None
         fetches, self._fetches = self._fetches, {}
-        attention, self._attention = self._attention, {}
-        return WorkerReport(fetches, unsaved, attention)
+        return WorkerReport(fetches, unsaved)
 
     def counted(self) -> ServingStats | None:
         """Counts since the last call; None if nothing was counted."""

@@ -16,7 +16,7 @@ LINES = """\
 {"settings": {"model": "m", "limit": null}}
 {"id": "q1", "digest": "00ff", "mode": "head:4", "question": "How high?", \
 "answers": ["á", "b"], "output": "It is.", "accuracy": 1.0, "exact_match": 0.0, "f1": 0.5, \
-"hits": 3, "misses": 1, "reused_tokens": 30, "computed_tokens": 12, "promoted_tokens": 0, \
+"hits": 3, "misses": 1, "reused_tokens": 30, "computed_tokens": 12, \
 "generated_tokens": 4, "finish_reason": "length", "recipe": "0a"}
 """
 RECORD = EvaluationRecord(
@@ -33,7 +33,6 @@ RECORD = EvaluationRecord(
     misses=1,
     reused_tokens=30,
     computed_tokens=12,
-    promoted_tokens=0,
     generated_tokens=4,
     finish_reason="length",
     recipe="0a",

@@ -176,12 +176,14 @@ class TestResult:
         assert str(recipe) == "none"
         assert recipe.report["chosen"] == "none"
 
-    def test_no_promotion_without_relay_attention(self, tmp_path: Path) -> None:
+    def test_a_model_with_sliding_windows(self, tmp_path: Path) -> None:
         windows = tiny_model("gemma3_text", num_hidden_layers=2, sliding_window=16)
         sliding = BlockModel(windows, tiny_tokenizer(), name="tiny")
         assert not sliding.supports_relay
         report = repaired(sliding, tmp_path / "recipe").report
-        assert [one["name"] for one in report["candidates"]] == NAMES
+        names = [one["name"] for one in report["candidates"]]
+        assert names[:4] == NAMES
+        assert names[4].endswith(" + promote 1")
 
     def test_few_questions_choose_no_promotion(self, model: BlockModel, tmp_path: Path) -> None:
         few = replace(QUICK, promotion_needs=4)

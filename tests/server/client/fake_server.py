@@ -27,7 +27,7 @@ from blockattn_rag.kv.context import Context, place
 from blockattn_rag.model import BlockModel, EncodeRequest
 from blockattn_rag.model.sampling import Sampling
 from blockattn_rag.output.grammar import parse_grammar
-from blockattn_rag.prompts.blocks import may_store, most_attended
+from blockattn_rag.prompts.blocks import may_store
 from blockattn_rag.prompts.recognition import from_hex
 from blockattn_rag.server.keys import BlockId, block_keys
 from blockattn_rag.server.profile import profile_of
@@ -42,7 +42,7 @@ from blockattn_rag.server.protocol import (
     ServerInfo,
     parse_plan,
 )
-from blockattn_rag.server.served_blocks import ServedBlocks, promote
+from blockattn_rag.server.served_blocks import ServedBlocks
 from blockattn_rag.store import KVStore, MemoryStore
 from blockattn_rag.store.passage_index import PassageIndex
 from tests.holding import LONGEST_S
@@ -219,32 +219,6 @@ class FakeServer:
             self.store.put(one.key, kept)
         return kept or self.store.get(one.key)
 
-    def _promoted(
-        self, ids: list[int], plan: BlockPlan
-    ) -> tuple[list[int], Context, ServedBlocks | None]:
-        """The prompt after promotion, what its answer reads, and what is said of it."""
-        before = {*self.encoded}
-        blocks, _ = self._blocks(ids, plan)
-        attention = self.model.attention_to_blocks(place(blocks), ids[plan.context_tokens :])
-        promoted = tuple(most_attended(plan.passages, attention, self.profile.promote))
-        new = promote(ids, plan.lengths, promoted, self.profile.prefix_ids)
-        keep = tuple(plan.keep[at] for at in new.stay)
-        plan = replace(plan, lengths=new.lengths, keep=keep, passages=())
-        blocks, served = self._blocks(new.token_ids, plan)
-        used = {one.key for one in block_keys(new.token_ids, plan, self.profile)}
-        made = {key: tokens for key, tokens in self.encoded.items() if key not in before}
-        encoded = [tokens for key, tokens in made.items() if key in used]
-        dropped = [tokens for key, tokens in made.items() if key not in used]
-        served = replace(
-            served,
-            encoded=len(encoded),
-            encoded_tokens=sum(encoded),
-            promoted=promoted,
-            dropped=len(dropped),
-            dropped_tokens=sum(dropped),
-        )
-        return new.token_ids, place(blocks), served
-
     def _blocks(self, ids: list[int], plan: BlockPlan) -> tuple[list[BlockKV], ServedBlocks]:
         encoded, found = [], []
         for one in block_keys(ids, plan, self.profile):
@@ -302,10 +276,7 @@ class FakeServer:
         except ProtocolError as error:
             raise RefusalError(400, str(error)) from error
         assert plan is None or path == COMPLETIONS
-        if plan and plan.passages and self.profile.promote:
-            ids, context, served = self._promoted(ids, plan)
-        else:
-            context, served = self.context(ids, plan, body.get("cache_salt"))
+        context, served = self.context(ids, plan, body.get("cache_salt"))
         reason = self._write_tokens(ids, context, body, fail, write)
         end: dict[str, Any] = {"choices": [self._choice([], reason)]}
         if served is not None and (params := self.marker(served.to_dict())) is not None:
