@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from math import isnan
 from pathlib import Path
 
 import pytest
@@ -127,7 +128,10 @@ def test_a_run_adds_missing_rows_and_refuses_unknown_ones(
     assert [one.name for one in read(path, Record)] == some
     for _ in range(2):  # the second time, nothing is missing
         measure(path, Record, items, answerer.answer, rows, 1)
-    assert [one.name for one in read(path, Record)] == [*some, rows[0], rows[2], rows[4]]
+    found = [*read(path, Record)]
+    assert [one.name for one in found] == [*some, rows[0], rows[2], rows[4]]
+    assert isnan(found[0].ttft_s)  # full mode was timed in another run
+    assert found[2].ttft_s > 0
     with pytest.raises(SystemExit, match=r"has \['block'\], this run"):
         measure(path, Record, items, answerer.answer, [one for one in rows if one != "block"], 1)
 

@@ -1,10 +1,9 @@
-"""Servers with a recipe encode, and measure attention, as the local engine does, on any ranks."""
+"""Servers with a recipe encode as the local engine does, on any ranks."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -25,12 +24,6 @@ ENGINES: dict[str, dict[str, Any]] = {
     "int8": {"kv_dtype": "int8"},
     "two ranks": {"tensor_parallel_size": 2},
     "two stages": {**PIPELINE, "read_only": True},
-    "few pages": {
-        "max_num_batched_tokens": 192,
-        "num_gpu_blocks_override": 22,
-        "max_model_len": 1536,
-        "enable_prefix_caching": False,
-    },
 }
 """Options of the connector and of the engine."""
 
@@ -49,14 +42,13 @@ def recipe(reference: Reference) -> Recipe:
 
 @pytest.fixture(scope="module")
 def profile(reference: Reference, recipe: Recipe) -> ModelProfile:
-    """Profile of a server that also promotes a passage if it is asked through its endpoints."""
-    return profile_of(reference.model, replace(recipe, promote=1))
+    return profile_of(reference.model, recipe)
 
 
 @pytest.fixture(scope="module")
 def files(reference: Reference, recipe: Recipe, profile: ModelProfile) -> Files:
     folder = reference.folder / "recipes"
-    replace(recipe, promote=1).save(folder / "recipe")
+    recipe.save(folder / "recipe")
     profile.write(folder / "profile.json")
     return Files(str(folder / "recipe"), str(folder / "profile.json"))
 

@@ -11,9 +11,7 @@ from blockattn_rag import BlockAttentionEngine, Recipe
 from blockattn_rag.check.server import check_server
 from blockattn_rag.prompts.blocks import Block, BlockPrompt, Span
 from blockattn_rag.server.client import RemoteEngine
-from blockattn_rag.server.keys import block_keys
 from blockattn_rag.server.profile import profile_of
-from blockattn_rag.server.protocol import BlockPlan
 from blockattn_rag.store import DirectoryStore, MemoryStore
 from tests.recipes import recipe_of
 from tests_vllm.reference import Reference
@@ -87,25 +85,6 @@ def test_encodes_lost_entries(reference: Reference, engine: RemoteEngine, recipe
         expected = fresh(reference, recipe).generate([*texts[:-1], question], **OPTIONS)
         assert found.token_ids == expected.token_ids
         assert found.stats.reuse() == expected.stats.reuse()
-
-
-def test_a_damaged_entry_is_encoded_again(
-    reference: Reference, engine: RemoteEngine, recipe: Recipe
-) -> None:
-    texts = list(reference.case(26, records=2).texts)
-    engine.encode(BlockPrompt.from_texts(texts))
-    store = DirectoryStore(reference.folder / f"served-recipe-{recipe.promote}-kv")
-    ids = reference.model.tokenizer.block_ids(Block(texts[1]), first=False)
-    profile = profile_of(reference.model, recipe)
-    plan = BlockPlan("encode", (len(ids),), keep=("store",))
-    (one,) = block_keys([*profile.sink_ids, *ids], plan, profile)
-    (path,) = store.path.rglob(f"*{one.key}*")
-    data = bytearray(path.read_bytes())
-    data[-50] ^= 0xFF
-    path.write_bytes(bytes(data))
-    found = engine.generate(texts, **OPTIONS)
-    expected = fresh(reference, recipe).generate(texts, **OPTIONS)
-    assert found.token_ids == expected.token_ids
 
 
 def test_the_check_of_a_server_proves_its_recipe(

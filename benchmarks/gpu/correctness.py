@@ -38,6 +38,13 @@ INT8_ERROR = 0.05
 ROUNDING = 4
 """Permitted error of a path, in multiples of the dense forward pass's error in the same type."""
 
+PATHS: Mapping[str, Mapping[str, Any]] = {
+    "relay": {"assembly": "relay"},
+    "copy": {"assembly": "copy"},
+    "int8": {"assembly": "relay", "kv_dtype": "int8"},
+}
+"""Engine options, by name of the path."""
+
 GREEDY: Mapping[str, Any] = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
 
 
@@ -98,14 +105,6 @@ def compare(
                 yield where | judge.logits(engine, extra)
                 if recipe == plain:
                     yield where | {"path": f"{path}, batch"} | judge.batch(engine, extra)
-
-
-PATHS: dict[str, dict[str, Any]] = {
-    "relay": {"assembly": "relay"},
-    "copy": {"assembly": "copy"},
-    "int8": {"assembly": "relay", "kv_dtype": "int8"},
-}
-"""Engine options, by name of the path."""
 
 
 class Judge:

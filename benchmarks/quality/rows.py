@@ -34,7 +34,8 @@ class Record:
     Args:
         kl, agreement: See ``lab.evaluation.fidelity``. NaN where the prompt has other passages.
         computed_tokens, prompt_tokens: Tokens of the prompt that were computed, and all of them.
-        ttft_s: Seconds to the first token. NaN for rows that are written for quality only.
+        ttft_s: Seconds to the first token. NaN for rows that are written for quality only, and for
+            those that were added later than full mode's, when the machine had another load.
     """
 
     set: str
@@ -96,7 +97,7 @@ class Answerer:
         """Answer a question in some rows."""
         prompt = self.prompt(item)
         full, expected = self.full_answer(prompt)
-        compare = _Comparison(item, full.token_ids, expected)
+        compare = _Comparison(item, full.token_ids, expected, is_timed=FULL in rows)
         if FULL in rows:
             yield compare.record(FULL, full.text, expected, full.stats)
         for name, recipe in self.recipes.items():
@@ -161,11 +162,15 @@ class Answerer:
 
 @dataclass(frozen=True, slots=True)
 class _Comparison:
-    """A question with full mode's answer, and its log-probabilities ``[answer tokens, vocab]``."""
+    """A question with full mode's answer, and its log-probabilities ``[answer tokens, vocab]``.
+
+    ``is_timed``: Whether times can be compared with full mode's record.
+    """
 
     item: Item
     answer: Sequence[int]
     expected: Tensor
+    is_timed: bool
 
     def record(self, row: str, output: str, logits: Tensor | None, stats: Any) -> Record:
         kl = agreement = float("nan")
@@ -181,7 +186,7 @@ class _Comparison:
             agreement=agreement,
             computed_tokens=stats.computed_tokens if stats else 0,
             prompt_tokens=stats.prompt_tokens if stats else 0,
-            ttft_s=round(stats.ttft_s, 4) if stats else float("nan"),
+            ttft_s=round(stats.ttft_s, 4) if stats and self.is_timed else float("nan"),
             output=output,
         )
 

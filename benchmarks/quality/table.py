@@ -67,11 +67,14 @@ def _line(name: str, rows: Rows, by_row: dict[str, Rows]) -> list[str]:
 def _by_set(by_row: dict[str, Rows]) -> str:
     names = sorted({name for rows in by_row.values() for name, _ in rows})
     sizes = {name: sum(key[0] == name for key in by_row[FULL]) for name in names}
-    lines = [
-        [row, *(str(sum(r.right for r in rows.values() if r.set == name)) for name in names)]
-        for row, rows in by_row.items()
-    ]
-    return markdown(["right", *(f"{name}, of {sizes[name]}" for name in names)], lines)
+    lines = []
+    for row, rows in by_row.items():
+        line = [row]
+        for name, size in sizes.items():
+            right = [one.right for one in rows.values() if one.set == name]
+            line.append(f"{sum(right)}" + f" of {len(right)}" * (len(right) < size))
+        lines.append(line)
+    return markdown(["right", *(f"{name}, of {size}" for name, size in sizes.items())], lines)
 
 
 def diagnosis_table(changes: Sequence[Change], records: Sequence[Record]) -> str:

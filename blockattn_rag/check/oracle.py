@@ -159,14 +159,19 @@ class RecipeOracle:
     def __init__(self, model: BlockModel, prompt: BlockPrompt, recipe: Recipe) -> None:
         self._hf_model = model.hf_model
         self._end_ids = sorted(model.end_token_ids)
-        ids = model.tokenizer.prompt_ids(prompt, recipe.promote)
+        ids = model.tokenizer.prompt_ids(prompt)
         self._arguments: dict[str, Any] = {
             "sink_ids": ids_of_sink(recipe.sink, model.tokenizer),
             "adapter": recipe.adapter,
             "layouts": model.profile.layouts,
             "positions": recipe.positions,
         }
-        self.blocks = [*ids.context, ids.final]
+        is_passage = [block.is_passage for block in prompt.context]
+        stay, promoted = len(ids.context), min(recipe.promote, sum(is_passage))
+        while sum(is_passage[stay:]) < promoted:
+            stay -= 1
+        final = [token for block in (*ids.context[stay:], ids.final) for token in block]
+        self.blocks = [*ids.context[:stay], final]
 
     def logits(self, answer_ids: Sequence[int] = ()) -> Tensor:
         """Logits ``[answer tokens + 1, vocab]`` after the prompt and after each answer token."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Literal, NamedTuple
 from weakref import WeakSet
@@ -38,15 +38,16 @@ class Fetched(NamedTuple):
 
     Args:
         blocks: Keys and values of the blocks that have tokens.
-        computed: Number of tokens of each block that was computed for the prompt, by block name.
         hits: Number of blocks found. Repetitions of a computed block count as hits.
-        reused_tokens: Number of tokens in the hits.
+        misses: Number of blocks computed.
+        reused_tokens, computed_tokens: Number of tokens in the hits, and in the misses.
     """
 
     blocks: list[BlockKV]
-    computed: Mapping[Name, int]
     hits: int
+    misses: int
     reused_tokens: int
+    computed_tokens: int
 
 
 class BlockFetcher:
@@ -140,12 +141,12 @@ class BlockFetcher:
                 for one, kv in batch:
                     self._keep(kv, one.keep)
                     found[one.name] = kv
-        computed = {one.name: len(one.ids) for one in missing}
         # A text without tokens has no KV: it is neither a hit nor a miss.
         used = [one for one in context if one.ids]
-        reused = sum(len(one.ids) for one in used) - sum(computed.values())
         blocks = [found[one.name] for one in used]
-        return Fetched(blocks, computed, len(used) - len(computed), reused)
+        computed = sum(len(one.ids) for one in missing)
+        reused = sum(len(one.ids) for one in used) - computed
+        return Fetched(blocks, len(used) - len(missing), len(missing), reused, computed)
 
     def prefetch(self, blocks: Sequence[Block], *, recipe: Recipe = PLAIN) -> PrefetchStats:
         """Read passages from the store before their prompt exists.

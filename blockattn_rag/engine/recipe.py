@@ -42,7 +42,7 @@ class Recipe:
         sink: Prefix tokens that passages are encoded with: ``"none"``, ``"bos"`` or ``"head:N"``;
             see ``prompts.sinks``.
         adapter: Correction of passages' keys and values after encoding, fitted to ``sink``.
-        promote: Number of passages to compute with the question: the last of each prompt. They
+        promote: Number of passages at the end of a prompt to compute with the question. They
             attend to everything before them, as in full attention.
         positions: ``"reordered"`` re-encodes keys for their place in the prompt; ``"composite"``
             does not (the papers' ablation).

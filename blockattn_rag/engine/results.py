@@ -31,8 +31,8 @@ class ReuseStats:
         mode: The request's mode.
         hits: Context blocks found in the store.
         misses: Context blocks computed.
-        reused_tokens: Prompt tokens whose KV came from the store, or from an earlier answer of the
-            same conversation (``engine.tails``).
+        reused_tokens: Prompt tokens whose KV came from the store, or from an earlier prompt with
+            the same context (``engine.tails``).
         computed_tokens: Prompt tokens computed: missing blocks and the new part of the final block.
         generated_tokens: Tokens of the answer.
         fetch_s: Seconds to look up blocks and encode missing ones.

@@ -103,9 +103,9 @@ class Runner:
         stats = ReuseStats(
             "block",
             hits=fetched.hits,
-            misses=len(fetched.computed),
+            misses=fetched.misses,
             reused_tokens=fetched.reused_tokens,
-            computed_tokens=sum(fetched.computed.values()) + len(final_ids),
+            computed_tokens=fetched.computed_tokens + len(final_ids),
             fetch_s=time.perf_counter() - started,
             int8_blocks=sum(kv.scales is not None for kv in fetched.blocks),
             recipe=str(recipe),

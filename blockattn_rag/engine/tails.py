@@ -1,4 +1,4 @@
-"""Tails: cached keys and values of final blocks and answers, for a conversation's next turn.
+"""Tails: cached keys and values of final blocks and answers, mostly for a conversation's next turn.
 
 Text after the last passage attends to everything before it, so its keys and values are valid only
 after the same context. If a later prompt has the same context, and its final block starts with the

@@ -75,8 +75,8 @@ class BlockTokenizer:
         last context block with tokens becomes the final block.
 
         Args:
-            promote: Number of passages, the last of the prompt, to compute with the question. They
-                and all text after them become part of the final block.
+            promote: Number of passages at the end of the prompt to compute with the question. They
+                and all text after the first of them become part of the final block.
 
         Raises:
             ValueError: The prompt has no tokens.

@@ -105,7 +105,7 @@ class ModelProfile:
         sink: Sink of all context blocks except the first, as in ``prompts.sinks``.
         sink_ids: Token ids of the sink.
         adapter: Digest of the adapter that is applied to these blocks; empty if there is none.
-        promote: Number of passages, the last of each prompt, to compute with the question.
+        promote: Number of passages at the end of a prompt to compute with the question.
         block_tuned: Whether the model is known to be block-fine-tuned.
 
     Raises:

@@ -33,24 +33,22 @@ def model_without_bos() -> BlockModel:
 
 def test_absent_blocks_are_computed_and_found_the_next_time(fetcher: BlockFetcher) -> None:
     first = fetch(fetcher, [A, B, C])
-    assert (first.hits, len(first.computed)) == (0, 3)
-    assert sum(first.computed.values()) == len("first passage") + 1 + len("second") + len(
-        "- third\n"
-    )
+    assert (first.hits, first.misses) == (0, 3)
+    assert first.computed_tokens == len("first passage") + 1 + len("second") + len("- third\n")
     again = fetch(fetcher, [A, B, C])
-    assert (again.hits, len(again.computed)) == (3, 0)
+    assert (again.hits, again.misses) == (3, 0)
     assert [kv.handle for kv in again.blocks] == [block.handle for block in (A, B, C)]
 
 
 def test_a_block_that_comes_twice_is_computed_once(fetcher: BlockFetcher) -> None:
     found = fetch(fetcher, [C, A, A, A])
-    assert (found.hits, len(found.computed)) == (2, 2)
+    assert (found.hits, found.misses) == (2, 2)
     assert found.blocks[1] is found.blocks[2] is found.blocks[3]
 
 
 def test_first_block_is_another_entry(fetcher: BlockFetcher, model: BlockModel) -> None:
     found = fetch(fetcher, [A, A])
-    assert len(found.computed) == 2
+    assert found.misses == 2
     assert found.blocks[0].num_tokens == found.blocks[1].num_tokens + 1
     assert fetcher.contains(A, first=True)
     assert fetcher.contains(A)
@@ -62,7 +60,7 @@ def test_one_entry_without_bos(model_without_bos: BlockModel, store: FaultyStore
     ingest(fetcher, [A, B])
     assert fetcher.contains(A, first=True)
     found = fetch(fetcher, [A, B, A])
-    assert (found.hits, len(found.computed)) == (3, 0)
+    assert (found.hits, found.misses) == (3, 0)
 
 
 def test_on_miss_error_names_missing_blocks(model: BlockModel, store: FaultyStore) -> None:
@@ -86,7 +84,7 @@ def test_a_text_of_no_tokens_is_no_miss_and_leaves_no_trace(
     )
     fetch(fetcher, [A])
     found = fetch(fetcher, [A, C, B])
-    assert (found.hits, len(found.computed), len(found.blocks)) == (2, 0, 2)
+    assert (found.hits, found.misses, len(found.blocks)) == (2, 0, 2)
     assert ingest(fetcher, [C, B]).computed == 0
 
 
@@ -105,7 +103,7 @@ def test_a_bad_entry_is_a_miss_with_a_warning_and_is_overwritten(
         store.swapped = replace(good, keys=good.keys[1:], values=good.values[1:])
     with caplog.at_level(logging.WARNING, "blockattn_rag"):
         found = fetch(fetcher, [A])
-    assert (found.hits, len(found.computed)) == (0, 1)
+    assert (found.hits, found.misses) == (0, 1)
     assert found.blocks[0].token_ids.tolist() == good.token_ids.tolist()
     assert "computed again and the entry is overwritten" in caplog.text
     assert store.puts == 2
@@ -117,7 +115,7 @@ def test_a_store_that_cannot_keep_a_block_costs_time_and_no_answer(
     store.full_after = 0
     with caplog.at_level(logging.WARNING, "blockattn_rag"):
         found = fetch(fetcher, [A, B])
-    assert len(found.computed) == len(found.blocks) == 2
+    assert found.misses == len(found.blocks) == 2
     assert "no space left" in caplog.text
 
 
@@ -125,7 +123,7 @@ def test_blocks_of_another_model_are_not_taken(store: FaultyStore, fetcher: Bloc
     ingest(fetcher, [A])
     other = BlockModel(tiny_model(seed=1), tiny_tokenizer())
     found = fetch(BlockFetcher(other, store), [B, A])
-    assert (found.hits, len(found.computed)) == (0, 2)
+    assert (found.hits, found.misses) == (0, 2)
 
 
 class CountingStore(DirectoryStore):
@@ -155,7 +153,7 @@ def test_the_store_is_asked_once_for_all_blocks_of_a_prompt(model: BlockModel) -
     fetcher = BlockFetcher(model, store)
     fetch(fetcher, [A, B, C])
     found = fetch(fetcher, [A, B, C, B])
-    assert (found.hits, len(found.computed)) == (4, 0)
+    assert (found.hits, found.misses) == (4, 0)
     assert store.asked == [3, 3]
 
 
@@ -165,7 +163,7 @@ def test_a_resident_block_is_read_and_checked_once(model: BlockModel, tmp_path: 
     fetcher = BlockFetcher(model, store, resident_bytes=1 << 20)
     first = fetch(fetcher, [D, C, B])
     second = fetch(fetcher, [D, B, C])
-    assert (first.hits, second.hits, len(second.computed)) == (1, 3, 0)
+    assert (first.hits, second.hits, second.misses) == (1, 3, 0)
     assert second.blocks[1] is first.blocks[2]
     assert store.reads == 3
 
@@ -231,7 +229,7 @@ def test_what_is_private_to_a_prompt_stays_in_memory(on_disk: BlockFetcher, orig
     private = of(origin)
     for misses in (1, 0, 0):
         found = fetch(on_disk, [private])
-        assert len(found.computed) == misses
+        assert found.misses == misses
     assert not on_disk.contains(private, first=True)
 
 
@@ -240,14 +238,14 @@ def test_passages_are_stored_at_once_and_system_messages_later(on_disk: BlockFet
     fetch(on_disk, [system, A])
     assert on_disk.contains(A)
     assert not on_disk.contains(system, first=True)
-    assert len(fetch(on_disk, [system, A]).computed) == 0
+    assert fetch(on_disk, [system, A]).misses == 0
     assert on_disk.contains(system, first=True)
 
 
 def test_whatever_is_encoded_on_purpose_is_stored(on_disk: BlockFetcher) -> None:
     ingest(on_disk, [of("conversation"), A], as_prompt=True)
     found = fetch(on_disk, [of("conversation"), A])
-    assert (found.hits, len(found.computed)) == (2, 0)
+    assert (found.hits, found.misses) == (2, 0)
 
 
 @pytest.mark.parametrize("origin", ["system", "conversation"])
@@ -258,8 +256,8 @@ def test_damaged_entries_are_replaced(model: BlockModel, tmp_path: Path, origin:
     ingest(fresh(), [of(origin)], as_prompt=True)
     (entry,) = (tmp_path / "kv").rglob("*.safetensors")
     entry.write_bytes(entry.read_bytes()[:500])
-    assert len(fetch(fresh(), [of(origin)]).computed) == 1
-    assert len(fetch(fresh(), [of(origin)]).computed) == 0
+    assert fetch(fresh(), [of(origin)]).misses == 1
+    assert fetch(fresh(), [of(origin)]).misses == 0
 
 
 @pytest.mark.parametrize("origin", ["system", "conversation"])
@@ -274,7 +272,7 @@ def test_a_store_that_does_not_answer_is_not_given_what_is_private_to_a_prompt(
 
     monkeypatch.setattr(DirectoryStore, "get", fail)
     with caplog.at_level(logging.WARNING, "blockattn_rag"):
-        assert len(fetch(on_disk, [of(origin), A]).computed) == 2
+        assert fetch(on_disk, [of(origin), A]).misses == 2
     assert "computed again and the store is tried again next time" in caplog.text
     assert on_disk.contains(A)
     assert not on_disk.contains(of(origin), first=True)

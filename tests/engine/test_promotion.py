@@ -10,6 +10,7 @@ import torch
 from blockattn_rag.check.oracle import oracle_generate, oracle_logits
 from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.engine.recipe import Recipe
+from blockattn_rag.errors import MissError
 from blockattn_rag.kv.rope import relative_error
 from blockattn_rag.model import BlockModel
 from blockattn_rag.model.probe import LOGITS
@@ -28,11 +29,10 @@ EXACT = LOGITS[torch.float32]
 
 def ids(model: BlockModel, *blocks: Block, first: bool = False) -> list[int]:
     """Token ids of blocks."""
-    each = enumerate(blocks)
     return [
-        t
-        for place, block in each
-        for t in model.tokenizer.block_ids(block, first=first and not place)
+        token
+        for place, block in enumerate(blocks)
+        for token in model.tokenizer.block_ids(block, first=first and not place)
     ]
 
 
@@ -90,6 +90,22 @@ def test_promoted_passages_see_all_blocks_and_one_another(
     assert error(engine.answer_logits(PROMPT, [0]), logits) > 100 * EXACT
     together = engine.generate_batch([PROMPT, ["a", "b", Q]], **options, max_new_tokens=NEW)
     assert together[0].token_ids == tokens
+
+
+@pytest.mark.parametrize("count", [1, 2, 9])
+def test_promotion_without_a_question(model: BlockModel, count: int) -> None:
+    prompt = BlockPrompt((HEAD, A, B), "")
+    found, plain = (model.tokenizer.prompt_ids(prompt, promote) for promote in (count, 0))
+    assert found.flat == plain.flat
+    assert found.context == plain.context[: max(3 - count, 1)]
+
+
+def test_promoted_passages_need_not_be_stored(model: BlockModel) -> None:
+    engine = BlockAttentionEngine(model, recipe=promoting(2), on_miss="error")
+    engine.encode([A])
+    assert engine.generate(PROMPT, max_new_tokens=1).token_ids
+    with pytest.raises(MissError, match="1 of 3 blocks"):
+        engine.generate(PROMPT, recipe=promoting(1), max_new_tokens=1)
 
 
 @pytest.mark.parametrize("context", [(HEAD, A, B, C), (A, B), (A,)])

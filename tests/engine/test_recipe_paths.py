@@ -98,7 +98,7 @@ def test_conversations_that_grow_at_their_end(engine: BlockAttentionEngine) -> N
 
 
 def test_int8_is_as_near_as_without_a_recipe(recipe: Recipe) -> None:
-    """Rounding differs, so logits are compared, and the passages that were promoted."""
+    """Rounding differs, so logits are compared."""
     engine = BlockAttentionEngine(MODEL, MemoryStore(1 << 28), recipe=recipe, kv_dtype="int8")
     oracle = RecipeOracle(MODEL, LONGEST, recipe)
     found = engine.answer_logits(LONGEST, [0])[-1].float()

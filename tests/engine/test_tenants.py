@@ -28,7 +28,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> KVStore:
 
 
 def found(fetched: Fetched) -> tuple[int, int]:
-    return fetched.hits, len(fetched.computed)
+    return fetched.hits, fetched.misses
 
 
 def of_tenant(
@@ -72,7 +72,7 @@ def test_other_tokens_under_key_miss(model: BlockModel, caplog: pytest.LogCaptur
     with caplog.at_level(logging.WARNING, "blockattn_rag"):
         again = fetch(fetcher, [A])
     assert "the KV of other tokens" in caplog.text
-    assert len(again.computed) == 1
+    assert again.misses == 1
     assert torch.equal(again.blocks[0].token_ids, good.token_ids)
 
 
@@ -142,7 +142,7 @@ def test_a_damaged_shared_entry_is_computed_for_oneself(model: BlockModel, tmp_p
     shared.write_bytes(shared.read_bytes()[:-9])
     damaged = shared.read_bytes()
     fetched = fetch(of_tenant(model, store, "one", "public"), [B, A])
-    assert len(fetched.computed) == 2
+    assert fetched.misses == 2
     assert fetched.blocks[1].namespace == "one"
     assert shared.read_bytes() == damaged
 

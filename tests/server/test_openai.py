@@ -63,6 +63,19 @@ def test_documents_give_the_tokens_and_cuts_of_a_prompt_in_process() -> None:
     assert full == (expected.flat, None)
 
 
+@pytest.mark.parametrize("promote", [1, 2])
+def test_promoted_documents_are_part_of_the_final_block(promote: int) -> None:
+    body = ChatBody.from_dict({"messages": [user(QUESTION)], "documents": DOCUMENTS})
+    prompts = ChatPrompts(TOKENIZER, promote)
+    found = prompts.render(body, prompts.prompt(body, [], {}))
+    plain = rendered({"messages": [user(QUESTION)], "documents": DOCUMENTS})
+    assert plain.plan is not None
+    assert found.plan is not None
+    assert found.token_ids == plain.token_ids
+    assert found.plan.lengths == plain.plan.lengths[:-promote]
+    assert found.plan.keep == plain.plan.keep[:-promote]
+
+
 def test_a_conversation_follows_the_documents_of_its_first_question() -> None:
     system = {"role": "system", "content": "Be brief."}
     turns = [user("Who?"), {"role": "assistant", "content": "Tove."}, user("Why?")]

@@ -45,7 +45,6 @@ nearly = st.fixed_dictionaries(
         "op": st.sampled_from(["complete", "encode"]) | anything,
         "lengths": st.lists(st.integers(-1, 9) | anything, max_size=4) | anything,
         "opens_prompt": st.booleans() | anything,
-        "passages": st.lists(st.integers(-1, 4), max_size=4) | anything,
         "keep": st.lists(st.sampled_from(["store", "memory", "private"]), max_size=4) | anything,
         "namespace": st.sampled_from(["", "a", "/"]) | anything,
         "mac": st.text("0123456789abcdef", min_size=64, max_size=64) | anything,
@@ -159,7 +158,6 @@ def test_who_names_no_namespace_has_the_server_s() -> None:
         {"keep": ["store", "store"]},
         {"keep": ["private", "store"]},
         {"opens_prompt": True},
-        {"passages": [1]},
     ],
 )
 def test_a_code_holds_for_the_plan_that_it_was_made_for_alone(changed: dict[str, Any]) -> None:

@@ -37,10 +37,7 @@ from blockattn_rag.prompts.formats import Passage, PromptFormat
 _CLOSED_BOOK = PromptFormat(
     "closed-book", "", "", "{text}", PLAIN, "Question: {question}\nAnswer: "
 )
-_COUNTS = (
-    *("hits", "misses", "reused_tokens", "computed_tokens"),
-    "generated_tokens",
-)
+_COUNTS = ("hits", "misses", "reused_tokens", "computed_tokens", "generated_tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +50,7 @@ class EvaluationRecord:
         question, answers: Fields of the sample.
         output: Answer of the model.
         accuracy, exact_match, f1: Scores in 0..1.
-        hits, misses, reused_tokens, computed_tokens, generated_tokens: Counts of
-            ``ReuseStats``.
+        hits, misses, reused_tokens, computed_tokens, generated_tokens: See ``ReuseStats``.
         finish_reason: ``"length"`` if the answer was cut off by its limit or the context window.
         recipe: Digest of the row's recipe. Empty in full mode.
     """

@@ -231,7 +231,7 @@ class Server:
         )
         limit = min(room_for(len(prompt.ids), info.max_tokens), options.sampling.max_new_tokens)
         if options.mode == "full" or not prompt.context:
-            return await self._complete(pending, prompt, None, limit, options)
+            return await self._complete(pending, prompt, None, limit, options, info)
         if len(prompt.lengths) > MOST_BLOCKS:
             raise ValueError(
                 f"found {len(prompt.lengths)} blocks in the prompt, expected at most {MOST_BLOCKS} "
@@ -241,7 +241,7 @@ class Server:
         self._warn_if_untuned(info)
         if self._on_miss == "error":
             await self._check_nothing_missing(prompt)
-        return await self._complete(pending, prompt, plan, limit, options)
+        return await self._complete(pending, prompt, plan, limit, options, info)
 
     def _keep(self, prompt: TokenPrompt) -> tuple[Keep, ...]:
         """Where the server may keep each block, with the rules of a local engine."""
@@ -263,14 +263,24 @@ class Server:
         plan: BlockPlan | None,
         limit: int,
         options: GenerateOptions,
+        before: ServerInfo,
     ) -> Generation:
-        """Request an answer. Failures before the first token are retried."""
+        """Request an answer. Failures before the first token are retried.
+
+        Args:
+            before: Description for which the prompt was split into blocks.
+        """
         tokenizer = self.model.tokenizer.tokenizer
         has_begun = False
 
         async def ask() -> Generation:
             nonlocal has_begun
             info = await self._checked_info()
+            if info.recipe != before.recipe:
+                raise ServingError(
+                    f"the recipe of {self.client.base_url} changed from {before.recipe} to "
+                    f"{info.recipe} while a prompt was sent: ask again"
+                )
             name, sampling = self.model.name_at(info), options.sampling
             body = completion_body(name, prompt.ids, plan, limit, sampling)
             how = options.mode, tokenizer, sampling, info.recipe

@@ -32,12 +32,7 @@ class ChatReport:
         reason: Why block mode cannot answer a chat whose passages were recognized.
     """
 
-    def __init__(
-        self,
-        prompt: ChatPrompt | None,
-        recipe: RecipeOutline,
-        reason: str = "",
-    ) -> None:
+    def __init__(self, prompt: ChatPrompt | None, recipe: RecipeOutline, reason: str = "") -> None:
         self._prompt = prompt
         self._recipe = recipe
         self._reason = reason

@@ -11,7 +11,6 @@ from vllm import SamplingParams
 
 from blockattn_rag.errors import ServingError
 from blockattn_rag.server.config import ServingConfig
-from blockattn_rag.server.protocol import BlockPlan
 from blockattn_rag.server.vllm.requests import Encodable
 from blockattn_rag.server.vllm.scheduler import UNSAVED
 
@@ -36,7 +35,9 @@ class EngineTasks:
         """Encode a block. Raises ServingError if the engine fails."""
         reason = None
         asked = {"prompt_token_ids": one.token_ids}
-        async for output in self._generate(asked, self._params(one.plan), request_id, 1):
+        async for output in self._generate(
+            asked, one.plan.to_dict(self._secret, self._namespace), request_id, 1
+        ):
             reason = output.outputs[0].finish_reason
         if reason not in ("length", "stop"):
             raise ServingError(
@@ -57,9 +58,6 @@ class EngineTasks:
                 if why := (output.kv_transfer_params or {}).get(UNSAVED):
                     return str(why)
             pause = _ASKED_EVERY_S
-
-    def _params(self, plan: BlockPlan) -> dict[str, Any]:
-        return plan.to_dict(self._secret, self._namespace)
 
     def _generate(
         self, asked: dict[str, Any], params: dict[str, Any], request_id: str, tokens: int

@@ -269,7 +269,7 @@ class ChatPrompts:
 
     Args:
         tokenizer: Transformers tokenizer of the model, with its chat template.
-        promote: See ``Recipe``.
+        promote: Number of passages at the end of a prompt to compute with the question.
     """
 
     def __init__(self, tokenizer: Any, promote: int = 0) -> None:

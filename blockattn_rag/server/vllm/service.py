@@ -256,7 +256,8 @@ class Service:
 
 
 def _index_entries(body: ChatBody) -> Entries:
-    """Index entries of the passages that a client sent."""
+    """Index entries of the passages that a client sent. Promoted passages are stored later, when
+    they are first reused."""
     return entries_of(span.text for span in body.passages if span.origin == "passage")
 
 

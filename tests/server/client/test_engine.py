@@ -550,7 +550,8 @@ def test_server_recipe_equals_local_recipe(serve: Serve, block_model: Any, name:
 @pytest.mark.parametrize("has_head", [True, False])
 def test_promotes_as_local_one(serve: Serve, block_model: Any, count: int, has_head: bool) -> None:
     recipe = recipe_of(block_model, promote=count)
-    engine = RemoteEngine(serve(recipe=recipe).url, tokenizer=tiny_tokenizer())
+    server = serve(recipe=recipe)
+    engine = RemoteEngine(server.url, tokenizer=tiny_tokenizer())
     local = BlockAttentionEngine(block_model, MemoryStore(1 << 28), recipe=recipe, resident_bytes=0)
     head = [Block.of([Span("A head.", "system")])] if has_head else []
     for passages in ([A, B, "Who built it?"], [B, A], [A, A], [A]):
@@ -561,5 +562,22 @@ def test_promotes_as_local_one(serve: Serve, block_model: Any, count: int, has_h
             assert found.token_ids == expected.token_ids
             assert found.stats.reuse() == expected.stats.reuse()
             assert found.stats.recipe == expected.stats.recipe == str(recipe)
+            told = server.bodies(COMPLETIONS)[-1].get("kv_transfer_params")
+            blocks = len(told["blockattn"]["lengths"]) if told else 0
+            assert blocks == has_head + max(len(passages) - count, 0)
     found = engine.generate(BlockPrompt((*head,), Q), max_new_tokens=NEW)
     assert found.token_ids == local.generate(BlockPrompt((*head,), Q), max_new_tokens=NEW).token_ids
+
+
+def test_refuses_a_recipe_that_changes_between_tries(serve: Serve, block_model: Any) -> None:
+    server = serve(recipe=Recipe(promote=1))
+    engine = RemoteEngine(server.url, tokenizer=tiny_tokenizer())
+
+    def restart(_: int) -> None:
+        server.info["promote"] = 2
+        raise RefusalError(503, "restarting")
+
+    server.faults.append(restart)
+    with pytest.raises(ServingError, match="changed from promote 1 to promote 2"):
+        engine.generate([A, B, Q], max_new_tokens=1)
+    assert engine.generate([A, B, Q], max_new_tokens=1).stats.recipe == "promote 2"
