@@ -562,8 +562,8 @@ def test_promotes_as_local_one(serve: Serve, block_model: Any, count: int, has_h
             assert found.token_ids == expected.token_ids
             assert found.stats.reuse() == expected.stats.reuse()
             assert found.stats.recipe == expected.stats.recipe == str(recipe)
-            told = server.bodies(COMPLETIONS)[-1].get("kv_transfer_params")
-            blocks = len(told["blockattn"]["lengths"]) if told else 0
+            params = server.bodies(COMPLETIONS)[-1].get("kv_transfer_params")
+            blocks = len(params["blockattn"]["lengths"]) if params else 0
             assert blocks == has_head + max(len(passages) - count, 0)
     found = engine.generate(BlockPrompt((*head,), Q), max_new_tokens=NEW)
     assert found.token_ids == local.generate(BlockPrompt((*head,), Q), max_new_tokens=NEW).token_ids
