@@ -166,6 +166,7 @@ class RecipeOracle:
             "layouts": model.profile.layouts,
             "positions": recipe.positions,
         }
+        # Not the tokenizer's own cut, which engines use and the oracle must check.
         is_passage = [block.is_passage for block in prompt.context]
         stay, promoted = len(ids.context), min(recipe.promote, sum(is_passage))
         while sum(is_passage[stay:]) < promoted:
