@@ -42,7 +42,7 @@ EXTRA_OF = {
 NOT_INSTALLED = {
     "fastapi": "fastapi",
     "prometheus_client": "prometheus-client",
-    "flash_attn": "flash-attn",
+    "triton": "triton",
     "llama_index.embeddings.huggingface": "llama-index-embeddings-huggingface",
     "playwright": "playwright",
     "vllm": "vllm",
@@ -50,6 +50,8 @@ NOT_INSTALLED = {
 # Imported where a user names a HuggingFace embedding, or takes a picture of the demo's page; the
 # error message or the script's docstring says what to install.
 ASKED_FOR_BY_MESSAGE = {"llama-index-embeddings-huggingface", "playwright"}
+# PyTorch brings it where it has CUDA; `kv.rope` does without.
+OPTIONAL_OF_TORCH = {"triton"}
 # Declared though no file imports them: what they are there for.
 NEEDED_UNIMPORTED = {
     "gguf": "transformers imports it to read GGUF files",
@@ -140,7 +142,7 @@ def without(found: dict[str, set[str]], allowed: set[str]) -> dict[str, set[str]
 
 
 def test_what_the_package_imports_is_declared() -> None:
-    assert without(users(FILES), USED | ASKED_FOR_BY_MESSAGE) == {}
+    assert without(users(FILES), USED | ASKED_FOR_BY_MESSAGE | OPTIONAL_OF_TORCH) == {}
 
 
 def test_what_is_declared_is_imported_by_the_package() -> None:
@@ -155,7 +157,7 @@ def test_every_part_is_imported_with_the_base_and_its_own_extra_alone() -> None:
         extra = next(
             (name for prefix, name in EXTRA_OF.items() if path.as_posix().startswith(prefix)), None
         )
-        allowed = BASE | (declared(EXTRAS[extra]) if extra else set())
+        allowed = BASE | OPTIONAL_OF_TORCH | (declared(EXTRAS[extra]) if extra else set())
         assert without(users([file], at_import=True), allowed) == {}
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from blockattn_rag.kv.block_kv import BlockKV
-from blockattn_rag.kv.rope import Angles, RotaryLayout, rotate
+from blockattn_rag.kv.rope import Angles, RotaryLayout, rotate_into
 
 Positions = Literal["reordered", "composite"]
 """``reordered``: keys are re-encoded for the block's position in the prompt (the method of both
@@ -56,38 +56,65 @@ def place(blocks: Sequence[BlockKV], positions: Positions = "reordered") -> Cont
     return Context(tuple(placed))
 
 
-def assemble(context: Context, layouts: Sequence[RotaryLayout]) -> Iterator[tuple[Tensor, Tensor]]:
+def assemble(
+    context: Context, layouts: Sequence[RotaryLayout], room: int = 0
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Join a context's blocks into one key and one value tensor per layer (the copy path).
 
     Args:
         context: Context with at least one block.
         layouts: Rotary layout per layer.
+        room: Uninitialised tokens at the end of each tensor, for states that follow.
 
     Yields:
-        Keys re-encoded by each block's shift, and values, both ``[num_kv_heads, tokens, head_dim]``
-        in the blocks' dtype. Keys of quantised blocks are dequantised, rotated, and then rounded
-        once. The stored tensors are never modified. A context of one block that is neither shifted
-        nor quantised yields the stored tensors themselves.
+        Keys re-encoded by each block's shift, and values, both
+        ``[num_kv_heads, tokens + room, head_dim]`` in the blocks' dtype. Keys of quantised blocks
+        are dequantised, rotated, and then rounded once. The stored tensors are never modified.
+        Without room, a context of one block that is neither shifted nor quantised yields the stored
+        tensors themselves.
     """
     angles: Angles = {}
     for index, layout in enumerate(layouts):
-        yield joined_states(context.blocks, index, layout, angles)
+        yield joined_states(context.blocks, index, layout, angles, room)
 
 
 def joined_states(
-    blocks: Sequence[PlacedBlock], layer: int, layout: RotaryLayout, angles: Angles
+    blocks: Sequence[PlacedBlock], layer: int, layout: RotaryLayout, angles: Angles, room: int = 0
 ) -> tuple[Tensor, Tensor]:
     """One layer of :func:`assemble`. ``angles`` caches cos and sin across layers."""
     rotates = layout.rotates and any(block.shift for block in blocks)
     states = [block.kv.states(layer, exact_keys=rotates) for block in blocks]
-    keys, values = states[0]
-    if len(states) > 1:
-        keys, values = (torch.cat(tensors, dim=-2) for tensors in zip(*states, strict=True))
+    keys, values = zip(*states, strict=True)
     if not rotates:
-        return keys, values
+        return _joined(keys, room), _joined(values, room)
+    joined = _joined(keys, 0)
     if layout not in angles:
-        shifts = [torch.full((b.kv.num_tokens,), b.shift) for b in blocks]
-        angles[layout] = layout.cos_sin(torch.cat(shifts), keys.device)
-    rotated = rotate(keys, *angles[layout], layout)
+        angles[layout] = _angles(blocks, layout, joined.device)
+    # Keys of quantised blocks are in float32 here, and are rounded once, after the rotation.
     scales = next((b.kv.scales for b in blocks if b.kv.scales is not None), None)
-    return rotated if scales is None else rotated.to(scales.dtype), values
+    dtype = joined.dtype if scales is None else scales.dtype
+    heads, tokens, size = joined.shape
+    rotated = joined.new_empty(heads, tokens + room, size, dtype=dtype)
+    rotate_into(rotated[:, :tokens], joined, *angles[layout], layout)
+    return rotated, _joined(values, room)
+
+
+def _joined(states: tuple[Tensor, ...], room: int) -> Tensor:
+    """Join ``[heads, tokens, size]`` tensors along their tokens, with room at the end."""
+    if not room:
+        return states[0] if len(states) == 1 else torch.cat(states, dim=-2)
+    heads, _, size = states[0].shape
+    tokens = sum(one.shape[1] for one in states)
+    joined = states[0].new_empty(heads, tokens + room, size)
+    torch.cat(states, dim=-2, out=joined[:, :tokens])
+    return joined
+
+
+def _angles(
+    blocks: Sequence[PlacedBlock], layout: RotaryLayout, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """cos and sin ``[tokens, rotary_dim]``, computed once for each block."""
+    cos, sin = layout.cos_sin(torch.tensor([block.shift for block in blocks]), device)
+    counts = torch.tensor([block.kv.num_tokens for block in blocks])
+    block_of = torch.arange(len(blocks)).repeat_interleave(counts).to(device)
+    return cos[block_of], sin[block_of]

@@ -8,14 +8,18 @@ must not be applied twice.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import logging
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 Pairing = Literal["half", "interleaved"]
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,12 +91,55 @@ def rotate(states: Tensor, cos: Tensor, sin: Tensor, layout: RotaryLayout) -> Te
     ``cos`` and ``sin`` come from ``cos_sin``: ``[1 or tokens, rotary_dim]``, or another shape that
     broadcasts with the states.
     """
-    rotary = states[..., : layout.rotary_dim].float()
-    rotated = (rotary * cos).addcmul_(_partners(rotary, layout.pairing), sin).to(states.dtype)
+    rotated = _rotated(states, cos, sin, layout).to(states.dtype)
     if layout.rotary_dim == states.shape[-1]:
         return rotated
     rest = states[..., layout.rotary_dim :]
     return torch.cat([rotated, rest.expand(*rotated.shape[:-1], -1)], dim=-1)
+
+
+def rotate_into(
+    out: Tensor, states: Tensor, cos: Tensor, sin: Tensor, layout: RotaryLayout
+) -> None:
+    """Like ``rotate``, but write to ``out``, and round to its dtype.
+
+    Args:
+        out: ``[heads, tokens, head_dim]``; may be a view of a tensor with more tokens.
+        states: Keys of the same shape.
+        cos, sin: ``[tokens, rotary_dim]``.
+        layout: Rotary layout of the keys.
+    """
+    if states.is_cuda and (fused := fused_rotation(states.device)) is not None:
+        with torch.cuda.device(states.device):
+            fused(out, states, cos, sin, interleaved=layout.pairing == "interleaved")
+        return
+    out[..., : layout.rotary_dim] = _rotated(states, cos, sin, layout)
+    out[..., layout.rotary_dim :] = states[..., layout.rotary_dim :]
+
+
+def _rotated(states: Tensor, cos: Tensor, sin: Tensor, layout: RotaryLayout) -> Tensor:
+    """The dimensions that rotate, in float32."""
+    rotary = states[..., : layout.rotary_dim].float()
+    return (rotary * cos).addcmul_(_partners(rotary, layout.pairing), sin)
+
+
+@cache
+def fused_rotation(device: torch.device) -> Callable[..., None] | None:
+    """``rotation.rotate_fused``; None if Triton is not installed, or cannot compile for a GPU."""
+    try:
+        from blockattn_rag.kv.rotation import rotate_fused
+    except ImportError:
+        return None
+    sample = torch.ones(1, 1, 16, device=device)
+    try:
+        with torch.cuda.device(device):
+            rotate_fused(torch.empty_like(sample), sample, sample[0], sample[0], interleaved=False)
+    except Exception as error:  # noqa: BLE001 -- Triton passes on what compilers raise
+        _logger.warning(
+            "Keys are rotated by PyTorch, which takes longer, because Triton failed: %s", error
+        )
+        return None
+    return rotate_fused
 
 
 def _partners(states: Tensor, pairing: Pairing) -> Tensor:

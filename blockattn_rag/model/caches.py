@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -26,10 +26,16 @@ from blockattn_rag.kv.rope import RotaryLayout
 class ContextCache(DynamicCache):
     """A cache whose first tokens are the blocks of a context.
 
-    ``attention``: Attention for forwards over this cache. None: the model's own attention.
+    ``attention``: Attention for forwards over this cache. ``"causal"``: to all earlier tokens in
+    the cache, by ``kernels.attend_causal``. None: the model's own attention.
     """
 
-    attention: RelayPlan | None = None
+    attention: RelayPlan | Literal["causal"] | None = None
+
+
+ROOM = 512
+"""Tokens for which a copied context's tensors have room when they are created or have become full,
+so that a new token rarely copies the whole context."""
 
 
 def copied_cache(
@@ -43,19 +49,64 @@ def copied_cache(
     """
     cache = ContextCache(config=config)
     width = max(context.num_tokens for context in contexts)
-    with torch.inference_mode(not _is_trained(contexts)):
-        rows = [assemble(context, layouts) if context.blocks else None for context in contexts]
+    is_trained = _is_trained(contexts)
+    # Not in inference mode, because later forwards write to the room.
+    with torch.set_grad_enabled(is_trained):
+        grows = len(contexts) == 1 and not is_trained
+        rows = [
+            assemble(context, layouts, ROOM * grows) if context.blocks else None
+            for context in contexts
+        ]
         for index in range(len(layouts)):
             states = [next(row) if row else None for row in rows]
-            keys, values = (_padded_rows([s and s[part] for s in states], width) for part in (0, 1))
-            layer = cache.layers[index]
-            if type(layer) is DynamicLayer:
-                # Like `update`, but without copying the states.
-                layer.lazy_initialization(keys, values)
-                layer.keys, layer.values = keys, values
-            else:
-                cache.update(keys, values, index)  # sliding windows drop states
+            keys, values = (
+                _padded_rows([s and s[part] for s in states], width + ROOM * grows)
+                for part in (0, 1)
+            )
+            if type(cache.layers[index]) is DynamicLayer:
+                cache.layers[index] = _GrowingLayer(keys, values, width)
+            else:  # sliding windows drop states
+                cache.update(keys[:, :, :width], values[:, :, :width], index)
     return cache
+
+
+class _GrowingLayer(DynamicLayer):
+    """Layer that writes new tokens to room at the end of its tensors.
+
+    Args:
+        keys, values: ``[rows, heads, tokens + room, size]``.
+        tokens: Number of tokens that are used.
+    """
+
+    def __init__(self, keys: Tensor, values: Tensor, tokens: int) -> None:
+        super().__init__()
+        self.lazy_initialization(keys, values)
+        self._buffers = keys, values
+        self.keys, self.values = keys[:, :, :tokens], values[:, :, :tokens]
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> Any:
+        if torch.is_grad_enabled():  # gradients need the tensors as they are
+            return super().update(key_states, value_states)
+        keys, values = self._buffers
+        self._buffers = (
+            _appended(self.keys, key_states, keys),
+            _appended(self.values, value_states, values),
+        )
+        tokens = self.get_seq_length() + key_states.shape[2]
+        self.keys, self.values = (one[:, :, :tokens] for one in self._buffers)
+        return self.keys, self.values
+
+
+def _appended(states: Any, new: Tensor, buffer: Tensor) -> Tensor:
+    """A tensor that begins with ``states`` and ``new``: ``buffer``, if it begins with ``states``
+    and has room, else one with more room."""
+    used, tokens = states.shape[2], states.shape[2] + new.shape[2]
+    begins = states.data_ptr() == buffer.data_ptr() and len(states) == len(buffer)
+    if not begins or tokens > buffer.shape[2]:
+        buffer = states.new_empty(*states.shape[:2], tokens + ROOM, states.shape[3])
+        buffer[:, :, :used] = states
+    buffer[:, :, used:tokens] = new
+    return buffer
 
 
 def _is_trained(contexts: Sequence[Context]) -> bool:

@@ -53,6 +53,17 @@ def test_one_block_is_not_even_copied() -> None:
         assert values is one.values[index]
 
 
+@pytest.mark.parametrize("count", [1, 3])
+def test_room_follows_the_tokens_of_every_layer(count: int) -> None:
+    context = place([block(3, 1), block(1, 2), block(5, 3)][:count])
+    plain, roomy = assemble(context, LAYOUTS), assemble(context, LAYOUTS, room=4)
+    for expected, found in zip(plain, roomy, strict=True):
+        for without, having in zip(expected, found, strict=True):
+            assert having.shape[1] == context.num_tokens + 4
+            assert torch.equal(having[:, : context.num_tokens], without)
+            assert having.data_ptr() != without.data_ptr()
+
+
 def test_assembling_writes_no_stored_tensor() -> None:
     blocks = [block(3, 1), block(4, 2)]
     before = [bytes_of(kv) for kv in blocks]
