@@ -18,8 +18,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,16 +51,22 @@ def kernel_for(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = 
 def cuda_kernel_for(query: Tensor, mask: Tensor | None) -> Kernel:
     """The fastest exact CUDA kernel for a query in float32, float16 or bfloat16.
 
-    Flash kernels require 16-bit types, no mask and a head size of at most 256; the kernel of the
-    flash-attn package is preferred. The memory-efficient kernel handles all other heads of a
+    The flash kernel takes no mask. The memory-efficient kernel handles all other heads of a
     multiple of 16 bytes. GPUs older than Ampere lack some of these kernels and use the plain one.
     """
     size = query.shape[-1]
+    if mask is None and takes_flash(query.device, query.dtype, size):
+        return attend_flash
     if size * query.itemsize % 16 or torch.cuda.get_device_capability(query.device) < (8, 0):
         return attend_plain
-    if mask is not None or query.dtype not in _HALF or size > 256:
-        return attend_memory_efficient
-    return attend_flash if flash_attn() is None else attend_flash_attn
+    return attend_memory_efficient
+
+
+def takes_flash(device: torch.device, dtype: torch.dtype, size: int) -> bool:
+    """Whether PyTorch's flash kernel for CUDA handles heads of ``size`` numbers of ``dtype``."""
+    if device.type != "cuda" or dtype not in _HALF or size > 256 or size % 8:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def attend_plain(
@@ -100,18 +104,23 @@ def attend_flash(
     return Partial(output.float(), lse)
 
 
-def attend_flash_attn(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, _: Tensor | None = None
-) -> Partial:
-    """The flash-attn package's kernel for few queries and many keys.
+def attend_causal(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """Attention of the last tokens to all earlier tokens and themselves, by the flash kernel.
 
-    Requires 16-bit types and no mask. Splits the keys across the GPU's multiprocessors, most of
-    which PyTorch's kernel leaves idle. The package's layout is ``[B, tokens, K, D]``; its
-    log-sum-exp is ``[B, K, Q]`` in float32.
+    Args:
+        query: Queries of the last tokens, ``[B, H, tokens, D]``; see ``takes_flash``.
+        key, value: States of all tokens, ``[B, K, N, D]``. H is a multiple of K.
+        scale: Factor of the scores, natural exponent.
+
+    Returns:
+        ``[B, H, tokens, D]``.
     """
-    states = (_aligned(tensor).transpose(1, 2) for tensor in (query, key, value))
-    output, lse = flash_attn()(*states, softmax_scale=scale, return_softmax_lse=True)
-    return Partial(output.transpose(1, 2).float(), lse)
+    query, key, value = map(_aligned, (query, key, value))
+    # With fewer queries than keys, "causal" aligns the last query with the last key.
+    output: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(
+        query, key, value, 0.0, query.shape[2] > 1, False, scale=scale
+    )[0]
+    return output
 
 
 def attend_memory_efficient(
@@ -127,17 +136,6 @@ def attend_memory_efficient(
     )
     # The kernel pads the log-sum-exp to a multiple of 32 rows.
     return _without_masked_rows(output, lse.narrow(-1, 0, query.shape[2]), mask)
-
-
-@cache
-def flash_attn() -> Any:
-    """The function ``flash_attn_with_kvcache``; None if flash-attn is not installed, or was built
-    for another version of PyTorch."""
-    try:
-        from flash_attn import flash_attn_with_kvcache
-    except ImportError:
-        return None
-    return flash_attn_with_kvcache
 
 
 def single_softmax(

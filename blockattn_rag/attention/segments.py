@@ -120,7 +120,7 @@ class SegmentTable:
         # `shift` positions preserves the distances.
         self._angles: Angles = {}
         for layout in set(layouts):
-            if layout.rotates and shifts:
+            if layout.rotates and any(shifts):
                 cos, sin = layout.cos_sin(-torch.tensor(shifts), device)
                 self._angles[layout] = cos[:, None, None], sin[:, None, None]
         # A pair's slot is the number of earlier pairs of the same request.

@@ -225,7 +225,7 @@ class Runner:
         """
         if not any(context.blocks for context in contexts):
             return None
-        assembly = self._model.choose_assembly(self._assembly, final_tokens)
+        assembly = self._model.choose_assembly(self._assembly, final_tokens, len(contexts))
         return self._model.cache_for(*contexts, assembly=assembly)
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from blockattn_rag.attention.kernels import takes_flash
 from blockattn_rag.attention.relay import RELAY_FINAL_TOKENS, RelayPlan
 from blockattn_rag.errors import GrammarError, UnsupportedModelError
 from blockattn_rag.kv.block_kv import BlockKV
@@ -24,7 +25,12 @@ from blockattn_rag.model.exclusion import lock_of, turn_to_draw
 from blockattn_rag.model.fingerprint import Identity
 from blockattn_rag.model.packing import pack_linears
 from blockattn_rag.model.probe import AttentionProfile, profile_attention, vocabulary_size
-from blockattn_rag.model.relay_attention import enable_relay, last_logits, relay_is_exact
+from blockattn_rag.model.relay_attention import (
+    causal_is_exact,
+    enable_relay,
+    last_logits,
+    relay_is_exact,
+)
 from blockattn_rag.model.repetition import LoopGuard
 from blockattn_rag.model.sampling import Sampling, room_for
 from blockattn_rag.output.grammar import Grammar
@@ -236,8 +242,21 @@ class BlockModel:
         with self.lock:
             return relay_is_exact(self.hf_model, self.profile)
 
-    def choose_assembly(self, assembly: Assembly, final_tokens: int) -> Literal["relay", "copy"]:
-        """Resolve ``assembly`` for this model and a final block of ``final_tokens`` tokens.
+    @cached_property
+    def has_causal_kernel(self) -> bool:
+        """Whether a GPU's flash kernel attends exactly to copied contexts, as measured."""
+        sizes = {states.size for layer in self.profile.layer_outlines for states in layer}
+        if len(sizes) > 1 or not takes_flash(self.device, self.dtype, *sizes):
+            return False
+        if not self.supports_relay:
+            return False
+        with self.lock:
+            return causal_is_exact(self.hf_model, self.profile)
+
+    def choose_assembly(
+        self, assembly: Assembly, final_tokens: int, requests: int = 1
+    ) -> Literal["relay", "copy"]:
+        """Resolve ``assembly`` for this model and a batch with final blocks of ``final_tokens``.
 
         Raises:
             UnsupportedModelError: ``assembly`` is ``"relay"``, which the model does not support.
@@ -248,8 +267,10 @@ class BlockModel:
                 "attention sinks or its own attention interface; use assembly='copy' or 'auto'"
             )
         if assembly == "auto":
-            fits = final_tokens <= RELAY_FINAL_TOKENS
-            return "relay" if fits and self.supports_relay else "copy"
+            if final_tokens > RELAY_FINAL_TOKENS or not self.supports_relay:
+                return "copy"
+            # On a GPU, relay joins small blocks, too, and launches more kernels.
+            return "copy" if requests == 1 and self.has_causal_kernel else "relay"
         return assembly
 
     def cache_for(
@@ -264,7 +285,11 @@ class BlockModel:
             return None
         layouts = self.profile.layouts
         if assembly == "copy":
-            return copied_cache(self.hf_model.config, contexts, layouts)
+            cache = copied_cache(self.hf_model.config, contexts, layouts)
+            if len(contexts) == 1 and self.has_causal_kernel:
+                enable_relay(self.hf_model)
+                cache.attention = "causal"
+            return cache
         # Enabled again, because other code may have changed the model's attention.
         enable_relay(self.hf_model)
         return RelayCache(RelayPlan(contexts, layouts, self.device))

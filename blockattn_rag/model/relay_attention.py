@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import sys
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -22,10 +23,12 @@ from transformers import (
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from blockattn_rag.attention.kernels import attend_causal
 from blockattn_rag.attention.relay import JoinLimits, RelayPlan
-from blockattn_rag.kv.context import place
+from blockattn_rag.kv.context import Context, place
 from blockattn_rag.kv.rope import relative_error
 from blockattn_rag.model.caches import (
+    ContextCache,
     RelayCache,
     copied_cache,
     note_caches,
@@ -50,9 +53,11 @@ def enable_relay(hf_model: PreTrainedModel) -> None:
     hf_model.set_attn_implementation(name)
 
 
-def _running_attention() -> RelayPlan | None:
+def _running_attention() -> RelayPlan | Literal["causal"] | None:
     cache = running_cache()
-    return None if cache is None else cache.attention
+    own = None if cache is None else cache.attention
+    # With gradients, the model's own attention reads the same cache.
+    return None if own == "causal" and torch.is_grad_enabled() else own
 
 
 def _attention_function(original: str) -> Any:
@@ -73,9 +78,12 @@ def _attention_function(original: str) -> Any:
             forward = ALL_ATTENTION_FUNCTIONS.get_interface(original, eager)
             return forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
         scale = 1 / math.sqrt(query.shape[-1]) if scaling is None else scaling
-        index: Any = module.layer_idx
-        mask = tail_mask(attention_mask, query, key)
-        output = own.attend(index, query, key, value, scale, mask)
+        if own == "causal":
+            output = attend_causal(query, key, value, scale)
+        else:
+            index: Any = module.layer_idx
+            mask = tail_mask(attention_mask, query, key)
+            output = own.attend(index, query, key, value, scale, mask)
         return output.transpose(1, 2).contiguous(), None
 
     return relay_attention
@@ -83,7 +91,10 @@ def _attention_function(original: str) -> Any:
 
 def _mask_function(original: str) -> Any:
     def relay_mask(*args: Any, **kwargs: Any) -> Any:
-        if _running_attention() is None:
+        own = _running_attention()
+        if own == "causal":
+            return None
+        if own is None:
             return ALL_MASK_ATTENTION_FUNCTIONS[original](*args, **kwargs)
         return sdpa_mask(*args, **kwargs)
 
@@ -130,18 +141,51 @@ def relay_is_exact(hf_model: PreTrainedModel, profile: AttentionProfile) -> bool
     if capped or sinks or any(window is not None for window in profile.windows):
         return False
     enable_relay(hf_model)
+    context, final = _probe(hf_model, profile)
+    # Joining is disabled, so that these small blocks are read one by one.
+    joins = JoinLimits(prefill_tokens=0, decode_tokens=0)
+
+    def relay() -> ContextCache:
+        return RelayCache(RelayPlan([context], profile.layouts, hf_model.device, joins=joins))
+
+    return _equals_copies(hf_model, profile, context, final, relay)
+
+
+def causal_is_exact(hf_model: PreTrainedModel, profile: AttentionProfile) -> bool:
+    """Test whether the logits of ``attend_causal`` equal those of the model's own attention.
+
+    Only for models and devices for which relay is exact, and the flash kernel exists.
+    """
+    context, final = _probe(hf_model, profile)
+
+    def causal() -> ContextCache:
+        cache = copied_cache(hf_model.config, [context], profile.layouts)
+        cache.attention = "causal"
+        return cache
+
+    return _equals_copies(hf_model, profile, context, final, causal)
+
+
+def _probe(hf_model: PreTrainedModel, profile: AttentionProfile) -> tuple[Context, Tensor]:
+    """A context of two short blocks, and a final block ``[1, 7]``."""
     generator = torch.Generator().manual_seed(2)
     rows = torch.randint(vocabulary_size(hf_model), (3, 7), generator=generator)
     requests = [EncodeRequest(row.tolist(), str(index), "") for index, row in enumerate(rows[:2])]
-    context = place(encode_batch(hf_model, requests, "", profile.layouts))
-    # Joining is disabled, so that these small blocks are read one by one.
-    joins = JoinLimits(prefill_tokens=0, decode_tokens=0)
+    return place(encode_batch(hf_model, requests, "", profile.layouts)), rows[2:]
+
+
+def _equals_copies(
+    hf_model: PreTrainedModel,
+    profile: AttentionProfile,
+    context: Context,
+    final: Tensor,
+    cache: Callable[[], ContextCache],
+) -> bool:
+    """Whether logits over new caches equal those of the model's own attention over copies."""
     for tokens in (7, 1):  # prefill and decoding
-        final = rows[2:, :tokens]
         copied = copied_cache(hf_model.config, [context], profile.layouts)
-        expected = last_logits(hf_model, final, copied, 1)
-        plan = RelayPlan([context], profile.layouts, hf_model.device, joins=joins)
-        found = last_logits(hf_model, final, RelayCache(plan), 1)
+        expected = last_logits(hf_model, final[:, :tokens], copied, 1)
+        found = last_logits(hf_model, final[:, :tokens], cache(), 1)
         if relative_error(found.float(), expected.float()) > LOGITS[hf_model.dtype]:
             return False
     return True

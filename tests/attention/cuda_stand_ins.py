@@ -1,22 +1,17 @@
 """CPU stand-ins of the kernels for CUDA: real signatures, checks and result layouts, torch maths.
 
-Signatures and checks are those of flash-attn 2.8 and of PyTorch 2.13's native functions. Options
-that the package does not use are refused.
+Signatures and checks are those of PyTorch 2.13's native functions. Options that the package does
+not use are refused.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import ModuleType
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
-
-from blockattn_rag.attention.kernels import flash_attn
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -46,44 +41,6 @@ def check_rows(*states: Tensor) -> None:
         assert other.shape[-1] == first.shape[-1]
 
 
-def flash_attn_with_kvcache(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k: Tensor | None = None,
-    v: Tensor | None = None,
-    rotary_cos: Tensor | None = None,
-    rotary_sin: Tensor | None = None,
-    cache_seqlens: int | Tensor | None = None,
-    cache_batch_idx: Tensor | None = None,
-    cache_leftpad: Tensor | None = None,
-    block_table: Tensor | None = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    rotary_interleaved: bool = True,
-    alibi_slopes: Tensor | None = None,
-    num_splits: int = 0,
-    return_softmax_lse: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """flash-attn's: states ``[B, tokens, heads, D]``, log-sum-exp ``[B, heads, tokens]``."""
-    unused = (k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad)
-    assert all(one is None for one in (*unused, block_table, alibi_slopes))
-    assert (causal, window_size, softcap, num_splits) == (False, (-1, -1), 0.0, 0)
-    assert softmax_scale is not None
-    assert return_softmax_lse
-    check_rows(q, k_cache, v_cache)
-    assert q.dtype in HALF
-    assert q.shape[-1] <= 256
-    assert k_cache.shape == v_cache.shape
-    assert q.shape[2] % k_cache.shape[2] == 0
-    groups = q.shape[2] // k_cache.shape[2]
-    key, value = (one.transpose(1, 2).repeat_interleave(groups, 1) for one in (k_cache, v_cache))
-    output, lse = softmax_attention(q.transpose(1, 2), key, value, softmax_scale)
-    return output.transpose(1, 2).contiguous(), lse
-
-
 def flash(
     query: Tensor,
     key: Tensor,
@@ -95,16 +52,21 @@ def flash(
     scale: float | None = None,
 ) -> tuple[Any, ...]:
     """``aten::_scaled_dot_product_flash_attention``."""
-    assert (dropout_p, is_causal, return_debug_mask) == (0.0, False, False)
+    assert (dropout_p, return_debug_mask) == (0.0, False)
     assert scale is not None
     check_rows(query, key, value)
     assert query.dtype in HALF
     assert query.shape[-1] <= 256
     assert key.shape == value.shape
-    assert key.shape[1] == query.shape[1]
+    assert query.shape[1] % key.shape[1] == 0
     empty = query.new_empty(0)
     lengths = query.shape[2], key.shape[2]
-    output, lse = softmax_attention(query, key, value, scale)
+    bias = None
+    if is_causal:  # the last query sees the last key
+        seen = torch.ones(lengths, dtype=torch.bool).tril(lengths[1] - lengths[0])
+        bias = torch.zeros(lengths).masked_fill(~seen, -torch.inf)
+    key, value = (one.repeat_interleave(query.shape[1] // one.shape[1], 1) for one in (key, value))
+    output, lse = softmax_attention(query, key, value, scale, bias)
     return output, lse, empty, empty, *lengths, empty, empty, empty
 
 
@@ -137,17 +99,6 @@ def memory_efficient(
     padded[..., : lse.shape[2]] = lse
     empty = query.new_empty(0)
     return output.transpose(1, 2).contiguous().transpose(1, 2), padded, empty, empty
-
-
-@contextmanager
-def flash_attn_installed(monkeypatch: pytest.MonkeyPatch, *, is_there: bool) -> Iterator[None]:
-    """The package flash-attn is a stand-in, or is missing."""
-    module = ModuleType("flash_attn")
-    module.flash_attn_with_kvcache = flash_attn_with_kvcache  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "flash_attn", module if is_there else None)
-    flash_attn.cache_clear()
-    yield
-    flash_attn.cache_clear()
 
 
 @contextmanager

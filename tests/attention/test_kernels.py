@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import math
-import sys
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,18 +14,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from blockattn_rag.attention.kernels import (
     Kernel,
     attend,
+    attend_causal,
     attend_flash,
-    attend_flash_attn,
     attend_fused,
     attend_memory_efficient,
     attend_plain,
     cuda_kernel_for,
-    flash_attn,
     kernel_for,
     single_softmax,
 )
 from blockattn_rag.attention.merge import Partial, merge
-from tests.attention import cuda_stand_ins
 
 KV_HEADS, SIZE = 2, 16
 HALF = [torch.float16, torch.bfloat16]
@@ -41,7 +36,7 @@ MASKING: dict[Kernel, list[torch.dtype]] = {
     attend_plain: DTYPES,
     attend_memory_efficient: DTYPES,
 }
-KERNELS = MASKING | {attend_flash: HALF, attend_flash_attn: HALF}
+KERNELS = MASKING | {attend_flash: HALF}
 
 
 def kernels(of: dict[Kernel, list[torch.dtype]]) -> list[Any]:
@@ -124,6 +119,22 @@ def test_kernels_stay_within_rounding(kernel: Kernel, dtype: torch.dtype, size: 
         of_output, of_lse = bounds(query, key, value, scale)
         assert (found.output - expected.output).abs().max() <= of_output
         assert (found.lse - expected.lse).abs().max() <= of_lse
+
+
+@pytest.mark.usefixtures("cuda_kernels")
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("tokens", [1, 5, 70])
+def test_the_last_tokens_attend_to_all_before_them(dtype: torch.dtype, tokens: int) -> None:
+    for group, size in itertools.product((1, 3, 4), (64, 80)):
+        query = random(2, group * KV_HEADS, tokens, size, dtype=dtype)
+        key = random(2, KV_HEADS, 300, size, seed=1, dtype=dtype)
+        value = random(2, KV_HEADS, 300, size, seed=2, dtype=dtype)
+        seen = torch.ones(tokens, 300, dtype=torch.bool).tril(300 - tokens)
+        keys, values = (one.repeat_interleave(group, 1) for one in (key, value))
+        expected = exact(query, keys, values, size**-0.5, seen).output
+        of_output, _ = bounds(query, key, value, size**-0.5)
+        found = attend_causal(query, key, value, size**-0.5)
+        assert (found - expected).abs().max() <= of_output
 
 
 @pytest.mark.usefixtures("cuda_kernels")
@@ -272,8 +283,8 @@ def test_what_fused_kernels_cannot_take_goes_by_the_plain_one() -> None:
 @pytest.mark.parametrize(
     ("dtype", "size", "masked", "capability", "kernel"),
     [
-        (torch.bfloat16, 64, False, (9, 0), attend_flash_attn),
-        (torch.float16, 256, False, (8, 0), attend_flash_attn),
+        (torch.bfloat16, 64, False, (9, 0), attend_flash),
+        (torch.float16, 256, False, (8, 0), attend_flash),
         (torch.bfloat16, 264, False, (9, 0), attend_memory_efficient),
         (torch.bfloat16, 64, True, (9, 0), attend_memory_efficient),
         (torch.float32, 64, False, (9, 0), attend_memory_efficient),
@@ -290,13 +301,11 @@ def test_the_kernel_on_cuda_goes_by_type_head_size_mask_and_gpu(
     capability: tuple[int, int],
     kernel: Kernel,
 ) -> None:
-    query, mask = torch.empty(1, 2, 3, size, dtype=dtype), torch.empty(1) if masked else None
+    mask = torch.empty(1) if masked else None
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    with cuda_stand_ins.flash_attn_installed(monkeypatch, is_there=True):
+    with FakeTensorMode():
+        query = torch.empty(1, 2, 3, size, dtype=dtype, device="cuda")
         assert cuda_kernel_for(query, mask) is kernel
-    with cuda_stand_ins.flash_attn_installed(monkeypatch, is_there=False):
-        without = attend_flash if kernel is attend_flash_attn else kernel
-        assert cuda_kernel_for(query, mask) is without
 
 
 @pytest.mark.parametrize("masked", [True, False])
@@ -306,8 +315,7 @@ def test_pytorchs_kernels_for_cuda_return_the_shapes_that_merge_takes(
     monkeypatch: pytest.MonkeyPatch, size: int, dtype: torch.dtype, masked: bool
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    without = cuda_stand_ins.flash_attn_installed(monkeypatch, is_there=False)
-    with without, FakeTensorMode():
+    with FakeTensorMode():
         query = torch.empty(2, KV_HEADS, 33, size, dtype=dtype, device="cuda")
         key = torch.empty(2, KV_HEADS, 300, size, dtype=dtype, device="cuda")
         mask = torch.ones(2, 1, 33, 300, dtype=torch.bool, device="cuda") if masked else None
@@ -316,20 +324,3 @@ def test_pytorchs_kernels_for_cuda_return_the_shapes_that_merge_takes(
     assert found.lse.shape == (2, KV_HEADS, 33)
     assert found.output.dtype == found.lse.dtype == torch.float32
     assert found.output.device.type == found.lse.device.type == "cuda"
-
-
-def test_the_stand_in_of_flash_attn_has_the_real_signature() -> None:
-    real = pytest.importorskip("flash_attn").flash_attn_with_kvcache
-    ours = inspect.signature(cuda_stand_ins.flash_attn_with_kvcache).parameters
-    theirs = inspect.signature(real).parameters
-    assert [(p.name, p.default) for p in ours.values()] == [
-        (p.name, p.default) for p in theirs.values()
-    ]
-
-
-def test_flash_attn_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    with cuda_stand_ins.flash_attn_installed(monkeypatch, is_there=False):
-        assert flash_attn() is None
-        with monkeypatch.context() as patch:
-            patch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
-            assert flash_attn() is None

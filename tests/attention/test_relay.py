@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 
 from blockattn_rag.attention import relay
-from blockattn_rag.attention.kernels import cuda_kernel_for, single_softmax
+from blockattn_rag.attention.kernels import attend_flash, attend_memory_efficient, single_softmax
 from blockattn_rag.attention.merge import Partial
 from blockattn_rag.attention.relay import ACCELERATOR_JOINS, CPU_JOINS, JoinLimits, RelayPlan
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.kv.context import Context, place
 from blockattn_rag.kv.rope import NO_ROTATION, RotaryLayout, rotate, shift_positions
-from tests.attention.cuda_stand_ins import flash_attn_installed
 from tests.attention.test_kernels import KV_HEADS, SIZE, bounds, budget, exact, random
 
 HEADS = 6
@@ -267,11 +266,10 @@ def test_one_plan_serves_a_question_and_the_tokens_of_its_answer() -> None:
 
 
 @pytest.mark.usefixtures("cuda_kernels")
-@pytest.mark.parametrize("has_flash_attn", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("size", [64, 80, 96, 128, 256])
 def test_relay_by_the_kernels_for_cuda_equals_moving_keys(
-    monkeypatch: pytest.MonkeyPatch, size: int, dtype: torch.dtype, has_flash_attn: bool
+    monkeypatch: pytest.MonkeyPatch, size: int, dtype: torch.dtype
 ) -> None:
     """A rotated query is rounded once to its dtype, which moves a score by half a step of it times
     the norms of query and key. An output is rounded twice: by its kernel and at the end."""
@@ -280,27 +278,28 @@ def test_relay_by_the_kernels_for_cuda_equals_moving_keys(
     scale = size**-0.5
     blocks = blocks_of([1, 17, 200], size=size, dtype=dtype)
     contexts = [place(blocks), place([blocks[2], blocks[0]])]
-    with flash_attn_installed(monkeypatch, is_there=has_flash_attn):
-        for group, tokens in itertools.product((1, 2, 4, 8), (1, 5)):
-            query = random(2, group * KV_HEADS, tokens, size, seed=7, dtype=dtype)
-            keys = random(2, KV_HEADS, tokens, size, seed=8, dtype=dtype)
-            values = random(2, KV_HEADS, tokens, size, seed=9, dtype=dtype)
-            mask = torch.ones(2, 1, tokens, tokens, dtype=torch.bool).tril() if tokens > 1 else None
-            found = relay_plan(contexts, [layout]).attend(0, query, keys, values, scale, mask)
-            assert found.dtype == dtype
-            for row, context in enumerate(contexts):
-                tail, seen = (keys[row], values[row]), None if mask is None else mask[row]
-                expected = by_moving_the_keys(query[row], context, tail, seen, 0, layout, scale)
-                key = torch.cat([*(block.kv.keys[0] for block in context.blocks), tail[0]], 1)
-                value = torch.cat([*(block.kv.values[0] for block in context.blocks), tail[1]], 1)
-                of_kernel, _ = bounds(query[row], key, value, scale)
-                norms = query.float().norm(dim=-1).max() * key.float().norm(dim=-1).max()
-                of_rotation = (2 * scale * norms + 1) * torch.finfo(dtype).eps / 2
-                error = (found[row].double() - expected).abs().max()
-                assert error <= of_kernel + of_rotation * value.float().abs().max()
+    for group, tokens in itertools.product((1, 2, 4, 8), (1, 5)):
+        query = random(2, group * KV_HEADS, tokens, size, seed=7, dtype=dtype)
+        keys = random(2, KV_HEADS, tokens, size, seed=8, dtype=dtype)
+        values = random(2, KV_HEADS, tokens, size, seed=9, dtype=dtype)
+        mask = torch.ones(2, 1, tokens, tokens, dtype=torch.bool).tril() if tokens > 1 else None
+        found = relay_plan(contexts, [layout]).attend(0, query, keys, values, scale, mask)
+        assert found.dtype == dtype
+        for row, context in enumerate(contexts):
+            tail, seen = (keys[row], values[row]), None if mask is None else mask[row]
+            expected = by_moving_the_keys(query[row], context, tail, seen, 0, layout, scale)
+            key = torch.cat([*(block.kv.keys[0] for block in context.blocks), tail[0]], 1)
+            value = torch.cat([*(block.kv.values[0] for block in context.blocks), tail[1]], 1)
+            of_kernel, _ = bounds(query[row], key, value, scale)
+            norms = query.float().norm(dim=-1).max() * key.float().norm(dim=-1).max()
+            of_rotation = (2 * scale * norms + 1) * torch.finfo(dtype).eps / 2
+            error = (found[row].double() - expected).abs().max()
+            assert error <= of_kernel + of_rotation * value.float().abs().max()
 
 
 def _attend_as_on_cuda(
     query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None = None
 ) -> Partial:
-    return cuda_kernel_for(query, mask)(query, key, value, scale, mask)
+    is_flash = mask is None and query.dtype != torch.float32
+    kernel = attend_flash if is_flash else attend_memory_efficient
+    return kernel(query, key, value, scale, mask)
