@@ -17,8 +17,7 @@
 #                   pydantic and what they need)
 #   PYTHON_VERSION  of the GPU machine (3.12)
 #   PLATFORMS       of the GPU machine (manylinux on x86-64)
-#   WHEELS          folder of the wheels (.cache/gpu/wheels); `setup` installs all that are there,
-#                   such as one of flash-attn that was built for the machine's torch
+#   WHEELS          folder of the wheels (.cache/gpu/wheels); `setup` installs all that are there
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 

@@ -7,6 +7,7 @@ the question. These cases are measured for each shape and context:
 
 * ``request``: the engine's time to first token on the host's clock, including tokenising.
 * ``forward``: placing the blocks and the forward pass of the question, timed with CUDA events.
+* ``assembly``: the copy path's part of it that joins and rotates keys and values.
 * ``decode``: the time of each token after the first.
 * ``memory``: the peak of the bytes that a request allocates.
 
@@ -23,7 +24,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from harness import Campaign, Case, Ceilings, Record, elapsed_s, random_ids
+from harness import Campaign, Case, Ceilings, Record, elapsed_s, median_s, random_ids
 from torch import Tensor
 
 from blockattn_rag.check.model import placed_context
@@ -59,6 +60,7 @@ def cases(campaign: Campaign) -> Iterator[Case]:
             runs: dict[str, Callable[[BlockModel], Record]] = {
                 "forward": partial(forward, campaign, length=length, block=block),
                 "request": partial(request, campaign, length=length, block=block),
+                "assembly": partial(assembly, campaign, length=length, block=block),
                 "decode": partial(decode, campaign, length=length, block=block),
                 "memory": partial(memory, campaign, length=length, block=block),
                 # The other paths may fit in memory where a full prefill does not.
@@ -113,6 +115,16 @@ def forward(
     for path in ways:
         row[f"{path}_limit_s"] = limit_s(model, campaign.ceilings, path, length)
     return row | {"relay_over_copy": row["relay_s"] / row["copy_s"]}
+
+
+def assembly(campaign: Campaign, model: BlockModel, *, length: int, block: int) -> Record:
+    """The case ``assembly``: ``assembly_s``, and its limit by the bytes read and written."""
+    context = Prompt.drawn(model, length, block).context
+    joined = partial(model.cache_for, context, assembly="copy")
+    row = {"assembly_s": median_s(joined, model.device, repeats(campaign, length))}
+    moved = 2 * length * model.bytes_per_token
+    row["limit_s"] = moved / campaign.ceilings.bytes_per_s
+    return row | {"length": length, "block_tokens": block}
 
 
 def repeats(campaign: Campaign, length: int) -> int:

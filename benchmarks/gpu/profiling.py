@@ -42,9 +42,9 @@ ADVICE = (
     Advice("copies", 0.15, "Keys and values are copied: join fewer blocks (the constants of "
            "blockattn_rag.attention), or read blocks in place by a page table."),
     Advice("elementwise", 0.2, "Rotations, merges and norms take separate kernels: fuse them, by "
-           "torch.compile or one Triton kernel for rotating queries and merging parts."),
+           "a Triton kernel for rotating queries and merging parts."),
     Advice("attention", 0.4, "Attention dominates: a kernel that splits keys among processors "
-           "(flash-attn) if few of them are busy; else fewer bytes (int8 keys and values)."),
+           "if few of them are busy; else fewer bytes (int8 keys and values)."),
     Advice("matrix products", 0.7, "Weights dominate: at their limit only quantised weights or "
            "larger batches help; above it, look at the shapes of the products."),
 )  # fmt: skip
