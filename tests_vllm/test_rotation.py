@@ -6,7 +6,7 @@ It is tested here, because vLLM installs Triton.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -16,13 +16,13 @@ from blockattn_rag.kv.rope import RotaryLayout, rotate
 
 
 @pytest.fixture
-def rotate_fused(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def rotate_fused(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.delitem(sys.modules, "blockattn_rag.kv.rotation", raising=False)
     from blockattn_rag.kv.rotation import rotate_fused
 
-    monkeypatch.delitem(sys.modules, "blockattn_rag.kv.rotation")  # not for later tests
-    return rotate_fused
+    yield rotate_fused
+    sys.modules.pop("blockattn_rag.kv.rotation")  # not for later tests
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

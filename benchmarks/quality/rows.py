@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from time import perf_counter
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -141,9 +142,13 @@ class Answerer:
     ) -> Iterator[Record]:
         model = self.engine.model
         with model.lock:
+            began = perf_counter()
             recomputation = Recomputation(model, BlockFetcher(model, self.engine.store), prompt)
+            chosen_s = perf_counter() - began
             for name, share in shares.items():
+                began = perf_counter()
                 run = recomputation.run(share)
+                ttft_s = chosen_s + perf_counter() - began
                 logits = run.answer_logits(compare.answer)
                 ids = run.generate(self._options["max_new_tokens"])
                 text = model.tokenizer.tokenizer.decode(ids, skip_special_tokens=True)
@@ -152,6 +157,7 @@ class Answerer:
                     record,
                     computed_tokens=run.computed_tokens,
                     prompt_tokens=run.position,
+                    ttft_s=round(ttft_s, 4) if compare.is_timed else float("nan"),
                 )
 
     def prompt(self, item: Item) -> BlockPrompt:

@@ -50,8 +50,7 @@ class JoinLimits(NamedTuple):
 # Each segment costs 30 to 40 microseconds of call overhead per layer, whatever its size
 # (`bench decode --block-tokens 128,512`).
 CPU_JOINS = JoinLimits(prefill_tokens=32, decode_tokens=512)
-# Launching kernels takes longer than their work: with 32,768 tokens of context, an H100 generates 27
-# tokens per second from one segment and 20 from four (`benchmarks/results/gpu`).
+# Launching a kernel takes longer than its work (`benchmarks/results/gpu`).
 ACCELERATOR_JOINS = JoinLimits(prefill_tokens=131_072, decode_tokens=131_072)
 
 

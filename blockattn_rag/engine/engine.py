@@ -61,8 +61,8 @@ class BlockAttentionEngine:
         on_miss: ``"compute"`` encodes and stores a block that is not in the store. ``"error"``
             raises ``MissError``, for benchmarks.
         assembly: ``"relay"`` attends to blocks in place; ``"copy"`` concatenates them in new
-            tensors. ``"auto"`` uses relay if the model supports it and the final block is
-            short.
+            tensors. ``"auto"`` uses relay if the model supports it and the final block is short,
+            except for single requests on a GPU.
 
     Raises:
         ValueError: the recipe does not belong to the model, or an argument is out of range.

@@ -109,10 +109,14 @@ def rotate_into(
         cos, sin: ``[tokens, rotary_dim]``.
         layout: Rotary layout of the keys.
     """
-    if states.is_cuda and (fused := fused_rotation(states.device)) is not None:
-        with torch.cuda.device(states.device):
-            fused(out, states, cos, sin, interleaved=layout.pairing == "interleaved")
-        return
+    is_trained = torch.is_grad_enabled() and states.requires_grad
+    if states.is_cuda and not is_trained:
+        is_interleaved = layout.pairing == "interleaved"
+        kind = states.dtype, out.dtype, states.shape[-1], layout.rotary_dim, is_interleaved
+        if (fused := fused_rotation(states.device, *kind)) is not None:
+            with torch.cuda.device(states.device):
+                fused(out, states, cos, sin, interleaved=is_interleaved)
+            return
     out[..., : layout.rotary_dim] = _rotated(states, cos, sin, layout)
     out[..., layout.rotary_dim :] = states[..., layout.rotary_dim :]
 
@@ -124,19 +128,32 @@ def _rotated(states: Tensor, cos: Tensor, sin: Tensor, layout: RotaryLayout) -> 
 
 
 @cache
-def fused_rotation(device: torch.device) -> Callable[..., None] | None:
-    """``rotation.rotate_fused``; None if Triton is not installed, or cannot compile for a GPU."""
+def fused_rotation(
+    device: torch.device,
+    dtype: torch.dtype,
+    out_dtype: torch.dtype,
+    size: int,
+    rotary_dim: int,
+    is_interleaved: bool,
+) -> Callable[..., None] | None:
+    """``rotation.rotate_fused``, compiled for such keys.
+
+    None if Triton is not installed, or cannot compile it.
+    """
     try:
         from blockattn_rag.kv.rotation import rotate_fused
     except ImportError:
         return None
-    sample = torch.ones(1, 1, 16, device=device)
+    keys, turn = torch.ones(1, 1, size, device=device), torch.ones(1, rotary_dim, device=device)
+    sample, out = keys.to(dtype), keys.to(out_dtype)
     try:
         with torch.cuda.device(device):
-            rotate_fused(torch.empty_like(sample), sample, sample[0], sample[0], interleaved=False)
+            rotate_fused(out, sample, turn, turn, interleaved=is_interleaved)
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:  # noqa: BLE001 -- Triton passes on what compilers raise
         _logger.warning(
-            "Keys are rotated by PyTorch, which takes longer, because Triton failed: %s", error
+            "PyTorch rotates keys, which takes longer, because Triton failed: %s", error
         )
         return None
     return rotate_fused

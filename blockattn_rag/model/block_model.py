@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -36,6 +37,8 @@ from blockattn_rag.model.sampling import Sampling, room_for
 from blockattn_rag.output.grammar import Grammar
 from blockattn_rag.prompts.checkpoints import Checkpoint, known_checkpoint
 from blockattn_rag.prompts.tokenization import BlockTokenizer
+
+_logger = logging.getLogger(__name__)
 
 
 class BlockModel:
@@ -171,7 +174,8 @@ class BlockModel:
                 if not self.hf_model.training:
                     self.hf_model.eval()  # new adapters are in training mode, with dropout
                 self.profile = profile_attention(self.hf_model)
-                vars(self).pop("supports_relay", None)
+                for measured in ("supports_relay", "has_causal_kernel"):
+                    vars(self).pop(measured, None)
             self._identity = Identity(self.hf_model, self.tokenizer)
             return self._identity
 
@@ -251,7 +255,15 @@ class BlockModel:
         if not self.supports_relay:
             return False
         with self.lock:
-            return causal_is_exact(self.hf_model, self.profile)
+            try:
+                return causal_is_exact(self.hf_model, self.profile)
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:  # a kernel that this GPU or PyTorch lacks
+                _logger.warning(
+                    "Single requests use relay, because PyTorch's flash failed: %s", error
+                )
+                return False
 
     def choose_assembly(
         self, assembly: Assembly, final_tokens: int, requests: int = 1
@@ -269,7 +281,7 @@ class BlockModel:
         if assembly == "auto":
             if final_tokens > RELAY_FINAL_TOKENS or not self.supports_relay:
                 return "copy"
-            # On a GPU, relay joins small blocks, too, and launches more kernels.
+            # On a GPU, relay also joins small blocks, and launches more kernels.
             return "copy" if requests == 1 and self.has_causal_kernel else "relay"
         return assembly
 
@@ -278,8 +290,8 @@ class BlockModel:
     ) -> DynamicCache | None:
         """A transformers cache with one context per row, ready for the final blocks.
 
-        The copy path pads shorter contexts on the left; relay needs no padding. None if all
-        contexts are empty.
+        The copy path pads shorter contexts on the left; relay needs no padding. A cache of one
+        context is for prompts without padding. None if all contexts are empty.
         """
         if not any(context.num_tokens for context in contexts):
             return None

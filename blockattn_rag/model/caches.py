@@ -52,16 +52,14 @@ def copied_cache(
     is_trained = _is_trained(contexts)
     # Not in inference mode, because later forwards write to the room.
     with torch.set_grad_enabled(is_trained):
-        grows = len(contexts) == 1 and not is_trained
+        room = ROOM if len(contexts) == 1 and not is_trained else 0
         rows = [
-            assemble(context, layouts, ROOM * grows) if context.blocks else None
-            for context in contexts
+            assemble(context, layouts, room) if context.blocks else None for context in contexts
         ]
         for index in range(len(layouts)):
             states = [next(row) if row else None for row in rows]
             keys, values = (
-                _padded_rows([s and s[part] for s in states], width + ROOM * grows)
-                for part in (0, 1)
+                _padded_rows([s and s[part] for s in states], width + room) for part in (0, 1)
             )
             if type(cache.layers[index]) is DynamicLayer:
                 cache.layers[index] = _GrowingLayer(keys, values, width)
@@ -85,7 +83,9 @@ class _GrowingLayer(DynamicLayer):
         self.keys, self.values = keys[:, :, :tokens], values[:, :, :tokens]
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> Any:
-        if torch.is_grad_enabled():  # gradients need the tensors as they are
+        assert self.keys is not None
+        fits = len(key_states) == len(self.keys) and key_states.dtype == self.keys.dtype
+        if torch.is_grad_enabled() or not fits:  # gradients need the tensors as they are
             return super().update(key_states, value_states)
         keys, values = self._buffers
         self._buffers = (
@@ -96,14 +96,36 @@ class _GrowingLayer(DynamicLayer):
         self.keys, self.values = (one[:, :, :tokens] for one in self._buffers)
         return self.keys, self.values
 
+    def reorder_cache(self, beam_idx: Any) -> None:
+        super().reorder_cache(beam_idx)
+        self._drop_room()
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)
+        self._drop_room()
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        super().batch_select_indices(indices)
+        self._drop_room()
+
+    def _drop_room(self) -> None:
+        """Release the tensors from which other rows were taken."""
+        assert self.keys is not None
+        assert self.values is not None
+        self._buffers = self.keys, self.values
+
 
 def _appended(states: Any, new: Tensor, buffer: Tensor) -> Tensor:
     """A tensor that begins with ``states`` and ``new``: ``buffer``, if it begins with ``states``
     and has room, else one with more room."""
     used, tokens = states.shape[2], states.shape[2] + new.shape[2]
-    begins = states.data_ptr() == buffer.data_ptr() and len(states) == len(buffer)
-    if not begins or tokens > buffer.shape[2]:
-        buffer = states.new_empty(*states.shape[:2], tokens + ROOM, states.shape[3])
+    if states.data_ptr() != buffer.data_ptr() or tokens > buffer.shape[2]:
+        with torch.inference_mode(mode=False):  # so that forwards outside of it can write, too
+            buffer = torch.empty(
+                (*states.shape[:2], tokens + ROOM, states.shape[3]),
+                dtype=states.dtype,
+                device=states.device,
+            )
         buffer[:, :, :used] = states
     buffer[:, :, used:tokens] = new
     return buffer
@@ -173,7 +195,7 @@ def tail_states(cache: DynamicCache, tokens: int) -> States | None:
     None if the cache may have dropped tokens (sliding windows), or has several rows (beams).
     """
     layers: Any = cache.layers
-    if any(type(one) not in (DynamicLayer, _TailLayer) for one in layers):
+    if any(type(one) not in (DynamicLayer, _GrowingLayer, _TailLayer) for one in layers):
         return None
     states = [(one.keys, one.values) for one in layers if one.is_initialized]
     if len(states) < len(layers) or any(len(keys) != 1 for keys, _ in states):

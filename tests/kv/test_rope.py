@@ -12,6 +12,7 @@ from blockattn_rag.kv.rope import (
     RotaryLayout,
     fit_layout,
     relative_error,
+    rotate_into,
     shift_positions,
 )
 
@@ -139,3 +140,13 @@ def test_offsets_may_differ_from_token_to_token(pairing: Pairing) -> None:
 @layouts
 def test_no_token_may_be_shifted(layout: RotaryLayout) -> None:
     assert shift_positions(unrotated()[:, :0], 5, layout).shape == unrotated()[:, :0].shape
+
+
+@pytest.mark.usefixtures("device")
+def test_gradients_flow_through_rotated_keys() -> None:
+    layout = LAYOUTS["half"]
+    keys = torch.ones(2, TOKENS, HEAD_DIM, requires_grad=True)
+    out = torch.empty(2, TOKENS, HEAD_DIM)
+    rotate_into(out, keys, *layout.cos_sin(torch.arange(TOKENS), out.device), layout)
+    (gradient,) = torch.autograd.grad(out.sum(), keys)
+    assert gradient.abs().sum() > 0

@@ -124,6 +124,25 @@ def test_a_kernel_that_aligns_queries_otherwise_is_not_used(
     assert on_gpu.choose_assembly("auto", 5) == "relay"
 
 
+def test_a_kernel_that_fails_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, on_gpu: BlockModel
+) -> None:
+    def missing(*_: Any) -> torch.Tensor:
+        raise RuntimeError("no kernel image is available")
+
+    monkeypatch.setattr(CAUSAL, missing)
+    assert on_gpu.choose_assembly("auto", 5) == "relay"
+    assert "no kernel image is available" in caplog.text
+
+
+def test_a_model_that_changes_its_dtype_is_measured_again(on_gpu: BlockModel) -> None:
+    before = on_gpu.fingerprint
+    assert on_gpu.has_causal_kernel
+    on_gpu.hf_model.float()
+    assert on_gpu.fingerprint != before
+    assert not on_gpu.has_causal_kernel
+
+
 def test_training_uses_the_models_own_attention(
     monkeypatch: pytest.MonkeyPatch, on_gpu: BlockModel
 ) -> None:
