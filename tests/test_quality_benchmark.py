@@ -19,7 +19,7 @@ from recompute import Recomputation
 from records import measure, read
 from rows import Answerer, Record
 
-from blockattn_rag import BlockAttentionEngine
+from blockattn_rag import BlockAttentionEngine, Recipe
 from blockattn_rag.engine.fetcher import BlockFetcher
 from blockattn_rag.engine.results import Mode
 from blockattn_rag.lab.evaluation.datasets import EvaluationPassage, EvaluationSample
@@ -57,14 +57,16 @@ def prompt(engine: BlockAttentionEngine) -> BlockPrompt:
     return CHAT.prompt("How high is Halden Tower?", passages, tokenizer)
 
 
+@pytest.mark.parametrize("sink", ["none", "head:4"])
 @pytest.mark.parametrize(("share", "mode"), [(0.0, "block"), (1.0, "full")])
 def test_recomputing_no_or_all_tokens_is_block_or_full_mode(
-    engine: BlockAttentionEngine, prompt: BlockPrompt, share: float, mode: Mode
+    engine: BlockAttentionEngine, prompt: BlockPrompt, share: float, mode: Mode, sink: str
 ) -> None:
     answer = engine.generate(prompt, mode="full", max_new_tokens=6).token_ids
-    expected = engine.answer_logits(prompt, answer, mode=mode)
+    options = {"recipe": Recipe(sink)} if mode == "block" else {}
+    expected = engine.answer_logits(prompt, answer, mode=mode, **options)
     fetcher = BlockFetcher(engine.model, engine.store)
-    run = Recomputation(engine.model, fetcher, prompt).run(share)
+    run = Recomputation(engine.model, fetcher, prompt, Recipe(sink)).run(share)
     torch.testing.assert_close(run.answer_logits(answer), expected, rtol=1e-4, atol=1e-4)
     assert run.generate(6)[:3] == expected.argmax(-1).tolist()[:3]
 
@@ -116,6 +118,20 @@ def test_a_tuned_model_is_compared_with_the_stock_models_full_mode(
     assert found["same, full mode"].output == found["full"].output
     assert found["changed, full mode"].kl > 0.01
     assert found["changed"].kl != pytest.approx(found["same"].kl, rel=0.1)
+
+
+def test_recomputation_also_starts_from_the_recipe(engine: BlockAttentionEngine) -> None:
+    recipes = {"block": engine.recipe, "sink": Recipe("head:4")}
+    recipes["sink, 1 promoted"] = Recipe("head:4", promote=1)
+    answerer = Answerer(engine, CHAT, recipes, recomputes=True, max_new_tokens=6)
+    assert answerer.rows[-4:-1] == ["recompute 10 %", "recompute 20 %", "sink, recompute 10 %"]
+    item = sets.facts()[0]
+    found = {one.row: one for one in answerer.answer(item, answerer.rows)}
+    assert list(found) == answerer.rows
+    plain, repaired = found["recompute 10 %"], found["sink, recompute 10 %"]
+    assert repaired.computed_tokens == plain.computed_tokens
+    assert repaired.kl != pytest.approx(plain.kl, rel=1e-3)
+    assert plain.ttft_s > 0
 
 
 def test_a_run_adds_missing_rows_and_refuses_unknown_ones(

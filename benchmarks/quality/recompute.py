@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from blockattn_rag.engine.fetcher import BlockFetcher
+from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.kv.context import Context, place
 from blockattn_rag.model import BlockModel
 from blockattn_rag.prompts.blocks import BlockPrompt
@@ -27,14 +28,20 @@ class Recomputation:
         model: The model.
         fetcher: Provides the KV of the prompt's blocks.
         prompt: The prompt.
+        recipe: Recipe of the blocks. It promotes no passage.
     """
 
-    def __init__(self, model: BlockModel, fetcher: BlockFetcher, prompt: BlockPrompt) -> None:
+    def __init__(
+        self, model: BlockModel, fetcher: BlockFetcher, prompt: BlockPrompt, recipe: Recipe
+    ) -> None:
         self._model = model
         ids = model.tokenizer.prompt_ids(prompt)
         self._final = ids.final
         self._tokens = torch.tensor([token for block in ids.context for token in block])
-        self._placed = place(fetcher.fetch(fetcher.wanted(prompt.context, as_prompt=True)).blocks)
+        wanted = fetcher.wanted(
+            prompt.context, as_prompt=True, recipe=recipe, fingerprint=model.fingerprint
+        )
+        self._placed = place(fetcher.fetch(wanted).blocks)
         # Tokens of the system block are not passages, and so are never chosen.
         self._is_passage = torch.tensor(
             [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from time import perf_counter
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -26,6 +27,8 @@ FULL_MODE = "full mode"
 """Suffix of the rows in which a fine-tuned model answers in full mode."""
 SHARES = {"recompute 10 %": 0.1, "recompute 20 %": 0.2}
 """Share of the passages' tokens that each row of sparse recomputation computes."""
+REPAIRED = "recompute 10 %"
+"""The row that is also measured with the recipe, or the sink."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +95,18 @@ class Answerer:
         if self._tuned:
             tuned = [one for name in self._tuned for one in (name, f"{name}, {FULL_MODE}")]
             return [*found, *tuned]
-        return [*found, *(SHARES if self._recomputes else ()), BEST]
+        return [*found, *self._recomputing, BEST]
+
+    @property
+    def _recomputing(self) -> dict[str, tuple[Recipe, float]]:
+        """Recipe and share of each row of sparse recomputation, by name."""
+        if not self._recomputes:
+            return {}
+        name, recipe = [one for one in self.recipes.items() if not one[1].promote][-1]
+        plain = Recipe()
+        rows = {row: (plain, share) for row, share in SHARES.items()}
+        repaired = {f"{name}, {REPAIRED}": (recipe, SHARES[REPAIRED])}
+        return rows | repaired if recipe != plain else rows
 
     def answer(self, item: Item, rows: Collection[str]) -> Iterator[Record]:
         """Answer a question in some rows."""
@@ -109,8 +123,9 @@ class Answerer:
                 yield self._answered(name, engine, compare, prompt)
             if (full_row := f"{name}, {FULL_MODE}") in rows:
                 yield self._answered(full_row, engine, compare, prompt, mode="full")
-        if shares := {name: share for name, share in SHARES.items() if name in rows}:
-            yield from self._recomputed(prompt, compare, shares)
+        for recipe, shares in groupby(self._recomputing.items(), lambda one: one[1][0]):
+            if wanted := {name: share for name, (_, share) in shares if name in rows}:
+                yield from self._recomputed(prompt, compare, recipe, wanted)
         if BEST in rows:
             best = self.prompt(replace(item, passages=(item.passages[item.best],)))
             found = self.engine.generate(best, mode="full", **self._options)
@@ -138,12 +153,18 @@ class Answerer:
         return full, logits.double().log_softmax(-1)
 
     def _recomputed(
-        self, prompt: BlockPrompt, compare: _Comparison, shares: Mapping[str, float]
+        self,
+        prompt: BlockPrompt,
+        compare: _Comparison,
+        recipe: Recipe,
+        shares: Mapping[str, float],
     ) -> Iterator[Record]:
         model = self.engine.model
+        self.engine.precompute(prompt.context, as_prompt=True, recipe=recipe)
+        fetcher = BlockFetcher(model, self.engine.store)
         with model.lock:
             began = perf_counter()
-            recomputation = Recomputation(model, BlockFetcher(model, self.engine.store), prompt)
+            recomputation = Recomputation(model, fetcher, prompt, recipe)
             chosen_s = perf_counter() - began
             for name, share in shares.items():
                 began = perf_counter()
