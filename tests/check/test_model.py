@@ -67,8 +67,10 @@ def test_a_wrong_layout_fails_wherever_a_block_was_moved(model: BlockModel, faul
 def test_wrong_value_layer_fails(model: BlockModel, monkeypatch: pytest.MonkeyPatch) -> None:
     right = assemble
 
-    def wrong(context: Context, layouts: Sequence[RotaryLayout]) -> Iterator[tuple[Tensor, Tensor]]:
-        for index, (keys, values) in enumerate(right(context, layouts)):
+    def wrong(
+        context: Context, layouts: Sequence[RotaryLayout], room: int
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        for index, (keys, values) in enumerate(right(context, layouts, room)):
             yield keys, values * 1.01 if index == 1 else values
 
     monkeypatch.setattr(caches, "assemble", wrong)
