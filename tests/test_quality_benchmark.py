@@ -1,4 +1,4 @@
-"""The quality benchmark: its questions, and its baseline of sparse recomputation."""
+"""The quality benchmark: its questions, rows and diagnosis."""
 
 from __future__ import annotations
 
@@ -15,13 +15,10 @@ sys.path += [str(Path(__file__).parents[1] / "benchmarks" / one) for one in ("",
 import sets
 from diagnosis import CHANGES, NOTHING, diagnose
 from finetuning import write_answers
-from recompute import Recomputation
 from records import measure, read
 from rows import Answerer, Record
 
 from blockattn_rag import BlockAttentionEngine, Recipe
-from blockattn_rag.engine.fetcher import BlockFetcher
-from blockattn_rag.engine.results import Mode
 from blockattn_rag.lab.evaluation.datasets import EvaluationPassage, EvaluationSample
 from blockattn_rag.lab.evaluation.metrics import contains_answer
 from blockattn_rag.prompts.blocks import BlockPrompt
@@ -57,25 +54,11 @@ def prompt(engine: BlockAttentionEngine) -> BlockPrompt:
     return CHAT.prompt("How high is Halden Tower?", passages, tokenizer)
 
 
-@pytest.mark.parametrize("sink", ["none", "head:4"])
-@pytest.mark.parametrize(("share", "mode"), [(0.0, "block"), (1.0, "full")])
-def test_recomputing_no_or_all_tokens_is_block_or_full_mode(
-    engine: BlockAttentionEngine, prompt: BlockPrompt, share: float, mode: Mode, sink: str
-) -> None:
-    answer = engine.generate(prompt, mode="full", max_new_tokens=6).token_ids
-    options = {"recipe": Recipe(sink)} if mode == "block" else {}
-    expected = engine.answer_logits(prompt, answer, mode=mode, **options)
-    fetcher = BlockFetcher(engine.model, engine.store)
-    run = Recomputation(engine.model, fetcher, prompt, Recipe(sink)).run(share)
-    torch.testing.assert_close(run.answer_logits(answer), expected, rtol=1e-4, atol=1e-4)
-    assert run.generate(6)[:3] == expected.argmax(-1).tolist()[:3]
-
-
 def test_a_diagnosis_starts_at_the_recipe_and_ends_at_full_mode(
     engine: BlockAttentionEngine,
 ) -> None:
     recipes = {"block": engine.recipe}
-    answerer = Answerer(engine, CHAT, recipes, recomputes=False, max_new_tokens=6)
+    answerer = Answerer(engine, CHAT, recipes, max_new_tokens=6)
     item = sets.facts()[0]
     found = {one.change: one for one in diagnose(answerer, engine.recipe, item)}
     assert list(found) == list(CHANGES)
@@ -105,7 +88,6 @@ def test_a_tuned_model_is_compared_with_the_stock_models_full_mode(
         CHAT,
         {"block": engine.recipe},
         tuned={"same": engine, "changed": changed},
-        recomputes=True,
         max_new_tokens=6,
     )
     item = sets.facts()[0]
@@ -120,24 +102,11 @@ def test_a_tuned_model_is_compared_with_the_stock_models_full_mode(
     assert found["changed"].kl != pytest.approx(found["same"].kl, rel=0.1)
 
 
-def test_recomputation_also_starts_from_the_recipe(engine: BlockAttentionEngine) -> None:
-    recipes = {"block": engine.recipe, "sink": Recipe("head:4")}
-    recipes["sink, 1 promoted"] = Recipe("head:4", promote=1)
-    answerer = Answerer(engine, CHAT, recipes, recomputes=True, max_new_tokens=6)
-    assert answerer.rows[-4:-1] == ["recompute 10 %", "recompute 20 %", "sink, recompute 10 %"]
-    item = sets.facts()[0]
-    found = {one.row: one for one in answerer.answer(item, answerer.rows)}
-    assert list(found) == answerer.rows
-    plain, repaired = found["recompute 10 %"], found["sink, recompute 10 %"]
-    assert repaired.computed_tokens == plain.computed_tokens
-    assert repaired.kl != pytest.approx(plain.kl, rel=1e-3)
-    assert plain.ttft_s > 0
-
-
 def test_a_run_adds_missing_rows_and_refuses_unknown_ones(
     engine: BlockAttentionEngine, tmp_path: Path
 ) -> None:
-    answerer = Answerer(engine, CHAT, {"block": engine.recipe}, recomputes=True, max_new_tokens=2)
+    recipes = {"block": engine.recipe, "sink": Recipe("head:4"), "recompute": Recipe(recompute=0.1)}
+    answerer = Answerer(engine, CHAT, recipes, max_new_tokens=2)
     path, items, rows = tmp_path / "model.csv", sets.facts()[:1], answerer.rows
     some = [rows[1], rows[3]]
     measure(path, Record, items, answerer.answer, some, 1)

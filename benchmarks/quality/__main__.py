@@ -136,11 +136,14 @@ def _answerer(model: str, recipe: str, max_new_tokens: int, tuned: Sequence[Path
     if not tuned:
         last, best = [*recipes.items()][-1]
         recipes[f"{last}, 1 promoted"] = replace(best, promote=1)
+        if engine.model.supports_relay:
+            recipes["recompute 10 %"] = replace(recipes["block"], recompute=0.1)
+            recipes["recompute 20 %"] = replace(recipes["block"], recompute=0.2)
+            recipes[f"{last}, recompute 10 %"] = replace(best, recompute=0.1)
     return Answerer(
         engine,
         form,
         recipes,
-        recomputes=engine.model.supports_relay,
         max_new_tokens=max_new_tokens,
         tuned={folder.name: _engine(str(folder), "auto") for folder in tuned},
     )

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 
 import torch
-from recompute import attention_to_context
 from rows import Answerer, divergence
 from sets import Item
 from torch import Tensor
@@ -22,6 +21,7 @@ from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.kv.context import Context, assemble, place
 from blockattn_rag.model import BlockModel, EncodeRequest
+from blockattn_rag.model.recompute import attention_to_context
 from blockattn_rag.prompts.sinks import sink_ids
 
 NOTHING = "nothing"

@@ -1,20 +1,16 @@
-"""The ways to answer: full mode, block mode with recipes, and two baselines."""
+"""The ways to answer: full mode, block mode with recipes, and the best passage alone."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
-from time import perf_counter
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from recompute import Recomputation
 from sets import Item
 from torch import Tensor
 
 from blockattn_rag import BlockAttentionEngine
-from blockattn_rag.engine.fetcher import BlockFetcher
 from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.engine.results import Generation
 from blockattn_rag.lab.evaluation.fidelity import FidelityRecord
@@ -25,10 +21,6 @@ from blockattn_rag.prompts.formats import PromptFormat
 FULL, BEST = "full", "best passage only"
 FULL_MODE = "full mode"
 """Suffix of the rows in which a fine-tuned model answers in full mode."""
-SHARES = {"recompute 10 %": 0.1, "recompute 20 %": 0.2}
-"""Share of the passages' tokens that each row of sparse recomputation computes."""
-REPAIRED = "recompute 10 %"
-"""The row that is also measured with the recipe, or the sink."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +59,6 @@ class Answerer:
         form: Prompt format of its model.
         recipes: Recipes of block mode by row name.
         tuned: Fine-tuned engines of the same model, by row name. With any, baselines are skipped.
-        recomputes: Whether to run the rows of sparse recomputation.
         max_new_tokens: Maximum length of an answer.
     """
 
@@ -77,7 +68,6 @@ class Answerer:
         form: PromptFormat,
         recipes: dict[str, Recipe],
         *,
-        recomputes: bool,
         max_new_tokens: int,
         tuned: Mapping[str, BlockAttentionEngine] = MappingProxyType({}),
     ) -> None:
@@ -85,7 +75,6 @@ class Answerer:
         self.recipes = recipes
         self._form = form
         self._tuned = tuned
-        self._recomputes = recomputes
         self._options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": False}
 
     @property
@@ -95,18 +84,7 @@ class Answerer:
         if self._tuned:
             tuned = [one for name in self._tuned for one in (name, f"{name}, {FULL_MODE}")]
             return [*found, *tuned]
-        return [*found, *self._recomputing, BEST]
-
-    @property
-    def _recomputing(self) -> dict[str, tuple[Recipe, float]]:
-        """Recipe and share of each row of sparse recomputation, by name."""
-        if not self._recomputes:
-            return {}
-        name, recipe = [one for one in self.recipes.items() if not one[1].promote][-1]
-        plain = Recipe()
-        rows = {row: (plain, share) for row, share in SHARES.items()}
-        repaired = {f"{name}, {REPAIRED}": (recipe, SHARES[REPAIRED])}
-        return rows | repaired if recipe != plain else rows
+        return [*found, BEST]
 
     def answer(self, item: Item, rows: Collection[str]) -> Iterator[Record]:
         """Answer a question in some rows."""
@@ -123,9 +101,6 @@ class Answerer:
                 yield self._answered(name, engine, compare, prompt)
             if (full_row := f"{name}, {FULL_MODE}") in rows:
                 yield self._answered(full_row, engine, compare, prompt, mode="full")
-        for recipe, shares in groupby(self._recomputing.items(), lambda one: one[1][0]):
-            if wanted := {name: share for name, (_, share) in shares if name in rows}:
-                yield from self._recomputed(prompt, compare, recipe, wanted)
         if BEST in rows:
             best = self.prompt(replace(item, passages=(item.passages[item.best],)))
             found = self.engine.generate(best, mode="full", **self._options)
@@ -151,35 +126,6 @@ class Answerer:
         full = self.engine.generate(prompt, mode="full", **self._options)
         logits = self.engine.answer_logits(prompt, full.token_ids, mode="full")
         return full, logits.double().log_softmax(-1)
-
-    def _recomputed(
-        self,
-        prompt: BlockPrompt,
-        compare: _Comparison,
-        recipe: Recipe,
-        shares: Mapping[str, float],
-    ) -> Iterator[Record]:
-        model = self.engine.model
-        self.engine.precompute(prompt.context, as_prompt=True, recipe=recipe)
-        fetcher = BlockFetcher(model, self.engine.store)
-        with model.lock:
-            began = perf_counter()
-            recomputation = Recomputation(model, fetcher, prompt, recipe)
-            chosen_s = perf_counter() - began
-            for name, share in shares.items():
-                began = perf_counter()
-                run = recomputation.run(share)
-                ttft_s = chosen_s + perf_counter() - began
-                logits = run.answer_logits(compare.answer)
-                ids = run.generate(self._options["max_new_tokens"])
-                text = model.tokenizer.tokenizer.decode(ids, skip_special_tokens=True)
-                record = compare.record(name, text, logits, None)
-                yield replace(
-                    record,
-                    computed_tokens=run.computed_tokens,
-                    prompt_tokens=run.position,
-                    ttft_s=round(ttft_s, 4) if compare.is_timed else float("nan"),
-                )
 
     def prompt(self, item: Item) -> BlockPrompt:
         """The prompt of a question."""

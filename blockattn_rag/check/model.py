@@ -15,6 +15,7 @@ from blockattn_rag.kv.rope import relative_error
 from blockattn_rag.model.block_model import BlockModel
 from blockattn_rag.model.encoding import EncodeRequest
 from blockattn_rag.model.probe import LOGITS, vocabulary_size
+from blockattn_rag.model.recompute import recompute
 from blockattn_rag.model.sampling import Sampling
 from blockattn_rag.prompts.blocks import Block
 from blockattn_rag.prompts.sinks import sink_ids
@@ -72,6 +73,10 @@ def check_model(model: BlockModel, recipe: Recipe | None = None) -> CheckReport:
     if recipe is not None:
         sink = sink_ids(recipe.sink, model.tokenizer)
         errors[f"recipe {recipe} = oracle"] = _oracle_error(model, blocks, sink, recipe)
+        if recipe.recompute:
+            errors["all tokens recomputed = full attention"] = _recomputed_error(
+                model, blocks, sink, recipe
+            )
     detail = "relative error of the logits"
     rows = [
         _layout_row(model),
@@ -130,7 +135,8 @@ def _oracle_error(
     recipe: Recipe = Recipe(),  # noqa: B008 -- frozen
 ) -> float:
     """Error of the logits after the final block, compared with the oracle, for a recipe's adapter
-    and positions. Promotion is not included: it only moves passages into the final block."""
+    and positions. Promotion, which only moves passages into the final block, and recomputation are
+    not included."""
     found = _block_logits(model, placed_context(model, blocks[:-1], sink, recipe), blocks[-1])
     expected = oracle_logits(
         model.hf_model,
@@ -141,6 +147,20 @@ def _oracle_error(
         positions=recipe.positions,
     )
     return relative_error(found, expected[-1])
+
+
+def _recomputed_error(
+    model: BlockModel, blocks: list[list[int]], sink: Sequence[int], recipe: Recipe
+) -> float:
+    """Error of the logits after the final block, compared with full attention, with all tokens of
+    all blocks but the first recomputed."""
+    *context, final = blocks
+    placed = placed_context(model, context, sink, recipe)
+    is_passage = [False, *[True] * (len(context) - 1)]
+    with model.lock:
+        recomputed, _ = recompute(model, placed, is_passage, final, 1.0)
+    expected = model.next_logits(torch.tensor([[t for ids in blocks for t in ids]])).float()
+    return relative_error(_block_logits(model, recomputed, final), expected)
 
 
 def _block_logits(model: BlockModel, context: Context, final_ids: list[int]) -> Tensor:

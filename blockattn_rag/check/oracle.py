@@ -154,9 +154,14 @@ class RecipeOracle:
 
     Args:
         recipe: Recipe that block mode runs with.
+
+    Raises:
+        ValueError: the recipe recomputes tokens. ``check_model`` checks that by itself.
     """
 
     def __init__(self, model: BlockModel, prompt: BlockPrompt, recipe: Recipe) -> None:
+        if recipe.recompute:
+            raise ValueError(f"found recipe {recipe}: the oracle recomputes no tokens")
         self._hf_model = model.hf_model
         self._end_ids = sorted(model.end_token_ids)
         ids = model.tokenizer.prompt_ids(prompt)

@@ -16,13 +16,14 @@ class RecipeOutline:
     answers of one model.
 
     Args:
-        sink, promote, positions: See ``Recipe``.
+        sink, promote, recompute, positions: See ``Recipe``.
         adapter: Digest of the adapter. Empty: no adapter.
     """
 
     sink: str
     adapter: str = ""
     promote: int = 0
+    recompute: float = 0.0
     positions: str = "reordered"
 
     @property
@@ -39,5 +40,6 @@ class RecipeOutline:
         parts = [self.sink] if self.sink != "none" else []
         parts += [f"adapter {self.adapter[:6]}"] if self.adapter else []
         parts += [f"promote {self.promote}"] if self.promote else []
+        parts += [f"recompute {100 * self.recompute:g} %"] if self.recompute else []
         parts += [f"{self.positions} positions"] if self.positions != "reordered" else []
         return " + ".join(parts) or "none"

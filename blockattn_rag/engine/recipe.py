@@ -44,6 +44,8 @@ class Recipe:
         adapter: Correction of passages' keys and values after encoding, fitted to ``sink``.
         promote: Number of passages at the end of a prompt to compute with the question. They
             attend to everything before them, as in full attention.
+        recompute: Share of the other passages' tokens to compute again for each question, with full
+            attention: those that the question attends to most (``model.recompute``).
         positions: ``"reordered"`` re-encodes keys for their place in the prompt; ``"composite"``
             does not (the papers' ablation).
         fingerprints: Fingerprints of the models that the recipe belongs to. Empty: any model.
@@ -60,6 +62,7 @@ class Recipe:
     sink: str = NO_SINK
     adapter: Correction | None = None
     promote: int = 0
+    recompute: float = 0.0
     positions: Positions = "reordered"
     fingerprints: tuple[str, ...] = ()
     model: str = ""
@@ -73,9 +76,19 @@ class Recipe:
             raise ValueError(
                 f"Invalid promote {self.promote!r}: expected a number of passages, 0 or more."
             )
+        share: object = self.recompute
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
+            raise ValueError(
+                f"Invalid recompute {share!r}: expected a share of the tokens, from 0 to 1."
+            )
         if self.positions not in get_args(Positions):
             known = " or ".join(map(repr, get_args(Positions)))
             raise ValueError(f"Invalid positions {self.positions!r}: expected {known}.")
+        if share and self.positions != "reordered":
+            raise ValueError(
+                f"Invalid recompute {share!r} with positions={self.positions!r}: recomputed tokens "
+                "need positions='reordered'."
+            )
         given: object = self.fingerprints
         if isinstance(given, str):
             raise TypeError("Invalid fingerprints: found a string, expected a tuple of strings.")
@@ -110,7 +123,7 @@ class Recipe:
     def outline(self) -> RecipeOutline:
         """The recipe without the weights of its adapter."""
         adapter = self.adapter.digest if self.adapter else ""
-        return RecipeOutline(self.sink, adapter, self.promote, self.positions)
+        return RecipeOutline(self.sink, adapter, self.promote, self.recompute, self.positions)
 
     @property
     def encoding(self) -> tuple[str, str]:
@@ -121,7 +134,8 @@ class Recipe:
         return str(self.outline)
 
     def _fields(self) -> dict[str, Any]:
-        return {
+        # Written only if set, so that older recipes keep their digests.
+        return ({"recompute": self.recompute} if self.recompute else {}) | {
             "sink": self.sink,
             "adapter": self.adapter.digest if self.adapter else None,
             "promote": self.promote,
@@ -204,6 +218,7 @@ class Recipe:
         try:
             recipe = cls(
                 **{name: saved[name] for name in names},
+                recompute=saved.get("recompute", 0.0),
                 adapter=adapter,
                 fingerprints=tuple(saved["fingerprints"]),
                 report=_read_json(folder / _REPORT_FILE),
@@ -241,7 +256,7 @@ def read_fields(folder: Path) -> dict[str, Any]:
             f"{_MADE_BY}, or update blockattn_rag."
         )
     expected = {"version", "digest", "adapter_sha256", *Recipe()._fields()}
-    if saved.keys() != expected:
+    if saved.keys() - {"recompute"} != expected:
         others = ", ".join(sorted(saved.keys() ^ expected))
         raise _damaged(path, f"missing or unknown fields: {others}")
     if not isinstance(saved["fingerprints"], list):

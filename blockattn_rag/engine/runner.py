@@ -22,6 +22,7 @@ from blockattn_rag.errors import ContextOverflowError
 from blockattn_rag.kv.context import Assembly, Context, place
 from blockattn_rag.model import BlockModel
 from blockattn_rag.model.caches import add_states, empty_cache
+from blockattn_rag.model.recompute import recompute
 from blockattn_rag.prompts.blocks import BlockPrompt
 
 
@@ -100,13 +101,21 @@ class Runner:
         limit = self._model.room_for(prompt_tokens, options.sampling)
         fetched = self._fetcher.fetch(wanted)
         context = place(fetched.blocks, recipe.positions)
+        fetch_s, recomputed = time.perf_counter() - started, 0
+        if recipe.recompute:
+            is_passage = [one.block.is_passage for one in wanted if one.ids]
+            with self._model.lock:
+                context, recomputed = recompute(
+                    self._model, context, is_passage, final_ids, recipe.recompute
+                )
+        reused = max(0, fetched.reused_tokens - recomputed)
         stats = ReuseStats(
             "block",
             hits=fetched.hits,
             misses=fetched.misses,
-            reused_tokens=fetched.reused_tokens,
-            computed_tokens=fetched.computed_tokens + len(final_ids),
-            fetch_s=time.perf_counter() - started,
+            reused_tokens=reused,
+            computed_tokens=prompt_tokens - reused,
+            fetch_s=fetch_s,
             int8_blocks=sum(kv.scales is not None for kv in fetched.blocks),
             recipe=str(recipe),
         )

@@ -70,10 +70,11 @@ class Tails:
     def begin(self, prepared: Prepared, options: GenerateOptions) -> Start:
         """Look up the cached prefix of a prompt's final block, without the block's last token.
 
-        No tail is used or kept in full mode, with options of transformers' ``generate``, or if the
-        model's states may differ, for example under autocast.
+        No tail is used or kept in full mode, with options of transformers' ``generate``, with a
+        recipe that recomputes tokens for each question, or if the model's states may differ, for
+        example under autocast.
         """
-        if not self._max_bytes or options.mode != "block":
+        if not self._max_bytes or options.mode != "block" or options.recipe.recompute:
             return NOTHING
         if not fills_in_order(self._model.hf_model, options.sampling):
             return NOTHING

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -23,6 +23,20 @@ from blockattn_rag.kv.context import Context, assemble
 from blockattn_rag.kv.rope import RotaryLayout
 
 
+class CacheAttention(Protocol):
+    """Attention of a forward's queries; see ``RelayPlan.attend``."""
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        tail_key: Tensor,
+        tail_value: Tensor,
+        scale: float,
+        tail_mask: Tensor | None,
+    ) -> Tensor: ...
+
+
 class ContextCache(DynamicCache):
     """A cache whose first tokens are the blocks of a context.
 
@@ -30,7 +44,7 @@ class ContextCache(DynamicCache):
     the cache, by ``kernels.attend_causal``. None: the model's own attention.
     """
 
-    attention: RelayPlan | Literal["causal"] | None = None
+    attention: CacheAttention | Literal["causal"] | None = None
 
 
 ROOM = 512

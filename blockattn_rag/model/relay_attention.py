@@ -28,6 +28,7 @@ from blockattn_rag.attention.relay import JoinLimits, RelayPlan
 from blockattn_rag.kv.context import Context, place
 from blockattn_rag.kv.rope import relative_error
 from blockattn_rag.model.caches import (
+    CacheAttention,
     ContextCache,
     RelayCache,
     copied_cache,
@@ -53,7 +54,7 @@ def enable_relay(hf_model: PreTrainedModel) -> None:
     hf_model.set_attn_implementation(name)
 
 
-def _running_attention() -> RelayPlan | Literal["causal"] | None:
+def _running_attention() -> CacheAttention | Literal["causal"] | None:
     cache = running_cache()
     own = None if cache is None else cache.attention
     # With gradients, the model's own attention reads the same cache.

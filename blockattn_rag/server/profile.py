@@ -248,6 +248,11 @@ def profile_of(model: BlockModel, recipe: Recipe | None = None) -> ModelProfile:
             f"found recipe {recipe}, but a server rotates keys to their positions in the prompt; "
             "pass a recipe with positions='reordered'"
         )
+    if recipe.recompute:
+        raise ValueError(
+            f"found recipe {recipe}, but a server cannot recompute tokens of passages; pass a "
+            "recipe with recompute=0, for example with promote=1"
+        )
     with model.lock:  # the fingerprint may measure the layouts again
         fingerprint, attention = model.fingerprint, model.profile
     kinds = {kind for _, _, kind in attention.token_outline}

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from blockattn_rag import Recipe
 from blockattn_rag.check.model import CheckReport, check_model
 from blockattn_rag.kv.context import Context, assemble
 from blockattn_rag.kv.rope import RotaryLayout
@@ -86,3 +87,14 @@ def test_a_tokenizer_that_loses_text_fails(model: BlockModel) -> None:
     right: Any = model.tokenizer.tokenizer.decode
     model.tokenizer.tokenizer.decode = lambda *args, **kwargs: right(*args, **kwargs)[1:]
     assert failed(check_model(model)) == {"tokenizer boundary"}
+
+
+def test_recomputation_is_checked_with_a_recipe_that_uses_it(
+    model: BlockModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, name = Recipe("bos", recompute=0.1), "all tokens recomputed = full attention"
+    report = check_model(model, recipe)
+    assert report.passed
+    assert name in {row.name for row in report.rows}
+    monkeypatch.setattr("blockattn_rag.model.recompute._compute", lambda *_: None)
+    assert failed(check_model(model, recipe)) == {name}

@@ -62,12 +62,19 @@ def test_recipes_are_equal_by_what_decides_answers(model: BlockModel) -> None:
     assert one.digest == other.digest
     for unlike in (
         replace(one, promote=1),
+        replace(one, recompute=0.1),
         replace(one, positions="composite"),
         recipe_of(model, size=0.2),
         recipe_of(model, sink="bos"),
     ):
         assert unlike != one
         assert unlike.digest != one.digest
+
+
+def test_a_recipe_without_recomputation_keeps_its_digest() -> None:
+    # As the version before recomputation computed it.
+    expected = "a98d6109132d0dc8b945f3853fdaf995479d375de3195828384c79203724be16"
+    assert Recipe("bos").digest == expected
 
 
 def test_recipes_with_and_without_promotion_share_stored_passages(model: BlockModel) -> None:
@@ -82,6 +89,7 @@ def test_a_recipe_is_short_as_text(model: BlockModel) -> None:
     recipe = recipe_of(model, promote=1)
     assert recipe.adapter is not None
     assert str(recipe) == f"head:4 + adapter {recipe.adapter.digest[:6]} + promote 1"
+    assert str(Recipe("bos", recompute=0.125)) == "bos + recompute 12.5 %"
     assert str(Recipe("bos", positions="composite")) == "bos + composite positions"
     assert "tensor" not in repr(recipe)
 
@@ -94,6 +102,11 @@ def test_a_recipe_is_short_as_text(model: BlockModel) -> None:
         ({"promote": -1}, "number of passages"),
         ({"promote": True}, "number of passages"),
         ({"promote": 1.0}, "number of passages"),
+        ({"recompute": -0.1}, "share of the tokens, from 0 to 1"),
+        ({"recompute": 10}, "share of the tokens, from 0 to 1"),
+        ({"recompute": True}, "share of the tokens, from 0 to 1"),
+        ({"recompute": float("nan")}, "share of the tokens, from 0 to 1"),
+        ({"recompute": 0.1, "positions": "composite"}, "need positions='reordered'"),
         ({"positions": "none"}, "'reordered' or 'composite'"),
         ({"fingerprints": "abc"}, "tuple of strings"),
         ({"fingerprints": (1,)}, "expected strings"),
@@ -127,6 +140,13 @@ def test_a_folder_gives_back_what_was_saved(model: BlockModel, tmp_path: Path) -
     assert found.source == str(tmp_path / "db" / "recipe")
     assert (tmp_path / "db" / "recipe" / "report.png").read_bytes() == b"png"
     assert [one.name for one in (tmp_path / "db").iterdir()] == ["recipe"]
+
+
+def test_a_folder_gives_back_the_share_to_recompute(tmp_path: Path) -> None:
+    Recipe("head:4", recompute=0.1).save(tmp_path / "recipe")
+    assert Recipe.load(tmp_path / "recipe") == Recipe("head:4", recompute=0.1)
+    with pytest.raises(ValueError, match="found digest"):
+        Recipe.load(changed(tmp_path / "recipe", recompute=0.2))
 
 
 def test_saving_replaces_a_recipe_and_nothing_else(model: BlockModel, tmp_path: Path) -> None:

@@ -168,6 +168,8 @@ def test_a_recipe_of_another_model_or_that_no_server_applies_has_no_profile() ->
         profile_of(model, recipe_of(other))
     with pytest.raises(ValueError, match="found recipe composite positions, but a server rotates"):
         profile_of(model, Recipe(positions="composite"))
+    with pytest.raises(ValueError, match=r"recipe recompute 10 %, but a server .*promote=1"):
+        profile_of(model, Recipe(recompute=0.1))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,184 @@
+"""Recomputed tokens: chosen by the question's attention, and exact by a dense forward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from blockattn_rag import BlockAttentionEngine, Recipe
+from blockattn_rag.check.oracle import block_mask
+from blockattn_rag.errors import UnsupportedModelError
+from blockattn_rag.kv.context import place
+from blockattn_rag.model import BlockModel, EncodeRequest
+from blockattn_rag.model.recompute import attention_to_context, recompute
+from blockattn_rag.prompts.blocks import BlockPrompt
+from blockattn_rag.prompts.formats import CHAT, Passage
+from tests.models import tiny_model, tiny_tokenizer
+
+BLOCKS = [[3, 4, 5], [6, 7, 8, 9, 10, 11, 12], [13, 14, 15, 16, 17], [18, 19, 20]]
+CONTEXT, FINAL = BLOCKS[:-1], BLOCKS[-1]
+IS_PASSAGE = [False, True, True]
+NUM = sum(map(len, CONTEXT))
+
+
+def model_of(family: str) -> BlockModel:
+    return BlockModel(tiny_model(family), tiny_tokenizer())
+
+
+def context_of(model: BlockModel) -> Any:
+    requests = [EncodeRequest(ids, str(number), "") for number, ids in enumerate(CONTEXT)]
+    found = {kv.digest: kv for batch in model.encode(requests) for kv in batch}
+    return place([found[str(number)] for number in range(len(CONTEXT))])
+
+
+def dense_attention(model: BlockModel) -> Tensor:
+    """Attention to each context token, by a dense forward with the block mask."""
+    hf_model: Any = model.hf_model
+    hf_model.set_attn_implementation("eager")
+    mask = block_mask([*map(len, BLOCKS)])
+    bias = torch.zeros(1, 1, *mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
+    ids = torch.tensor([[token for block in BLOCKS for token in block]])
+    with torch.no_grad():
+        out = hf_model(input_ids=ids, attention_mask=bias, output_attentions=True)
+    found = [one[0, :, NUM:, :NUM].mean(dim=(0, 1)) for one in out.attentions]
+    return torch.stack(found).sum(0)
+
+
+def dense_logits(model: BlockModel, chosen: list[int]) -> Tensor:
+    """Logits after the final block, by one dense forward: the context in block mode, the chosen
+    tokens once more with full attention, and the final block, which sees these instead."""
+    tokens = [token for block in CONTEXT for token in block]
+    positions = [*range(NUM), *chosen, *range(NUM, NUM + len(FINAL))]
+    ids = [*tokens, *(tokens[one] for one in chosen), *FINAL]
+    seen = torch.zeros(len(ids), len(ids), dtype=torch.bool)
+    seen[:NUM, :NUM] = block_mask([*map(len, BLOCKS)])[:NUM, :NUM]
+    for row in range(NUM, len(ids)):
+        for column in range(len(ids)):
+            is_replaced = column < NUM and column in chosen
+            seen[row, column] = positions[column] <= positions[row] and not is_replaced
+    bias = torch.zeros(1, 1, *seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
+    with torch.no_grad():
+        out = model.hf_model(
+            input_ids=torch.tensor([ids]),
+            attention_mask=bias,
+            position_ids=torch.tensor([positions]),
+        )
+    logits: Tensor = out.logits[0, -1]
+    return logits
+
+
+@pytest.mark.parametrize("share", [0.1, 0.3, 0.75, 1.0])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma", "glm", "gpt_neox"])
+def test_equals_one_dense_forward(family: str, share: float) -> None:
+    model = model_of(family)
+    attention = dense_attention(model_of(family))
+    found = attention_to_context(model, context_of(model), FINAL)
+    torch.testing.assert_close(found, attention, rtol=1e-4, atol=1e-5)
+    count = round(share * 12)
+    attention[: len(CONTEXT[0])] = -1
+    chosen = sorted(attention.topk(count).indices.tolist())
+    context, recomputed = recompute(model, context_of(model), IS_PASSAGE, FINAL, share)
+    assert recomputed == count
+    assert context.token_ids == [token for block in CONTEXT for token in block]
+    for assembly in ("relay", "copy"):
+        cache = model.cache_for(context, assembly=assembly)
+        logits = model.next_logits(torch.tensor([FINAL]), cache)
+        torch.testing.assert_close(logits, dense_logits(model, chosen), rtol=1e-4, atol=1e-4)
+
+
+def test_leaves_the_stored_blocks_and_the_models_attention_alone() -> None:
+    model = model_of("llama")
+    context = context_of(model)
+    before = [[keys.clone() for keys in block.kv.keys] for block in context.blocks]
+    expected = model.next_logits(torch.tensor([FINAL]), model.cache_for(context))
+    recompute(model, context, IS_PASSAGE, FINAL, 0.5)
+    for block, keys in zip(context.blocks, before, strict=True):
+        for one, other in zip(block.kv.keys, keys, strict=True):
+            assert torch.equal(one, other)
+    assert torch.equal(expected, model.next_logits(torch.tensor([FINAL]), model.cache_for(context)))
+
+
+def test_nothing_to_recompute_returns_the_context() -> None:
+    model = model_of("llama")
+    context = context_of(model)
+    assert recompute(model, context, IS_PASSAGE, FINAL, 0.01) == (context, 0)
+    assert recompute(model, context, [False] * 3, FINAL, 1.0) == (context, 0)
+
+
+def test_models_with_windows_are_refused() -> None:
+    hf_model = tiny_model("mistral", sliding_window=16)
+    model = BlockModel(hf_model, tiny_tokenizer())
+    with pytest.raises(UnsupportedModelError, match="use a recipe with recompute=0"):
+        recompute(model, context_of(model), IS_PASSAGE, FINAL, 0.5)
+
+
+@pytest.fixture(scope="module")
+def engine() -> BlockAttentionEngine:
+    return BlockAttentionEngine.from_pretrained("bundled", store="memory:", dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def prompt(engine: BlockAttentionEngine) -> BlockPrompt:
+    passages = [
+        Passage("Halden Tower", "Halden Tower is 214 metres high."),
+        Passage("Vell Bridge", "Vell Bridge was built in 1907."),
+    ]
+    tokenizer = engine.model.tokenizer.tokenizer
+    return CHAT.prompt("How high is Halden Tower?", passages, tokenizer)
+
+
+@pytest.mark.parametrize("sink", ["none", "head:4"])
+def test_answers_go_from_block_to_full_mode(
+    engine: BlockAttentionEngine, prompt: BlockPrompt, sink: str
+) -> None:
+    answer = engine.generate(prompt, mode="full", max_new_tokens=6)
+    full = engine.answer_logits(prompt, answer.token_ids, mode="full")
+    logits = {
+        share: engine.answer_logits(prompt, answer.token_ids, recipe=Recipe(sink, recompute=share))
+        for share in (0.0, 0.5, 1.0)
+    }
+    torch.testing.assert_close(logits[1.0], full, rtol=1e-4, atol=1e-4)
+    errors = [float((one - full).abs().max()) for one in logits.values()]
+    assert errors[0] > errors[1] > errors[2]
+    found = engine.generate(prompt, recipe=Recipe(sink, recompute=1.0), max_new_tokens=6)
+    assert found.token_ids == answer.token_ids
+
+
+def test_counts_recomputed_tokens(engine: BlockAttentionEngine, prompt: BlockPrompt) -> None:
+    plain, half = (
+        engine.generate(prompt, recipe=Recipe(recompute=share), max_new_tokens=2).stats
+        for share in (0.0, 0.5)
+    )
+    assert plain.prompt_tokens == half.prompt_tokens
+    passages = sum(
+        len(engine.model.tokenizer.block_ids(block, first=False))
+        for block in prompt.context
+        if block.is_passage
+    )
+    assert half.computed_tokens == plain.computed_tokens + round(passages / 2)
+    assert half.recipe == "recompute 50 %"
+
+
+def test_batches_and_later_turns_equal_single_answers(
+    engine: BlockAttentionEngine, prompt: BlockPrompt
+) -> None:
+    recipe = Recipe("head:4", recompute=0.3)
+    other = BlockPrompt(prompt.context[::-1], prompt.final.replace("high", "old"))
+    again = BlockPrompt(prompt.context, prompt.final + " Halden")
+    prompts = [prompt, other, prompt, again]
+    single = [
+        BlockAttentionEngine(engine.model, engine.store, recipe=recipe).generate(
+            one, max_new_tokens=5
+        )
+        for one in prompts
+    ]
+    batch = engine.generate_batch(prompts, recipe=recipe, max_new_tokens=5)
+    turns = [engine.generate(one, recipe=recipe, max_new_tokens=5) for one in prompts]
+    expected = [one.token_ids for one in single]
+    assert [one.token_ids for one in batch] == [one.token_ids for one in turns] == expected
+    assert {one.stats.reused_tokens for one in (turns[0], turns[2])} == {
+        single[0].stats.reused_tokens
+    }
