@@ -132,7 +132,7 @@ def _answerer(model: str, recipe: str, max_new_tokens: int, tuned: Sequence[Path
     if not tuned:
         recipes["sink"] = resolve_recipe("head:4", engine.model, engine.store)
     if found.adapter is not None:
-        recipes["recipe"] = replace(found, promote=0)
+        recipes["recipe"] = replace(found, promote=0, recompute=0.0)
     if not tuned:
         last, best = [*recipes.items()][-1]
         recipes[f"{last}, 1 promoted"] = replace(best, promote=1)

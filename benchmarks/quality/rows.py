@@ -30,8 +30,8 @@ class Record:
     Args:
         kl, agreement: See ``lab.evaluation.fidelity``. NaN where the prompt has other passages.
         computed_tokens, prompt_tokens: Tokens of the prompt that were computed, and all of them.
-        ttft_s: Seconds to the first token. NaN for rows that are written for quality only, and for
-            those that were added later than full mode's, when the machine had another load.
+        ttft_s: Seconds to the first token. NaN for rows that were added later than full mode's,
+            when the machine had another load.
     """
 
     set: str

@@ -13,6 +13,7 @@ from weakref import WeakSet
 from blockattn_rag.engine.recipe import RECIPE_FILE, Recipe, read_fields
 from blockattn_rag.kv.context import Positions
 from blockattn_rag.model import BlockModel
+from blockattn_rag.model.recompute import check_can_recompute
 from blockattn_rag.prompts.checkpoints import other_switches
 from blockattn_rag.prompts.sinks import NO_SINK, is_sink, sink_ids
 from blockattn_rag.store.base import KVStore
@@ -117,6 +118,8 @@ def check_fits(recipe: Recipe, model: BlockModel) -> None:
             f"{why} Use recipe='auto', or make a recipe for this model and dtype: {_repair(model)}."
         )
     sink_ids(recipe.sink, model.tokenizer)
+    if recipe.recompute:
+        check_can_recompute(model)
     if recipe.adapter:
         recipe.adapter.check_shapes(model.profile.layer_outlines)
 

@@ -89,6 +89,7 @@ class Recipe:
                 f"Invalid recompute {share!r} with positions={self.positions!r}: recomputed tokens "
                 "need positions='reordered'."
             )
+        object.__setattr__(self, "recompute", float(self.recompute))  # equal shares, equal digests
         given: object = self.fingerprints
         if isinstance(given, str):
             raise TypeError("Invalid fingerprints: found a string, expected a tuple of strings.")

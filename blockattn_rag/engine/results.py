@@ -33,9 +33,10 @@ class ReuseStats:
         misses: Context blocks computed.
         reused_tokens: Prompt tokens whose KV came from the store, or from an earlier prompt with
             the same context (``engine.tails``).
-        computed_tokens: Prompt tokens computed: missing blocks and the new part of the final block.
+        computed_tokens: Prompt tokens computed: missing blocks, the new part of the final block,
+            and tokens of passages that the recipe recomputes.
         generated_tokens: Tokens of the answer.
-        fetch_s: Seconds to look up blocks and encode missing ones.
+        fetch_s: Seconds to look up blocks, encode missing ones, and recompute tokens.
         assemble_s: Seconds to assemble the blocks into a KV cache.
         prefill_s: Seconds from the end of the assembly to the first token.
         ttft_s: Seconds from the call to the first token, including the wait for the model.

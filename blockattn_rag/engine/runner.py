@@ -101,7 +101,7 @@ class Runner:
         limit = self._model.room_for(prompt_tokens, options.sampling)
         fetched = self._fetcher.fetch(wanted)
         context = place(fetched.blocks, recipe.positions)
-        fetch_s, recomputed = time.perf_counter() - started, 0
+        recomputed = 0
         if recipe.recompute:
             is_passage = [one.block.is_passage for one in wanted if one.ids]
             with self._model.lock:
@@ -115,7 +115,7 @@ class Runner:
             misses=fetched.misses,
             reused_tokens=reused,
             computed_tokens=prompt_tokens - reused,
-            fetch_s=fetch_s,
+            fetch_s=time.perf_counter() - started,
             int8_blocks=sum(kv.scales is not None for kv in fetched.blocks),
             recipe=str(recipe),
         )

@@ -11,23 +11,27 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from blockattn_rag.attention.kernels import fold_heads
+from blockattn_rag.attention.kernels import attend, fold_heads
 from blockattn_rag.errors import UnsupportedModelError
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.kv.context import Context, PlacedBlock
 from blockattn_rag.model.block_model import BlockModel
-from blockattn_rag.model.caches import ContextCache, copied_cache
+from blockattn_rag.model.caches import ContextCache, copied_cache, running_with
+from blockattn_rag.model.encoding import logits_to_keep
+from blockattn_rag.model.probe import check_ready
 from blockattn_rag.model.relay_attention import enable_relay, last_logits
 
+_MOST_SCORES = 1 << 26
+"""Attention scores that are in memory at once."""
 
-class ContextAttention:
-    """Attention over a copied context that adds up how much each of its tokens receives, in
-    ``total``; see ``attention_to_context``."""
+
+class _MeasuredAttention:
+    """Attention that adds up what each of the first ``tokens`` tokens receives, in ``total``."""
 
     def __init__(self, tokens: int, device: torch.device) -> None:
         self.total = torch.zeros(tokens, device=device)
@@ -42,14 +46,20 @@ class ContextAttention:
         tail_mask: Tensor | None,
     ) -> Tensor:
         """See ``RelayPlan.attend``. The tail begins with the context."""
-        batch, heads, tokens, _ = query.shape
         folded, mask = fold_heads(query, tail_mask, tail_key.shape[1])
-        scores = folded.float() @ tail_key.float().mT * scale
-        if mask is not None:
-            scores = scores.masked_fill_(~mask, -math.inf)
-        weights = scores.softmax(-1)
-        self.total += weights[..., : len(self.total)].mean(dim=(0, 1, 2))
-        return (weights.to(tail_value.dtype) @ tail_value).reshape(batch, heads, tokens, -1)
+        keys, outputs = tail_key.float().mT, []
+        step = max(1, _MOST_SCORES // (folded.shape[1] * keys.shape[-1]))
+        for start in range(0, folded.shape[2], step):
+            rows = slice(start, start + step)
+            scores = folded[:, :, rows].float() @ keys * scale
+            if mask is not None:
+                scores = scores.masked_fill_(~mask[:, :, rows], -math.inf)
+            weights = scores.softmax(-1)
+            self.total += (
+                weights[..., : len(self.total)].sum(dim=(0, 1, 2)) / folded[..., 0].numel()
+            )
+            outputs.append(weights.to(tail_value.dtype) @ tail_value)
+        return torch.cat(outputs, dim=2).reshape(*query.shape[:3], -1)
 
 
 def recompute(
@@ -62,10 +72,10 @@ def recompute(
     """Recompute tokens of a context for one question.
 
     Args:
-        model: The model. The caller must hold its lock.
+        model: The model; see ``check_can_recompute``. The caller must hold its lock.
         context: The context, with reordered positions.
-        is_passage: Whether tokens of each block may be chosen. A system block never needs it: as
-            the first block, it already attends to everything before it.
+        is_passage: Whether each block is a passage, whose tokens may be chosen. Those of the first
+            block never are, because they already attend to everything before them.
         final_ids: Token ids of the final block.
         share: Share of the passages' tokens.
 
@@ -74,20 +84,12 @@ def recompute(
         and 0 if the share is less than half a token.
 
     Raises:
-        UnsupportedModelError: the model has sliding windows, soft caps or attention sinks.
+        ValueError: the model is in training mode, or autocast is on.
     """
-    if not model.supports_relay:
-        raise UnsupportedModelError(
-            f"{model.name} cannot recompute tokens: it has sliding windows, soft caps, attention "
-            "sinks or its own attention interface; use a recipe with recompute=0"
-        )
-    device = model.device
-    allowed = torch.cat(
-        [
-            torch.full((b.kv.num_tokens,), one)
-            for b, one in zip(context.blocks, is_passage, strict=True)
-        ]
-    ).to(device)
+    check_ready(model.hf_model)
+    lengths = torch.tensor([block.kv.num_tokens for block in context.blocks], dtype=torch.int64)
+    may = torch.tensor([one and place > 0 for place, one in enumerate(is_passage)])
+    allowed = may.bool().repeat_interleave(lengths).to(model.device)
     count = round(share * int(allowed.sum()))
     if not count:
         return context, 0
@@ -96,16 +98,26 @@ def recompute(
     chosen = received.masked_fill(~allowed, -1.0).topk(count).indices.sort().values
     _compute(model, context, cache, chosen)
     layers: Any = cache.layers
-    identity = [block.kv.digest for block in context.blocks], list(final_ids), share
+    identity = [block.kv.digest for block in context.blocks], chosen.tolist()
     kv = BlockKV(
-        keys=tuple(layer.keys[0] for layer in layers),
-        values=tuple(layer.values[0] for layer in layers),
+        # Copies, because the cache has room for more tokens.
+        keys=tuple(layer.keys[0].clone() for layer in layers),
+        values=tuple(layer.values[0].clone() for layer in layers),
         token_ids=torch.tensor(context.token_ids),
         fingerprint=context.blocks[0].kv.fingerprint,
         digest=hashlib.sha256(repr(identity).encode()).hexdigest(),
         handle="",
     )
     return Context((PlacedBlock(kv, 0, 0),)), count
+
+
+def check_can_recompute(model: BlockModel) -> None:
+    """Raise UnsupportedModelError if the model's attention is not plain, as relay requires."""
+    if not model.supports_relay:
+        raise UnsupportedModelError(
+            f"{model.name} cannot recompute tokens: it has sliding windows, soft caps, attention "
+            "sinks or its own attention interface; use a recipe with recompute=0"
+        )
 
 
 def attention_to_context(
@@ -122,12 +134,32 @@ def attention_to_context(
     if cache is None:
         cache = copied_cache(model.hf_model.config, [context], model.profile.layouts)
     enable_relay(model.hf_model)
-    scores = ContextAttention(context.num_tokens, model.device)
+    scores = _MeasuredAttention(context.num_tokens, model.device)
     cache.attention = scores
     last_logits(model.hf_model, torch.tensor([[*final_ids]]), cache, 1)
     cache.attention = None
     cache.crop(-len(final_ids))
     return scores.total
+
+
+class _MaskedAttention(NamedTuple):
+    """Attention with a mask ``[tokens, keys]`` of its own, True where a key is visible."""
+
+    mask: Tensor
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        tail_key: Tensor,
+        tail_value: Tensor,
+        scale: float,
+        tail_mask: Tensor | None,
+    ) -> Tensor:
+        """See ``RelayPlan.attend``. The tail begins with the context."""
+        folded, mask = fold_heads(query, self.mask[None, None], tail_key.shape[1])
+        output = attend(folded, tail_key, tail_value, scale, mask).output
+        return output.reshape(*query.shape[:3], -1).to(query.dtype)
 
 
 def _compute(model: BlockModel, context: Context, cache: ContextCache, chosen: Tensor) -> None:
@@ -136,19 +168,18 @@ def _compute(model: BlockModel, context: Context, cache: ContextCache, chosen: T
     places = torch.arange(context.num_tokens, device=chosen.device)
     sees = chosen[:, None] >= torch.cat([places, chosen])
     sees[:, chosen] = False  # their keys and values of block mode
-    dtype = model.dtype
-    bias = torch.zeros(1, 1, *sees.shape, dtype=dtype, device=chosen.device)
-    bias.masked_fill_(~sees, torch.finfo(dtype).min)
-    with torch.inference_mode():
+    cache.attention = _MaskedAttention(sees)
+    with torch.inference_mode(), running_with():
         model.hf_model(
             input_ids=ids[None],
-            attention_mask=bias,
             position_ids=chosen[None],
             past_key_values=cache,
-            logits_to_keep=1,
+            use_cache=True,
+            **logits_to_keep(model.hf_model),
         )
     layers: Any = cache.layers
     for layer in layers:
         for states in (layer.keys, layer.values):
             states[:, :, chosen] = states[:, :, context.num_tokens :]
+    cache.attention = None
     cache.crop(-len(chosen))

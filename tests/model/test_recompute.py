@@ -70,6 +70,14 @@ def dense_logits(model: BlockModel, chosen: list[int]) -> Tensor:
     return logits
 
 
+def test_long_questions_are_scored_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("llama")
+    expected = attention_to_context(model, context_of(model), FINAL)
+    monkeypatch.setattr("blockattn_rag.model.recompute._MOST_SCORES", 1)
+    found = attention_to_context(model, context_of(model), FINAL)
+    torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize("share", [0.1, 0.3, 0.75, 1.0])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma", "glm", "gpt_neox"])
 def test_equals_one_dense_forward(family: str, share: float) -> None:
@@ -108,11 +116,33 @@ def test_nothing_to_recompute_returns_the_context() -> None:
     assert recompute(model, context, [False] * 3, FINAL, 1.0) == (context, 0)
 
 
+def test_the_first_block_is_never_recomputed() -> None:
+    model = model_of("llama")
+    _, recomputed = recompute(model, context_of(model), [True] * 3, FINAL, 1.0)
+    assert recomputed == sum(map(len, CONTEXT[1:]))
+
+
+def test_other_choices_are_other_blocks() -> None:
+    model = model_of("llama")
+    choices = [
+        recompute(model, context_of(model), is_passage, FINAL, 0.5)[0].blocks[0].kv
+        for is_passage in ([False, True, False], [False, False, True])
+    ]
+    assert choices[0].digest != choices[1].digest
+
+
 def test_models_with_windows_are_refused() -> None:
     hf_model = tiny_model("mistral", sliding_window=16)
-    model = BlockModel(hf_model, tiny_tokenizer())
     with pytest.raises(UnsupportedModelError, match="use a recipe with recompute=0"):
-        recompute(model, context_of(model), IS_PASSAGE, FINAL, 0.5)
+        BlockAttentionEngine(BlockModel(hf_model, tiny_tokenizer()), recipe=Recipe(recompute=0.5))
+
+
+def test_models_in_training_mode_are_refused() -> None:
+    model = model_of("llama")
+    context = context_of(model)
+    model.hf_model.train()
+    with pytest.raises(ValueError, match="training mode"):
+        recompute(model, context, IS_PASSAGE, FINAL, 0.5)
 
 
 @pytest.fixture(scope="module")
@@ -160,6 +190,41 @@ def test_counts_recomputed_tokens(engine: BlockAttentionEngine, prompt: BlockPro
     )
     assert half.computed_tokens == plain.computed_tokens + round(passages / 2)
     assert half.recipe == "recompute 50 %"
+
+
+@pytest.mark.parametrize(
+    ("blocks", "promote"),
+    [(0, 0), (1, 0), (None, 9)],
+    ids=["none", "only a system text", "promoted"],
+)
+def test_prompts_without_passages_are_answered_as_usual(
+    engine: BlockAttentionEngine, prompt: BlockPrompt, blocks: int | None, promote: int
+) -> None:
+    asked = BlockPrompt(prompt.context[:blocks], prompt.final)
+    plain, found = (
+        engine.generate(asked, recipe=Recipe("head:4", promote=promote, recompute=share))
+        for share in (0.0, 0.5)
+    )
+    assert found.token_ids == plain.token_ids
+    assert found.stats.computed_tokens == plain.stats.computed_tokens
+
+
+def test_recomputes_the_passages_that_are_not_promoted(
+    engine: BlockAttentionEngine, prompt: BlockPrompt
+) -> None:
+    answer = engine.generate(prompt, mode="full", max_new_tokens=6).token_ids
+    expected = engine.answer_logits(prompt, answer, mode="full")
+    found = engine.answer_logits(prompt, answer, recipe=Recipe(promote=1, recompute=1.0))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_recomputes_from_int8_blocks(engine: BlockAttentionEngine, prompt: BlockPrompt) -> None:
+    small = BlockAttentionEngine(engine.model, kv_dtype="int8", recipe=Recipe(recompute=0.5))
+    answer = engine.generate(prompt, mode="full", max_new_tokens=6).token_ids
+    expected = engine.answer_logits(prompt, answer, recipe=Recipe(recompute=0.5))
+    found = small.answer_logits(prompt, answer)
+    assert (found - expected).abs().max() < 0.1 * expected.abs().max()
+    assert small.generate(prompt, max_new_tokens=2).stats.int8_blocks == len(prompt.context)
 
 
 def test_batches_and_later_turns_equal_single_answers(

@@ -110,7 +110,7 @@ class Repair:
             if len(choose_on) >= self.limits.promotion_needs:
                 recipes |= promoting(recipes, losses)
                 losses = comparer.losses(choose_on, recipes, tick)
-        costly = [name for name, recipe in recipes.items() if recipe.promote]
+        costly = [name for name, one in recipes.items() if one.promote or one.recompute]
         chosen = choose(losses, costly, IN_USE if IN_USE in recipes else None)
         with self._stage("measuring") as tick:
             measured = comparer.compared(report_on, recipes, tick)
@@ -144,6 +144,7 @@ class Repair:
             sink=found.sink,
             adapter=found.adapter,
             promote=found.promote,
+            recompute=found.recompute,
             fingerprints=(self.model.fingerprint,),
             model=self.model.name,
             prompt_format=self.material.prompt_format,
