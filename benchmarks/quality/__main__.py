@@ -1,4 +1,4 @@
-"""Answers of a stock model in full mode, in block mode with recipes, and with two baselines.
+"""Answers of a stock model in full mode, in block mode with recipes, and with the best passage.
 
     python benchmarks/quality run smollm2 --nq nq_rag.jsonl.gz
     python benchmarks/quality diagnose smollm2 --nq nq_rag.jsonl.gz
