@@ -56,6 +56,7 @@ def resolve_recipe(
 
     Raises:
         ValueError: the recipe is missing or damaged, or does not belong to the model.
+        TypeError: ``given`` has another type.
     """
     if given is None or given == AUTO:
         return _automatic(model, store, folder)
@@ -63,8 +64,13 @@ def resolve_recipe(
         recipe = given
     elif isinstance(given, str) and is_sink(given):
         recipe = Recipe(given, source=f"sink {given}")
-    else:
+    elif isinstance(given, str | Path):
         recipe = Recipe.load(given)
+    else:
+        raise TypeError(
+            f"Invalid recipe {given!r:.80}: expected a Recipe, the folder of one, or 'auto', "
+            "'none', 'bos' or 'head:N'."
+        )
     check_fits(recipe, model)
     if why := _unlike_training(recipe, model):
         _warn_once(model, why)

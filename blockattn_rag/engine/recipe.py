@@ -248,7 +248,7 @@ def read_fields(folder: Path) -> dict[str, Any]:
     if not _holds_recipe(folder):
         raise ValueError(
             f"Found no recipe at {folder}: expected a folder with {RECIPE_FILE}, which {_MADE_BY} "
-            "writes, or one of 'auto', 'none', 'bos' and 'head:N'."
+            "or `Recipe.save` writes, or one of 'auto', 'none', 'bos' and 'head:N'."
         )
     saved = _read_json(path)
     if (version := saved.get("version")) != VERSION:
@@ -294,6 +294,7 @@ def _sha256(path: Path) -> str:
 
 def _damaged(path: Path, why: str) -> ValueError:
     return ValueError(
-        f"{path} is damaged: {why}. Restore the recipe's folder from a copy, or make it again with "
-        f"{_MADE_BY}. (To change a field, use dataclasses.replace and Recipe.save.)"
+        f"{path} is damaged: {why.removesuffix('.')}. Restore the recipe's folder from a copy, or "
+        f"make it again with {_MADE_BY}. (To change a field, use dataclasses.replace and "
+        "Recipe.save.)"
     )

@@ -285,6 +285,8 @@ def test_a_given_recipe_is_taken(model: BlockModel, tmp_path: Path) -> None:
     assert resolve_recipe("head:2", model, store) == Recipe("head:2")
     with pytest.raises(ValueError, match=r"Found no recipe at head.*'head:N'"):
         resolve_recipe("head", model, store)
+    with pytest.raises(TypeError, match=r"Invalid recipe \{'recompute': 0.1\}: expected"):
+        resolve_recipe({"recompute": 0.1}, model, store)  # type: ignore[arg-type]
 
 
 def test_recipes_of_other_models_are_refused(model: BlockModel, stock: BlockModel) -> None:

@@ -72,7 +72,10 @@ def load_documents(
     if not loaded.documents:
         skipped = [*loaded.skipped, *((link, "a link out of the folder") for link in loaded.links)]
         first = "".join(f"; {file}: {reason}" for file, reason in skipped[:1])
-        raise UnreadableFileError(f"no readable document in {', '.join(map(str, paths))}{first}")
+        raise UnreadableFileError(
+            f"found no readable document in {', '.join(map(str, paths))}, expected text, Markdown, "
+            f"HTML or PDF{first}"
+        )
     return loaded
 
 
