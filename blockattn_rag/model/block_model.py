@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -13,12 +12,11 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from blockattn_rag.attention.kernels import takes_flash
 from blockattn_rag.attention.relay import RELAY_FINAL_TOKENS, RelayPlan
 from blockattn_rag.errors import GrammarError, UnsupportedModelError
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.kv.context import Assembly, Context
-from blockattn_rag.model import decoding, loading
+from blockattn_rag.model import decoding, loading, relay_attention
 from blockattn_rag.model.caches import RelayCache, copied_cache
 from blockattn_rag.model.constraint import AnswerRules
 from blockattn_rag.model.encoding import EncodeRequest, batches, encode_batch
@@ -26,19 +24,11 @@ from blockattn_rag.model.exclusion import lock_of, turn_to_draw
 from blockattn_rag.model.fingerprint import Identity
 from blockattn_rag.model.packing import pack_linears
 from blockattn_rag.model.probe import AttentionProfile, profile_attention, vocabulary_size
-from blockattn_rag.model.relay_attention import (
-    causal_is_exact,
-    enable_relay,
-    last_logits,
-    relay_is_exact,
-)
 from blockattn_rag.model.repetition import LoopGuard
 from blockattn_rag.model.sampling import Sampling, room_for
 from blockattn_rag.output.grammar import Grammar
 from blockattn_rag.prompts.checkpoints import Checkpoint, known_checkpoint
 from blockattn_rag.prompts.tokenization import BlockTokenizer
-
-_logger = logging.getLogger(__name__)
 
 
 class BlockModel:
@@ -244,26 +234,15 @@ class BlockModel:
     def supports_relay(self) -> bool:
         """Whether relay attention is exact for this model, as measured on a short probe."""
         with self.lock:
-            return relay_is_exact(self.hf_model, self.profile)
+            return relay_attention.relay_is_exact(self.hf_model, self.profile)
 
     @cached_property
     def has_causal_kernel(self) -> bool:
         """Whether a GPU's flash kernel attends exactly to copied contexts, as measured."""
-        sizes = {states.size for layer in self.profile.layer_outlines for states in layer}
-        if len(sizes) > 1 or not takes_flash(self.device, self.dtype, *sizes):
-            return False
-        if not self.supports_relay:
-            return False
         with self.lock:
-            try:
-                return causal_is_exact(self.hf_model, self.profile)
-            except torch.OutOfMemoryError:
-                raise
-            except RuntimeError as error:  # a kernel that this GPU or PyTorch lacks
-                _logger.warning(
-                    "Single requests use relay, because PyTorch's flash failed: %s", error
-                )
-                return False
+            return self.supports_relay and relay_attention.causal_is_exact(
+                self.hf_model, self.profile
+            )
 
     def choose_assembly(
         self, assembly: Assembly, final_tokens: int, requests: int = 1
@@ -278,33 +257,31 @@ class BlockModel:
                 f"{self.name} cannot use assembly='relay': it has sliding windows, soft caps, "
                 "attention sinks or its own attention interface; use assembly='copy' or 'auto'"
             )
-        if assembly == "auto":
-            if final_tokens > RELAY_FINAL_TOKENS or not self.supports_relay:
-                return "copy"
-            # On a GPU, relay also joins small blocks, and launches more kernels.
-            return "copy" if requests == 1 and self.has_causal_kernel else "relay"
-        return assembly
+        if assembly != "auto":
+            return assembly
+        if final_tokens > RELAY_FINAL_TOKENS or not self.supports_relay:
+            return "copy"
+        # On a GPU, relay also joins small blocks, and launches more kernels.
+        return "copy" if requests == 1 and self.has_causal_kernel else "relay"
 
     def cache_for(
         self, *contexts: Context, assembly: Literal["relay", "copy"] = "copy"
     ) -> DynamicCache | None:
         """A transformers cache with one context per row, ready for the final blocks.
 
-        The copy path pads shorter contexts on the left; relay needs no padding. A cache of one
-        context is for prompts without padding. None if all contexts are empty.
+        The copy path pads shorter contexts on the left. None if all contexts are empty.
         """
         if not any(context.num_tokens for context in contexts):
             return None
-        layouts = self.profile.layouts
-        if assembly == "copy":
-            cache = copied_cache(self.hf_model.config, contexts, layouts)
-            if len(contexts) == 1 and self.has_causal_kernel:
-                enable_relay(self.hf_model)
-                cache.attention = "causal"
-            return cache
-        # Enabled again, because other code may have changed the model's attention.
-        enable_relay(self.hf_model)
-        return RelayCache(RelayPlan(contexts, layouts, self.device))
+        if assembly == "relay":
+            # Enabled again, because other code may have changed the model's attention.
+            relay_attention.enable_relay(self.hf_model)
+            return RelayCache(RelayPlan(contexts, self.profile.layouts, self.device))
+        cache = copied_cache(self.hf_model.config, contexts, self.profile.layouts)
+        if len(contexts) == 1 and self.has_causal_kernel:
+            relay_attention.enable_relay(self.hf_model)
+            cache.attention = "causal"
+        return cache
 
     @contextmanager
     def running(self, sampling: Sampling) -> Iterator[None]:
@@ -413,9 +390,11 @@ class BlockModel:
         """
         given = [*([] if cache is not None else context_ids), *final_ids, *answer_ids[:-1]]
         with self.lock:
-            return last_logits(self.hf_model, torch.tensor([given]), cache, len(answer_ids))
+            return relay_attention.last_logits(
+                self.hf_model, torch.tensor([given]), cache, len(answer_ids)
+            )
 
     def next_logits(self, ids: Tensor, cache: DynamicCache | None = None) -> Tensor:
         """Logits ``[vocab]`` after ``ids`` ``[1, n]``, which follow the tokens in ``cache``."""
         with self.lock:
-            return last_logits(self.hf_model, ids, cache, 1)[0]
+            return relay_attention.last_logits(self.hf_model, ids, cache, 1)[0]

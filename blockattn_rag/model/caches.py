@@ -28,12 +28,13 @@ class CacheAttention(Protocol):
 
     def attend(
         self,
-        layer: int,
+        _: int,
         query: Tensor,
-        tail_key: Tensor,
-        tail_value: Tensor,
+        key: Tensor,
+        value: Tensor,
         scale: float,
-        tail_mask: Tensor | None,
+        mask: Tensor | None,
+        /,
     ) -> Tensor: ...
 
 
@@ -41,7 +42,8 @@ class ContextCache(DynamicCache):
     """A cache whose first tokens are the blocks of a context.
 
     ``attention``: Attention for forwards over this cache. ``"causal"``: to all earlier tokens in
-    the cache, by ``kernels.attend_causal``. None: the model's own attention.
+    the cache, by ``kernels.attend_causal``; for one row without padding. None: the model's own
+    attention.
     """
 
     attention: CacheAttention | Literal["causal"] | None = None

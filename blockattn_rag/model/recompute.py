@@ -37,17 +37,11 @@ class _MeasuredAttention:
         self.total = torch.zeros(tokens, device=device)
 
     def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        tail_key: Tensor,
-        tail_value: Tensor,
-        scale: float,
-        tail_mask: Tensor | None,
+        self, _: int, query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None
     ) -> Tensor:
-        """See ``RelayPlan.attend``. The tail begins with the context."""
-        folded, mask = fold_heads(query, tail_mask, tail_key.shape[1])
-        keys, outputs = tail_key.float().mT, []
+        """See ``RelayPlan.attend``. Keys and values are those of context and tail."""
+        folded, mask = fold_heads(query, mask, key.shape[1])
+        keys, outputs = key.float().mT, []
         step = max(1, _MOST_SCORES // (folded.shape[1] * keys.shape[-1]))
         for start in range(0, folded.shape[2], step):
             rows = slice(start, start + step)
@@ -58,7 +52,7 @@ class _MeasuredAttention:
             self.total += (
                 weights[..., : len(self.total)].sum(dim=(0, 1, 2)) / folded[..., 0].numel()
             )
-            outputs.append(weights.to(tail_value.dtype) @ tail_value)
+            outputs.append(weights.to(value.dtype) @ value)
         return torch.cat(outputs, dim=2).reshape(*query.shape[:3], -1)
 
 
@@ -145,20 +139,14 @@ def attention_to_context(
 class _MaskedAttention(NamedTuple):
     """Attention with a mask ``[tokens, keys]`` of its own, True where a key is visible."""
 
-    mask: Tensor
+    visible: Tensor
 
     def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        tail_key: Tensor,
-        tail_value: Tensor,
-        scale: float,
-        tail_mask: Tensor | None,
+        self, _: int, query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None
     ) -> Tensor:
-        """See ``RelayPlan.attend``. The tail begins with the context."""
-        folded, mask = fold_heads(query, self.mask[None, None], tail_key.shape[1])
-        output = attend(folded, tail_key, tail_value, scale, mask).output
+        """See ``RelayPlan.attend``. Keys and values are those of context and tail."""
+        folded, mask = fold_heads(query, self.visible[None, None], key.shape[1])
+        output = attend(folded, key, value, scale, mask).output
         return output.reshape(*query.shape[:3], -1).to(query.dtype)
 
 

@@ -7,6 +7,7 @@ It calls the model's original attention, unless the cache of the running forward
 
 from __future__ import annotations
 
+import logging
 import math
 import sys
 from collections.abc import Callable
@@ -23,7 +24,7 @@ from transformers import (
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from blockattn_rag.attention.kernels import attend_causal
+from blockattn_rag.attention.kernels import attend_causal, takes_flash
 from blockattn_rag.attention.relay import JoinLimits, RelayPlan
 from blockattn_rag.kv.context import Context, place
 from blockattn_rag.kv.rope import relative_error
@@ -40,6 +41,7 @@ from blockattn_rag.model.encoding import EncodeRequest, encode_batch, logits_to_
 from blockattn_rag.model.probe import LOGITS, AttentionProfile, vocabulary_size
 
 _PREFIX = "blockattn_relay_"
+_logger = logging.getLogger(__name__)
 
 
 def enable_relay(hf_model: PreTrainedModel) -> None:
@@ -155,8 +157,11 @@ def relay_is_exact(hf_model: PreTrainedModel, profile: AttentionProfile) -> bool
 def causal_is_exact(hf_model: PreTrainedModel, profile: AttentionProfile) -> bool:
     """Test whether the logits of ``attend_causal`` equal those of the model's own attention.
 
-    Only for models and devices for which relay is exact, and the flash kernel exists.
+    Only for models for which relay is exact. False where the flash kernel is missing or fails.
     """
+    sizes = {states.size for layer in profile.layer_outlines for states in layer}
+    if len(sizes) > 1 or not takes_flash(hf_model.device, hf_model.dtype, *sizes):
+        return False
     context, final = _probe(hf_model, profile)
 
     def causal() -> ContextCache:
@@ -164,7 +169,13 @@ def causal_is_exact(hf_model: PreTrainedModel, profile: AttentionProfile) -> boo
         cache.attention = "causal"
         return cache
 
-    return _equals_copies(hf_model, profile, context, final, causal)
+    try:
+        return _equals_copies(hf_model, profile, context, final, causal)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:  # a kernel that this GPU or PyTorch lacks
+        _logger.warning("Single requests use relay, because PyTorch's flash failed: %s", error)
+        return False
 
 
 def _probe(hf_model: PreTrainedModel, profile: AttentionProfile) -> tuple[Context, Tensor]:

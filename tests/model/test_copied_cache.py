@@ -11,7 +11,7 @@ from blockattn_rag.attention.kernels import attend_causal
 from blockattn_rag.check.oracle import oracle_logits
 from blockattn_rag.kv.context import Context, place
 from blockattn_rag.kv.rope import relative_error
-from blockattn_rag.model import BlockModel, EncodeRequest, block_model, caches
+from blockattn_rag.model import BlockModel, EncodeRequest, caches
 from blockattn_rag.model.probe import LOGITS
 from blockattn_rag.model.sampling import Sampling
 from tests.attention.cuda_stand_ins import HALF, cuda_kernels_on_cpu
@@ -77,7 +77,8 @@ def test_gradients_flow_through_a_cache_with_room() -> None:
 @pytest.fixture
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A model whose kernels for a GPU run as stand-ins on the CPU."""
-    monkeypatch.setattr(block_model, "takes_flash", lambda _, dtype, __: dtype in HALF)
+    target = "blockattn_rag.model.relay_attention.takes_flash"
+    monkeypatch.setattr(target, lambda _, dtype, __: dtype in HALF)
     hf_model: Any = tiny_model("llama")
     with cuda_kernels_on_cpu():
         yield BlockModel(hf_model.to(torch.bfloat16), tiny_tokenizer())
