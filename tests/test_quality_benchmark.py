@@ -21,7 +21,6 @@ from rows import Answerer, Record
 from blockattn_rag import BlockAttentionEngine, Recipe
 from blockattn_rag.lab.evaluation.datasets import EvaluationPassage, EvaluationSample
 from blockattn_rag.lab.evaluation.metrics import contains_answer
-from blockattn_rag.prompts.blocks import BlockPrompt
 from blockattn_rag.prompts.formats import CHAT, Passage
 
 MADE = {"facts": 90, "comparisons": 38, "pairs": 80, "order": 90}
@@ -42,16 +41,6 @@ def test_every_answer_is_in_the_passages(name: str) -> None:
 @pytest.fixture(scope="module")
 def engine() -> BlockAttentionEngine:
     return BlockAttentionEngine.from_pretrained("bundled", store="memory:", dtype="float32")
-
-
-@pytest.fixture(scope="module")
-def prompt(engine: BlockAttentionEngine) -> BlockPrompt:
-    passages = [
-        Passage("Halden Tower", "Halden Tower is 214 metres high."),
-        Passage("Vell Bridge", "Vell Bridge was built in 1907."),
-    ]
-    tokenizer = engine.model.tokenizer.tokenizer
-    return CHAT.prompt("How high is Halden Tower?", passages, tokenizer)
 
 
 def test_a_diagnosis_starts_at_the_recipe_and_ends_at_full_mode(

@@ -58,7 +58,7 @@ class Answerer:
         engine: The engine, without a recipe.
         form: Prompt format of its model.
         recipes: Recipes of block mode by row name.
-        tuned: Fine-tuned engines of the same model, by row name. With any, baselines are skipped.
+        tuned: Fine-tuned engines of the same model, by row name. With any, the last row is skipped.
         max_new_tokens: Maximum length of an answer.
     """
 

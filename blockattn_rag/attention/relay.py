@@ -65,6 +65,8 @@ class RelayPlan:
         joins: Limits below which blocks are joined. Default: the fastest limits for the device.
     """
 
+    takes_mask = True
+
     def __init__(
         self,
         contexts: Sequence[Context],

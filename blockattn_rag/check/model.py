@@ -121,9 +121,13 @@ def placed_context(
     return place(context, recipe.positions)
 
 
-def _full_error(model: BlockModel, blocks: list[list[int]]) -> float:
-    """Error of the logits after the final block, compared with full attention."""
-    context = placed_context(model, blocks[:-1])
+def _full_error(
+    model: BlockModel, blocks: list[list[int]], context: Context | None = None
+) -> float:
+    """Error of the logits after the final block, compared with full attention. ``context``: The
+    other blocks. Default: in block mode."""
+    if context is None:
+        context = placed_context(model, blocks[:-1])
     expected = model.next_logits(torch.tensor([[t for ids in blocks for t in ids]])).float()
     return relative_error(_block_logits(model, context, blocks[-1]), expected)
 
@@ -159,8 +163,7 @@ def _recomputed_error(
     is_passage = [False, *[True] * (len(context) - 1)]
     with model.lock:
         recomputed, _ = recompute(model, placed, is_passage, final, 1.0)
-    expected = model.next_logits(torch.tensor([[t for ids in blocks for t in ids]])).float()
-    return relative_error(_block_logits(model, recomputed, final), expected)
+    return _full_error(model, blocks, recomputed)
 
 
 def _block_logits(model: BlockModel, context: Context, final_ids: list[int]) -> Tensor:

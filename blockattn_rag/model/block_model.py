@@ -280,7 +280,7 @@ class BlockModel:
         cache = copied_cache(self.hf_model.config, contexts, self.profile.layouts)
         if len(contexts) == 1 and self.has_causal_kernel:
             relay_attention.enable_relay(self.hf_model)
-            cache.attention = "causal"
+            cache.attention = relay_attention.CausalAttention()
         return cache
 
     @contextmanager

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -24,7 +24,13 @@ from blockattn_rag.kv.rope import RotaryLayout
 
 
 class CacheAttention(Protocol):
-    """Attention of a forward's queries; see ``RelayPlan.attend``."""
+    """Attention of a forward's queries; see ``RelayPlan.attend``.
+
+    ``takes_mask``: Whether ``attend`` uses the forward's mask. Else, none is made.
+    """
+
+    @property
+    def takes_mask(self) -> bool: ...
 
     def attend(
         self,
@@ -41,12 +47,10 @@ class CacheAttention(Protocol):
 class ContextCache(DynamicCache):
     """A cache whose first tokens are the blocks of a context.
 
-    ``attention``: Attention for forwards over this cache. ``"causal"``: to all earlier tokens in
-    the cache, by ``kernels.attend_causal``; for one row without padding. None: the model's own
-    attention.
+    ``attention``: Attention for forwards over this cache. None: the model's own attention.
     """
 
-    attention: CacheAttention | Literal["causal"] | None = None
+    attention: CacheAttention | None = None
 
 
 ROOM = 512

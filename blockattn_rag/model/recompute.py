@@ -11,7 +11,8 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,6 +33,8 @@ _MOST_SCORES = 1 << 26
 
 class _MeasuredAttention:
     """Attention that adds up what each of the first ``tokens`` tokens receives, in ``total``."""
+
+    takes_mask = True
 
     def __init__(self, tokens: int, device: torch.device) -> None:
         self.total = torch.zeros(tokens, device=device)
@@ -136,10 +139,12 @@ def attention_to_context(
     return scores.total
 
 
-class _MaskedAttention(NamedTuple):
+@dataclass(frozen=True)
+class _MaskedAttention:
     """Attention with a mask ``[tokens, keys]`` of its own, True where a key is visible."""
 
     visible: Tensor
+    takes_mask = False
 
     def attend(
         self, _: int, query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None

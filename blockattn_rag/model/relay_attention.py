@@ -11,7 +11,7 @@ import logging
 import math
 import sys
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,11 +56,23 @@ def enable_relay(hf_model: PreTrainedModel) -> None:
     hf_model.set_attn_implementation(name)
 
 
-def _running_attention() -> CacheAttention | Literal["causal"] | None:
+class CausalAttention:
+    """Attention to all earlier tokens in a copied cache, for one row without padding."""
+
+    takes_mask = False
+
+    def attend(
+        self, _: int, query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None
+    ) -> Tensor:
+        """See ``RelayPlan.attend``. Keys and values are those of context and tail."""
+        return attend_causal(query, key, value, scale)
+
+
+def _running_attention() -> CacheAttention | None:
     cache = running_cache()
     own = None if cache is None else cache.attention
     # With gradients, the model's own attention reads the same cache.
-    return None if own == "causal" and torch.is_grad_enabled() else own
+    return None if isinstance(own, CausalAttention) and torch.is_grad_enabled() else own
 
 
 def _attention_function(original: str) -> Any:
@@ -81,12 +93,9 @@ def _attention_function(original: str) -> Any:
             forward = ALL_ATTENTION_FUNCTIONS.get_interface(original, eager)
             return forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
         scale = 1 / math.sqrt(query.shape[-1]) if scaling is None else scaling
-        if own == "causal":
-            output = attend_causal(query, key, value, scale)
-        else:
-            index: Any = module.layer_idx
-            mask = tail_mask(attention_mask, query, key)
-            output = own.attend(index, query, key, value, scale, mask)
+        index: Any = module.layer_idx
+        mask = tail_mask(attention_mask, query, key) if own.takes_mask else None
+        output = own.attend(index, query, key, value, scale, mask)
         return output.transpose(1, 2).contiguous(), None
 
     return relay_attention
@@ -95,11 +104,9 @@ def _attention_function(original: str) -> Any:
 def _mask_function(original: str) -> Any:
     def relay_mask(*args: Any, **kwargs: Any) -> Any:
         own = _running_attention()
-        if own == "causal":
-            return None
         if own is None:
             return ALL_MASK_ATTENTION_FUNCTIONS[original](*args, **kwargs)
-        return sdpa_mask(*args, **kwargs)
+        return sdpa_mask(*args, **kwargs) if own.takes_mask else None
 
     return relay_mask
 
@@ -166,7 +173,7 @@ def causal_is_exact(hf_model: PreTrainedModel, profile: AttentionProfile) -> boo
 
     def causal() -> ContextCache:
         cache = copied_cache(hf_model.config, [context], profile.layouts)
-        cache.attention = "causal"
+        cache.attention = CausalAttention()
         return cache
 
     try:

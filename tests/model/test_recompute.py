@@ -146,11 +146,17 @@ def test_models_in_training_mode_are_refused() -> None:
 
 
 @pytest.fixture(scope="module")
-def engine() -> BlockAttentionEngine:
-    return BlockAttentionEngine.from_pretrained("bundled", store="memory:", dtype="float32")
+def bundled() -> BlockModel:
+    return BlockAttentionEngine.from_pretrained("bundled", dtype="float32").model
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
+def engine(bundled: BlockModel) -> BlockAttentionEngine:
+    """An engine without blocks and tails of other tests."""
+    return BlockAttentionEngine(bundled, recipe="none")
+
+
+@pytest.fixture
 def prompt(engine: BlockAttentionEngine) -> BlockPrompt:
     passages = [
         Passage("Halden Tower", "Halden Tower is 214 metres high."),
@@ -178,6 +184,7 @@ def test_answers_go_from_block_to_full_mode(
 
 
 def test_counts_recomputed_tokens(engine: BlockAttentionEngine, prompt: BlockPrompt) -> None:
+    engine.precompute(prompt.context, as_prompt=True)
     plain, half = (
         engine.generate(prompt, recipe=Recipe(recompute=share), max_new_tokens=2).stats
         for share in (0.0, 0.5)
@@ -201,6 +208,7 @@ def test_prompts_without_passages_are_answered_as_usual(
     engine: BlockAttentionEngine, prompt: BlockPrompt, blocks: int | None, promote: int
 ) -> None:
     asked = BlockPrompt(prompt.context[:blocks], prompt.final)
+    engine.precompute(asked.context, as_prompt=True, recipe=Recipe("head:4"))
     plain, found = (
         engine.generate(asked, recipe=Recipe("head:4", promote=promote, recompute=share))
         for share in (0.0, 0.5)
@@ -234,6 +242,7 @@ def test_batches_and_later_turns_equal_single_answers(
     other = BlockPrompt(prompt.context[::-1], prompt.final.replace("high", "old"))
     again = BlockPrompt(prompt.context, prompt.final + " Halden")
     prompts = [prompt, other, prompt, again]
+    engine.precompute(prompt.context, as_prompt=True, recipe=recipe)
     single = [
         BlockAttentionEngine(engine.model, engine.store, recipe=recipe).generate(
             one, max_new_tokens=5
