@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from blockattn_rag.kv.block_kv import BlockKV
-from blockattn_rag.kv.rope import Angles, RotaryLayout, rotate_into
+from blockattn_rag.kv.rope import Angles, RotaryLayout, rotate, rotate_into
 
 Positions = Literal["reordered", "composite"]
 """``reordered``: keys are re-encoded for the block's position in the prompt (the method of both
@@ -93,6 +93,8 @@ def joined_states(
     # Keys of quantised blocks are in float32 here, and are rounded once, after the rotation.
     scales = next((b.kv.scales for b in blocks if b.kv.scales is not None), None)
     dtype = joined.dtype if scales is None else scales.dtype
+    if not room and not joined.is_cuda:  # one tensor and one pass fewer
+        return rotate(joined, *angles[layout], layout).to(dtype), _joined(values, room)
     heads, tokens, size = joined.shape
     rotated = joined.new_empty(heads, tokens + room, size, dtype=dtype)
     rotate_into(rotated[:, :tokens], joined, *angles[layout], layout)
