@@ -21,7 +21,7 @@ from blockattn_rag.engine.tails import Tails
 from blockattn_rag.errors import ContextOverflowError
 from blockattn_rag.kv.context import Assembly, Context, place
 from blockattn_rag.model import BlockModel
-from blockattn_rag.model.caches import add_states, empty_cache
+from blockattn_rag.model.caches import empty_cache
 from blockattn_rag.model.recompute import recompute
 from blockattn_rag.prompts.blocks import BlockPrompt
 
@@ -187,7 +187,7 @@ class Runner:
                 if cache is None and start.base is not None:
                     cache = empty_cache(self._model.config)
                 if cache is not None:
-                    add_states(cache, start.states, start.tokens)
+                    cache.append(start.states, start.tokens)
             ids = self._model.generate(
                 prepared.context_ids,
                 prepared.final_ids,

@@ -17,7 +17,7 @@ import torch
 from blockattn_rag.engine.answer import Prepared
 from blockattn_rag.engine.options import GenerateOptions
 from blockattn_rag.model import BlockModel
-from blockattn_rag.model.caches import States, tail_states
+from blockattn_rag.model.caches import States
 from blockattn_rag.model.decoding import fills_in_order
 from blockattn_rag.model.probe import check_ready
 
@@ -108,7 +108,7 @@ class Tails:
             self._use(longer)
             return
         with suppress(torch.OutOfMemoryError):  # the answer is not affected
-            if states := tail_states(cache, len(ids)):
+            if states := cache.tail_states(len(ids)):
                 shorter = {id(one) for one in alike if _common(one.ids, ids) == len(one.ids)}
                 self._kept = [one for one in self._kept if id(one) not in shorter]
                 self._kept.append(_Tail(start.base, ids, states))

@@ -22,6 +22,7 @@ from blockattn_rag.model.constraint import AnswerRules
 from blockattn_rag.model.encoding import EncodeRequest, batches, encode_batch
 from blockattn_rag.model.exclusion import lock_of, turn_to_draw
 from blockattn_rag.model.fingerprint import Identity
+from blockattn_rag.model.graphs import GraphRunner
 from blockattn_rag.model.packing import pack_linears
 from blockattn_rag.model.probe import AttentionProfile, profile_attention, vocabulary_size
 from blockattn_rag.model.repetition import LoopGuard
@@ -164,7 +165,7 @@ class BlockModel:
                 if not self.hf_model.training:
                     self.hf_model.eval()  # new adapters are in training mode, with dropout
                 self.profile = profile_attention(self.hf_model)
-                for measured in ("supports_relay", "has_causal_kernel"):
+                for measured in ("supports_relay", "has_causal_kernel", "graph_runner"):
                     vars(self).pop(measured, None)
             self._identity = Identity(self.hf_model, self.tokenizer)
             return self._identity
@@ -244,6 +245,14 @@ class BlockModel:
                 self.hf_model, self.profile
             )
 
+    @cached_property
+    def graph_runner(self) -> GraphRunner | None:
+        """Runner of single requests, where a GPU runs them exactly, as measured."""
+        with self.lock:
+            if not self.supports_relay:
+                return None
+            return relay_attention.graph_runner(self.hf_model, self.profile)
+
     def choose_assembly(
         self, assembly: Assembly, final_tokens: int, requests: int = 1
     ) -> Literal["relay", "copy"]:
@@ -261,8 +270,9 @@ class BlockModel:
             return assembly
         if final_tokens > RELAY_FINAL_TOKENS or not self.supports_relay:
             return "copy"
-        # On a GPU, relay also joins small blocks, and launches more kernels.
-        return "copy" if requests == 1 and self.has_causal_kernel else "relay"
+        if requests == 1 and self.graph_runner is None and self.has_causal_kernel:
+            return "copy"  # relay joins small blocks, and launches more kernels
+        return "relay"
 
     def cache_for(
         self, *contexts: Context, assembly: Literal["relay", "copy"] = "copy"
@@ -276,6 +286,9 @@ class BlockModel:
         if assembly == "relay":
             # Enabled again, because other code may have changed the model's attention.
             relay_attention.enable_relay(self.hf_model)
+            runner = self.graph_runner if len(contexts) == 1 else None
+            if runner is not None and (cache := runner.cache_for(*contexts)) is not None:
+                return cache
             return RelayCache(RelayPlan(contexts, self.profile.layouts, self.device))
         cache = copied_cache(self.hf_model.config, contexts, self.profile.layouts)
         if len(contexts) == 1 and self.has_causal_kernel:

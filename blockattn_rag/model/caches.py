@@ -44,6 +44,10 @@ class CacheAttention(Protocol):
     ) -> Tensor: ...
 
 
+States = Sequence[tuple[Tensor, Tensor]]
+"""Keys and values ``[1, heads, tokens, size]`` of each layer."""
+
+
 class ContextCache(DynamicCache):
     """A cache whose first tokens are the blocks of a context.
 
@@ -51,6 +55,25 @@ class ContextCache(DynamicCache):
     """
 
     attention: CacheAttention | None = None
+
+    def append(self, states: States, tokens: int) -> None:
+        """Append the first ``tokens`` tokens of ``states`` to a cache with one row."""
+        with torch.inference_mode():
+            for index, (keys, values) in enumerate(states):
+                self.update(keys[:, :, :tokens], values[:, :, :tokens], index)
+
+    def tail_states(self, tokens: int) -> States | None:
+        """Keys and values of the last ``tokens`` tokens, in memory of their own.
+
+        None if the cache may have dropped tokens (sliding windows), or has several rows (beams).
+        """
+        layers: Any = self.layers
+        if any(type(one) not in (DynamicLayer, _GrowingLayer, _TailLayer) for one in layers):
+            return None
+        states = [(one.keys, one.values) for one in layers if one.is_initialized]
+        if len(states) < len(layers) or any(len(keys) != 1 for keys, _ in states):
+            return None
+        return [(_last(keys, tokens), _last(values, tokens)) for keys, values in states]
 
 
 ROOM = 512
@@ -192,35 +215,10 @@ class _TailLayer(DynamicLayer):
             super().batch_select_indices(indices)
 
 
-States = Sequence[tuple[Tensor, Tensor]]
-"""Keys and values ``[1, heads, tokens, size]`` of each layer."""
-
-
 def empty_cache(config: Any) -> ContextCache | None:
     """Cache for a prompt without context. None for sliding windows, which drop tokens."""
     cache = ContextCache(config=config)
     return cache if all(type(layer) is DynamicLayer for layer in cache.layers) else None
-
-
-def add_states(cache: DynamicCache, states: States, tokens: int) -> None:
-    """Append the first ``tokens`` tokens of ``states`` to a cache with one row."""
-    with torch.inference_mode():
-        for index, (keys, values) in enumerate(states):
-            cache.update(keys[:, :, :tokens], values[:, :, :tokens], index)
-
-
-def tail_states(cache: DynamicCache, tokens: int) -> States | None:
-    """Keys and values of the last ``tokens`` tokens in a cache, in memory of their own.
-
-    None if the cache may have dropped tokens (sliding windows), or has several rows (beams).
-    """
-    layers: Any = cache.layers
-    if any(type(one) not in (DynamicLayer, _GrowingLayer, _TailLayer) for one in layers):
-        return None
-    states = [(one.keys, one.values) for one in layers if one.is_initialized]
-    if len(states) < len(layers) or any(len(keys) != 1 for keys, _ in states):
-        return None
-    return [(_last(keys, tokens), _last(values, tokens)) for keys, values in states]
 
 
 def _last(states: Tensor, tokens: int) -> Tensor:

@@ -24,6 +24,7 @@ from transformers import (
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from blockattn_rag.attention.device_relay import DeviceRelay
 from blockattn_rag.attention.kernels import attend_causal, takes_flash
 from blockattn_rag.attention.relay import JoinLimits, RelayPlan
 from blockattn_rag.kv.context import Context, place
@@ -38,6 +39,7 @@ from blockattn_rag.model.caches import (
     running_with,
 )
 from blockattn_rag.model.encoding import EncodeRequest, encode_batch, logits_to_keep
+from blockattn_rag.model.graphs import GraphRunner
 from blockattn_rag.model.probe import LOGITS, AttentionProfile, vocabulary_size
 
 _PREFIX = "blockattn_relay_"
@@ -161,6 +163,35 @@ def relay_is_exact(hf_model: PreTrainedModel, profile: AttentionProfile) -> bool
     return _equals_copies(hf_model, profile, context, final, relay)
 
 
+def graph_runner(hf_model: PreTrainedModel, profile: AttentionProfile) -> GraphRunner | None:
+    """Runner of single requests whose logits equal those of the model's own attention.
+
+    Only for models for which relay is exact. None without a GPU of 16-bit matrix units and Triton,
+    or if the kernel fails.
+    """
+    outlines = {tuple(states) for layer in profile.layer_outlines for states in layer}
+    device = hf_model.device
+    if len(outlines) > 1 or not takes_flash(device, hf_model.dtype, next(iter(outlines))[1]):
+        return None
+    programs = 2 * torch.cuda.get_device_properties(device).multi_processor_count
+    runner = GraphRunner(
+        hf_model, DeviceRelay(profile.layouts, *outlines, device=device, programs=programs)
+    )
+    context, final = _probe(hf_model, profile, longest=300)
+    try:
+        # The second time, the graphs that the first one captured are replayed.
+        if all(
+            _equals_copies(hf_model, profile, context, final, lambda: runner.cache_for(context))
+            for _ in range(2)
+        ):
+            return runner
+    except torch.OutOfMemoryError:
+        raise
+    except (ImportError, RuntimeError) as error:
+        _logger.warning("Single requests copy their blocks, because Triton failed: %s", error)
+    return None
+
+
 def causal_is_exact(hf_model: PreTrainedModel, profile: AttentionProfile) -> bool:
     """Test whether the logits of ``attend_causal`` equal those of the model's own attention.
 
@@ -185,12 +216,16 @@ def causal_is_exact(hf_model: PreTrainedModel, profile: AttentionProfile) -> boo
         return False
 
 
-def _probe(hf_model: PreTrainedModel, profile: AttentionProfile) -> tuple[Context, Tensor]:
-    """A context of two short blocks, and a final block ``[1, 7]``."""
+def _probe(
+    hf_model: PreTrainedModel, profile: AttentionProfile, longest: int = 7
+) -> tuple[Context, Tensor]:
+    """A context of a short and a longer block, and a final block ``[1, 7]``."""
     generator = torch.Generator().manual_seed(2)
-    rows = torch.randint(vocabulary_size(hf_model), (3, 7), generator=generator)
+    longest = min(longest, profile.max_context_tokens - 15)
+    sizes = (7, longest, 7)
+    rows = [torch.randint(vocabulary_size(hf_model), (n,), generator=generator) for n in sizes]
     requests = [EncodeRequest(row.tolist(), str(index), "") for index, row in enumerate(rows[:2])]
-    return place(encode_batch(hf_model, requests, "", profile.layouts)), rows[2:]
+    return place(encode_batch(hf_model, requests, "", profile.layouts)), rows[2][None]
 
 
 def _equals_copies(
@@ -198,7 +233,7 @@ def _equals_copies(
     profile: AttentionProfile,
     context: Context,
     final: Tensor,
-    cache: Callable[[], ContextCache],
+    cache: Callable[[], ContextCache | None],
 ) -> bool:
     """Whether logits over new caches equal those of the model's own attention over copies."""
     for tokens in (7, 1):  # prefill and decoding

@@ -1,0 +1,188 @@
+"""Relay attention of one request on a GPU: tables of its blocks, and room for its tail.
+
+The tables and the tail keep their addresses, so that CUDA graphs can read them. See
+``relay_kernel`` for the kernel that does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from blockattn_rag.kv.block_kv import BlockKV
+from blockattn_rag.kv.context import Context
+from blockattn_rag.kv.rope import RotaryLayout
+
+CHUNK_TOKENS = 256
+"""Largest number of keys for which a program of the kernel rotates its queries once."""
+
+MOST_BLOCKS, MOST_CHUNKS = 2048, 4096
+TAIL_TOKENS = 2048
+"""Tokens for which the tail has room at first."""
+
+_ALIGNMENT = 16
+"""Bytes that the kernel reads at once."""
+
+
+class DeviceRelay:
+    """Blocks and tail of the running request.
+
+    Args:
+        layouts: Rotary layout per layer.
+        outline: Heads, head size and dtype of each layer's keys and values, all equal.
+        device: A CUDA device.
+        programs: Number of programs that keep the device busy.
+    """
+
+    takes_mask = False
+
+    def __init__(
+        self,
+        layouts: Sequence[RotaryLayout],
+        outline: tuple[int, int, torch.dtype],
+        device: torch.device,
+        programs: int,
+    ) -> None:
+        self.kv_heads, self.size, self.dtype = outline
+        self.device = device
+        self._programs = programs
+        self.tail_tokens = 0
+        self.layouts = layouts
+        # A layer without rotation has one pair that rotates by nothing.
+        none = RotaryLayout(torch.zeros(1), "half")
+        self._layouts = [layout if layout.rotates else none for layout in layouts]
+        layers = len(layouts)
+        with torch.inference_mode(mode=False):
+            self._pointers = self._zeros(layers, 2, MOST_BLOCKS, dtype=torch.int64)
+            self._block_tokens = self._zeros(MOST_BLOCKS, dtype=torch.int32)
+            self._angles = {
+                layout: self._zeros(2, MOST_BLOCKS, layout.rotary_dim, dtype=torch.float32)
+                for layout in set(self._layouts)
+            }
+            self._chunks = self._zeros(MOST_CHUNKS, 3, dtype=torch.int32)
+            self._counts = self._zeros(2, dtype=torch.int32)
+            self._tail = self._new_tail(TAIL_TOKENS)
+            self._places = self._zeros(TAIL_TOKENS, dtype=torch.int64)
+        self._addresses: WeakKeyDictionary[BlockKV, Tensor] = WeakKeyDictionary()
+
+    def _zeros(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(*shape, dtype=dtype, device=self.device)
+
+    def _new_tail(self, tokens: int) -> Tensor:
+        shape = len(self._layouts), 2, self.kv_heads, tokens, self.size
+        return torch.zeros(shape, dtype=self.dtype, device=self.device)
+
+    @property
+    def room(self) -> int:
+        """Number of tokens for which the tail has room."""
+        return self._tail.shape[3]
+
+    def reads(self, context: Context) -> bool:
+        """Whether the kernel can read all blocks of a context in place."""
+        if len(context.blocks) >= MOST_BLOCKS:
+            return False
+        if sum(-(-kv.num_tokens // CHUNK_TOKENS) for kv, *_ in context.blocks) > MOST_CHUNKS:
+            return False
+        return all(self._address(kv) is not None for kv, *_ in context.blocks)
+
+    def _address(self, kv: BlockKV) -> Tensor | None:
+        """Addresses of a block's keys and values, ``[layers, 2]``; None if they cannot be read."""
+        known = self._addresses.get(kv)
+        if known is None:
+            states = [(kv.keys[layer], kv.values[layer]) for layer in range(kv.num_layers)]
+            if kv.scales is not None or not all(
+                map(self._is_plain, (s for p in states for s in p))
+            ):
+                return None
+            known = torch.tensor([[keys.data_ptr(), values.data_ptr()] for keys, values in states])
+            self._addresses[kv] = known
+        return known
+
+    def _is_plain(self, states: Tensor) -> bool:
+        return (
+            states.device == self.device
+            and states.dtype == self.dtype
+            and states.is_contiguous()
+            and not states.data_ptr() % _ALIGNMENT
+        )
+
+    def load(self, context: Context) -> None:
+        """Begin a request with an empty tail after ``context``, which ``reads`` accepts."""
+        self.tail_tokens = 0
+        blocks = context.blocks
+        addresses: Any = [self._address(kv) for kv, *_ in blocks]
+        tail = torch.tensor([[s.data_ptr() for s in layer] for layer in self._tail])
+        _upload(self._pointers, torch.stack([tail, *addresses], dim=2))
+        tokens = [self.room, *(kv.num_tokens for kv, *_ in blocks)]
+        _upload(self._block_tokens, torch.tensor(tokens, dtype=torch.int32))
+        shifts = torch.tensor([0, *(block.shift for block in blocks)])
+        for layout, angles in self._angles.items():
+            _upload(angles, torch.stack(layout.cos_sin(-shifts, torch.device("cpu"))), dim=1)
+        chunks = [
+            (index, start, min(CHUNK_TOKENS, kv.num_tokens - start))
+            for index, (kv, *_) in enumerate(blocks, start=1)
+            for start in range(0, kv.num_tokens, CHUNK_TOKENS)
+        ]
+        if chunks:
+            _upload(self._chunks, torch.tensor(chunks, dtype=torch.int32), dim=0)
+        self._counts[0] = len(chunks)
+
+    def begin(self, tokens: int) -> None:
+        """Prepare a forward over new tokens. May move the tail, which invalidates graphs."""
+        if self.tail_tokens + tokens > self.room:
+            self._grow(self.tail_tokens + tokens)
+        self._counts[1] = self.tail_tokens
+        end = self.tail_tokens + tokens
+        torch.arange(self.tail_tokens, end, out=self._places[:tokens])
+
+    def _grow(self, tokens: int) -> None:
+        old = self._tail
+        with torch.inference_mode(mode=False):
+            self._tail = self._new_tail(2 * tokens)
+            self._places = self._zeros(self.room, dtype=torch.int64)
+        self._tail[:, :, :, : old.shape[3]] = old
+        tail = torch.tensor([[s.data_ptr() for s in layer] for layer in self._tail])
+        self._pointers[:, :, 0] = tail.to(self.device)
+        self._block_tokens[0] = self.room
+
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Write the states ``[1, K, T, D]`` of the new tokens that ``begin`` announced."""
+        places = self._places[: keys.shape[2]]
+        self._tail[layer, 0].index_copy_(1, places, keys[0])
+        self._tail[layer, 1].index_copy_(1, places, values[0])
+
+    def states(self, layer: int) -> tuple[Tensor, Tensor]:
+        """The tail's keys and values, ``[1, K, tokens, D]``: views, which forwards write to."""
+        keys, values = self._tail[layer, :, None, :, : self.tail_tokens]
+        return keys, values
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Any
+    ) -> Tensor:
+        """See ``RelayPlan.attend``. Keys and values of the tail are those that were written."""
+        from blockattn_rag.attention.relay_kernel import attend_blocks
+
+        layout = self._layouts[layer]
+        output = attend_blocks(
+            query[0],
+            self._pointers[layer],
+            self._block_tokens,
+            self._angles[layout],
+            self._chunks,
+            self._counts,
+            scale,
+            kv_heads=self.kv_heads,
+            rotary_dim=layout.rotary_dim,
+            interleaved=layout.pairing == "interleaved",
+            programs=self._programs,
+        )
+        return output.transpose(0, 1)[None]
+
+
+def _upload(table: Tensor, values: Tensor, dim: int = -1) -> None:
+    """Copy values to the beginning of a table along ``dim``."""
+    table.narrow(dim, 0, values.shape[dim]).copy_(values, non_blocking=True)

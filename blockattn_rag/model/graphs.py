@@ -1,0 +1,269 @@
+"""Forwards of one request on a GPU, replayed as CUDA graphs.
+
+A forward over a few tokens takes longer to launch than to compute. It is captured once for each
+number of tokens, rounded up to a power of two, and then replayed for contexts of any length,
+because everything that differs between requests is read from tensors (``DeviceRelay``).
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from blockattn_rag.attention.device_relay import DeviceRelay
+from blockattn_rag.attention.relay import RelayPlan
+from blockattn_rag.kv.context import Context
+from blockattn_rag.model.caches import ContextCache, RelayCache, States
+
+MOST_TOKENS = 512
+"""Longest forward that is captured. Longer ones take longer to compute than to launch."""
+
+_LEAST_TOKENS = 16
+"""Tokens of the shortest captured forward, except decoding's single token."""
+
+_ARGUMENTS = {
+    *("input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache"),
+    *("logits_to_keep", "return_dict", "cache_position"),
+}
+"""Arguments of forwards that can be captured."""
+
+_logger = logging.getLogger(__name__)
+Forward = Callable[..., Any]
+
+
+class Recording(NamedTuple):
+    """A captured computation: ``replay`` computes it again, and writes to ``result``."""
+
+    replay: Callable[[], object]
+    result: Tensor
+
+
+def record(compute: Callable[[], Tensor], device: torch.device, pool: Any) -> Recording:
+    """Run and then capture a computation on a GPU, in a memory pool that graphs share."""
+    side: Any = torch.cuda.Stream(device)
+    current = torch.cuda.current_stream(device)
+    side.wait_stream(current)
+    with torch.cuda.stream(side):  # compiles kernels, and lets libraries allocate
+        compute()
+    current.wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    # Other threads may use the device meanwhile.
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        result = compute()
+    graph.replay()
+    return Recording(graph.replay, result)
+
+
+class _Inputs:
+    """Inputs of a captured forward over ``tokens`` tokens, the last of which may be padding."""
+
+    def __init__(self, tokens: int, device: torch.device) -> None:
+        with torch.inference_mode(mode=False):
+            self._ids = torch.zeros(1, tokens, dtype=torch.long, device=device)
+            self._positions = torch.zeros(1, tokens, dtype=torch.long, device=device)
+            self._last = torch.zeros(1, dtype=torch.long, device=device)
+
+    def fill(self, ids: Tensor, start: int) -> None:
+        """Set the token ids ``[1, n]``, which begin at position ``start``."""
+        tokens, width = ids.shape[1], self._ids.shape[1]
+        self._ids[:, tokens:] = 0
+        self._ids[:, :tokens] = ids
+        torch.arange(start, start + width, out=self._positions[0])
+        self._last.fill_(tokens - 1)
+
+    def arguments(self, cache: ContextCache) -> dict[str, Any]:
+        return {
+            "input_ids": self._ids,
+            "position_ids": self._positions,
+            "past_key_values": cache,
+            "use_cache": True,
+            "logits_to_keep": self._last,
+        }
+
+
+class GraphRunner:
+    """Runs the forwards of one request at a time over the blocks and the tail of a ``DeviceRelay``.
+
+    Args:
+        hf_model: The model. Its ``forward`` is replaced.
+        relay: Attention of the running request.
+    """
+
+    def __init__(self, hf_model: PreTrainedModel, relay: DeviceRelay) -> None:
+        install(hf_model)
+        self.relay = relay
+        self.captures = True
+        self._graphs: dict[int, tuple[_Inputs, Recording]] = {}
+        self._pool: Any = None
+        self._captured = GraphCache(Context(()), self)
+        self._user: weakref.ref[GraphCache] | None = None
+        self._room = relay.room
+
+    def cache_for(self, context: Context) -> GraphCache | None:
+        """A cache over a context, which releases the previous one; None for unreadable blocks."""
+        if not self.relay.reads(context):
+            return None
+        if self._user is not None and (previous := self._user()) is not None:
+            previous.release()
+        self.relay.load(context)
+        cache = GraphCache(context, self)
+        self._user = weakref.ref(cache)
+        return cache
+
+    def run(self, forward: Forward, cache: GraphCache, kwargs: dict[str, Any]) -> Any:
+        """Run one forward over the cache."""
+        ids: Tensor = kwargs["input_ids"]
+        tokens = ids.shape[1]
+        width = _captured_tokens(tokens)
+        is_captured = self.captures and width <= MOST_TOKENS and _is_plain(kwargs, tokens)
+        self.begin(width if is_captured else tokens)
+        out = self._replayed(forward, cache, ids, width) if is_captured else None
+        if out is None:
+            out = forward(**kwargs)
+        self.relay.tail_tokens += tokens
+        return out
+
+    def begin(self, tokens: int) -> None:
+        """Prepare new tokens."""
+        self.relay.begin(tokens)
+        if self.relay.room != self._room:  # the tail has moved
+            self._graphs.clear()
+            self._room = self.relay.room
+
+    def _replayed(self, forward: Forward, cache: GraphCache, ids: Tensor, width: int) -> Any:
+        """The forward's output from a graph; None if the forward cannot be captured."""
+        start = cache.get_seq_length()
+        if width in self._graphs:
+            inputs, recording = self._graphs[width]
+            inputs.fill(ids, start)
+            recording.replay()
+        else:
+            inputs = _Inputs(width, self.relay.device)
+            inputs.fill(ids, start)
+            arguments = inputs.arguments(self._captured)
+            if self._pool is None and self.relay.device.type == "cuda":
+                self._pool = torch.cuda.graph_pool_handle()
+            try:
+                recording = record(
+                    lambda: forward(**arguments).logits, self.relay.device, self._pool
+                )
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:  # such as a forward that waits for the device
+                self.captures = False
+                _logger.warning("Each kernel is launched, because a CUDA graph failed: %s", error)
+                return None
+            self._graphs[width] = inputs, recording
+        return CausalLMOutputWithPast(logits=recording.result.clone(), past_key_values=cache)
+
+
+class _SlotLayer(DynamicLayer):
+    """Layer whose tail lies in the relay's buffers. Its length includes the context."""
+
+    def __init__(self, relay: DeviceRelay, index: int, prefix_tokens: int) -> None:
+        super().__init__()
+        self._relay, self._index, self._prefix_tokens = relay, index, prefix_tokens
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> Any:
+        self._relay.write(self._index, key_states, value_states)
+        return key_states, value_states
+
+    def get_seq_length(self) -> int:
+        return self._prefix_tokens + self._relay.tail_tokens
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._relay.tail_tokens + query_length, self._prefix_tokens
+
+
+class GraphCache(ContextCache):
+    """Cache of one request over a ``GraphRunner``."""
+
+    def __init__(self, context: Context, runner: GraphRunner) -> None:
+        super().__init__()
+        self.context = context  # keeps the blocks alive
+        self.runner: GraphRunner | None = runner
+        self.attention = relay = runner.relay
+        layers = range(len(relay.layouts))
+        self.layers = [_SlotLayer(relay, index, context.num_tokens) for index in layers]
+
+    def release(self) -> None:
+        """Continue without the runner: with relay attention, in forwards of any kind."""
+        if self.runner is None:
+            return
+        relay, self.runner = self.runner.relay, None
+        states = _tail_of(relay, relay.tail_tokens)
+        plain = RelayCache(RelayPlan([self.context], relay.layouts, relay.device))
+        self.attention, self.layers = plain.attention, plain.layers
+        if relay.tail_tokens:
+            self.append(states, relay.tail_tokens)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.release()
+        super().batch_repeat_interleave(repeats)
+
+    def append(self, states: States, tokens: int) -> None:
+        if self.runner is not None:
+            self.runner.begin(tokens)
+        super().append(states, tokens)
+        if self.runner is not None:
+            self.runner.relay.tail_tokens += tokens
+
+    def tail_states(self, tokens: int) -> States | None:
+        if self.runner is None:
+            return super().tail_states(tokens)
+        return _tail_of(self.runner.relay, tokens)
+
+
+def _tail_of(relay: DeviceRelay, tokens: int) -> States:
+    """Copies of the last ``tokens`` tokens of a tail."""
+    states = map(relay.states, range(len(relay.layouts)))
+    return [
+        (keys[:, :, -tokens:].clone(), values[:, :, -tokens:].clone()) for keys, values in states
+    ]
+
+
+def _captured_tokens(tokens: int) -> int:
+    """Number of tokens of the captured forward that runs ``tokens`` tokens."""
+    return 1 if tokens == 1 else max(_LEAST_TOKENS, 1 << (tokens - 1).bit_length())
+
+
+def _is_plain(kwargs: dict[str, Any], tokens: int) -> bool:
+    """Whether a forward returns no more than the logits after its last token."""
+    others = [name for name, value in kwargs.items() if name not in _ARGUMENTS and value]
+    keep = kwargs.get("logits_to_keep", 0)
+    return not others and (tokens == 1 or (isinstance(keep, int) and keep == 1))
+
+
+class _Forward:
+    """``forward`` of a model that leaves forwards over a ``GraphCache`` to its runner.
+
+    An object instead of a closure, because copies of the model need one of their own.
+    """
+
+    def __init__(self, hf_model: PreTrainedModel) -> None:
+        self._hf_model = hf_model
+        self.__signature__ = inspect.signature(hf_model.forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        forward = type(self._hf_model).forward
+        cache = kwargs.get("past_key_values")
+        if isinstance(cache, GraphCache) and (torch.is_grad_enabled() or args):
+            cache.release()
+        if not isinstance(cache, GraphCache) or cache.runner is None:
+            return forward(self._hf_model, *args, **kwargs)
+        return cache.runner.run(lambda **own: forward(self._hf_model, **own), cache, kwargs)
+
+
+def install(hf_model: PreTrainedModel) -> None:
+    """Make forwards over a ``GraphCache`` run by its runner."""
+    if not isinstance(hf_model.forward, _Forward):
+        vars(hf_model)["forward"] = _Forward(hf_model)
