@@ -33,6 +33,7 @@ test-recipes: $(VENV)/.test  ## the tests of how the bundled model was made
 
 test-vllm: $(VLLM_VENV)/.test  ## the connector in vLLM on a CPU, in an environment of its own
 	$(OFFLINE) $(VLLM_VENV)/bin/python -m pytest -c tests_vllm/pytest.ini --rootdir . tests_vllm --durations=20 $(PYTEST)
+	$(OFFLINE) TRITON_INTERPRET=1 $(VLLM_VENV)/bin/python -m pytest -c tests_vllm/pytest.ini --rootdir . tests_vllm/triton
 
 test-vllm-all: test-vllm $(NEWER_VLLM_VENV)/.test  ## the same, and with the Python code of a newer vLLM
 	$(OFFLINE) $(NEWER_VLLM_VENV)/bin/python -m pytest -c tests_vllm/pytest.ini --rootdir . tests_vllm --durations=20 $(PYTEST)

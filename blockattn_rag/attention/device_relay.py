@@ -164,7 +164,7 @@ class DeviceRelay:
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Any
     ) -> Tensor:
         """See ``RelayPlan.attend``. Keys and values of the tail are those that were written."""
-        from blockattn_rag.attention.relay_kernel import attend_blocks
+        from blockattn_rag.attention.relay_kernel import attend_blocks  # needs Triton
 
         layout = self._layouts[layer]
         output = attend_blocks(
@@ -178,6 +178,7 @@ class DeviceRelay:
             kv_heads=self.kv_heads,
             rotary_dim=layout.rotary_dim,
             interleaved=layout.pairing == "interleaved",
+            chunk_tokens=CHUNK_TOKENS,
             programs=self._programs,
         )
         return output.transpose(0, 1)[None]

@@ -15,8 +15,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from blockattn_rag.attention.device_relay import CHUNK_TOKENS
-
 _ROWS, _KEYS = 64, 64
 _LOG2_E = 1.4426950408889634
 
@@ -33,6 +31,7 @@ def attend_blocks(
     kv_heads: int,
     rotary_dim: int,
     interleaved: bool,
+    chunk_tokens: int,
     programs: int,
 ) -> Tensor:
     """Attention of new tokens to stored blocks, to the tail, and causally to each other.
@@ -44,7 +43,7 @@ def attend_blocks(
         block_tokens: Tokens of each block's tensors, int32 ``[blocks]``.
         angles: cos and sin that rotate queries back by each block's shift, float32
             ``[2, blocks, rotary_dim]``.
-        chunks: Block, first token and number of tokens (at most ``CHUNK_TOKENS``) of each chunk of
+        chunks: Block, first token and number of tokens (at most ``chunk_tokens``) of each chunk of
             the context, int32 ``[chunks, 3]``.
         counts: Number of chunks, and of tail tokens before the new ones, int32 ``[2]``. The tail
             contains the new tokens' keys and values already.
@@ -69,7 +68,7 @@ def attend_blocks(
         scale * _LOG2_E, query.stride(0), query.stride(1), tokens, pointers.shape[1],
         chunks.shape[0],
         heads // kv_heads, splits, size, columns, rotary_dim, interleaved,
-        CHUNK_TOKENS, max(16, min(_ROWS, triton.next_power_of_2(rows))), _KEYS,
+        chunk_tokens, max(16, min(_ROWS, triton.next_power_of_2(rows))), _KEYS,
         num_warps=4, num_stages=2,
     )  # fmt: skip
     merged = torch.empty(tokens, heads, size, dtype=query.dtype, device=query.device)
@@ -118,9 +117,9 @@ def _attend_chunks(  # type: ignore[no-untyped-def]
         length = tl.where(is_tail, left, tl.load(entry + 2))
         # Index of the last visible key of each row.
         last = tl.where(is_tail, before + token - start, length - 1)
-        keys = tl.multiple_of(tl.load(pointers + block), 16).to(tl.pointer_type(kind))
-        values = tl.multiple_of(tl.load(pointers + num_blocks + block), 16)
-        values = values.to(tl.pointer_type(kind))
+        keys = tl.load(pointers + block).to(tl.pointer_type(kind))
+        values = tl.load(pointers + num_blocks + block).to(tl.pointer_type(kind))
+        keys, values = tl.multiple_of(keys, 16), tl.multiple_of(values, 16)
         first = (kv_head * tl.load(block_tokens + block).to(tl.int64) + start) * size
         angle = block * rotary + column
         cos = tl.load(angles + angle, rotates, 1.0)

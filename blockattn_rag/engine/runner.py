@@ -125,13 +125,14 @@ class Runner:
         self, prompt: BlockPrompt, answer_ids: Sequence[int], options: GenerateOptions
     ) -> Tensor:
         """Logits at each token of a given answer; see ``BlockModel.answer_logits``."""
-        context_ids, final_ids, context, limit, *_ = self.prepare(prompt, options)
+        prepared = self.prepare(prompt, options)
+        context_ids, final_ids, _, limit, *_ = prepared
         if limit < len(answer_ids):
             raise ContextOverflowError(
                 f"prompt and answer do not fit in the model's {self._model.max_context_tokens} "
                 f"tokens: there is room for {limit} of {len(answer_ids)} answer tokens"
             )
-        cache = self._cache([context], len(final_ids) + len(answer_ids) - 1)
+        cache = self._cache([prepared], len(final_ids) + len(answer_ids) - 1)
         return self._model.answer_logits(context_ids, final_ids, answer_ids, cache)
 
     # -- answering ---------------------------------------------------------------------------
@@ -183,7 +184,7 @@ class Runner:
             start = self._tails.begin(prepared, answer.options)
             answer.prepared = prepared.after(start.tokens)
             with _assembling([answer]):
-                cache = self._cache([prepared.context], len(prepared.final_ids) - start.tokens)
+                cache = self._cache([prepared], len(prepared.final_ids) - start.tokens)
                 if cache is None and start.base is not None:
                     cache = empty_cache(self._model.config)
                 if cache is not None:
@@ -215,7 +216,7 @@ class Runner:
             prompts = [one.prepared for one in answers]
             with _assembling(answers):
                 longest = max(len(one.final_ids) for one in prompts)
-                cache = self._cache([one.context for one in prompts], longest)
+                cache = self._cache(prompts, longest)
             return self._model.generate_batch(
                 [(one.context_ids, one.final_ids) for one in prompts],
                 sampling,
@@ -226,13 +227,16 @@ class Runner:
                 on_failure=lambda place, error: answers[place].request.fail(error),
             )
 
-    def _cache(self, contexts: Sequence[Context], final_tokens: int) -> Any:
+    def _cache(self, prompts: Sequence[Prepared], final_tokens: int) -> Any:
         """Assemble the KV cache of prompts' contexts, for final blocks of up to ``final_tokens``.
 
         Returns:
-            None if there are no blocks. The model then creates its own cache.
+            None if the model creates its own cache: in full mode, and for prompts without blocks.
         """
-        if not any(context.blocks for context in contexts):
+        contexts = [one.context for one in prompts]
+        if not any(context.blocks for context in contexts) and (
+            any(one.context_ids for one in prompts) or self._model.graph_runner is None
+        ):
             return None
         assembly = self._model.choose_assembly(self._assembly, final_tokens, len(contexts))
         return self._model.cache_for(*contexts, assembly=assembly)

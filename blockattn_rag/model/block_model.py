@@ -89,7 +89,7 @@ class BlockModel:
         A loaded model is also accepted and used unchanged. It requires ``tokenizer``.
         """
         if tokenizer is None and not isinstance(model, (str, Path)):
-            raise ValueError("found a loaded model without its tokenizer; pass tokenizer=...")
+            raise ValueError("Found a loaded model without its tokenizer; pass tokenizer=...")
         tokenizer = model if tokenizer is None else tokenizer
         if isinstance(tokenizer, (str, Path)):
             tokenizer = loading.load_tokenizer(tokenizer)
@@ -172,11 +172,8 @@ class BlockModel:
 
     @property
     def batch_tokens(self) -> int:
-        """Default size of an encoding batch in tokens, including padding.
-
-        Large enough for efficient matrix products: measured by ``benchmarks/efficiency.py`` on the
-        CPU, estimated for accelerators.
-        """
+        """Default size of an encoding batch in tokens, including padding: large enough for
+        efficient matrix products (``benchmarks/efficiency.py``; estimated for accelerators)."""
         return 2048 if self.device.type == "cpu" else 16384
 
     @property
@@ -240,17 +237,16 @@ class BlockModel:
     @cached_property
     def has_causal_kernel(self) -> bool:
         """Whether a GPU's flash kernel attends exactly to copied contexts, as measured."""
+        probe = relay_attention.causal_is_exact
         with self.lock:
-            return self.supports_relay and relay_attention.causal_is_exact(
-                self.hf_model, self.profile
-            )
+            return self.supports_relay and probe(self.hf_model, self.profile)
 
     @cached_property
     def graph_runner(self) -> GraphRunner | None:
         """Runner of single requests, where a GPU runs them exactly, as measured."""
+        if self.device.type != "cuda" or not self.supports_relay:
+            return None
         with self.lock:
-            if not self.supports_relay:
-                return None
             return relay_attention.graph_runner(self.hf_model, self.profile)
 
     def choose_assembly(
@@ -277,23 +273,23 @@ class BlockModel:
     def cache_for(
         self, *contexts: Context, assembly: Literal["relay", "copy"] = "copy"
     ) -> DynamicCache | None:
-        """A transformers cache with one context per row, ready for the final blocks.
+        """A transformers cache with one context per row, padded on the left on the copy path.
 
-        The copy path pads shorter contexts on the left. None if all contexts are empty.
+        None if all contexts are empty, unless the ``graph_runner`` runs the final block.
         """
-        if not any(context.num_tokens for context in contexts):
+        runner = self.graph_runner if assembly == "relay" and len(contexts) == 1 else None
+        cache: Any = runner and runner.cache_for(*contexts)
+        if cache is None and not any(context.num_tokens for context in contexts):
             return None
-        if assembly == "relay":
+        if cache is None and assembly == "relay":
+            cache = RelayCache(RelayPlan(contexts, self.profile.layouts, self.device))
+        elif cache is None:
+            cache = copied_cache(self.hf_model.config, contexts, self.profile.layouts)
+            if len(contexts) == 1 and self.has_causal_kernel:
+                cache.attention = relay_attention.CausalAttention()
+        if cache.attention is not None:
             # Enabled again, because other code may have changed the model's attention.
             relay_attention.enable_relay(self.hf_model)
-            runner = self.graph_runner if len(contexts) == 1 else None
-            if runner is not None and (cache := runner.cache_for(*contexts)) is not None:
-                return cache
-            return RelayCache(RelayPlan(contexts, self.profile.layouts, self.device))
-        cache = copied_cache(self.hf_model.config, contexts, self.profile.layouts)
-        if len(contexts) == 1 and self.has_causal_kernel:
-            relay_attention.enable_relay(self.hf_model)
-            cache.attention = relay_attention.CausalAttention()
         return cache
 
     @contextmanager
@@ -372,11 +368,8 @@ class BlockModel:
             )
 
     def batches_exactly(self, sampling: Sampling) -> bool:
-        """Whether prompts of different lengths get the same answers in a batch as alone.
-
-        False for sliding windows, because padding between context and final block would count as
-        part of the window.
-        """
+        """Whether prompts of different lengths get the same answers in a batch as alone. False for
+        sliding windows, whose tokens would include padding between context and final block."""
         has_windows = any(window is not None for window in self.profile.windows)
         return not has_windows and decoding.batches_exactly(self.hf_model, sampling)
 
@@ -396,16 +389,12 @@ class BlockModel:
         answer_ids: Sequence[int],
         cache: DynamicCache | None = None,
     ) -> Tensor:
-        """Logits that predict each token of a given answer, ``[answer tokens, vocab]``.
-
-        ``cache`` contains the KV of ``context_ids`` (block mode). None: compute all tokens (full
-        mode).
-        """
+        """Logits that predict each token of a given answer, ``[answer tokens, vocab]``. ``cache``:
+        see ``generate``."""
         given = [*([] if cache is not None else context_ids), *final_ids, *answer_ids[:-1]]
+        ids, answers = torch.tensor([given]), len(answer_ids)
         with self.lock:
-            return relay_attention.last_logits(
-                self.hf_model, torch.tensor([given]), cache, len(answer_ids)
-            )
+            return relay_attention.last_logits(self.hf_model, ids, cache, answers)
 
     def next_logits(self, ids: Tensor, cache: DynamicCache | None = None) -> Tensor:
         """Logits ``[vocab]`` after ``ids`` ``[1, n]``, which follow the tokens in ``cache``."""

@@ -169,14 +169,12 @@ def graph_runner(hf_model: PreTrainedModel, profile: AttentionProfile) -> GraphR
     Only for models for which relay is exact. None without a GPU of 16-bit matrix units and Triton,
     or if the kernel fails.
     """
-    outlines = {tuple(states) for layer in profile.layer_outlines for states in layer}
-    device = hf_model.device
-    if len(outlines) > 1 or not takes_flash(device, hf_model.dtype, next(iter(outlines))[1]):
+    outlines = {states for layer in profile.layer_outlines for states in layer}
+    outline, device = outlines.pop(), hf_model.device
+    if outlines or not takes_flash(device, outline.dtype, outline.size):
         return None
     programs = 2 * torch.cuda.get_device_properties(device).multi_processor_count
-    runner = GraphRunner(
-        hf_model, DeviceRelay(profile.layouts, *outlines, device=device, programs=programs)
-    )
+    runner = GraphRunner(hf_model, DeviceRelay(profile.layouts, outline, device, programs))
     context, final = _probe(hf_model, profile, longest=300)
     try:
         # The second time, the graphs that the first one captured are replayed.

@@ -1,35 +1,21 @@
-"""The Triton kernel that rotates keys, run by Triton's interpreter, against PyTorch's operations.
-
-It is tested here, because vLLM installs Triton.
-"""
+"""The Triton kernel that rotates keys, against PyTorch's operations."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
 from blockattn_rag.kv.rope import RotaryLayout, rotate
-
-
-@pytest.fixture
-def rotate_fused(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.delitem(sys.modules, "blockattn_rag.kv.rotation", raising=False)
-    from blockattn_rag.kv.rotation import rotate_fused
-
-    yield rotate_fused
-    sys.modules.pop("blockattn_rag.kv.rotation")  # not for later tests
+from blockattn_rag.kv.rotation import rotate_fused
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("pairing", ["half", "interleaved"])
 @pytest.mark.parametrize(("size", "rotary"), [(64, 64), (80, 80), (96, 48), (128, 128)])
 def test_rotates_as_pytorch_does_and_leaves_the_room_alone(
-    rotate_fused: Any, dtype: torch.dtype, pairing: Any, size: int, rotary: int
+    dtype: torch.dtype, pairing: Any, size: int, rotary: int
 ) -> None:
     tokens, room = 37, 13
     layout = RotaryLayout(10_000.0 ** (-torch.arange(0, rotary, 2) / rotary), pairing)
@@ -43,7 +29,7 @@ def test_rotates_as_pytorch_does_and_leaves_the_room_alone(
     assert (out[:, tokens:] == 7).all()
 
 
-def test_rounds_to_the_dtype_of_the_result(rotate_fused: Any) -> None:
+def test_rounds_to_the_dtype_of_the_result() -> None:
     layout = RotaryLayout(torch.ones(8), "half")
     keys = torch.randn(1, 5, 16)
     cos, sin = layout.cos_sin(torch.arange(5), keys.device)

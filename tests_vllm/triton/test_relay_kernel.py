@@ -1,0 +1,299 @@
+"""Relay attention in one kernel, and its graphs.
+
+The interpreter reads bfloat16 through stored addresses incorrectly, so that tests use float16.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from blockattn_rag.attention import device_relay
+from blockattn_rag.attention.device_relay import DeviceRelay
+from blockattn_rag.kv.block_kv import BlockKV
+from blockattn_rag.kv.context import Context, place
+from blockattn_rag.kv.rope import RotaryLayout, relative_error, rotate
+from blockattn_rag.model import BlockModel, graphs
+from blockattn_rag.model.encoding import EncodeRequest, encode_batch
+from blockattn_rag.model.probe import LOGITS
+from blockattn_rag.model.relay_attention import enable_relay
+from blockattn_rag.model.sampling import Sampling
+
+HALF = torch.float16
+CPU = torch.device("cpu")
+VOCABULARY = 64
+ROUNDING = 2e-3
+"""Largest relative error of float16 results."""
+
+
+def random(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(HALF)
+
+
+def block(heads: int, tokens: int, size: int, seed: int) -> BlockKV:
+    keys, values = random(heads, tokens, size, seed=seed), random(heads, tokens, size, seed=-seed)
+    return BlockKV((keys,), (values,), torch.arange(tokens), "model", str(seed), "")
+
+
+def expected_attention(
+    query: Tensor, context: Context, tail: tuple[Tensor, Tensor], layout: RotaryLayout
+) -> Tensor:
+    """Attention over copied and rotated blocks, in float64."""
+    keys, values = [], []
+    for kv, _, shift in context.blocks:
+        cos, sin = layout.cos_sin(shift, CPU)
+        moved = kv.keys[0].double()
+        keys.append(rotate(moved, cos.double(), sin.double(), layout) if shift else moved)
+        values.append(kv.values[0].double())
+    group = query.shape[1] // tail[0].shape[1]
+    key, value = (
+        torch.cat([*states, own[0].double()], dim=1).repeat_interleave(group, dim=0)
+        for states, own in ((keys, tail[0]), (values, tail[1]))
+    )
+    rows, columns = query.shape[2], key.shape[1]
+    seen = torch.ones(rows, columns, dtype=torch.bool).tril(columns - rows)
+    scores = query[0].double() @ key.mT / math.sqrt(query.shape[3])
+    return scores.masked_fill(~seen, -math.inf).softmax(dim=-1) @ value
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size", "rotary", "pairing"),
+    [
+        (4, 2, 64, 64, "half"),
+        (3, 1, 80, 80, "interleaved"),
+        (2, 2, 96, 48, "half"),
+        (2, 1, 32, 16, "interleaved"),
+        (4, 2, 32, 0, "half"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("blocks", "before", "tokens"),
+    [([], 0, 3), ([1], 0, 1), ([5, 300, 1, 64], 7, 40), ([257], 260, 1)],
+)
+def test_attention_equals_that_over_rotated_copies(
+    heads: int,
+    kv_heads: int,
+    size: int,
+    rotary: int,
+    pairing: Any,
+    blocks: list[int],
+    before: int,
+    tokens: int,
+) -> None:
+    layout = RotaryLayout(100.0 ** (-torch.arange(0, rotary, 2) / max(rotary, 1)), pairing)
+    relay = DeviceRelay([layout], (kv_heads, size, HALF), CPU, programs=8)
+    context = place([block(kv_heads, n, size, seed) for seed, n in enumerate(blocks, start=1)])
+    assert relay.reads(context)
+    relay.load(context)
+    tail = tuple(random(1, kv_heads, before + tokens, size, seed=s) for s in (91, 92))
+    for start, end in ((0, before), (before, before + tokens)):
+        if start < end:
+            relay.begin(end - start)
+            relay.write(0, *(states[:, :, start:end] for states in tail))
+            relay.tail_tokens += end - start
+    relay.tail_tokens = before
+    relay.begin(tokens)
+    query = random(1, heads, tokens, size, seed=93)
+    found = relay.attend(0, query, *tail, 1 / math.sqrt(size), None)
+    expected = expected_attention(query, context, (tail[0], tail[1]), layout)
+    assert found.dtype == HALF
+    assert relative_error(found[0].double(), expected) <= ROUNDING
+
+
+def test_unreadable_blocks_are_refused() -> None:
+    layout = RotaryLayout(torch.ones(8), "half")
+    relay = DeviceRelay([layout], (2, 16, HALF), CPU, programs=4)
+    kv = block(2, 5, 16, seed=1)
+    assert relay.reads(place([kv]))
+    transposed = random(2, 16, 5, seed=1).mT
+    others = [
+        BlockKV((kv.keys[0].float(),), kv.values, kv.token_ids, "", "", ""),
+        BlockKV((transposed,), kv.values, kv.token_ids, "", "", ""),
+        BlockKV((random(2, 6, 16, seed=1)[:, 1:],), kv.values, kv.token_ids, "", "", ""),
+        kv.quantised(),
+    ]
+    assert [relay.reads(place([kv, other])) for other in others] == [False] * 4
+    assert not relay.reads(place([kv] * 2048))
+
+
+# -- in a model ------------------------------------------------------------------------------------
+
+
+def recorded(compute: Callable[[], Tensor], device: torch.device, pool: Any) -> graphs.Recording:
+    """Stand-in for a CUDA graph: computes again from the same tensors."""
+    result = compute().clone()
+    return graphs.Recording(lambda: result.copy_(compute()), result)
+
+
+@pytest.fixture
+def model(monkeypatch: pytest.MonkeyPatch, tokenizer: Any) -> BlockModel:
+    """A Llama in float16 that answers single requests by the runner."""
+    monkeypatch.setattr(graphs, "record", recorded)
+    monkeypatch.setattr(device_relay, "TAIL_TOKENS", 48)
+    make: Any = LlamaConfig
+    config = make(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=8192,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    factory: Any = AutoModelForCausalLM
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(0)
+        hf_model = factory.from_config(config, dtype=HALF).eval()
+        for parameter in hf_model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(4)  # attention is far from uniform
+    model = BlockModel(hf_model, tokenizer, pack_weights=False)
+    assert model.supports_relay
+    enable_relay(hf_model)
+    outline = model.profile.layer_outlines[0][0]
+    relay = DeviceRelay(model.profile.layouts, outline, CPU, programs=4)
+    vars(model)["graph_runner"] = graphs.GraphRunner(hf_model, relay)
+    return model
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    from blockattn_rag.lab.efficiency.shapes import counting_tokenizer
+
+    return counting_tokenizer(VOCABULARY)
+
+
+def ids(count: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(1, VOCABULARY, (count,), generator=generator).tolist()
+
+
+def context_of(model: BlockModel, *lengths: int) -> Context:
+    requests = [EncodeRequest(ids(n, seed), str(seed), "") for seed, n in enumerate(lengths)]
+    return place(encode_batch(model.hf_model, requests, "", model.profile.layouts))
+
+
+def close(found: Tensor, expected: Tensor) -> bool:
+    return relative_error(found.float(), expected.float()) <= LOGITS[HALF]
+
+
+@pytest.mark.parametrize("lengths", [(5, 300, 40), (7,), (33, 1, 1, 64)])
+def test_graphs_of_any_context_equal_copies(model: BlockModel, lengths: tuple[int, ...]) -> None:
+    for seed, tokens in enumerate((9, 20, 12)):  # 12 replays the graph of 9
+        context = context_of(model, *lengths)
+        found, expected = (
+            model.cache_for(context, assembly=assembly) for assembly in ("relay", "copy")
+        )
+        assert isinstance(found, graphs.GraphCache)
+        for step in (ids(tokens, seed), [3], [5]):
+            new = torch.tensor([step])
+            assert close(model.next_logits(new, found), model.next_logits(new, expected))
+
+
+def test_answers_equal_those_over_copies(model: BlockModel) -> None:
+    for seed in range(2):
+        context = context_of(model, 20 + seed, 30, 1)
+        for extra in ({}, {"num_beams": 3}, {"output_scores": True}):
+            sampling = Sampling(max_new_tokens=6, extra=extra)
+            answers = [
+                model.generate(
+                    context.token_ids,
+                    ids(11, seed),
+                    sampling,
+                    cache=model.cache_for(context, assembly=assembly),
+                )
+                for assembly in ("relay", "copy")
+            ]
+            assert answers[0] == answers[1]
+
+
+def test_the_tail_grows_and_graphs_are_captured_again(
+    monkeypatch: pytest.MonkeyPatch, model: BlockModel
+) -> None:
+    context = context_of(model, 12)
+    found, expected = (model.cache_for(context, assembly=a) for a in ("relay", "copy"))
+    runner: Any = model.graph_runner
+    room = runner.relay.room
+    first = torch.tensor([ids(16, 1)])
+    assert close(model.next_logits(first, found), model.next_logits(first, expected))
+    more = torch.tensor([ids(room - 8, 2)])
+    assert close(model.next_logits(more, found), model.next_logits(more, expected))
+    assert runner.relay.room > room
+    for _ in range(2):
+        assert close(model.next_logits(first, found), model.next_logits(first, expected))
+
+
+def test_a_second_cache_leaves_the_first_one_right(model: BlockModel) -> None:
+    contexts = context_of(model, 12, 9), context_of(model, 30)
+    question, more = torch.tensor([ids(6, 1)]), torch.tensor([[4]])
+    caches = [model.cache_for(context, assembly="relay") for context in contexts[:1]]
+    model.next_logits(question, caches[0])
+    caches.append(model.cache_for(contexts[1], assembly="relay"))
+    model.next_logits(question, caches[1])
+    for context, cache in zip(contexts, caches, strict=True):
+        copied = model.cache_for(context, assembly="copy")
+        model.next_logits(question, copied)
+        assert close(model.next_logits(more, cache), model.next_logits(more, copied))
+
+
+def test_states_move_to_and_from_the_tail(model: BlockModel) -> None:
+    context = context_of(model, 12, 9)
+    whole: Any = model.cache_for(context, assembly="relay")
+    model.next_logits(torch.tensor([ids(8, 1)]), whole)
+    states = whole.tail_states(8)
+    again: Any = model.cache_for(context, assembly="relay")
+    again.append(states, 5)
+    rest = torch.tensor([ids(8, 1)[5:]])
+    copied = model.cache_for(context, assembly="copy")
+    expected = model.next_logits(torch.tensor([ids(8, 1)]), copied)
+    assert close(model.next_logits(rest, again), expected)
+    assert all(states.shape[2] == 8 for layer in whole.tail_states(8) for states in layer)
+
+
+def test_a_forward_that_cannot_be_captured_is_launched(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, model: BlockModel
+) -> None:
+    def failing(*_: Any) -> graphs.Recording:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(graphs, "record", failing)
+    context, question = context_of(model, 12, 9), torch.tensor([ids(6, 1)])
+    with caplog.at_level(logging.WARNING, "blockattn_rag"):
+        found = model.next_logits(question, model.cache_for(context, assembly="relay"))
+    assert close(found, model.next_logits(question, model.cache_for(context, assembly="copy")))
+    assert "not permitted when stream is capturing" in caplog.text
+
+
+def test_gradients_leave_the_runner(model: BlockModel) -> None:
+    context = context_of(model, 12, 9)
+    cache: Any = model.cache_for(context, assembly="relay")
+    question = torch.tensor([ids(6, 1)])
+    with torch.enable_grad():
+        out = model.hf_model(input_ids=question, past_key_values=cache, use_cache=True)
+    assert cache.runner is None
+    assert out.logits.requires_grad
+    expected = model.next_logits(question, model.cache_for(context, assembly="copy"))
+    assert close(out.logits[0, -1].detach(), expected)
+
+
+def test_a_copy_of_the_model_has_a_forward_of_its_own(model: BlockModel) -> None:
+    other = copy.deepcopy(model.hf_model)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    question = torch.tensor([ids(6, 1)])
+    with torch.inference_mode():
+        assert not other(input_ids=question).logits.any()
+        assert model.hf_model(input_ids=question).logits.any()
