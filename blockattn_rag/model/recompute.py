@@ -64,7 +64,7 @@ class _MeasuredAttention:
         step = max(1, _MOST_SCORES // (heads * keys.shape[-1]))
         for start in range(0, tokens, step):
             end = min(start + step, tokens)
-            folded, _ = fold_heads(query[:, :, start:end].float(), None, key.shape[1])
+            folded = fold_heads(query[:, :, start:end].float(), None, key.shape[1])[0]
             scores = (folded @ keys[..., : before + end] * scale).unflatten(2, (-1, end - start))
             scores[..., before:].masked_fill_(places[start:end, None] < places[:end], -math.inf)
             weights = scores.softmax(-1).flatten(2, 3)

@@ -38,7 +38,10 @@ def context_of(model: BlockModel, blocks: Sequence[list[int]] = CONTEXT) -> Any:
     return place([found[str(number)] for number in range(len(blocks))])
 
 
-class Work(TorchDispatchMode):
+_Mode: Any = TorchDispatchMode
+
+
+class Work(_Mode):
     """Records the largest tensor of the operations within, in elements, and the number of scores
     that fused attention computes."""
 
@@ -154,8 +157,8 @@ def test_cost_grows_no_faster_than_in_full_mode() -> None:
     tokens, passage = 3000, 200
     hf_model = tiny_model("llama")
     model = BlockModel(hf_model, tiny_tokenizer())
-    rows = torch.arange(tokens).remainder(250).split(passage)
-    context = context_of(model, [row.tolist() for row in rows])
+    rows = torch.arange(tokens).remainder(250).reshape(-1, passage).tolist()
+    context = context_of(model, rows)
     with Work() as work:
         recompute(model, context, [True] * len(rows), FINAL, 1.0)
     # Of all scores of all layers and heads, full mode needs half.
