@@ -1,10 +1,12 @@
-"""Measure two rates for which ``blockattn-rag bench`` has no command.
+"""Measure rates and times for which ``blockattn-rag bench`` has no command.
 
     python benchmarks/efficiency.py shared --batch-sizes 32 --lengths 2048 --repeats 1
     python benchmarks/efficiency.py ingest --lengths 64,128,512
+    python benchmarks/efficiency.py recompute --lengths 1000,2000,4000,8000 --layers 4
 
 ``shared``: tokens per second of requests that share a system prompt (RelayAttention). ``ingest``:
-tokens per second of encoding blocks. The result is printed as JSON.
+tokens per second of encoding blocks. ``recompute``: time to first token by the share of the tokens
+that is recomputed. The result is printed as JSON.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import typer
 from torch import Tensor
 from transformers import DynamicCache
 
-from blockattn_rag import BlockAttentionEngine, BlockModel, MemoryStore
+from blockattn_rag import BlockAttentionEngine, BlockModel, MemoryStore, Recipe
 from blockattn_rag.app.cli.output import size as bytes_of
 from blockattn_rag.lab.efficiency import machine
 from blockattn_rag.lab.efficiency.measure import (
@@ -44,7 +46,8 @@ from blockattn_rag.lab.efficiency.shapes import (
 from blockattn_rag.model import EncodeRequest
 from blockattn_rag.prompts import BlockPrompt
 
-Measured = Literal["shared", "ingest"]
+Measured = Literal["shared", "ingest", "recompute"]
+SHARES = (0.0, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0)
 
 
 def measure_shared(
@@ -185,6 +188,48 @@ def measure_ingest(
     return rows
 
 
+def measure_recompute(
+    engine: BlockAttentionEngine,
+    lengths: Sequence[int],
+    *,
+    shares: Sequence[float] = SHARES,
+    block_tokens: int = 500,
+    question_tokens: int = 50,
+    repeats: int = 3,
+    on_progress: OnProgress | None = None,
+) -> list[dict[str, Any]]:
+    """Measure the time to first token with recomputation, and in full mode, in turns.
+
+    Args:
+        engine: See ``measure_ttft``. The model must support relay.
+        lengths: Context lengths in tokens, without the question.
+        shares: Shares of the tokens to recompute. 0 is block mode.
+        block_tokens, question_tokens, repeats, on_progress: See ``measure_ttft``.
+
+    Returns:
+        One row for each length: ``length``, ``full_s``, and ``over_full`` with the quotient of the
+        times by share.
+    """
+    check_sizes(question_tokens=question_tokens, length=min(lengths, default=0))
+    turns = Turns(repeats, len(lengths), on_progress)
+    rows = []
+    for length in lengths:
+        prompt = random_prompt(
+            length, block_tokens, question_tokens, engine.model.config.vocab_size
+        )
+        engine.generate(prompt, max_new_tokens=1)  # stores the blocks
+
+        def ttft_s(prompt: BlockPrompt = prompt, **options: Any) -> float:
+            answer = engine.generate(prompt, max_new_tokens=1, do_sample=False, **options)
+            return answer.stats.ttft_s
+
+        ways = {str(share): partial(ttft_s, recipe=Recipe(recompute=share)) for share in shares}
+        times = turns.measure({"full": partial(ttft_s, mode="full"), **ways})
+        ratios = {way: times[f"{way}_s"] / times["full_s"] for way in ways}
+        rows.append({"length": length, "full_s": times["full_s"], "over_full": ratios})
+    return rows
+
+
 def _requests(model: BlockModel, size: int, count: int) -> list[EncodeRequest]:
     draw, vocabulary = random.Random(size), model.config.vocab_size
     lengths = [draw.randint(max(1, size // 2), size + size // 2) for _ in range(count)]
@@ -238,6 +283,13 @@ def columns(measured: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, list[
             "equation 10": ("bytes_ratio", ".1f"),
         }
         return {head: [format(r[name], form) for r in rows] for head, (name, form) in forms.items()}
+    if measured == "recompute":
+        shares = {f"{float(one):.0%}": one for one in rows[0]["over_full"]}
+        ratios = {
+            head: [f"{row['over_full'][share]:.2f}" for row in rows]
+            for head, share in shares.items()
+        }
+        return {"context": [f"{row['length']:,}" for row in rows], **ratios}
     forms = {
         "block": ("block_tokens", ","),
         "encoding": ("encode_tokens_per_s", ".0f"),
@@ -255,12 +307,16 @@ def main(
     batch_sizes: Annotated[str, typer.Option(help="Requests per batch, for shared.")] = "1,8,32",
     repeats: Annotated[int, typer.Option(help="Timed runs.")] = 3,
     dtype: Annotated[str, typer.Option(help="Type of the weights.")] = "float32",
+    layers: Annotated[int | None, typer.Option(help="Keep only so many layers.")] = None,
 ) -> None:
-    """Measure one rate, and print the result as JSON."""
+    """Measure one rate or time, and print the result as JSON."""
     # The warning about missing block fine-tuning does not matter for random weights.
     logging.getLogger("blockattn_rag").setLevel(logging.ERROR)
     sizes, batches = ([int(one) for one in text.split(",")] for text in (lengths, batch_sizes))
-    loaded = random_llama(model, max_tokens=max(sizes) + 256, dtype=dtype)
+    loaded: Any = random_llama(model, max_tokens=max(sizes) + 256, dtype=dtype)
+    if layers is not None:
+        loaded.model.layers = loaded.model.layers[:layers]
+        loaded.config.num_hidden_layers = layers
     engine: BlockAttentionEngine = BlockAttentionEngine.from_pretrained(
         loaded,
         tokenizer=counting_tokenizer(loaded.config.vocab_size),
@@ -269,10 +325,13 @@ def main(
     )
     if measured == "shared":
         rows = measure_shared(engine, batches, system_tokens=sizes, repeats=repeats)
+    elif measured == "recompute":
+        rows = measure_recompute(engine, sizes, repeats=repeats)
     else:
         rows = measure_ingest(engine.model, sizes, repeats=repeats)
     device = engine.model.device
     found = {"model": model, "dtype": dtype, "device": str(device), "repeats": repeats}
+    found["layers"] = loaded.config.num_hidden_layers
     print(json.dumps({**found, "rows": rows, "machine": machine(device)}))
 
 

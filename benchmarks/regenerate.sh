@@ -30,6 +30,7 @@ measure shared python benchmarks/efficiency.py shared --batch-sizes 32 --lengths
 bench memory memory --lengths 2048,8192
 bench memory-256 memory --block-tokens 256 --lengths 2048,8192
 measure ingest python benchmarks/efficiency.py ingest --lengths 64,128,512 --repeats 3
+measure recompute python benchmarks/efficiency.py recompute --lengths 1000,2000,4000,8000 --layers 4 --repeats 3
 bench batch batch --batch-sizes 1,2,4 --lengths 4096 --repeats 1
 if [ ${#wanted[@]} -eq 0 ] || [[ " ${wanted[*]} " == *" packing "* ]]; then
   python benchmarks/packing.py > benchmarks/results/packing.json

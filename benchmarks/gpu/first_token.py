@@ -6,6 +6,8 @@ blocks with re-encoded positions, ``relay`` attends to blocks in place, and ``fl
 the question. These cases are measured for each shape and context:
 
 * ``request``: the engine's time to first token on the host's clock, including tokenising.
+* ``recompute``: the same with a tenth of the tokens recomputed for the question (the larger shape,
+  up to 32,768 tokens), beside full mode and block mode.
 * ``forward``: placing the blocks and the forward pass of the question, timed with CUDA events.
 * ``assembly``: the copy path's part of it that joins and rotates keys and values.
 * ``decode``: the time of each token after the first.
@@ -27,11 +29,12 @@ import torch
 from harness import Campaign, Case, Ceilings, Record, elapsed_s, median_s, random_ids
 from torch import Tensor
 
+from blockattn_rag import Recipe
 from blockattn_rag.check.model import placed_context
 from blockattn_rag.kv.context import Context
 from blockattn_rag.lab.efficiency import measure_decode, measure_memory, measure_ttft
 from blockattn_rag.lab.efficiency.measure import Turns
-from blockattn_rag.lab.efficiency.shapes import prefill_flops
+from blockattn_rag.lab.efficiency.shapes import prefill_flops, random_prompt
 from blockattn_rag.model import BlockModel
 
 SHAPES: Sequence[str] = ("8b", "1b")
@@ -43,6 +46,9 @@ constant of ``blockattn_rag.attention``; these figures show whether the constant
 
 TRAFFIC: Mapping[str, int] = {"full": 0, "copy": 3, "relay": 1, "floor": 0}
 """Number of times that a path reads or writes the keys and values of the context."""
+
+RECOMPUTE = 0.1
+"""Share of the tokens that is recomputed in the case ``recompute``."""
 
 PATHS = ("full", "copy", "relay")
 REUSING = ("copy", "relay")
@@ -60,6 +66,7 @@ def cases(campaign: Campaign) -> Iterator[Case]:
             runs: dict[str, Callable[[BlockModel], Record]] = {
                 "forward": partial(forward, campaign, length=length, block=block),
                 "request": partial(request, campaign, length=length, block=block),
+                "recompute": partial(recomputed, campaign, length=length, block=block),
                 "assembly": partial(assembly, campaign, length=length, block=block),
                 "decode": partial(decode, campaign, length=length, block=block),
                 "memory": partial(memory, campaign, length=length, block=block),
@@ -70,6 +77,8 @@ def cases(campaign: Campaign) -> Iterator[Case]:
             }
             if length != max(lengths):
                 del runs["forward, reuse"]
+            if shape != shapes[0] or length == max(LENGTHS):
+                del runs["recompute"]
             if length == lengths[0]:
                 for other in others:
                     runs[f"forward, blocks of {other}"] = partial(
@@ -94,6 +103,27 @@ def request(campaign: Campaign, model: BlockModel, *, length: int, block: int) -
         repeats=repeats(campaign, length),
     )
     return row | {"block_tokens": block, "relay_over_copy": row["relay_s"] / row["copy_s"]}
+
+
+def recomputed(campaign: Campaign, model: BlockModel, *, length: int, block: int) -> Record:
+    """The case ``recompute``: ``<way>_s`` of full mode, block mode and recomputation, and
+    ``full_over_recompute``."""
+    engine = campaign.engine(model)
+    prompt = random_prompt(length, block, QUESTION_TOKENS, model.config.vocab_size)
+    engine.generate(prompt, max_new_tokens=1)  # stores the blocks
+
+    def ttft_s(**options: Any) -> float:
+        answer = engine.generate(prompt, max_new_tokens=1, do_sample=False, **options)
+        return answer.stats.ttft_s
+
+    ways = {
+        "full": partial(ttft_s, mode="full"),
+        "block": ttft_s,
+        "recompute": partial(ttft_s, recipe=Recipe(recompute=RECOMPUTE)),
+    }
+    row = Turns(repeats(campaign, length), 1).measure(ways)
+    row |= {"length": length, "block_tokens": block}
+    return row | {"full_over_recompute": row["full_s"] / row["recompute_s"]}
 
 
 def forward(

@@ -75,7 +75,8 @@ def correctness(results: Mapping[str, Record]) -> list[str]:
         dtype = case.rpartition(", ")[2]
         for row in result["rows"]:
             ratio = row["error"] / row["budget"]
-            key = dtype, row["path"] if row["recipe"] == "none" else f"{row['path']}, recipe"
+            kind = "recompute" if "recompute" in row["recipe"] else "recipe"
+            key = dtype, row["path"] if row["recipe"] == "none" else f"{row['path']}, {kind}"
             if key not in worst or ratio > worst[key][0]:
                 worst[key] = ratio, row, case
     rows = [
@@ -89,6 +90,7 @@ def correctness(results: Mapping[str, Record]) -> list[str]:
 def first_token(results: Mapping[str, Record]) -> list[str]:
     named = ("shape", "context", "block")
     heads: Sequence[str] = (*named, *PATHS, "relay / copy")
+    ways = ("full", "block", "recompute")
     lines = goals(results)
     for step, title in (
         ("request", "Time to first token as measured by a user:"),
@@ -101,6 +103,13 @@ def first_token(results: Mapping[str, Record]) -> list[str]:
             if step == "forward":
                 rows.append(("", "", "of limit", *(over(row, path) for path in PATHS), ""))
         lines += [title, "", *table(heads, rows)]
+    rows = [
+        (*what, *(duration(row[f"{way}_s"]) for way in ways), f"{row['full_over_recompute']:.1f}")
+        for what, row in cases_of(results, "recompute")
+    ]
+    if rows:
+        title = "Time to first token with a tenth of the tokens recomputed:"
+        lines += [title, "", *table((*named, *ways, "full / recompute"), rows)]
     rows = [
         (*what, duration(row["assembly_s"]), duration(row["limit_s"]))
         for what, row in cases_of(results, "assembly")

@@ -160,9 +160,9 @@ def _recomputed_error(
     all blocks but the first recomputed."""
     *context, final = blocks
     placed = placed_context(model, context, sink, recipe)
-    is_passage = [False, *[True] * (len(context) - 1)]
+    may_change = [False, *[True] * (len(context) - 1)]
     with model.lock:
-        recomputed, _ = recompute(model, placed, is_passage, final, 1.0)
+        recomputed, _ = recompute(model, placed, may_change, final, 1.0)
     return _full_error(model, blocks, recomputed)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -34,6 +35,9 @@ class Prepared(NamedTuple):
         limit: Maximum number of tokens to generate.
         stats: Statistics so far.
         fingerprint: Fingerprint of the model that the blocks belong to. Empty in full mode.
+        is_hit: Whether each context block was found.
+        may_change: Whether each context block's tokens may be recomputed for the question.
+        recomputed_tokens: Number of tokens to recompute.
     """
 
     context_ids: list[int]
@@ -42,6 +46,20 @@ class Prepared(NamedTuple):
     limit: int
     stats: ReuseStats
     fingerprint: str = ""
+    is_hit: Sequence[bool] = ()
+    may_change: Sequence[bool] = ()
+    recomputed_tokens: int = 0
+
+    def recomputed(self, context: Context, chosen: Sequence[int], seconds: float) -> Prepared:
+        """The prompt with a context in which the ``chosen`` tokens have been recomputed. Tokens of
+        blocks that were not found have been counted as computed before."""
+        reused, end = 0, 0
+        for block, is_hit in zip(self.context.blocks, self.is_hit, strict=True):
+            start, end = end, end + block.kv.num_tokens
+            if is_hit:
+                reused += bisect_left(chosen, end) - bisect_left(chosen, start)
+        stats = replace(self.after(-reused).stats, fetch_s=self.stats.fetch_s + seconds)
+        return self._replace(context=context, stats=stats)
 
     def after(self, known: int) -> Prepared:
         """The prompt with ``known`` tokens of the final block counted as reused."""
@@ -60,7 +78,7 @@ class Answer:
         self, request: PendingRequest, prompt: BlockPrompt, prepared: Prepared, model: BlockModel
     ) -> None:
         self.request = request
-        self.prepared = prepared
+        self._prepared = prepared
         self.options: GenerateOptions = request.options
         self._prompt = prompt
         self._model = model
@@ -68,6 +86,7 @@ class Answer:
 
     def restart(self) -> None:
         """Discard all tokens and start over."""
+        self.prepared = self._prepared
         hf_model, sampling = self._model.hf_model, self.options.sampling
         tokenizer = self._model.tokenizer.tokenizer
         self.clock = Clock(self.request.started)

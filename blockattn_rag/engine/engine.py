@@ -340,7 +340,8 @@ class BlockAttentionEngine:
         Up to ``batch_size`` prompts share each forward pass if batching does not change answers.
         Prompts are answered one by one for models with sliding windows, for seeded sampling, and
         for options that depend on the prompt's tokens (beam search, penalties). Batches are smaller
-        if they would compute more than ``BlockModel.batch_tokens`` tokens at once.
+        if they would compute more than ``BlockModel.batch_tokens`` tokens at once. If the recipe
+        recomputes tokens, contexts count too, because each prompt needs a copy of its own.
         """
         check_batch_size(batch_size)
         options["recipe"] = self._recipes.of_call(options.get("recipe"))  # once for all prompts

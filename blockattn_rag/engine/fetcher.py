@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
+from itertools import compress
 from typing import Literal, NamedTuple
 from weakref import WeakSet
 
@@ -38,16 +39,24 @@ class Fetched(NamedTuple):
 
     Args:
         blocks: Keys and values of the blocks that have tokens.
-        hits: Number of blocks found. Repetitions of a computed block count as hits.
-        misses: Number of blocks computed.
-        reused_tokens, computed_tokens: Number of tokens in the hits, and in the misses.
+        is_hit: Whether each block was found. Repetitions of a computed block count as found.
     """
 
     blocks: list[BlockKV]
-    hits: int
-    misses: int
-    reused_tokens: int
-    computed_tokens: int
+    is_hit: list[bool]
+
+    @property
+    def hits(self) -> int:
+        return sum(self.is_hit)
+
+    @property
+    def misses(self) -> int:
+        return len(self.blocks) - self.hits
+
+    @property
+    def reused_tokens(self) -> int:
+        """Number of tokens in the hits."""
+        return sum(kv.num_tokens for kv in compress(self.blocks, self.is_hit))
 
 
 class BlockFetcher:
@@ -143,10 +152,12 @@ class BlockFetcher:
                     found[one.name] = kv
         # A text without tokens has no KV: it is neither a hit nor a miss.
         used = [one for one in context if one.ids]
-        blocks = [found[one.name] for one in used]
-        computed = sum(len(one.ids) for one in missing)
-        reused = sum(len(one.ids) for one in used) - computed
-        return Fetched(blocks, len(used) - len(missing), len(missing), reused, computed)
+        computed = {one.name for one in missing}
+        is_hit = []
+        for one in used:
+            is_hit.append(one.name not in computed)
+            computed.discard(one.name)
+        return Fetched([found[one.name] for one in used], is_hit)
 
     def prefetch(self, blocks: Sequence[Block], *, recipe: Recipe = PLAIN) -> PrefetchStats:
         """Read passages from the store before their prompt exists.

@@ -34,7 +34,7 @@ class ReuseStats:
         reused_tokens: Prompt tokens whose KV came from the store, or from an earlier prompt with
             the same context (``engine.tails``).
         computed_tokens: Prompt tokens computed: missing blocks, the new part of the final block,
-            and tokens of passages that the recipe recomputes.
+            and tokens of passages that the recipe recomputes. Each counts once.
         generated_tokens: Tokens of the answer.
         fetch_s: Seconds to look up blocks, encode missing ones, and recompute tokens.
         assemble_s: Seconds to assemble the blocks into a KV cache.

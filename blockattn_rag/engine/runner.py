@@ -22,7 +22,7 @@ from blockattn_rag.errors import ContextOverflowError
 from blockattn_rag.kv.context import Assembly, Context, place
 from blockattn_rag.model import BlockModel
 from blockattn_rag.model.caches import empty_cache
-from blockattn_rag.model.recompute import recompute
+from blockattn_rag.model.recompute import recompute, tokens_to_recompute
 from blockattn_rag.prompts.blocks import BlockPrompt
 
 
@@ -101,14 +101,11 @@ class Runner:
         limit = self._model.room_for(prompt_tokens, options.sampling)
         fetched = self._fetcher.fetch(wanted)
         context = place(fetched.blocks, recipe.positions)
-        recomputed = 0
-        if recipe.recompute:
-            is_passage = [one.block.is_passage for one in wanted if one.ids]
-            with self._model.lock:
-                context, recomputed = recompute(
-                    self._model, context, is_passage, final_ids, recipe.recompute
-                )
-        reused = max(0, fetched.reused_tokens - recomputed)
+        # The first block already attends to everything before it, even if it has no tokens.
+        may_change = [
+            one.block.is_passage and index > 0 for index, one in enumerate(wanted) if one.ids
+        ]
+        reused = fetched.reused_tokens
         stats = ReuseStats(
             "block",
             hits=fetched.hits,
@@ -119,19 +116,46 @@ class Runner:
             int8_blocks=sum(kv.scales is not None for kv in fetched.blocks),
             recipe=str(recipe),
         )
-        return Prepared(context.token_ids, final_ids, context, limit, stats, fingerprint)
+        return Prepared(
+            context.token_ids,
+            final_ids,
+            context,
+            limit,
+            stats,
+            fingerprint,
+            fetched.is_hit,
+            may_change,
+            tokens_to_recompute(context, may_change, recipe.recompute),
+        )
+
+    def _recomputed(self, prepared: Prepared, options: GenerateOptions) -> Prepared:
+        """The prompt with the tokens recomputed that the recipe recomputes for the question. Its
+        context is a copy. The caller must hold the model's lock."""
+        if not prepared.recomputed_tokens:
+            return prepared
+        started = time.perf_counter()
+        context, chosen = recompute(
+            self._model,
+            prepared.context,
+            prepared.may_change,
+            prepared.final_ids,
+            options.recipe.recompute,
+        )
+        return prepared.recomputed(context, chosen, time.perf_counter() - started)
 
     def answer_logits(
         self, prompt: BlockPrompt, answer_ids: Sequence[int], options: GenerateOptions
     ) -> Tensor:
         """Logits at each token of a given answer; see ``BlockModel.answer_logits``."""
         prepared = self.prepare(prompt, options)
-        context_ids, final_ids, _, limit, *_ = prepared
-        if limit < len(answer_ids):
+        if prepared.limit < len(answer_ids):
             raise ContextOverflowError(
                 f"prompt and answer do not fit in the model's {self._model.max_context_tokens} "
-                f"tokens: there is room for {limit} of {len(answer_ids)} answer tokens"
+                f"tokens: there is room for {prepared.limit} of {len(answer_ids)} answer tokens"
             )
+        with self._model.lock:
+            prepared = self._recomputed(prepared, options)
+        context_ids, final_ids, *_ = prepared
         cache = self._cache([prepared], len(final_ids) + len(answer_ids) - 1)
         return self._model.answer_logits(context_ids, final_ids, answer_ids, cache)
 
@@ -139,12 +163,15 @@ class Runner:
 
     def _batches(self, answers: Sequence[Answer]) -> list[list[Answer]]:
         """Split requests into batches with equal token limits. No forward pass of a batch has more
-        tokens than ``BlockModel.batch_tokens``, unless a single request does."""
+        tokens than ``BlockModel.batch_tokens``, nor do its recomputed contexts, unless a single
+        request does."""
         batches: list[list[Answer]] = []
         widest = 0
         for answer in sorted(answers, key=lambda answer: answer.prepared.limit):
-            context_ids, final_ids, context, limit, *_ = answer.prepared
-            width = len(final_ids) + (0 if context.blocks else len(context_ids))
+            prepared = answer.prepared
+            limit, width = prepared.limit, len(prepared.final_ids)
+            if prepared.recomputed_tokens or not prepared.context.blocks:
+                width += len(prepared.context_ids)
             widest = max(widest, width)
             if (
                 not batches
@@ -177,12 +204,14 @@ class Runner:
 
     def _generate_alone(self, answers: Sequence[Answer]) -> list[list[int]]:
         (answer,) = answers
-        request, prepared, sampling = answer.request, answer.prepared, answer.options.sampling
+        request, sampling = answer.request, answer.options.sampling
         with self._model.running(sampling):
             if request.left:  # while other requests used the model
                 raise CancelledError
+            prepared = self._recomputed(answer.prepared, answer.options)
             start = self._tails.begin(prepared, answer.options)
-            answer.prepared = prepared.after(start.tokens)
+            # Only the statistics, because the answer outlives a recomputed context.
+            answer.prepared = answer.prepared._replace(stats=prepared.after(start.tokens).stats)
             with _assembling([answer]):
                 cache = self._cache([prepared], len(prepared.final_ids) - start.tokens)
                 if cache is None and start.base is not None:
@@ -213,7 +242,9 @@ class Runner:
         with self._model.running(sampling):
             if nobody_waits():  # while other requests used the model
                 raise CancelledError
-            prompts = [one.prepared for one in answers]
+            prompts = [self._recomputed(one.prepared, one.options) for one in answers]
+            for answer, prompt in zip(answers, prompts, strict=True):
+                answer.prepared = answer.prepared._replace(stats=prompt.stats)
             with _assembling(answers):
                 longest = max(len(one.final_ids) for one in prompts)
                 cache = self._cache(prompts, longest)

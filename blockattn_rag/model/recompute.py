@@ -10,14 +10,22 @@ from __future__ import annotations
 
 import hashlib
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import DynamicLayer
 
-from blockattn_rag.attention.kernels import attend, fold_heads
+from blockattn_rag.attention.kernels import (
+    attend,
+    attend_causal,
+    attend_plain,
+    fold_heads,
+    kernel_for,
+)
+from blockattn_rag.attention.merge import merge
 from blockattn_rag.errors import UnsupportedModelError
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.kv.context import Context, PlacedBlock
@@ -27,85 +35,104 @@ from blockattn_rag.model.encoding import logits_to_keep
 from blockattn_rag.model.probe import check_ready
 from blockattn_rag.model.relay_attention import enable_relay, last_logits
 
-_MOST_SCORES = 1 << 26
-"""Attention scores that are in memory at once."""
+_MOST_SCORES = 1 << 24
+"""Attention scores, or elements of a mask, that are in memory at once."""
+
+_MOST_ROWS = 512
+"""Recomputed tokens whose attention is computed at once. More need fewer kernels, but compute more
+scores that the mask hides."""
 
 
 class _MeasuredAttention:
-    """Attention that adds up what each of the first ``tokens`` tokens receives, in ``total``."""
+    """Causal attention that adds up what the first ``tokens`` tokens receive, in ``total``.
 
-    takes_mask = True
+    Computed in float32, because the scores decide which tokens are chosen.
+    """
+
+    takes_mask = False
 
     def __init__(self, tokens: int, device: torch.device) -> None:
-        self.total = torch.zeros(tokens, device=device)
+        self.total = torch.zeros(tokens, dtype=torch.float32, device=device)
 
     def attend(
-        self, _: int, query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None
+        self, _: int, query: Tensor, key: Tensor, value: Tensor, scale: float, __: Tensor | None
     ) -> Tensor:
         """See ``RelayPlan.attend``. Keys and values are those of context and tail."""
-        folded, mask = fold_heads(query, mask, key.shape[1])
-        keys, outputs = key.float().mT, []
-        step = max(1, _MOST_SCORES // (folded.shape[1] * keys.shape[-1]))
-        for start in range(0, folded.shape[2], step):
-            rows = slice(start, start + step)
-            scores = folded[:, :, rows].float() @ keys * scale
-            if mask is not None:
-                scores = scores.masked_fill_(~mask[:, :, rows], -math.inf)
-            weights = scores.softmax(-1)
-            self.total += (
-                weights[..., : len(self.total)].sum(dim=(0, 1, 2)) / folded[..., 0].numel()
-            )
-            outputs.append(weights.to(value.dtype) @ value)
-        return torch.cat(outputs, dim=2).reshape(*query.shape[:3], -1)
+        keys, before, outputs = key.float().mT, len(self.total), []
+        heads, tokens = query.shape[1:3]
+        places = torch.arange(tokens, device=query.device)
+        step = max(1, _MOST_SCORES // (heads * keys.shape[-1]))
+        for start in range(0, tokens, step):
+            end = min(start + step, tokens)
+            folded = fold_heads(query[:, :, start:end].float(), None, key.shape[1])[0]
+            scores = (folded @ keys[..., : before + end] * scale).unflatten(2, (-1, end - start))
+            scores[..., before:].masked_fill_(places[start:end, None] < places[:end], -math.inf)
+            weights = scores.softmax(-1).flatten(2, 3)
+            self.total += weights[..., :before].sum(dim=(0, 1, 2)) / (heads * tokens)
+            output = weights.to(value.dtype) @ value[:, :, : before + end]
+            outputs.append(output.reshape(*query.shape[:2], end - start, -1))
+        return torch.cat(outputs, dim=2)
 
 
+def tokens_to_recompute(context: Context, may_change: Sequence[bool], share: float) -> int:
+    """Number of tokens that ``recompute`` recomputes for any question."""
+    blocks = zip(context.blocks, may_change, strict=True)
+    return round(share * sum(block.kv.num_tokens for block, changes in blocks if changes))
+
+
+@torch.no_grad()
 def recompute(
     model: BlockModel,
     context: Context,
-    is_passage: Sequence[bool],
+    may_change: Sequence[bool],
     final_ids: Sequence[int],
     share: float,
-) -> tuple[Context, int]:
+) -> tuple[Context, list[int]]:
     """Recompute tokens of a context for one question.
 
     Args:
         model: The model; see ``check_can_recompute``. The caller must hold its lock.
         context: The context, with reordered positions.
-        is_passage: Whether each block is a passage, whose tokens may be chosen. Those of the first
-            block never are, because they already attend to everything before them.
+        may_change: Whether the tokens of each block may be chosen: those of passages. It makes no
+            sense for the prompt's first block, which already attends to everything before it.
         final_ids: Token ids of the final block.
-        share: Share of the passages' tokens.
+        share: Share of the tokens that may be chosen.
 
     Returns:
-        The context as one block of its own, and the number of recomputed tokens. The given context
-        and 0 if the share is less than half a token.
+        The context as one block of its own, and the recomputed tokens' indices in it, in order. The
+        given context and no tokens if the share is less than half a token.
 
     Raises:
         ValueError: the model is in training mode, or autocast is on.
     """
     check_ready(model.hf_model)
-    lengths = torch.tensor([block.kv.num_tokens for block in context.blocks], dtype=torch.int64)
-    may = torch.tensor([one and place > 0 for place, one in enumerate(is_passage)])
-    allowed = may.bool().repeat_interleave(lengths).to(model.device)
-    count = round(share * int(allowed.sum()))
+    count = tokens_to_recompute(context, may_change, share)
     if not count:
-        return context, 0
+        return context, []
     cache = copied_cache(model.hf_model.config, [context], model.profile.layouts)
     received = attention_to_context(model, context, final_ids, cache)
-    chosen = received.masked_fill(~allowed, -1.0).topk(count).indices.sort().values
+    lengths = torch.tensor([block.kv.num_tokens for block in context.blocks], dtype=torch.int64)
+    allowed = torch.tensor(may_change).repeat_interleave(lengths).to(model.device)
+    # Not `topk`, whose choice among equal scores differs between devices.
+    ranked = received.masked_fill(~allowed, -1.0).sort(descending=True, stable=True).indices
+    chosen = sorted(ranked[:count].tolist())
     _compute(model, context, cache, chosen)
+    identity = [block.kv.digest for block in context.blocks], chosen
+    keys, values = [], []
     layers: Any = cache.layers
-    identity = [block.kv.digest for block in context.blocks], chosen.tolist()
+    while layers:  # copies, because the cache has room for more tokens; one layer exists twice
+        layer = layers.pop(0)
+        keys.append(layer.keys[0].clone())
+        values.append(layer.values[0].clone())
     kv = BlockKV(
-        # Copies, because the cache has room for more tokens.
-        keys=tuple(layer.keys[0].clone() for layer in layers),
-        values=tuple(layer.values[0].clone() for layer in layers),
+        keys=tuple(keys),
+        values=tuple(values),
         token_ids=torch.tensor(context.token_ids),
         fingerprint=context.blocks[0].kv.fingerprint,
         digest=hashlib.sha256(repr(identity).encode()).hexdigest(),
         handle="",
     )
-    return Context((PlacedBlock(kv, 0, 0),)), count
+    return Context((PlacedBlock(kv, 0, 0),)), chosen
 
 
 def check_can_recompute(model: BlockModel) -> None:
@@ -139,40 +166,116 @@ def attention_to_context(
     return scores.total
 
 
-@dataclass(frozen=True)
-class _MaskedAttention:
-    """Attention with a mask ``[tokens, keys]`` of its own, True where a key is visible."""
+class _ReplacingLayer(DynamicLayer):
+    """Layer that replaces the keys and values of some tokens by those of the forward pass.
 
-    visible: Tensor
+    Args:
+        layer: Layer whose tensors are changed.
+        places: Indices of the tokens.
+    """
+
+    def __init__(self, layer: DynamicLayer, places: Tensor) -> None:
+        assert layer.keys is not None
+        assert layer.values is not None
+        super().__init__()
+        self.lazy_initialization(layer.keys, layer.values)
+        self.keys, self.values = layer.keys, layer.values
+        self._places = places
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> Any:
+        assert self.keys is not None
+        assert self.values is not None
+        self.keys.index_copy_(2, self._places, key_states)
+        self.values.index_copy_(2, self._places, value_states)
+        return self.keys, self.values
+
+
+class _ChosenAttention:
+    """Attention of some tokens of a context to all earlier tokens and themselves.
+
+    Computed in chunks, so that memory is bounded whatever the number of tokens. All tokens of a
+    chunk see the keys before its first token, so only the keys after that need a mask.
+
+    Args:
+        chosen: Indices of the tokens, in order.
+        places: The same on the device.
+        has_causal_kernel: Whether ``attend_causal`` may be used.
+    """
+
     takes_mask = False
 
+    def __init__(self, chosen: Sequence[int], places: Tensor, *, has_causal_kernel: bool) -> None:
+        self._chosen, self._places = chosen, places
+        self._keys = torch.arange(chosen[-1] + 1, device=places.device)
+        self._has_causal_kernel = has_causal_kernel
+
     def attend(
-        self, _: int, query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None
+        self, _: int, query: Tensor, key: Tensor, value: Tensor, scale: float, __: Tensor | None
     ) -> Tensor:
-        """See ``RelayPlan.attend``. Keys and values are those of context and tail."""
-        folded, mask = fold_heads(query, self.visible[None, None], key.shape[1])
-        output = attend(folded, key, value, scale, mask).output
-        return output.reshape(*query.shape[:3], -1).to(query.dtype)
+        """See ``RelayPlan.attend``. Keys and values are those of the context."""
+        start, outputs = 0, []
+        while start < len(self._chosen):
+            run = self._run(start)
+            is_causal = self._has_causal_kernel and run >= _MOST_ROWS
+            rows = run if is_causal else self._rows(start, query, key, value)
+            end = start + rows
+            seen = slice(self._chosen[end - 1] + 1)
+            states = query[:, :, start:end], key[:, :, seen], value[:, :, seen]
+            output = (
+                attend_causal(*states, scale) if is_causal else self._masked(start, *states, scale)
+            )
+            outputs.append(output.to(query.dtype))
+            start = end
+        return torch.cat(outputs, dim=2)
+
+    def _run(self, start: int) -> int:
+        """Number of chosen tokens from ``start`` that follow each other without a gap."""
+        places = self._chosen
+        sizes = range(1, len(places) - start)
+        return 1 + bisect_right(sizes, 0, key=lambda n: places[start + n] - places[start] - n)
+
+    def _rows(self, start: int, query: Tensor, key: Tensor, value: Tensor) -> int:
+        """Number of tokens in the chunk from ``start``."""
+        first = self._chosen[start]
+        heads, groups = query.shape[1], query.shape[1] // key.shape[1]
+        keeps_scores = kernel_for(query, key, value) is attend_plain
+
+        def elements(rows: int) -> int:
+            """Elements of the chunk's mask, or of its scores if the kernel keeps them."""
+            end = self._chosen[start + rows - 1] + 1
+            return rows * (heads * end if keeps_scores else groups * (end - first))
+
+        sizes = range(1, min(_MOST_ROWS, len(self._chosen) - start) + 1)
+        return max(1, bisect_right(sizes, _MOST_SCORES, key=elements))
+
+    def _masked(
+        self, start: int, query: Tensor, key: Tensor, value: Tensor, scale: float
+    ) -> Tensor:
+        """Attention of the chunk from ``start``. The last key is that of the last query."""
+        first, rows = self._chosen[start], slice(start, start + query.shape[2])
+        visible = self._places[rows, None] >= self._keys[first : key.shape[2]]
+        folded, mask = fold_heads(query, visible[None, None], key.shape[1])
+        result = attend(folded, key[:, :, first:], value[:, :, first:], scale, mask)
+        if first:
+            before = attend(folded, key[:, :, :first], value[:, :, :first], scale)
+            result = merge([before, result])
+        return result.output.reshape(*query.shape[:3], -1)
 
 
-def _compute(model: BlockModel, context: Context, cache: ContextCache, chosen: Tensor) -> None:
+def _compute(
+    model: BlockModel, context: Context, cache: ContextCache, chosen: Sequence[int]
+) -> None:
     """Compute the chosen tokens with full attention, and replace their keys and values."""
-    ids = torch.tensor(context.token_ids, device=chosen.device)[chosen]
-    places = torch.arange(context.num_tokens, device=chosen.device)
-    sees = chosen[:, None] >= torch.cat([places, chosen])
-    sees[:, chosen] = False  # their keys and values of block mode
-    cache.attention = _MaskedAttention(sees)
+    ids = context.token_ids
+    places = torch.tensor(chosen, device=model.device)
+    layers: Any = cache.layers
+    cache.layers = [_ReplacingLayer(layer, places) for layer in layers]
+    cache.attention = _ChosenAttention(chosen, places, has_causal_kernel=model.has_causal_kernel)
     with torch.inference_mode(), running_with():
         model.hf_model(
-            input_ids=ids[None],
-            position_ids=chosen[None],
+            input_ids=torch.tensor([[ids[place] for place in chosen]], device=model.device),
+            position_ids=places[None],
             past_key_values=cache,
             use_cache=True,
             **logits_to_keep(model.hf_model),
         )
-    layers: Any = cache.layers
-    for layer in layers:
-        for states in (layer.keys, layer.values):
-            states[:, :, chosen] = states[:, :, context.num_tokens :]
-    cache.attention = None
-    cache.crop(-len(chosen))

@@ -34,9 +34,10 @@ def model_without_bos() -> BlockModel:
 def test_absent_blocks_are_computed_and_found_the_next_time(fetcher: BlockFetcher) -> None:
     first = fetch(fetcher, [A, B, C])
     assert (first.hits, first.misses) == (0, 3)
-    assert first.computed_tokens == len("first passage") + 1 + len("second") + len("- third\n")
+    assert first.reused_tokens == 0
     again = fetch(fetcher, [A, B, C])
     assert (again.hits, again.misses) == (3, 0)
+    assert again.reused_tokens == len("first passage") + 1 + len("second") + len("- third\n")
     assert [kv.handle for kv in again.blocks] == [block.handle for block in (A, B, C)]
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from blockattn_rag import BlockAttentionEngine, Recipe
 from blockattn_rag.check.oracle import block_mask
@@ -25,13 +27,35 @@ NUM = sum(map(len, CONTEXT))
 
 
 def model_of(family: str) -> BlockModel:
+    if family == "multi-query":
+        return BlockModel(tiny_model("llama", num_key_value_heads=1), tiny_tokenizer())
     return BlockModel(tiny_model(family), tiny_tokenizer())
 
 
-def context_of(model: BlockModel) -> Any:
-    requests = [EncodeRequest(ids, str(number), "") for number, ids in enumerate(CONTEXT)]
+def context_of(model: BlockModel, blocks: Sequence[list[int]] = CONTEXT) -> Any:
+    requests = [EncodeRequest(ids, str(number), "") for number, ids in enumerate(blocks)]
     found = {kv.digest: kv for batch in model.encode(requests) for kv in batch}
-    return place([found[str(number)] for number in range(len(CONTEXT))])
+    return place([found[str(number)] for number in range(len(blocks))])
+
+
+_Mode: Any = TorchDispatchMode
+
+
+class Work(_Mode):
+    """Records the largest tensor of the operations within, in elements, and the number of scores
+    that fused attention computes."""
+
+    largest = scores = 0
+
+    def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple) else (result,):
+            if isinstance(tensor, Tensor):
+                self.largest = max(self.largest, tensor.numel())
+        if "flash_attention" in str(func):
+            query, key = args[:2]
+            self.scores += query[..., 0].numel() * key.shape[2]
+        return result
 
 
 def dense_attention(model: BlockModel) -> Tensor:
@@ -70,18 +94,50 @@ def dense_logits(model: BlockModel, chosen: list[int]) -> Tensor:
     return logits
 
 
-def test_long_questions_are_scored_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = model_of("llama")
-    expected = attention_to_context(model, context_of(model), FINAL)
-    monkeypatch.setattr("blockattn_rag.model.recompute._MOST_SCORES", 1)
-    found = attention_to_context(model, context_of(model), FINAL)
-    torch.testing.assert_close(found, expected)
-
-
 @pytest.mark.parametrize("share", [0.1, 0.3, 0.75, 1.0])
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma", "glm", "gpt_neox"])
+@pytest.mark.parametrize("family", ["llama", "multi-query", "qwen3", "gemma", "glm", "gpt_neox"])
 def test_equals_one_dense_forward(family: str, share: float) -> None:
-    model = model_of(family)
+    check_dense(model_of(family), family, share)
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [{"_MOST_ROWS": 1}, {"_MOST_ROWS": 3}, {"_MOST_SCORES": 1}, {"_MOST_SCORES": 30}],
+    ids=str,
+)
+@pytest.mark.parametrize("share", [0.3, 1.0])
+def test_chunks_do_not_change_the_result(
+    monkeypatch: pytest.MonkeyPatch, limits: dict[str, int], share: float
+) -> None:
+    for name, limit in limits.items():
+        monkeypatch.setattr(f"blockattn_rag.model.recompute.{name}", limit)
+    check_dense(model_of("llama"), "llama", share)
+
+
+@pytest.mark.parametrize("share", [0.75, 1.0])
+def test_runs_of_tokens_use_a_causal_kernel(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
+    rows: list[int] = []
+
+    def attend_causal(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """What the kernel of a GPU computes."""
+        rows.append(query.shape[2])
+        key, value = (one.repeat_interleave(2, dim=1) for one in (key, value))
+        scores = query @ key.mT * scale
+        seen = torch.ones(scores.shape[-2:], dtype=torch.bool).tril(key.shape[2] - query.shape[2])
+        return scores.masked_fill(~seen, -torch.inf).softmax(-1) @ value
+
+    monkeypatch.setattr(BlockModel, "has_causal_kernel", True)
+    for module in ("recompute", "relay_attention"):
+        monkeypatch.setattr(f"blockattn_rag.model.{module}.attend_causal", attend_causal)
+    monkeypatch.setattr("blockattn_rag.model.recompute._MOST_ROWS", 2)
+    model = model_of("llama")
+    recompute(model, context_of(model), IS_PASSAGE, FINAL, share)
+    assert max(rows) == 12 if share == 1 else 1 < max(rows) < 9
+    check_dense(model, "llama", share)
+
+
+def check_dense(model: BlockModel, family: str, share: float) -> None:
+    """Compare the choice of tokens, and the logits after the question, with dense forwards."""
     attention = dense_attention(model_of(family))
     found = attention_to_context(model, context_of(model), FINAL)
     torch.testing.assert_close(found, attention, rtol=1e-4, atol=1e-5)
@@ -89,7 +145,7 @@ def test_equals_one_dense_forward(family: str, share: float) -> None:
     attention[: len(CONTEXT[0])] = -1
     chosen = sorted(attention.topk(count).indices.tolist())
     context, recomputed = recompute(model, context_of(model), IS_PASSAGE, FINAL, share)
-    assert recomputed == count
+    assert recomputed == chosen
     assert context.token_ids == [token for block in CONTEXT for token in block]
     for assembly in ("relay", "copy"):
         cache = model.cache_for(context, assembly=assembly)
@@ -97,12 +153,52 @@ def test_equals_one_dense_forward(family: str, share: float) -> None:
         torch.testing.assert_close(logits, dense_logits(model, chosen), rtol=1e-4, atol=1e-4)
 
 
-def test_leaves_the_stored_blocks_and_the_models_attention_alone() -> None:
+def test_cost_grows_no_faster_than_in_full_mode() -> None:
+    tokens, passage = 3000, 200
+    hf_model = tiny_model("llama")
+    model = BlockModel(hf_model, tiny_tokenizer())
+    rows = torch.arange(tokens).remainder(250).reshape(-1, passage).tolist()
+    context = context_of(model, rows)
+    with Work() as work:
+        recompute(model, context, [True] * len(rows), FINAL, 1.0)
+    # Of all scores of all layers and heads, full mode needs half.
+    assert work.scores < 0.7 * 3 * 4 * tokens**2
+    assert work.largest < 1000 * tokens  # a mask of all tokens would have 3000 a token
+
+
+def test_tokens_with_equal_attention_are_chosen_in_order() -> None:
+    model = model_of("llama")
+    with torch.no_grad():
+        for name, parameter in model.hf_model.named_parameters():
+            if "q_proj" in name:
+                parameter.zero_()
+    context = context_of(model, [[3], *[[4 + number] * 10 for number in range(12)]])
+    _, chosen = recompute(model, context, [False, *[True] * 12], FINAL, 0.25)
+    assert chosen == [*range(1, 31)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_the_default_dtype_does_not_change_the_scores(dtype: torch.dtype) -> None:
     model = model_of("llama")
     context = context_of(model)
+    expected = attention_to_context(model, context, FINAL)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        found = attention_to_context(model, context, FINAL)
+    finally:
+        torch.set_default_dtype(before)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("blocks", [CONTEXT, CONTEXT[:1]], ids=["several blocks", "one block"])
+def test_leaves_the_stored_blocks_and_the_models_attention_alone(blocks: list[list[int]]) -> None:
+    model = model_of("llama")
+    context = context_of(model, blocks)
     before = [[keys.clone() for keys in block.kv.keys] for block in context.blocks]
     expected = model.next_logits(torch.tensor([FINAL]), model.cache_for(context))
-    recompute(model, context, IS_PASSAGE, FINAL, 0.5)
+    _, chosen = recompute(model, context, [True] * len(blocks), FINAL, 0.5)
+    assert chosen
     for block, keys in zip(context.blocks, before, strict=True):
         for one, other in zip(block.kv.keys, keys, strict=True):
             assert torch.equal(one, other)
@@ -112,14 +208,8 @@ def test_leaves_the_stored_blocks_and_the_models_attention_alone() -> None:
 def test_nothing_to_recompute_returns_the_context() -> None:
     model = model_of("llama")
     context = context_of(model)
-    assert recompute(model, context, IS_PASSAGE, FINAL, 0.01) == (context, 0)
-    assert recompute(model, context, [False] * 3, FINAL, 1.0) == (context, 0)
-
-
-def test_the_first_block_is_never_recomputed() -> None:
-    model = model_of("llama")
-    _, recomputed = recompute(model, context_of(model), [True] * 3, FINAL, 1.0)
-    assert recomputed == sum(map(len, CONTEXT[1:]))
+    assert recompute(model, context, IS_PASSAGE, FINAL, 0.01) == (context, [])
+    assert recompute(model, context, [False] * 3, FINAL, 1.0) == (context, [])
 
 
 def test_other_choices_are_other_blocks() -> None:
