@@ -186,8 +186,10 @@ class Prompt(NamedTuple):
 
     def answer(self, model: BlockModel, path: str) -> Tensor:
         """The logits after the prompt, computed on a path."""
-        if path not in REUSING:
-            return model.next_logits(self.everything if path == "full" else self.question)
+        if path == "full":
+            return model.next_logits(self.everything)
+        if path == "floor":
+            return model.next_logits(self.question, model.cache_for(Context(()), assembly="relay"))
         assembly: Any = path
         return model.next_logits(self.question, model.cache_for(self.context, assembly=assembly))
 

@@ -17,7 +17,7 @@ from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.kv.context import Context
 from blockattn_rag.kv.rope import RotaryLayout
 
-CHUNK_TOKENS = 256
+CHUNK_TOKENS = 512
 """Largest number of keys for which a program of the kernel rotates its queries once."""
 
 MOST_BLOCKS, MOST_CHUNKS = 2048, 4096

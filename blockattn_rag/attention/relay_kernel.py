@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 _ROWS, _KEYS = 64, 64
+_WARPS, _STAGES = 4, 3
 _LOG2_E = 1.4426950408889634
 
 
@@ -69,7 +70,7 @@ def attend_blocks(
         chunks.shape[0],
         heads // kv_heads, splits, size, columns, rotary_dim, interleaved,
         chunk_tokens, max(16, min(_ROWS, triton.next_power_of_2(rows))), _KEYS,
-        num_warps=4, num_stages=2,
+        num_warps=_WARPS if rows > 16 else 4, num_stages=_STAGES,
     )  # fmt: skip
     merged = torch.empty(tokens, heads, size, dtype=query.dtype, device=query.device)
     _merge_splits[(tokens, heads)](
