@@ -38,14 +38,14 @@ def context_of(model: BlockModel, blocks: Sequence[list[int]] = CONTEXT) -> Any:
     return place([found[str(number)] for number in range(len(blocks))])
 
 
-_Mode: Any = TorchDispatchMode
-
-
-class Work(_Mode):
+class Work(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records the largest tensor of the operations within, in elements, and the number of scores
     that fused attention computes."""
 
     largest = scores = 0
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
