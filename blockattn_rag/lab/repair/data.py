@@ -106,7 +106,10 @@ class Material:
             "recipe in use": str(self.in_use or "none with an adapter"),
         }
         if self.questions is not None:
-            parts = [[q.text, q.answers, [p.text for p in q.passages]] for q in self.questions]
+            parts = [
+                [q.text, q.answers, [[p.title, p.text] for p in q.passages]]
+                for q in self.questions
+            ]
             found["questions"] = _digest(self.questions, parts)
         return found
 

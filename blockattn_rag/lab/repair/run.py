@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from blockattn_rag.engine.recipe import RECIPE_FILE, Recipe, read_fields
+from blockattn_rag.engine.recipe import Recipe
+from blockattn_rag.engine.recipe_files import RECIPE_FILE, read_fields
 from blockattn_rag.errors import DataError
 from blockattn_rag.lab import work
 from blockattn_rag.lab.repair.data import Material
