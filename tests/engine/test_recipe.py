@@ -225,7 +225,7 @@ def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
         ({"files": {"../cat.png": 64 * "0"}}, "found files"),
         ({"files": {"report.json": "0"}}, "expected a sha256"),
         ({"files": {"report.json": 64 * "0"}}, "expected"),
-        ({"files": {name: 64 * "0" for name in ADAPTED}}, "found sha256"),
+        ({"files": dict.fromkeys(ADAPTED, 64 * "0")}, "found sha256"),
     ],
 )
 def test_changed_fields_are_refused(
@@ -437,9 +437,8 @@ def test_recipes_outside_of_the_database_are_named_in_a_warning(
         assert resolve_recipe("auto", stock, store) == recipe_of(stock)
     [record] = caplog.records
     assert record.levelno == logging.WARNING
-    assert f"uses the recipe that was found in {tmp_path / 'shared' / 'recipe'}: head:4 + adapter" in (
-        record.getMessage()
-    )
+    place = tmp_path / "shared" / "recipe"
+    assert f"uses the recipe that was found in {place}: head:4 + adapter" in record.getMessage()
     caplog.clear()
     resolve_recipe("auto", stock, store, tmp_path / "shared")  # the database's own
     resolve_recipe(tmp_path / "shared" / "recipe", stock, store)

@@ -259,9 +259,11 @@ def test_a_recipe_survives_interruptions_of_saving_it_twice(
         folder = tmp_path / str(number)
         OLD.save(folder)
         for later in (0, 1, 2):
-            with suppress(KeyboardInterrupt, AssertionError):
-                with interrupted(monkeypatch, number + later, is_done=True):
-                    NEW.save(folder)
+            with (
+                suppress(KeyboardInterrupt, AssertionError),
+                interrupted(monkeypatch, number + later, is_done=True),
+            ):
+                NEW.save(folder)
             assert is_complete(Recipe.load(folder), OLD, NEW)
 
 
@@ -309,7 +311,7 @@ def test_loads_and_saves_at_the_same_time_see_complete_recipes(tmp_path: Path) -
     def noting(work: Callable[..., None], *args: Any) -> None:
         try:
             work(*args)
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001
             errors.append(error)
 
     writers = [

@@ -127,6 +127,7 @@ def check_output(
         FileExistsError: See ``finetune``.
     """
     folder, result = work.work_of(output), Path(output)
+    work.check_idle(folder)
     is_interrupted = (folder / work.RUN).is_file()
     if is_interrupted and not (resume or overwrite):
         raise FileExistsError(
