@@ -103,7 +103,8 @@ def part(folder: Path, name: str, fields: Mapping[str, Any]) -> Path:
     """
     expected = fields["files"].get(name)
     path, found = folder / name, None
-    for candidate in (path, *((_pending(folder, name, expected),) if expected else ())):
+    candidates = [path] if expected is None else [path, _pending(folder, name, expected)]
+    for candidate in candidates:
         if not candidate.is_file():
             continue
         if name == REPORT_FILE and candidate.stat().st_size > MOST_JSON_BYTES:
@@ -321,7 +322,7 @@ def _is_recipe(path: Path) -> bool:
     if any(head.startswith(content[: len(head)]) for head in _HEADS):  # also a truncated one
         return True
     try:
-        return {"version", "digest", "sink", "fingerprints"} <= json.loads(content).keys()
+        return bool({"version", "digest", "sink", "fingerprints"} <= json.loads(content).keys())
     except (ValueError, RecursionError, AttributeError):
         return False
 

@@ -511,7 +511,8 @@ class TestInterruption:
         output = tmp_path / "recipe"
 
         def second(*_: Any) -> None:
-            for changes in ({}, {"prompt_format": "other"}):
+            same: dict[str, Any] = {}
+            for changes in (same, {"prompt_format": "other"}):
                 with pytest.raises(DataError, match=r"in progress and uses .*recipe\.work") as told:
                     repaired(model, output, **changes)
                 assert "delete" not in str(told.value)
