@@ -68,6 +68,33 @@ def replacing(path: Path, *, mode: int = 0o666, fsync: bool = True) -> Iterator[
         sync(path.parent)
 
 
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock on a file, against other processes and other threads.
+
+    Waits for the current holder. The file is created, and deleted at the end. Needs POSIX.
+
+    Raises:
+        OSError: the file cannot be created or locked.
+    """
+    import fcntl
+
+    while True:
+        with path.open("ab") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            try:
+                is_current = os.path.samestat(os.fstat(file.fileno()), path.stat())
+            except FileNotFoundError:
+                is_current = False
+            if not is_current:  # its last holder deleted it
+                continue
+            try:
+                yield
+            finally:
+                path.unlink(missing_ok=True)
+            return
+
+
 def write_json(path: Path, value: Any) -> None:
     """Write ``value`` as indented JSON in UTF-8, atomically."""
     with replacing(path) as file:

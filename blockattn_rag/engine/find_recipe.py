@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
-from blockattn_rag.engine.recipe import RECIPE_FILE, Recipe, read_fields
+from blockattn_rag.engine.recipe import Recipe
+from blockattn_rag.engine.recipe_files import RECIPE_FILE, read_fields
+from blockattn_rag.errors import UnsupportedModelError
 from blockattn_rag.kv.context import Positions
 from blockattn_rag.model import BlockModel
+from blockattn_rag.model.gguf import is_gguf
+from blockattn_rag.model.loading import SHORT_NAMES
 from blockattn_rag.model.recompute import check_can_recompute
 from blockattn_rag.prompts.checkpoints import other_switches
 from blockattn_rag.prompts.sinks import NO_SINK, is_sink, sink_ids
@@ -30,8 +35,8 @@ AUTO = "auto"
 _SHIPPED = Path(__file__).parent / "recipes"
 _STOCK_SINKS = ("head:4", "bos", NO_SINK)  # longer heads work no better than four tokens
 
-# Models that a warning was logged for: one each, regardless of the number of engines.
-_warned_of: WeakSet[PreTrainedModel] = WeakSet()
+# What each model was warned about: once each, regardless of the number of engines.
+_warned_of: WeakKeyDictionary[PreTrainedModel, set[str]] = WeakKeyDictionary()
 
 
 def resolve_recipe(
@@ -47,12 +52,14 @@ def resolve_recipe(
     ``"auto"`` uses the first of these that exists:
 
     1. The settings that a block-fine-tuned model was trained with.
-    2. The folder ``recipe`` in ``folder``, in the store's folder, or next to the store's folder.
-    3. The folder ``recipe`` in the model's folder.
+    2. The folder ``recipe`` in ``folder``.
+    3. The folder ``recipe`` in the store's folder, next to the store's folder, or in the folder
+       that the model was loaded from. A warning names it.
     4. A recipe shipped with the package for the model's fingerprint.
     5. A sink without an adapter. A warning suggests ``blockattn-rag repair``.
 
-    Recipes for other models in places 2 and 3 are skipped with a warning.
+    Recipes for other models in places 2 and 3, and recipes in place 3 that are damaged or cannot be
+    used, are skipped with a warning.
 
     Raises:
         ValueError: the recipe is missing or damaged, or does not belong to the model.
@@ -178,16 +185,40 @@ def recipe_in_use(model: BlockModel, store: KVStore, folder: Path | None = None)
 def _found(model: BlockModel, store: KVStore, folder: Path | None) -> Recipe | None:
     """The model's recipe next to the database, the store or the model, else the shipped one."""
     path = store.path if isinstance(store, DirectoryStore) else None
-    names = (model.name, str(getattr(model.config, "_name_or_path", "")))
-    for place in _places(path, names, folder):
-        recipe = Recipe.load(place)
-        if why := foreign(recipe, model):
-            logger.warning("Skipped %s. %s", place, why)
+    for place in _places(path, _sources(model), folder):
+        is_own = folder is not None and place.parent == folder
+        try:
+            recipe = Recipe.load(place)
+            if why := foreign(recipe, model):
+                logger.warning("Skipped %s. %s", place, why)
+                continue
+            check_fits(recipe, model)
+        except (ValueError, OSError, UnsupportedModelError) as error:
+            if is_own:
+                raise
+            logger.warning("Skipped the recipe that was found in %s. %s", place, error)
             continue
-        check_fits(recipe, model)
+        if not is_own:
+            message = (
+                f"recipe='auto' uses the recipe that was found in {place}: {recipe}. Pass the path "
+                "as the recipe to use it without this warning, or 'none', if it is not yours."
+            )
+            _warn_once(model, message, about=str(place))
         return recipe
     shipped = _shipped().get(model.fingerprint)
     return _load_shipped(shipped) if shipped else None
+
+
+def _sources(model: BlockModel) -> Iterator[str]:
+    """Paths that the model may have been loaded from.
+
+    A name without a folder, such as ``tiny``, can be a mere label: it is a path only if the weights
+    were loaded from there. Otherwise, files in the current directory would change answers.
+    """
+    loaded = str(getattr(model.config, "_name_or_path", ""))
+    if model.name == loaded or is_gguf(Path(model.name)) or Path(model.name).name != model.name:
+        yield model.name
+    yield loaded
 
 
 def _places(store: Path | None, models: Iterable[str], folder: Path | None) -> Iterator[Path]:
@@ -195,10 +226,14 @@ def _places(store: Path | None, models: Iterable[str], folder: Path | None) -> I
     folders = [folder, store, store and store.parent]
     for name in dict.fromkeys(models):
         path = Path(name).expanduser()
-        if name and path.exists():
+        if name and name not in SHORT_NAMES and path.exists():
             folders.append(path if path.is_dir() else path.parent)
+    seen = set()
     for one in folders:
-        if one is not None and (one / RECIPE_FOLDER / RECIPE_FILE).is_file():
+        if one is None or (resolved := one.resolve()) in seen:
+            continue
+        seen.add(resolved)
+        if os.path.isfile(one / RECIPE_FOLDER / RECIPE_FILE):  # False for unreadable folders
             yield one / RECIPE_FOLDER
 
 
@@ -211,15 +246,23 @@ def known_digests(
     other ``given`` has a single digest.
 
     Raises:
-        ValueError: ``given`` is not a recipe.
+        ValueError: ``given`` is not a recipe, or the recipe in ``folder`` is damaged.
     """
     if isinstance(given, Recipe):
         return [given.digest]
     if isinstance(given, str) and is_sink(given):
         return [Recipe(given).digest]
     path = None if store is None else Path(store).expanduser()
-    places = _places(path, [model], folder) if given == AUTO else [Path(given).expanduser()]
-    return [read_fields(place)["digest"] for place in places]
+    if given != AUTO:
+        return [read_fields(Path(given).expanduser())["digest"]]
+    digests = []
+    for place in _places(path, [model], folder):
+        try:
+            digests.append(read_fields(place)["digest"])
+        except (ValueError, OSError):
+            if folder is not None and place.parent == folder:
+                raise
+    return digests
 
 
 @cache
@@ -255,10 +298,11 @@ def _unlike_training(recipe: Recipe, model: BlockModel) -> str:
     return other_switches(model.name, model.tuned_with, found)
 
 
-def _warn_once(model: BlockModel, message: str) -> None:
-    if model.hf_model not in _warned_of:
-        _warned_of.add(model.hf_model)
-        logger.warning(message)
+def _warn_once(model: BlockModel, message: str, about: str = "") -> None:
+    warned = _warned_of.setdefault(model.hf_model, set())
+    if about not in warned:
+        warned.add(about)
+        logger.warning("%s", message)
 
 
 def _repair(model: BlockModel, folder: Path | None = None) -> str:

@@ -26,6 +26,10 @@ class RecipeOutline:
     recompute: float = 0.0
     positions: str = "reordered"
 
+    def __post_init__(self) -> None:
+        # Equal shares have equal digests: 1 and 1.0, -0.0 and 0.0.
+        object.__setattr__(self, "recompute", float(self.recompute) + 0.0)
+
     @property
     def encoding(self) -> tuple[str, str]:
         """The sink and the adapter's digest. Recipes with equal encodings share stored blocks."""

@@ -4,7 +4,7 @@ Models that are not block-fine-tuned give worse answers in block mode. A recipe 
 mainly by changing how passages are encoded, which costs nothing per answer. ``blockattn-rag
 repair`` makes a recipe and saves it as a folder::
 
-    recipe.json           the fields of ``Recipe``, its digest, and the sha256 of the adapter's file
+    recipe.json           the fields of ``Recipe``, its digest, and the sha256 of the other files
     adapter.safetensors   the adapter, if there is one
     report.json           measurements of ``repair``
     report.png            plot of the report, if there is one
@@ -14,24 +14,28 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, get_args
 
 from blockattn_rag.engine.outline import RecipeOutline
-from blockattn_rag.files import sync, temporary_name, write_json
+from blockattn_rag.engine.recipe_files import (
+    ADAPTER_FILE,
+    MOST_JSON_BYTES,
+    PLOT_FILE,
+    RECIPE_FILE,
+    REPORT_FILE,
+    damaged,
+    part,
+    read_consistently,
+    read_json,
+    write_recipe,
+)
 from blockattn_rag.kv.context import Positions
-from blockattn_rag.model.correction import Correction, read_correction, save_correction
+from blockattn_rag.model.correction import Correction, correction_bytes, read_correction
 from blockattn_rag.prompts.sinks import NO_SINK, check_sink
-
-VERSION = 1
-RECIPE_FILE = "recipe.json"
-_ADAPTER_FILE, _REPORT_FILE, _PLOT_FILE = "adapter.safetensors", "report.json", "report.png"
-_MADE_BY = "`blockattn-rag repair`"
 
 
 @dataclass(frozen=True)  # no slots: cached_property needs a __dict__
@@ -89,7 +93,8 @@ class Recipe:
                 f"Invalid recompute {share!r} with positions={self.positions!r}: recomputed tokens "
                 "need positions='reordered'."
             )
-        object.__setattr__(self, "recompute", float(self.recompute))  # equal shares, equal digests
+        # Equal shares have equal digests: 1 and 1.0, -0.0 and 0.0.
+        object.__setattr__(self, "recompute", float(self.recompute) + 0.0)
         given: object = self.fingerprints
         if isinstance(given, str):
             raise TypeError("Invalid fingerprints: found a string, expected a tuple of strings.")
@@ -151,53 +156,31 @@ class Recipe:
     def save(self, folder: str | Path, *, plot: bytes | None = None) -> None:
         """Save the recipe to a folder, completely or not at all. Replaces an existing recipe.
 
+        Other processes that load the recipe meanwhile get the old one or the new one.
+
         Args:
-            folder: Folder to write.
+            folder: Folder to write: a new or empty one, or one with a recipe and nothing else. A
+                damaged recipe is replaced too.
             plot: PNG image of the report.
 
         Raises:
-            ValueError: the report is not plain JSON, or ``folder`` has other files.
+            ValueError: the report is not plain JSON or too large, or ``folder`` has other files.
             OSError: the folder cannot be written.
         """
-        folder = Path(folder).expanduser().resolve()  # replace the target of a link, not the link
-        is_foreign = folder.is_dir() and any(folder.iterdir()) and not _holds_recipe(folder)
-        if is_foreign or folder.is_file():
+        report = json.dumps(dict(self.report), indent=2, allow_nan=False).encode() + b"\n"
+        if len(report) > MOST_JSON_BYTES:
             raise ValueError(
-                f"{folder} is not a recipe: it has no {RECIPE_FILE}. Choose a new or empty folder."
+                f"The report has {len(report):,} bytes as JSON, expected at most "
+                f"{MOST_JSON_BYTES:,}: leave a part of it out."
             )
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        staging = temporary_name(folder)
-        staging.mkdir()
-        try:
-            self._write(staging, plot)
-            if folder.exists():
-                old = temporary_name(folder)
-                folder.rename(old)
-                staging.rename(folder)
-                shutil.rmtree(old)
-            else:
-                staging.rename(folder)
-        except BaseException:
-            shutil.rmtree(staging, ignore_errors=True)
-            raise
-        sync(folder.parent)
-
-    def _write(self, folder: Path, plot: bytes | None) -> None:
-        saved = {
-            "version": VERSION,
-            "digest": self.digest,
-            **self._fields(),
-            "adapter_sha256": None,
-        }
+        parts = {REPORT_FILE: report}
         if self.adapter:
-            save_correction(self.adapter, folder / _ADAPTER_FILE)
-            saved["adapter_sha256"] = _sha256(folder / _ADAPTER_FILE)
-        report = dict(self.report)
-        json.dumps(report, allow_nan=False)  # raises before anything is written
-        write_json(folder / _REPORT_FILE, report)
+            parts[ADAPTER_FILE] = correction_bytes(self.adapter)
         if plot is not None:
-            (folder / _PLOT_FILE).write_bytes(plot)
-        write_json(folder / RECIPE_FILE, saved)
+            parts[PLOT_FILE] = plot
+        # Replaces the target of a link, not the link.
+        place = Path(folder).expanduser().resolve()
+        write_recipe(place, {"digest": self.digest, **self._fields()}, parts)
 
     @classmethod
     def load(cls, folder: str | Path) -> Recipe:
@@ -207,14 +190,14 @@ class Recipe:
             ValueError: the folder has no recipe, or the recipe is damaged.
         """
         folder = Path(folder).expanduser()
-        saved = read_fields(folder)
-        path = folder / _ADAPTER_FILE
+        return read_consistently(folder, lambda saved: cls._read(folder, saved))
+
+    @classmethod
+    def _read(cls, folder: Path, saved: Mapping[str, Any]) -> Recipe:
         adapter = None
         if saved["adapter"] is not None:
-            _require(path)
-            if (found := _sha256(path)) != saved["adapter_sha256"]:
-                raise _damaged(path, f"found sha256 {found}, expected {saved['adapter_sha256']}")
-            adapter = read_correction(path)
+            adapter = read_correction(part(folder, ADAPTER_FILE, saved))
+        report = read_json(part(folder, REPORT_FILE, saved))
         names = ("sink", "promote", "positions", "model", "prompt_format")
         try:
             recipe = cls(
@@ -222,13 +205,13 @@ class Recipe:
                 recompute=saved.get("recompute", 0.0),
                 adapter=adapter,
                 fingerprints=tuple(saved["fingerprints"]),
-                report=_read_json(folder / _REPORT_FILE),
+                report=report,
                 source=str(folder),
             )
         except (TypeError, ValueError) as error:
-            raise _damaged(folder / RECIPE_FILE, str(error)) from error
+            raise damaged(folder / RECIPE_FILE, str(error)) from error
         if recipe.digest != saved["digest"]:
-            raise _damaged(
+            raise damaged(
                 folder / RECIPE_FILE, f"found digest {recipe.digest}, expected {saved['digest']}"
             )
         return recipe
@@ -236,65 +219,3 @@ class Recipe:
     def with_positions(self, positions: Positions | None) -> Recipe:
         """The recipe with other positions. None leaves it unchanged."""
         return self if positions in (None, self.positions) else replace(self, positions=positions)
-
-
-def read_fields(folder: Path) -> dict[str, Any]:
-    """Read the fields of a recipe's ``recipe.json``, and check their names and version.
-
-    Raises:
-        ValueError: the file is missing or damaged.
-    """
-    path = folder / RECIPE_FILE
-    if not _holds_recipe(folder):
-        raise ValueError(
-            f"Found no recipe at {folder}: expected a folder with {RECIPE_FILE}, which {_MADE_BY} "
-            "or `Recipe.save` writes, or one of 'auto', 'none', 'bos' and 'head:N'."
-        )
-    saved = _read_json(path)
-    if (version := saved.get("version")) != VERSION:
-        raise ValueError(
-            f"{path} has version {version!r}, expected {VERSION}: make the recipe again with "
-            f"{_MADE_BY}, or update blockattn_rag."
-        )
-    expected = {"version", "digest", "adapter_sha256", *Recipe()._fields()}
-    if saved.keys() - {"recompute"} != expected:
-        others = ", ".join(sorted(saved.keys() ^ expected))
-        raise _damaged(path, f"missing or unknown fields: {others}")
-    if not isinstance(saved["fingerprints"], list):
-        raise _damaged(path, f"found fingerprints {saved['fingerprints']!r}, expected a list")
-    return saved
-
-
-def _holds_recipe(folder: Path) -> bool:
-    with suppress(OSError, ValueError):  # an invalid file name
-        return (folder / RECIPE_FILE).is_file()
-    return False
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    _require(path)
-    try:
-        found = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise _damaged(path, f"found no valid JSON ({error})") from error
-    if not isinstance(found, dict):
-        raise _damaged(path, f"found {type(found).__name__}, expected a JSON object")
-    return found
-
-
-def _require(path: Path) -> None:
-    if not path.is_file():
-        raise _damaged(path, "the file is missing")
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _damaged(path: Path, why: str) -> ValueError:
-    return ValueError(
-        f"{path} is damaged: {why.removesuffix('.')}. Restore the recipe's folder from a copy, or "
-        f"make it again with {_MADE_BY}. (To change a field, use dataclasses.replace and "
-        "Recipe.save.)"
-    )

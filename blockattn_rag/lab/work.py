@@ -50,13 +50,15 @@ def interrupted_run(work: Path) -> dict[str, Any] | None:
         FileExistsError: The folder exists, but is not the work folder of a run.
         DataError: The settings are damaged.
     """
-    if not os.path.lexists(work):
-        return None
-    if not (work / RUN).is_file():
-        if work.is_dir() and {path.name for path in work.iterdir()} <= {_LOCK}:
-            return None
+    _check_own(work)
+    return read_json(work / RUN) if (work / RUN).is_file() else None
+
+
+def _check_own(work: Path) -> None:
+    if not os.path.lexists(work) or (work / RUN).is_file():
+        return
+    if not work.is_dir() or {path.name for path in work.iterdir()} - {_LOCK}:
         raise FileExistsError(f"{work} is not the work folder of a run (no {RUN}); move it away")
-    return read_json(work / RUN)
 
 
 def check_same(work: Path, before: Mapping[str, Any], now: Mapping[str, Any], advice: str) -> None:
@@ -88,36 +90,72 @@ def work_folder(
     *,
     resume: bool,
 ) -> Iterator[None]:
-    """Context of a run: creates the work folder, and locks it against other processes.
+    """Context of a run: ``held`` and ``started`` together."""
+    with held(work), started(work, settings, is_worth_keeping, resume=resume):
+        yield
+
+
+@contextmanager
+def held(work: Path) -> Iterator[None]:
+    """Lock a work folder against other processes. The folder is created if it does not exist.
+
+    Raises:
+        DataError: Another process uses the folder.
+        FileExistsError: The folder exists, but is not the work folder of a run.
+    """
+    _check_own(work)
+    work.mkdir(parents=True, exist_ok=True)
+    try:
+        lock = FileLock(work / _LOCK).acquire(blocking=False)
+    except Timeout as error:
+        raise DataError(
+            f"Another run is in progress and uses {work}: wait until it ends, or choose another "
+            "output"
+        ) from error
+    with lock:
+        yield
+
+
+def check_idle(work: Path) -> None:
+    """Raise ``DataError`` if another process uses a work folder."""
+    if (work / _LOCK).is_file():
+        with held(work):
+            pass
+
+
+@contextmanager
+def started(
+    work: Path,
+    settings: Mapping[str, Any],
+    is_worth_keeping: Callable[[BaseException], bool],
+    *,
+    resume: bool,
+) -> Iterator[None]:
+    """Context of a run in a folder that is held.
 
     Args:
         settings: JSON values that affect the result. A resumed run keeps those of the first run.
         is_worth_keeping: Function of an error that returns whether the failed run can be resumed.
             If not, the folder is removed.
         resume: Whether to keep the files of an interrupted run.
-
-    Raises:
-        DataError: Another process uses the folder.
     """
-    work.mkdir(parents=True, exist_ok=True)
+    if not resume:
+        _clear(work)
+        (work / RUN).unlink(missing_ok=True)
+    if not (work / RUN).is_file():
+        write_json(work / RUN, dict(settings))
     try:
-        held = FileLock(work / _LOCK).acquire(blocking=False)
-    except Timeout as error:
-        raise DataError(
-            f"another run uses {work}; wait until it ends, or choose another output"
-        ) from error
-    with held:
-        if not resume:
-            _clear(work)
-            (work / RUN).unlink(missing_ok=True)
-        if not (work / RUN).is_file():
-            write_json(work / RUN, dict(settings))
-        try:
-            yield
-        except BaseException as error:
-            if not is_worth_keeping(error):
-                remove(work)
-            raise
+        yield
+    except BaseException as error:
+        if is_worth_keeping(error):
+            logger.warning(
+                "What was computed stays in %s: a run with the same inputs resumes there. Delete "
+                "the folder to start again.",
+                work,
+            )
+        else:
+            remove(work)
+        raise
 
 
 def remove(work: Path) -> None:

@@ -198,15 +198,25 @@ def save_correction(correction: Correction, path: Path) -> None:
         ValueError: a number is not finite, or a shape is wrong.
         OSError: the file cannot be written.
     """
+    content = correction_bytes(correction)
+    with replacing(path) as file:
+        file.write(content)
+
+
+def correction_bytes(correction: Correction) -> bytes:
+    """The contents of a correction's file.
+
+    Raises:
+        ValueError: a number is not finite, or a shape is wrong.
+    """
     tensors = {
         f"{name}.{index}": _compact(tensor.detach().float().cpu())
         for index, layer in enumerate(correction.layers)
         for name, tensor in layer._asdict().items()
     }
-    _layers(path, tensors)
+    _layers("The correction", tensors)
     metadata = {**_FORMAT, "sink": correction.sink, "fingerprint": correction.fingerprint}
-    with replacing(path) as file:
-        file.write(save(tensors, metadata))
+    return save(tensors, metadata)
 
 
 def _compact(tensor: Tensor) -> Tensor:
@@ -225,7 +235,7 @@ def read_correction(path: Path) -> Correction:
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, RuntimeError) as error:  # RuntimeError: it was just deleted
         raise ValueError(f"{path} is not a correction file: {error}") from error
     if found := {
         name: metadata.get(name) for name in _FORMAT if metadata.get(name) != _FORMAT[name]
@@ -236,7 +246,7 @@ def read_correction(path: Path) -> Correction:
     return Correction(_layers(path, tensors), metadata["sink"], metadata["fingerprint"])
 
 
-def _layers(path: Path, tensors: dict[str, Tensor]) -> tuple[LayerCorrection, ...]:
+def _layers(path: Path | str, tensors: dict[str, Tensor]) -> tuple[LayerCorrection, ...]:
     """Return the layers. Raise ``ValueError`` if names, shapes or numbers are invalid."""
     layers = []
     for index in range(len(tensors) // 2):

@@ -19,7 +19,9 @@ _BUNDLED_FOLDER = Path(__file__).parent / "bundled"
 SIDECAR = "block_attention.json"
 """File next to an adapter: its training modes, and its base if that is the bundled model."""
 
-_NAMES = (BUNDLED, SMOLLM2)
+SHORT_NAMES = (BUNDLED, SMOLLM2)
+"""Names of models that are neither paths nor hub ids."""
+
 _ADAPTER_CONFIG = "adapter_config.json"
 _MODEL_FILES = ("config.json", _ADAPTER_CONFIG)
 _TOKENIZER_FILE = "tokenizer_config.json"
@@ -46,7 +48,7 @@ def resolve_name(model: str | Path) -> str:
             f"{folder} contains no model: expected {' or '.join(_MODEL_FILES)}, as written by "
             "save_pretrained"
         )
-    if not folder.exists() and (meant := get_close_matches(str(model), _NAMES, 1, 0.8)):
+    if not folder.exists() and (meant := get_close_matches(str(model), SHORT_NAMES, 1, 0.8)):
         raise FileNotFoundError(
             f"found no model {str(model)!r}; did you mean {meant[0]!r}? Pass the folder of a local "
             "model, or the full hub id, such as 'organisation/name'"

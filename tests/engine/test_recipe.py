@@ -19,12 +19,16 @@ from blockattn_rag import (
     Recipe,
     open_store,
 )
-from blockattn_rag.engine.find_recipe import resolve_recipe
+from blockattn_rag.engine.find_recipe import known_digests, resolve_recipe
+from blockattn_rag.engine.outline import RecipeOutline
 from blockattn_rag.model import BlockModel
 from blockattn_rag.model.correction import Correction
 from blockattn_rag.prompts.blocks import Block
 from tests.models import shared_tiny_llama, tiny_model, tiny_tokenizer
 from tests.recipes import correction_of, recipe_of
+
+ADAPTED = ("adapter.safetensors", "report.json")
+"""Parts of a recipe with an adapter."""
 
 SMOLLM2 = "f850525d26e4027da293ee3fb66520132255e52a076a143c2f14477d55dd78f3"
 
@@ -75,6 +79,16 @@ def test_a_recipe_without_recomputation_keeps_its_digest() -> None:
     # As the version before recomputation computed it.
     expected = "a98d6109132d0dc8b945f3853fdaf995479d375de3195828384c79203724be16"
     assert Recipe("bos").digest == expected
+
+
+@pytest.mark.parametrize("kind", [Recipe, RecipeOutline])
+@pytest.mark.parametrize(("share", "equal"), [(-0.0, 0.0), (1, 1.0), (0, -0.0)])
+def test_equal_shares_have_equal_digests(kind: Any, share: float, equal: float) -> None:
+    one, other = kind("bos", recompute=share), kind("bos", recompute=equal)
+    assert one == other
+    assert one.digest == other.digest
+    assert str(one) == str(other)
+    assert getattr(one, "outline", one).digest == getattr(other, "outline", other).digest
 
 
 def test_recipes_with_and_without_promotion_share_stored_passages(model: BlockModel) -> None:
@@ -156,7 +170,7 @@ def test_saving_replaces_a_recipe_and_nothing_else(model: BlockModel, tmp_path: 
     assert sorted(p.name for p in (tmp_path / "recipe").iterdir()) == ["recipe.json", "report.json"]
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "cat.png").write_bytes(b"cat")
-    with pytest.raises(ValueError, match="is not a recipe"):
+    with pytest.raises(ValueError, match=r"contains 'cat\.png', expected nothing but"):
         Recipe("bos").save(tmp_path / "photos")
     assert (tmp_path / "photos" / "cat.png").read_bytes() == b"cat"
 
@@ -188,16 +202,30 @@ def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        ({"version": 2}, "version 2, expected 1"),
+        ({"version": 3}, "version 3, expected 2"),
+        ({"version": True}, "version True, expected 2"),
+        ({"version": 2.0}, "version 2.0, expected 2"),
         ({"promote": 1}, "found digest"),
         ({"promote": -1}, "number of passages"),
         ({"sink": "bos"}, "fitted to sink"),
-        ({"sink": 4}, "'head:N'"),
-        ({"fingerprints": "abc"}, "expected a list"),
+        ({"promote": True}, "found promote True, expected int"),
+        ({"promote": 1.0}, "found promote 1.0, expected int"),
+        ({"recompute": False}, "found recompute False, expected int or float"),
+        ({"sink": "head"}, "'head:N'"),
+        ({"sink": 4}, "found sink 4, expected str"),
+        ({"adapter": 1}, "found adapter 1, expected str or null"),
+        ({"digest": None}, "found digest None, expected str"),
+        ({"fingerprints": "abc"}, "expected list"),
+        ({"fingerprints": [1]}, "fingerprints that are no strings"),
         ({"fingerprints": []}, "needs the fingerprints"),
         ({"targets": None}, "unknown fields: targets"),
-        ({"adapter": None}, "found digest"),
-        ({"adapter_sha256": "0"}, "found sha256"),
+        ({"adapter": None}, "found files"),
+        ({"adapter_sha256": "0"}, "unknown fields: adapter_sha256"),
+        ({"files": []}, r"found files \[\]"),
+        ({"files": {"../cat.png": 64 * "0"}}, "found files"),
+        ({"files": {"report.json": "0"}}, "expected a sha256"),
+        ({"files": {"report.json": 64 * "0"}}, "expected"),
+        ({"files": dict.fromkeys(ADAPTED, 64 * "0")}, "found sha256"),
     ],
 )
 def test_changed_fields_are_refused(
@@ -226,6 +254,7 @@ def test_missing_and_broken_files_are_refused(model: BlockModel, tmp_path: Path,
         path.unlink() if content is None else path.write_bytes(content)
         with pytest.raises(ValueError, match=r"is damaged|has version None|Found no recipe"):
             Recipe.load(tmp_path / "recipe")
+        shutil.rmtree(tmp_path / "recipe")
 
 
 def test_auto_takes_the_shipped_recipe(stock: BlockModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -372,3 +401,83 @@ def test_block_tuned_models_run_as_they_were_trained(
     assert not caplog.records
     resolve_recipe("none", tuned, open_store("memory:"))
     assert "was trained with positions='composite' and sink='bos'" in caplog.text
+
+
+# -- where "auto" looks --------------------------------------------------------------------------
+
+
+def test_the_name_of_a_model_is_not_looked_up_in_the_current_directory(
+    stock: BlockModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("stock", "smollm2", "bundled"):
+        recipe_of(stock, promote=1).save(tmp_path / name / "recipe")
+        named = BlockModel(stock.hf_model, stock.tokenizer, name=name)
+        assert resolve_recipe("auto", named, open_store("memory:")) == Recipe("head:4")
+    assert known_digests("auto", None, "smollm2") == []
+
+
+def test_a_model_that_was_loaded_from_the_current_directory_has_its_recipe(
+    stock: BlockModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    stock.hf_model.save_pretrained("mine")
+    stock.tokenizer.tokenizer.save_pretrained("mine")
+    loaded = BlockModel.from_pretrained("mine", device="cpu")
+    recipe_of(loaded).save("mine/recipe")
+    assert resolve_recipe("auto", loaded, open_store("memory:")) == recipe_of(loaded)
+
+
+def test_recipes_outside_of_the_database_are_named_in_a_warning(
+    stock: BlockModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = DirectoryStore(tmp_path / "shared" / "kv")
+    recipe_of(stock).save(tmp_path / "shared" / "recipe")
+    for _ in range(2):
+        assert resolve_recipe("auto", stock, store) == recipe_of(stock)
+    [record] = caplog.records
+    assert record.levelno == logging.WARNING
+    place = tmp_path / "shared" / "recipe"
+    assert f"uses the recipe that was found in {place}: head:4 + adapter" in record.getMessage()
+    caplog.clear()
+    resolve_recipe("auto", stock, store, tmp_path / "shared")  # the database's own
+    resolve_recipe(tmp_path / "shared" / "recipe", stock, store)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"name": "pancakes"}', "has version None, expected 2"),
+        ('{"version": 99}', "has version 99, expected 2"),
+        ('{"ver', "found no valid JSON"),
+    ],
+)
+def test_damaged_recipes_outside_of_the_database_are_skipped(
+    stock: BlockModel,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    content: str,
+    message: str,
+) -> None:
+    store = DirectoryStore(tmp_path / "kv")
+    place = tmp_path / "recipe"
+    place.mkdir()
+    (place / "recipe.json").write_text(content)
+    assert resolve_recipe("auto", stock, store) == Recipe("head:4")
+    assert known_digests("auto", store.path, "stock") == []
+    assert f"Skipped the recipe that was found in {place}. " in caplog.text
+    assert message in caplog.text
+    with pytest.raises(ValueError, match=message):
+        resolve_recipe(place, stock, store)
+    with pytest.raises(ValueError, match=message):
+        resolve_recipe("auto", stock, store, tmp_path)  # the database's own
+
+
+def test_recipes_outside_of_the_database_that_cannot_run_are_skipped(
+    stock: BlockModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = DirectoryStore(tmp_path / "kv")
+    Recipe("head:9999").save(tmp_path / "recipe")
+    assert resolve_recipe("auto", stock, store) == Recipe("head:4")
+    assert "head of a prompt has" in caplog.text

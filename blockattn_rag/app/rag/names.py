@@ -65,7 +65,7 @@ def check_recipe(name: str | None) -> None:
         ValueError: There is no recipe, or the recipe is damaged.
     """
     from blockattn_rag.engine.find_recipe import AUTO
-    from blockattn_rag.engine.recipe import read_fields
+    from blockattn_rag.engine.recipe_files import read_fields
     from blockattn_rag.prompts.sinks import is_sink
 
     if name is not None and name != AUTO and not is_sink(name):

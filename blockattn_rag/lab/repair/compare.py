@@ -68,6 +68,13 @@ def free_recipes(
     return found
 
 
+def count_candidates(sink: str, in_use: Recipe | None) -> int:
+    """Maximum number of candidates: those of ``free_recipes`` and ``promoting``."""
+    without, closed, trained, promoted = 1, 1, 1, 1
+    has_sink, has_in_use = sink != NO_SINK, in_use is not None
+    return without + has_sink + has_in_use + closed + trained + promoted
+
+
 def promoting(free: Mapping[str, Recipe], losses: Losses) -> dict[str, Recipe]:
     """The best candidate with one promoted passage. Empty if it promotes already."""
     best = min(free, key=lambda name: losses[name].mean())

@@ -42,7 +42,7 @@ _ASK = (
     "in one line.\nQuestion: ",
 )
 _MAX_NEW_TOKENS = 48
-_BATCH = 8
+WRITTEN_AT_ONCE = 8
 _FEWEST_WORDS = 3
 _QUOTES = " \t\"'*"
 
@@ -106,7 +106,9 @@ class Material:
             "recipe in use": str(self.in_use or "none with an adapter"),
         }
         if self.questions is not None:
-            parts = [[q.text, q.answers, [p.text for p in q.passages]] for q in self.questions]
+            parts = [
+                [q.text, q.answers, [[p.title, p.text] for p in q.passages]] for q in self.questions
+            ]
             found["questions"] = _digest(self.questions, parts)
         return found
 
@@ -216,7 +218,7 @@ def write_questions(
         path: JSON-lines file of the questions so far, which are not written again.
         seed: Random seed for the order of passages.
         on_progress: Called with the number of written questions and ``count``.
-        time_is_up: Function that returns whether to stop writing.
+        time_is_up: Function that returns whether to stop writing, after the first batch.
 
     Raises:
         DataError: There is no passage, or the model wrote no question about any passage.
@@ -230,8 +232,8 @@ def write_questions(
     tried = 0
     on_progress(0, count)
     while tried < len(passages) and len(questions) < count:
-        batch = passages[tried : tried + min(_BATCH, count - len(questions))]
-        if time_is_up() and not all(_name(passage) in written for passage in batch):
+        batch = passages[tried : tried + min(WRITTEN_AT_ONCE, count - len(questions))]
+        if time_is_up() and tried and not all(_name(passage) in written for passage in batch):
             break
         tried += len(batch)
         _write_missing(engine, batch, written, path)

@@ -11,6 +11,10 @@ from dataclasses import dataclass, replace
 from blockattn_rag.errors import DataError
 
 
+class TooLittleTimeError(DataError):
+    """The time limit is too short for a repair."""
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """Bounds of a repair. They are not options: measured speeds decide the numbers within them.
@@ -64,6 +68,9 @@ class Limits:
 
 LIMITS = Limits()
 
+_FEWEST_CLOSED = 2
+"""Minimum number of prompts for the closed form."""
+
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
@@ -99,6 +106,16 @@ class Speeds:
     def closed_form(self) -> float:
         """Seconds of a closed-form prompt: its passages, and its context with full attention."""
         return 2 * self.encode
+
+    def longer(self, factor: float) -> Speeds:
+        """Estimate the speeds for prompts with ``factor`` times as many tokens."""
+        decoding = max(0.0, self.answer - self.encode)
+        return Speeds(
+            answer=factor * min(self.answer, self.encode) + decoding,
+            encode=factor * self.encode,
+            fetch=factor * self.fetch,
+            step=factor * self.step,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,28 +161,24 @@ class Plan:
             batch: Prompts per optimizer step.
 
         Raises:
-            DataError: There are too few questions, or there is too little time.
+            DataError: There are too few questions.
+            TooLittleTimeError: There is too little time.
         """
-        if questions < limits.fewest_held_out + 1:
-            raise DataError(
-                f"found {questions} distinct questions, expected at least "
-                f"{limits.fewest_held_out + 1}: some to fit and others to measure on; pass more "
-                "questions (--questions FILE) or passages"
-            )
+        check_enough(questions, limits)
         given, held_s = seconds, speeds.held_out(recipes)
         most = min(limits.held_out, math.floor(limits.held_out_share * questions))
         held_out = _within(seconds / 4, held_s, limits.fewest_held_out, most)
         held_out -= held_out % 2
         seconds -= held_out * held_s
         left = questions - held_out
-        closed_form = _within(seconds / 5, speeds.closed_form, 2, limits.closed_form)
+        closed_form = _within(seconds / 5, speeds.closed_form, _FEWEST_CLOSED, limits.closed_form)
         closed_form = min(closed_form, limits.draws * left)
         seconds -= closed_form * speeds.closed_form
         if seconds < 0:
             needed = math.ceil(-seconds / 60) + 1
-            raise DataError(
-                "there is too little time to fit and measure a recipe with this model on this "
-                f"machine: found {given / 60:.1f} minutes left, expected "
+            raise TooLittleTimeError(
+                "There is too little time to fit and measure a recipe with this model on this "
+                f"machine: found {max(0.0, given) / 60:.1f} minutes left, expected "
                 f"{(given - seconds) / 60:.1f} (an answer of full mode takes {speeds.answer:.1f} "
                 f"s); give at least {needed} minutes more (--minutes)"
             )
@@ -208,6 +221,33 @@ class Plan:
             steps=math.ceil(limits.epochs * samples / batch),
             training_s=samples * stepping + measured,
         )
+
+
+def check_enough(questions: int, limits: Limits) -> None:
+    """Raise ``DataError`` if there are too few distinct questions."""
+    if questions < limits.fewest_held_out + 1:
+        raise DataError(
+            f"found {questions} distinct questions, expected at least "
+            f"{limits.fewest_held_out + 1}: some to fit and others to measure on; pass more "
+            "questions (--questions FILE) or passages"
+        )
+
+
+def check_time(budget_s: float, needed_s: float, speeds: Speeds) -> None:
+    """Raise ``TooLittleTimeError`` if the time limit is shorter than the smallest repair."""
+    if needed_s > budget_s:
+        minutes = math.ceil(needed_s / 60)
+        raise TooLittleTimeError(
+            "There is too little time to fit and measure a recipe with this model on this "
+            f"machine: found {budget_s / 60:g} minutes, expected at least {minutes} (an answer of "
+            f"full mode takes {speeds.answer:.1f} s). Pass --minutes {minutes}, or more for a "
+            "better recipe"
+        )
+
+
+def least_s(speeds: Speeds, recipes: int, limits: Limits) -> float:
+    """Seconds of the smallest possible plan."""
+    return limits.fewest_held_out * speeds.held_out(recipes) + _FEWEST_CLOSED * speeds.closed_form
 
 
 def _within(seconds: float, each: float, fewest: int, most: int) -> int:

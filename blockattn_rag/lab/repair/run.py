@@ -9,12 +9,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from blockattn_rag.engine.recipe import RECIPE_FILE, Recipe, read_fields
+from blockattn_rag.engine.recipe import Recipe
+from blockattn_rag.engine.recipe_files import check_replaceable, read_fields
 from blockattn_rag.errors import DataError
 from blockattn_rag.lab import work
 from blockattn_rag.lab.repair.data import Material
-from blockattn_rag.lab.repair.plan import LIMITS, Limits
-from blockattn_rag.lab.repair.stages import Progress, Repair
+from blockattn_rag.lab.repair.plan import LIMITS, Limits, TooLittleTimeError
+from blockattn_rag.lab.repair.stages import PLAN, QUESTIONS, Progress, Repair
 from blockattn_rag.model import BlockModel
 from blockattn_rag.prompts.formats import Passage
 
@@ -49,8 +50,9 @@ def repair(
         The recipe, with its report.
 
     Raises:
-        DataError: There are too few questions or passages, there is too little time, the model is
-            block-fine-tuned, or an interrupted run had other inputs.
+        DataError: There are too few questions or passages, the model is block-fine-tuned, an
+            interrupted run had other inputs, or another run for this output is in progress.
+        TooLittleTimeError: The time is too short. This is a DataError.
         DivergedError: A loss is not finite.
         ContextOverflowError: A prompt and its answer do not fit in the context window.
         OSError: The output cannot be written, or the disk has too little room.
@@ -67,21 +69,24 @@ def repair(
         "model": f"{model.name} (fingerprint {model.fingerprint[:12]})",
         **material.inputs(),
     }
-    before = work.interrupted_run(folder)
-    if before is not None:
-        advice = "Pass the same inputs to resume it, or delete that folder to start again"
-        work.check_same(folder, before, inputs, advice)
 
     def is_worth_keeping(error: BaseException) -> bool:
-        # After a DataError, the inputs must change, so written questions alone are useless.
-        kept = (".safetensors",) if isinstance(error, DataError) else (".safetensors", ".jsonl")
-        return any(path.is_file() and path.suffix in kept for path in folder.rglob("*"))
+        # After another DataError, the inputs must change, so written questions are useless.
+        has_questions = (folder / QUESTIONS).is_file()
+        may_resume = isinstance(error, TooLittleTimeError) or not isinstance(error, DataError)
+        return (folder / PLAN).is_file() or (has_questions and may_resume)
 
-    with work.work_folder(folder, inputs, is_worth_keeping, resume=before is not None):
-        run = Repair(model, material, folder, 60 * minutes, limits, on_progress)
-        recipe, image = run.run(version)
-        recipe.save(output, plot=image)
-        work.remove(folder)
+    # Locked before the inputs are compared, so that a run in progress is reported as such.
+    with work.held(folder):
+        before = work.interrupted_run(folder)
+        if before is not None:
+            advice = "Pass the same inputs to resume it, or delete that folder to start again"
+            work.check_same(folder, before, inputs, advice)
+        with work.started(folder, inputs, is_worth_keeping, resume=before is not None):
+            run = Repair(model, material, folder, 60 * minutes, limits, on_progress)
+            recipe, image = run.run(version)
+            recipe.save(output, plot=image)
+            work.remove(folder)
     return recipe
 
 
@@ -90,11 +95,10 @@ def _check_output(output: Path, model: BlockModel) -> None:
 
     An earlier recipe of the model, or a damaged one, will be replaced.
     """
-    if work.is_foreign(output, RECIPE_FILE):
-        raise DataError(
-            f"{output} exists and is not a recipe (it has no {RECIPE_FILE}); choose another folder "
-            "(--output)"
-        )
+    try:
+        check_replaceable(output)
+    except ValueError as error:
+        raise DataError(f"{str(error).rstrip('.')} (--output)") from error
     try:
         found: Mapping[str, Any] = read_fields(output)
     except ValueError:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -21,15 +21,23 @@ from blockattn_rag.errors import DataError
 from blockattn_rag.files import write_json
 from blockattn_rag.lab import work
 from blockattn_rag.lab.repair.closed_form import fit_correction, no_correction
-from blockattn_rag.lab.repair.compare import IN_USE, Comparer, choose, free_recipes, promoting
+from blockattn_rag.lab.repair.compare import (
+    IN_USE,
+    Comparer,
+    choose,
+    count_candidates,
+    free_recipes,
+    promoting,
+)
 from blockattn_rag.lab.repair.data import (
+    WRITTEN_AT_ONCE,
     Material,
     Question,
     distinct,
     draw_samples,
     write_questions,
 )
-from blockattn_rag.lab.repair.plan import Limits, Plan, Speeds
+from blockattn_rag.lab.repair.plan import Limits, Plan, Speeds, check_enough, check_time, least_s
 from blockattn_rag.lab.repair.report import plot
 from blockattn_rag.lab.repair.student import (
     BATCH,
@@ -47,7 +55,16 @@ from blockattn_rag.prompts.blocks import BlockPrompt
 Progress = Callable[[str, int, int], None]
 """Function of the name of a stage, its finished part, and its total."""
 
+PLAN, QUESTIONS = "plan.json", "questions.jsonl"
+"""Files of the work folder: the plan, and the questions that the model wrote."""
+
 _SEED = 0
+_STAND_IN = "What does the text say?"
+"""Question of the prompt that speeds are measured with before any question is written."""
+
+_WARM_UP = 200
+"""Characters of each passage in the warm-up."""
+
 _RESERVE_SHARE = 0.08
 """Share of the time kept in reserve for loading, saving, and work that is slower than measured."""
 
@@ -90,8 +107,10 @@ class Repair:
 
     def run(self, version: str) -> tuple[Recipe, bytes | None]:
         """Run all stages. Returns the recipe with its report, and the plot of the report."""
-        questions = distinct(self._questions(), _SEED)
-        plan = self._plan(questions)
+        # Measured first, so that too little time is reported before anything else is computed.
+        speeds = None if self._plan_path.exists() else self._checked_speeds()
+        questions = distinct(self._questions(speeds), _SEED)
+        plan = self._plan(questions, speeds)
         train, held = self.samples(questions, plan)
         self._answer([*map(self._prompt, [*train[: plan.samples], *held])])
         half = len(held) // 2
@@ -154,16 +173,45 @@ class Repair:
 
     # -- questions and the plan --------------------------------------------------------------
 
-    def _questions(self) -> Sequence[Question]:
+    def _checked_speeds(self) -> Speeds:
+        """Measure the speeds.
+
+        Raises:
+            DataError: There are too few questions or no passages.
+            TooLittleTimeError: Even the smallest plan would take too long.
+        """
+        material, limits = self.material, self.limits
+        if material.questions is not None:
+            check_enough(len(distinct(material.questions, _SEED)), limits)
+            sample = material.questions[0]
+        elif material.nearest is None or not material.passages:
+            raise DataError("found no questions, and no passages to write questions about")
+        else:
+            sample = Question(_STAND_IN, tuple(material.passages[: limits.passages]))
+        speeds = self.speeds([sample])
+        needed = least_s(speeds, self._most_recipes, limits)
+        if material.questions is None and not (self.folder / QUESTIONS).exists():
+            needed += WRITTEN_AT_ONCE * speeds.answer
+        spent = time.monotonic() - self.started
+        check_time(self.budget_s, (spent + needed) / (1 - _RESERVE_SHARE), speeds)
+        return speeds
+
+    @property
+    def _most_recipes(self) -> int:
+        return count_candidates(self.sink, self.material.in_use)
+
+    def _questions(self, speeds: Speeds | None) -> Sequence[Question]:
+        """The questions. Without speeds, which a planned repair does not measure, none is written
+        any more, because the split into fitted and held-out questions depends on all of them."""
         material, limits = self.material, self.limits
         if material.questions is not None:
             return material.questions
         if material.nearest is None:
             raise DataError("found no questions, and no passages to write questions about")
         until = self.started + limits.writing_share * self.budget_s
-        # After the plan is made, no questions are added, because the split into fitted and held-out
-        # questions depends on all of them.
-        is_planned = self._plan_path.exists()
+        if speeds is not None:
+            needed = least_s(speeds, self._most_recipes, limits)
+            until = min(until, self._until_reserve() - needed - WRITTEN_AT_ONCE * speeds.answer)
         with self._stage("writing questions") as tick:
             return write_questions(
                 self.engine,
@@ -171,26 +219,30 @@ class Repair:
                 material.nearest,
                 limits.questions,
                 limits.passages + 1,
-                self.folder / "questions.jsonl",
+                self.folder / QUESTIONS,
                 _SEED,
                 tick,
-                lambda: is_planned or time.monotonic() > until,
+                lambda: speeds is None or time.monotonic() > until,
             )
 
     @property
     def _plan_path(self) -> Path:
-        return self.folder / "plan.json"
+        return self.folder / PLAN
 
-    def _plan(self, questions: Sequence[Question]) -> Plan:
+    def _plan(self, questions: Sequence[Question], speeds: Speeds | None) -> Plan:
         """The plan of the repair, made once. A resumed run reads it from the work folder."""
         minutes = self.budget_s / 60
 
         def make() -> dict[str, Any]:
-            speeds = self.speeds(questions[:2])
+            assert speeds is not None  # measured if there is no plan
             left = self._until_reserve() - time.monotonic()
-            recipes = 4 + self.model.supports_relay + (self.material.in_use is not None)
             plan = Plan.made(
-                left, speeds, len(questions), recipes=recipes, batch=BATCH, limits=self.limits
+                left,
+                speeds,
+                len(questions),
+                recipes=self._most_recipes,
+                batch=BATCH,
+                limits=self.limits,
             )
             return {"minutes": minutes, **asdict(plan)}
 
@@ -207,7 +259,7 @@ class Repair:
         """The plan with as much training as current speeds allow. Made once, before training."""
 
         def make() -> dict[str, Any]:
-            speeds = self.speeds(questions[-2:])
+            speeds = self.speeds(questions[-1:])
             left = self._until_reserve() - plan.measuring_s - time.monotonic()
             limits = self.limits
             return asdict(plan.trained(left, speeds, len(questions), batch=BATCH, limits=limits))
@@ -219,25 +271,36 @@ class Repair:
         return self.started + (1 - _RESERVE_SHARE) * self.budget_s
 
     def speeds(self, questions: Sequence[Question]) -> Speeds:
-        """Measure the seconds of each step for one prompt, after a warm-up with another prompt."""
+        """Estimate the seconds of each step for one prompt with as many passages as ``ask`` uses.
+
+        Measured with two passages, after a warm-up with the beginnings of these passages, because
+        a complete prompt takes minutes on slow machines.
+        """
         student = Student(self.model, no_correction(self.model, self.sink))
         loss = CorrectionLoss(student, self.teacher, self.source)
         self.model.hf_model.requires_grad_(False)
         most = self.limits.passages
+        (sample,) = draw_samples(questions[:1], 1, most, most, _SEED)
+        shown = sample.passages[:2]
+        begun = [replace(one, text=one.text.strip()[:_WARM_UP] or one.text) for one in shown]
+        prompts = [self._prompt(replace(sample, passages=tuple(part))) for part in (begun, shown)]
         found = Speeds(0.0, 0.0, 0.0, 0.0)
         with self._stage("measuring speed") as tick:
-            for number, sample in enumerate(draw_samples(questions[:2], 2, most, most, _SEED)):
-                tick(number, 2)
-                prompt = self._prompt(sample)
-                request = EncodeRequest([*self.model.tokenizer.prompt_ids(prompt).flat], "", "")
+            for number, prompt in enumerate(prompts):
+                tick(number, len(prompts))
+                request = EncodeRequest(self._ids(prompt), "", "")
                 found = Speeds(
-                    answer=_timed(partial(self.teacher, prompt)),
+                    answer=self.teacher.seconds(prompt),
                     encode=_timed(lambda: [*self.model.encode([request])]),  # noqa: B023
                     fetch=_timed(partial(self.source, prompt)),
                     step=loss.seconds(prompt),
                 )
-            tick(2, 2)
-        return found
+            tick(len(prompts), len(prompts))
+        complete = len(self._ids(self._prompt(sample)))
+        return found.longer(complete / len(self._ids(prompts[-1])))
+
+    def _ids(self, prompt: BlockPrompt) -> list[int]:
+        return [*self.model.tokenizer.prompt_ids(prompt).flat]
 
     def samples(
         self, questions: Sequence[Question], plan: Plan

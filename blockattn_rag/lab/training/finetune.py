@@ -16,6 +16,7 @@ import stat
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
+from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,14 @@ logger = logging.getLogger("blockattn_rag")
 
 LOG = "training_log.json"
 """File of losses by step in a result. A folder with this file counts as an earlier result."""
+
+_RESULT = (
+    *("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json"),
+    *("adapter_config.json", SIDECAR, "tokenizer*", "special_tokens_map.json"),
+    *("added_tokens.json", "vocab*", "merges.txt", "*.model", "*.jinja"),
+    *("additional_chat_templates", LOG, "training_curves.png", "README.md"),
+)
+"""Patterns of the names of everything in a result."""
 
 _LORA_RANK = 16
 _LORA_ALPHA = 32  # twice the rank: the usual choice
@@ -109,6 +118,11 @@ def check_folders(config: FinetuneConfig) -> dict[str, Any]:
             raise ValueError(
                 f"{output} contains {path}, which this run reads; choose another output"
             )
+    if others := _foreign(output):
+        raise FileExistsError(
+            f"{output} contains {', '.join(others[:3])}, which no training writes, so it is not "
+            "overwritten; move it away, or choose another output"
+        )
     # A resumed run replaces an earlier result if the interrupted one was to.
     return {**settings, "overwrite": config.overwrite}
 
@@ -127,6 +141,7 @@ def check_output(
         FileExistsError: See ``finetune``.
     """
     folder, result = work.work_of(output), Path(output)
+    work.check_idle(folder)
     is_interrupted = (folder / work.RUN).is_file()
     if is_interrupted and not (resume or overwrite):
         raise FileExistsError(
@@ -147,6 +162,12 @@ def check_output(
         raise FileExistsError(
             f"{output} exists; choose another output, or overwrite it (overwrite=True, --overwrite)"
         )
+
+
+def _foreign(result: Path) -> list[str]:
+    """Names in the folder of an earlier result that are not part of a result."""
+    names = sorted(path.name for path in result.iterdir()) if result.is_dir() else []
+    return [name for name in names if not any(fnmatch(name, own) for own in _RESULT)]
 
 
 def _digest(path: str | Path) -> str:
@@ -356,7 +377,13 @@ def _replace(output: Path, result: Path, folder: Path) -> None:
     for path in result.rglob("*"):
         if path.is_file():
             path.chmod(mode)
-    if output.exists():
-        output.rename(folder / "replaced")
-    result.rename(output)
+    aside = folder / "replaced"
+    try:
+        if output.exists():
+            output.rename(aside)
+        result.rename(output)
+    except BaseException:
+        if aside.exists() and not output.exists():
+            aside.rename(output)
+        raise
     work.remove(folder)

@@ -11,12 +11,14 @@ import pytest
 
 from blockattn_rag.errors import DataError
 from blockattn_rag.lab.repair.data import (
+    Material,
     Question,
     distinct,
     draw_samples,
     read_passages,
     read_questions,
 )
+from blockattn_rag.prompts.blocks import BlockPrompt
 from blockattn_rag.prompts.formats import Passage
 
 PASSAGES = [Passage(f"t{number}", f"text {number}") for number in range(6)]
@@ -122,3 +124,12 @@ def test_reports_invalid_lines_by_number(tmp_path: Path, line: Any, message: str
 def test_a_file_without_lines_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="found no line"):
         read_passages(write(tmp_path / "p.jsonl"))
+
+
+def test_titles_of_passages_are_inputs_of_a_run() -> None:
+    def inputs(title: str) -> dict[str, str]:
+        question = Question("How high?", (Passage(title, "It is high."),))
+        return Material(lambda *_: BlockPrompt((), ""), "chat", questions=[question]).inputs()
+
+    assert inputs("Tower") == inputs("Tower")
+    assert inputs("Tower") != inputs("Bridge")

@@ -95,3 +95,13 @@ def test_training_is_planned_again_at_new_speeds(factor: float, more: bool) -> N
 def test_a_training_without_time_left_is_left_out() -> None:
     again = plan(900).trained(1.0, SMOLLM2, 240, batch=4, limits=LIMITS)
     assert (again.samples, again.steps, again.training_s) == (0, 0, 0.0)
+
+
+def test_a_repair_that_is_late_is_refused_without_negative_times() -> None:
+    with pytest.raises(DataError, match=r"found 0.0 minutes left, expected \d"):
+        plan(-24)
+
+
+def test_speeds_of_longer_prompts_are_estimated() -> None:
+    found = Speeds(answer=3.0, encode=2.0, fetch=1.0, step=4.0).longer(2.0)
+    assert found == Speeds(answer=5.0, encode=4.0, fetch=2.0, step=8.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -47,6 +48,7 @@ from tests.lab.repair.runs import (
 )
 from tests.models import tiny_model, tiny_tokenizer
 
+SPEEDS = Repair.speeds
 NAMES = ["none", "head:4", "head:4 + closed form", "head:4 + trained"]
 
 
@@ -176,11 +178,22 @@ class TestResult:
         assert str(recipe) == "none"
         assert recipe.report["chosen"] == "none"
 
-    def test_a_model_with_sliding_windows(self, tmp_path: Path) -> None:
+    def test_a_model_with_sliding_windows(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         windows = tiny_model("gemma3_text", num_hidden_layers=2, sliding_window=16)
         sliding = BlockModel(windows, tiny_tokenizer(), name="tiny")
         assert not sliding.supports_relay
+        planned: list[int] = []
+        made = Plan.made
+
+        def noting(*args: Any, recipes: int, **options: Any) -> Plan:
+            planned.append(recipes)
+            return made(*args, recipes=recipes, **options)
+
+        monkeypatch.setattr(Plan, "made", noting)
         report = repaired(sliding, tmp_path / "recipe").report
+        assert planned == [len(report["candidates"])] == [5]
         names = [one["name"] for one in report["candidates"]]
         assert names[:4] == NAMES
         assert names[4].endswith(" + promote 1")
@@ -309,9 +322,74 @@ class TestChecks:
 
     def test_other_folders_are_not_replaced(self, model: BlockModel, tmp_path: Path) -> None:
         (tmp_path / "note.txt").write_text("mine")
-        with pytest.raises(DataError, match="exists and is not a recipe"):
+        with pytest.raises(DataError, match=r"contains 'note.txt', .* \(--output\)"):
             repaired(model, tmp_path)
         assert [path.name for path in tmp_path.iterdir()] == ["note.txt"]
+        Recipe("bos").save(tmp_path / "recipe")
+        (tmp_path / "recipe" / "NOTES.md").write_text("mine")
+        (tmp_path / "cook").mkdir()
+        (tmp_path / "cook" / "recipe.json").write_text('{"name": "pancakes"}')
+        for name, message in (("recipe", "contains 'NOTES.md'"), ("cook", "not of a recipe")):
+            with pytest.raises(DataError, match=message):
+                repaired(model, tmp_path / name)
+        assert (tmp_path / "recipe" / "NOTES.md").read_text() == "mine"
+        assert json.loads((tmp_path / "cook" / "recipe.json").read_text()) == {"name": "pancakes"}
+
+    def test_a_damaged_recipe_is_replaced(self, model: BlockModel, tmp_path: Path) -> None:
+        Recipe("bos").save(tmp_path / "recipe")
+        (tmp_path / "recipe" / "recipe.json").write_bytes(b"")
+        recipe = repaired(model, tmp_path / "recipe")
+        assert Recipe.load(tmp_path / "recipe") == recipe
+
+    def test_too_little_time_is_reported_before_anything_else_is_computed(
+        self, model: BlockModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """With the minutes that the error names, the repair goes on."""
+        slow = Speeds(answer=33.0, encode=25.0, fetch=25.0, step=20.0)
+        monkeypatch.setattr(Repair, "speeds", lambda *_: slow)
+
+        def begins(*_: Any) -> None:
+            raise InterruptedError
+
+        monkeypatch.setattr(stages, "write_questions", begins)
+        asked = material(model, questions=None, passages=PASSAGES, nearest=nearest)
+        output = tmp_path / "recipe"
+        with pytest.raises(DataError, match=r"found 10 minutes, expected at least (\d+)") as raised:
+            run.repair(model, asked, output, minutes=10, limits=QUICK)
+        assert list(tmp_path.iterdir()) == []
+        found = re.search(r"--minutes (\d+)", str(raised.value))
+        assert found is not None
+        minutes = int(found[1])
+        assert 15 < minutes < 30
+        with pytest.raises(InterruptedError):
+            run.repair(model, asked, output, minutes=minutes, limits=QUICK)
+        with pytest.raises(DataError, match="There is too little time"):
+            run.repair(model, asked, output, minutes=minutes - 1, limits=QUICK)
+
+    def test_speeds_are_measured_with_short_prompts(
+        self, model: BlockModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        lengths: list[int] = []
+        compute = Teacher.compute
+
+        def noting(self: Any, batch: Any) -> Any:
+            lengths.extend(map(len, batch))
+            return compute(self, batch)
+
+        monkeypatch.setattr(Teacher, "compute", noting)
+        monkeypatch.setattr(Repair, "speeds", SPEEDS)
+        long = [replace(one, text=one.text + 90 * " more") for one in PASSAGES]
+        asked = replace(QUESTIONS[0], passages=tuple(long[:5]))
+        limits = replace(QUICK, passages=5)
+        made = Repair(model, material(model), tmp_path / "work", 60.0, limits, lambda *_: None)
+        for _ in range(2):  # stored answers do not count as fast ones
+            found = made.speeds([asked])
+            assert min(found.answer, found.encode, found.step) > 0
+        prompt = material(model).prompt(asked.text, asked.passages)
+        complete = len(model.tokenizer.prompt_ids(prompt).flat)
+        warm_up, measured = lengths[:2]
+        assert lengths == [warm_up, measured] * 2
+        assert warm_up < 0.8 * measured < 0.5 * complete
 
     def test_a_full_disk_is_reported_before_anything_is_computed(
         self, model: BlockModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -387,17 +465,11 @@ class TestInterruption:
         self, model: BlockModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         output, asked = tmp_path / "recipe", material(model)
-        slow = Speeds(60.0, 60.0, 60.0, 60.0)
-
-        def answers_and_slow(self: Any, *_: Any) -> Speeds:
-            self.teacher(PROMPT)
-            return slow
-
         with monkeypatch.context() as patched:
-            patched.setattr(Repair, "speeds", answers_and_slow)
+            patched.setattr(Repair, "speeds", lambda *_: Speeds(60.0, 60.0, 60.0, 60.0))
             with pytest.raises(DataError, match="too little time"):
                 run.repair(model, asked, output, minutes=5, limits=QUICK)
-        assert output.with_name("recipe.work").exists()
+        assert not output.with_name("recipe.work").exists()
         with monkeypatch.context() as patched:
             patched.setattr(Repair, "closed_form", lambda *_: 1 / 0)
             with pytest.raises(ZeroDivisionError):
@@ -406,18 +478,17 @@ class TestInterruption:
             run.repair(model, asked, output, minutes=30, limits=QUICK)
 
     def test_more_minutes_give_more_questions_after_too_little_time(
-        self, model: BlockModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self,
+        model: BlockModel,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
     ) -> None:
         numbers = count()
         monkeypatch.setattr(data, "clean_question", lambda _: f"what is {next(numbers)}?")
         output = tmp_path / "recipe"
         many = [replace(one, title=f"{n} {one.title}") for one in PASSAGES for n in range(4)]
         asked = material(model, questions=None, passages=many, nearest=nearest)
-        slow = Speeds(60.0, 60.0, 60.0, 60.0)
-
-        def answers_and_slow(self: Any, *_: Any) -> Speeds:
-            self.teacher(PROMPT)
-            return slow
 
         def first_batch_alone(*args: Any) -> Any:
             times = chain([False], repeat(True))
@@ -425,10 +496,11 @@ class TestInterruption:
 
         write: Any = data.write_questions
         with monkeypatch.context() as patched:
-            patched.setattr(Repair, "speeds", answers_and_slow)
             patched.setattr(stages, "write_questions", first_batch_alone)
-            with pytest.raises(DataError, match="too little time"):
-                run.repair(model, asked, output, minutes=5, limits=QUICK)
+            patched.setattr(stages, "check_time", lambda *_: None)  # writing took unusually long
+            with pytest.raises(DataError, match=r"too little time .* found 0.0 minutes left"):
+                run.repair(model, asked, output, minutes=0.01, limits=QUICK)
+        assert f"What was computed stays in {output.with_name('recipe.work')}" in caplog.text
         assert output.with_name("recipe.work").exists()
         report = run.repair(model, asked, output, minutes=20, limits=QUICK).report
         assert report["questions"] == 24
@@ -439,8 +511,11 @@ class TestInterruption:
         output = tmp_path / "recipe"
 
         def second(*_: Any) -> None:
-            with pytest.raises(DataError, match=r"another run uses .*recipe\.work"):
-                repaired(model, output)
+            same: dict[str, Any] = {}
+            for changes in (same, {"prompt_format": "other"}):
+                with pytest.raises(DataError, match=r"in progress and uses .*recipe\.work") as told:
+                    repaired(model, output, **changes)
+                assert "delete" not in str(told.value)
             raise ZeroDivisionError
 
         monkeypatch.setattr(Repair, "closed_form", second)

@@ -25,7 +25,7 @@ from blockattn_rag.lab.trainer import LabTrainer
 from blockattn_rag.lab.training.batches import Collator, ModeDataset, ModelMasks, TokenLayout
 from blockattn_rag.lab.training.data import SampleEncoder
 from blockattn_rag.lab.training.finetune import check_folders, finetune
-from blockattn_rag.lab.work import last_checkpoint
+from blockattn_rag.lab.work import last_checkpoint, work_folder
 from blockattn_rag.model import BlockModel
 from blockattn_rag.model.loading import load_config
 from blockattn_rag.prompts.sinks import sink_ids
@@ -246,11 +246,50 @@ class TestRefusals:
 
     def test_an_earlier_result_is_replaced_if_asked(self, folder: Path) -> None:
         (folder / "out").mkdir()
-        for name in ("old", "training_log.json"):
+        for name in ("old.safetensors", "training_log.json"):
             (folder / "out" / name).touch()
         finetune(config(settings(folder, max_steps=1, overwrite=True)))
-        assert not (folder / "out" / "old").exists()
+        assert not (folder / "out" / "old.safetensors").exists()
         assert not (folder / "out.work").exists()
+        # Everything in a result counts as a part of it.
+        check_folders(config(settings(folder, overwrite=True)))
+
+    def test_an_earlier_result_with_other_files_is_kept(self, folder: Path) -> None:
+        (folder / "out" / "recipe").mkdir(parents=True)
+        for name in ("notes.txt", "training_log.json", "recipe/recipe.json"):
+            (folder / "out" / name).touch()
+        with pytest.raises(
+            FileExistsError, match=r"contains notes\.txt, recipe, which no training"
+        ):
+            finetune(config(settings(folder, max_steps=1, overwrite=True)))
+        assert (folder / "out" / "notes.txt").is_file()
+        assert not (folder / "out.work").exists()
+
+    def test_an_interruption_of_the_replacement_keeps_the_earlier_result(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (folder / "out").mkdir()
+        (folder / "out" / "old.safetensors").touch()
+        (folder / "out" / "training_log.json").touch()
+        rename = Path.rename
+
+        def interrupted(self: Path, target: Path) -> Path:
+            if self.name == "result":
+                raise KeyboardInterrupt
+            return rename(self, target)
+
+        monkeypatch.setattr(Path, "rename", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            finetune(config(settings(folder, max_steps=1, overwrite=True)))
+        assert (folder / "out" / "old.safetensors").is_file()
+
+    def test_a_run_in_progress_is_reported_as_such(self, folder: Path) -> None:
+        work = folder / "out.work"
+        with (
+            work_folder(work, {}, lambda _: False, resume=False),
+            pytest.raises(DataError, match=r"Another run is in progress and uses .*out\.work"),
+        ):
+            finetune(config(settings(folder, max_steps=1)))
 
     @pytest.mark.parametrize("kind", ["folder", "file", "link"])
     def test_only_an_earlier_result_is_replaced(self, folder: Path, kind: str) -> None:

@@ -1,0 +1,340 @@
+"""Files of a recipe's folder, which are read and replaced as one unit.
+
+``recipe.json`` names the sha256 of every other file, its *parts*. A writer first writes the new
+parts under pending names that contain their sha256, then replaces ``recipe.json``, which commits
+them, and then renames the parts. So at every moment, each part that ``recipe.json`` names is
+complete under one of two names. Readers take no lock: they start again if ``recipe.json`` was
+replaced while they read. Writers exclude each other with a lock file, which they delete.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import stat
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar
+
+from blockattn_rag.files import locked, replacing, sync, write_json
+
+VERSION = 2
+RECIPE_FILE = "recipe.json"
+ADAPTER_FILE, REPORT_FILE, PLOT_FILE = "adapter.safetensors", "report.json", "report.png"
+_PARTS = (ADAPTER_FILE, REPORT_FILE, PLOT_FILE)
+_LOCK = ".lock"
+_TEMPORARY = re.compile(
+    rf"\.+({'|'.join(map(re.escape, (RECIPE_FILE, *_PARTS)))})(\.[0-9a-f]{{16}}\.tmp)+"
+)
+_SHA256 = re.compile("[0-9a-f]{64}")
+
+MOST_JSON_BYTES = 16 << 20
+"""Maximum size of each of the JSON files. Every load reads them."""
+
+_FIELDS: dict[str, tuple[type, ...]] = {
+    "version": (int,),
+    "digest": (str,),
+    "sink": (str,),
+    "adapter": (str, type(None)),
+    "promote": (int,),
+    "positions": (str,),
+    "fingerprints": (list,),
+    "model": (str,),
+    "prompt_format": (str,),
+}
+_OPTIONAL: dict[str, tuple[type, ...]] = {"recompute": (int, float)}
+_HEADS = [b'{\n  "version": %d,\n  "digest": "' % version for version in (1, VERSION)]
+
+_MADE_BY = "`blockattn-rag repair`"
+_READS = len(_PARTS) + 1  # each failure can be due to the renaming of one part
+_REPLACED = 1000
+
+T = TypeVar("T")
+
+
+def read_fields(folder: Path) -> dict[str, Any]:
+    """Read and check ``recipe.json``. The key ``files`` has the sha256 of each part, by name.
+
+    Raises:
+        ValueError: the file is missing or damaged, or has another version.
+    """
+    with _opened(folder) as file:
+        return _fields(folder / RECIPE_FILE, file)
+
+
+def read_consistently(folder: Path, read: Callable[[dict[str, Any]], T]) -> T:
+    """Read a recipe that may be replaced at the same time.
+
+    Args:
+        read: Function that reads the parts and returns the result. Its argument is the result of
+            ``read_fields``. It is called again if the recipe was replaced meanwhile.
+
+    Raises:
+        ValueError: the recipe is missing or damaged.
+    """
+    path = folder / RECIPE_FILE
+    for attempt in range(1, _REPLACED + 1):
+        # While the file is open, its inode is not reused, so equal inodes are the same file.
+        with _opened(folder) as file:
+            fields = _fields(path, file)
+            for again in range(_READS):
+                try:
+                    result = read(fields)
+                except (ValueError, FileNotFoundError):
+                    if again + 1 < _READS:
+                        continue
+                    if _is_at(file, path) or attempt == _REPLACED:
+                        raise
+                else:
+                    if _is_at(file, path):
+                        return result
+                    break
+    raise ValueError(f"{path} is replaced all the time: stop the other writers, and try again.")
+
+
+def part(folder: Path, name: str, fields: Mapping[str, Any]) -> Path:
+    """Path of a part whose contents have the sha256 in ``recipe.json``.
+
+    Raises:
+        ValueError: the part is missing, or its contents differ.
+    """
+    expected = fields["files"].get(name)
+    path, found = folder / name, None
+    candidates = [path] if expected is None else [path, _pending(folder, name, expected)]
+    for candidate in candidates:
+        if not candidate.is_file():
+            continue
+        if name == REPORT_FILE and candidate.stat().st_size > MOST_JSON_BYTES:
+            raise _too_large(candidate)
+        if expected is None or (digest := _sha256(candidate)) == expected:
+            return candidate
+        found = found or digest
+    if found is None:
+        raise damaged(path, "the file is missing")
+    raise damaged(path, f"found sha256 {found}, expected {expected}")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read the object in a JSON file of a recipe.
+
+    Raises:
+        ValueError: the file is damaged or too large.
+    """
+    with path.open("rb") as file:
+        return _parsed(path, file)
+
+
+def write_recipe(folder: Path, fields: Mapping[str, Any], parts: Mapping[str, bytes]) -> None:
+    """Replace the recipe in a folder, or write a new one. An interruption leaves either recipe.
+
+    Args:
+        folder: Folder that is new, empty, or contains a recipe.
+        fields: Fields of ``recipe.json`` except ``version`` and ``files``.
+        parts: Contents of the parts.
+
+    Raises:
+        ValueError: the folder contains anything else.
+        OSError: the folder cannot be written.
+    """
+    _own_names(folder)  # before anything is created there
+    files = {name: hashlib.sha256(content).hexdigest() for name, content in parts.items()}
+    saved = {"version": VERSION, **fields, "files": files}
+    is_new = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with locked(folder / _LOCK):
+            check_replaceable(folder)
+            _settle(folder)
+            try:
+                for name, content in parts.items():
+                    with replacing(_pending(folder, name, files[name])) as file:
+                        file.write(content)
+                write_json(folder / RECIPE_FILE, saved)
+            finally:
+                _settle(folder)
+    except BaseException:
+        if is_new:
+            with suppress(OSError):  # not empty: the recipe is complete
+                folder.rmdir()
+        raise
+    sync(folder)
+    if is_new:
+        sync(folder.parent)
+
+
+def check_replaceable(folder: Path) -> None:
+    """Check that saving a recipe to a folder would delete nothing but a recipe.
+
+    Raises:
+        ValueError: the folder contains something else.
+    """
+    names = _own_names(folder)
+    if RECIPE_FILE not in names and names & {*_PARTS}:
+        raise ValueError(
+            f"{folder} is not a recipe: it has no {RECIPE_FILE}. Choose a new or empty folder."
+        )
+    if RECIPE_FILE in names and not _is_recipe(folder / RECIPE_FILE):
+        raise ValueError(
+            f"{folder / RECIPE_FILE} is not of a recipe of this package: choose a new or empty "
+            "folder, or move the file away."
+        )
+
+
+def _own_names(folder: Path) -> set[str]:
+    """Names in a folder that contains no other files than those of a recipe.
+
+    Raises:
+        ValueError: there are other files.
+    """
+    if not folder.is_dir():
+        if os.path.lexists(folder):
+            raise ValueError(f"{folder} is not a folder: choose a new or empty folder.")
+        return set()
+    entries = sorted(folder.iterdir())
+    if others := [repr(entry.name) for entry in entries if not _is_own(entry)]:
+        shown = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
+        raise ValueError(
+            f"{folder} contains {shown}, expected nothing but the files of a recipe: choose a new "
+            "or empty folder, or move the other files away."
+        )
+    return {entry.name for entry in entries}
+
+
+def damaged(path: Path, why: str) -> ValueError:
+    """Error for a file of a recipe that is not as it was written."""
+    return ValueError(
+        f"{path} is damaged: {why.removesuffix('.')}. Restore the recipe's folder from a copy, or "
+        f"make it again with {_MADE_BY}. (To change a field, use dataclasses.replace and "
+        "Recipe.save.)"
+    )
+
+
+def _too_large(path: Path) -> ValueError:
+    return damaged(path, f"found more than {MOST_JSON_BYTES >> 20} MiB")
+
+
+def _opened(folder: Path) -> BinaryIO:
+    with suppress(OSError, ValueError):  # ValueError: an invalid file name
+        path = folder / RECIPE_FILE
+        if path.is_file():  # opening a FIFO would block
+            return path.open("rb")
+    raise ValueError(
+        f"Found no recipe at {folder}: expected a folder with {RECIPE_FILE}, which {_MADE_BY} "
+        "or `Recipe.save` writes, or one of 'auto', 'none', 'bos' and 'head:N'."
+    )
+
+
+def _fields(path: Path, file: BinaryIO) -> dict[str, Any]:
+    """The checked fields of an open ``recipe.json``."""
+    saved = _parsed(path, file)
+    version = saved.get("version")
+    if type(version) is not int or version not in (1, VERSION):
+        raise ValueError(
+            f"{path} has version {version!r}, expected {VERSION}: make the recipe again with "
+            f"{_MADE_BY}, or update blockattn_rag."
+        )
+    if version == 1:
+        adapter = saved.pop("adapter_sha256", "")
+        if not isinstance(adapter, str | None):
+            raise damaged(path, f"found adapter_sha256 {adapter!r:.80}, expected a string")
+        saved["files"] = {} if adapter is None else {ADAPTER_FILE: adapter}
+    if saved.keys() - _OPTIONAL.keys() != {*_FIELDS, "files"}:
+        others = ", ".join(sorted((saved.keys() - _OPTIONAL.keys()) ^ {*_FIELDS, "files"}))
+        raise damaged(path, f"missing or unknown fields: {others}")
+    for name, types in (_FIELDS | _OPTIONAL).items():
+        value = saved.get(name, 0.0)
+        if not isinstance(value, types) or isinstance(value, bool):
+            expected = " or ".join("null" if t is type(None) else t.__name__ for t in types)
+            raise damaged(path, f"found {name} {value!r:.80}, expected {expected}")
+    if not all(isinstance(one, str) for one in saved["fingerprints"]):
+        raise damaged(path, "found fingerprints that are no strings")
+    _check_files(path, saved, version)
+    return saved
+
+
+def _check_files(path: Path, saved: Mapping[str, Any], version: int) -> None:
+    files = saved["files"]
+    if not isinstance(files, dict) or not files.keys() <= {*_PARTS}:
+        raise damaged(path, f"found files {files!r:.80}, expected some of {', '.join(_PARTS)}")
+    for name, digest in files.items():
+        if not isinstance(digest, str) or not _SHA256.fullmatch(digest):
+            raise damaged(path, f"found {digest!r:.80} for {name}, expected a sha256")
+    expected = {ADAPTER_FILE} if saved["adapter"] is not None else set()
+    expected |= {REPORT_FILE} if version == VERSION else set()
+    if files.keys() - {PLOT_FILE} != expected:
+        raise damaged(path, f"found files {', '.join(files)}, expected {', '.join(expected)}")
+
+
+def _parsed(path: Path, file: BinaryIO) -> dict[str, Any]:
+    content = file.read(MOST_JSON_BYTES + 1)
+    if len(content) > MOST_JSON_BYTES:
+        raise _too_large(path)
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise damaged(path, f"found no valid JSON ({error})") from error
+    if not isinstance(found, dict):
+        raise damaged(path, f"found {type(found).__name__}, expected a JSON object")
+    return found
+
+
+def _settle(folder: Path) -> None:
+    """Rename the pending parts of the recipe, and delete what no recipe needs.
+
+    The lock must be held. Needed before a save, because an earlier one may have been interrupted
+    after its commit.
+    """
+    with suppress(ValueError):  # no recipe, or a damaged one
+        fields = read_fields(folder)
+        for name in _PARTS if fields["version"] == VERSION else ():
+            if name not in fields["files"]:
+                (folder / name).unlink(missing_ok=True)
+            elif (pending := _pending(folder, name, fields["files"][name])).is_file():
+                os.replace(pending, folder / name)
+    for path in _leftovers(folder):
+        path.unlink(missing_ok=True)
+
+
+def _leftovers(folder: Path) -> Iterator[Path]:
+    return (path for path in [*folder.iterdir()] if _TEMPORARY.fullmatch(path.name))
+
+
+def _pending(folder: Path, name: str, digest: str) -> Path:
+    return folder / f".{name}.{digest[:16]}.tmp"
+
+
+def _is_own(path: Path) -> bool:
+    if path.name not in (RECIPE_FILE, *_PARTS, _LOCK) and not _TEMPORARY.fullmatch(path.name):
+        return False
+    try:
+        return stat.S_ISREG(path.stat().st_mode)
+    except FileNotFoundError:  # deleted by another writer, or a link to nothing
+        return not path.is_symlink()
+
+
+def _is_recipe(path: Path) -> bool:
+    """Whether a ``recipe.json`` is of a recipe, possibly a damaged one or of another version."""
+    with path.open("rb") as file:
+        content = file.read(MOST_JSON_BYTES)
+    if any(head.startswith(content[: len(head)]) for head in _HEADS):  # also a truncated one
+        return True
+    try:
+        return bool({"version", "digest", "sink", "fingerprints"} <= json.loads(content).keys())
+    except (ValueError, RecursionError, AttributeError):
+        return False
+
+
+def _is_at(file: BinaryIO, path: Path) -> bool:
+    """Whether an open file is still the one at a path."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

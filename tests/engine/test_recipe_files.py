@@ -1,0 +1,333 @@
+"""A recipe's folder is replaced as one unit, and nothing else is deleted."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import blockattn_rag.engine.recipe as recipe_module
+from blockattn_rag import Recipe
+from blockattn_rag.model import BlockModel
+from tests.models import shared_tiny_llama, tiny_tokenizer
+from tests.recipes import recipe_of
+
+MODEL = BlockModel(shared_tiny_llama(), tiny_tokenizer(), name="tiny")
+OLD = recipe_of(MODEL, report={"name": "old"})
+NEW = recipe_of(MODEL, size=0.3, promote=1, report={"name": "new"})
+PLAIN = Recipe("bos", report={"name": "plain"})
+FILES = ["adapter.safetensors", "recipe.json", "report.json"]
+SHIPPED = Path(recipe_module.__file__).parent / "recipes" / "smollm2-135m-instruct"
+
+
+@pytest.fixture(autouse=True)
+def fast_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flushing to disk takes most of the time, and does not change what processes see."""
+    monkeypatch.setattr(os, "fsync", lambda _: None)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """All files below a folder."""
+    found = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in found}
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def is_complete(found: Recipe, *expected: Recipe) -> bool:
+    """Whether a recipe is one of several, with its own report."""
+    return any(found == one and found.report == one.report for one in expected)
+
+
+# -- what is replaced ----------------------------------------------------------------------------
+
+
+def with_pancakes(folder: Path) -> None:
+    (folder / "recipe.json").write_text('{"name": "pancakes"}')
+    (folder / "thesis.txt").write_text("thesis")
+    (folder / "photos").mkdir()
+    (folder / "photos" / "cat.png").write_bytes(b"cat")
+
+
+def pancakes_alone(folder: Path) -> None:
+    (folder / "recipe.json").write_text('{"name": "pancakes"}')
+
+
+def with_notes(folder: Path) -> None:
+    OLD.save(folder)
+    (folder / "NOTES.md").write_text("notes")
+
+
+def no_json(folder: Path) -> None:
+    (folder / "recipe.json").write_text("Pancakes: flour, milk, eggs.")
+
+
+def without_recipe(folder: Path) -> None:
+    (folder / "report.json").write_text("{}")
+    (folder / "report.png").write_bytes(b"png")
+
+
+def folder_of_that_name(folder: Path) -> None:
+    (folder / "recipe.json").mkdir()
+    (folder / "recipe.json" / "cat.png").write_bytes(b"cat")
+
+
+def foreign_temporary(folder: Path) -> None:
+    OLD.save(folder)
+    (folder / ".thesis.txt.0123456789abcdef.tmp").write_text("thesis")
+
+
+@pytest.mark.parametrize(
+    ("fill", "message"),
+    [
+        (with_pancakes, "contains 'photos', 'thesis.txt', expected nothing but the files"),
+        (pancakes_alone, "is not of a recipe of this package"),
+        (with_notes, "contains 'NOTES.md', expected nothing but the files"),
+        (no_json, "is not of a recipe of this package"),
+        (without_recipe, "has no recipe.json"),
+        (folder_of_that_name, "contains 'recipe.json', expected"),
+        (foreign_temporary, "expected nothing but the files of a recipe"),
+    ],
+)
+def test_saving_deletes_no_file_that_is_not_its_own(
+    tmp_path: Path, fill: Callable[[Path], None], message: str
+) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    fill(folder)
+    before = contents(tmp_path)
+    with pytest.raises(ValueError, match=message.replace(".", r"\.")):
+        NEW.save(folder)
+    assert contents(tmp_path) == before
+
+
+def truncated(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:40])
+
+
+def emptied(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def edited(path: Path) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_bytes()), "sink": 4}))
+
+
+def newer(path: Path) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_bytes()), "version": 99, "more": []}))
+
+
+@pytest.mark.parametrize("damage", [truncated, emptied, edited, newer])
+def test_saving_replaces_a_damaged_recipe(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    OLD.save(tmp_path / "recipe", plot=b"png")
+    damage(tmp_path / "recipe" / "recipe.json")
+    with pytest.raises(ValueError, match=r"is damaged|has version 99"):
+        Recipe.load(tmp_path / "recipe")
+    NEW.save(tmp_path / "recipe")
+    assert is_complete(Recipe.load(tmp_path / "recipe"), NEW)
+    assert names(tmp_path / "recipe") == FILES
+
+
+def test_recipes_of_the_first_version_are_loaded_and_replaced(tmp_path: Path) -> None:
+    folder = shutil.copytree(SHIPPED, tmp_path / "recipe")
+    assert json.loads((folder / "recipe.json").read_bytes())["version"] == 1
+    found = Recipe.load(folder)
+    assert found.adapter is not None
+    assert found.report
+    PLAIN.save(folder)
+    assert is_complete(Recipe.load(folder), PLAIN)
+    assert names(folder) == ["recipe.json", "report.json"]
+
+
+def test_saving_cleans_up_after_a_killed_writer(tmp_path: Path) -> None:
+    folder = tmp_path / "recipe"
+    OLD.save(folder)
+    for name in (".report.json.0123456789abcdef.tmp", ".lock"):
+        (folder / name).write_bytes(b"left behind")
+    assert is_complete(Recipe.load(folder), OLD)
+    NEW.save(folder)
+    assert names(folder) == FILES
+
+
+@pytest.mark.parametrize("recipe", ["version 1", "version 2"])
+@pytest.mark.parametrize("name", ["report.json", "recipe.json"])
+def test_huge_json_files_are_refused_without_reading_them(
+    tmp_path: Path, name: str, recipe: str
+) -> None:
+    folder = tmp_path / "recipe"
+    PLAIN.save(folder) if recipe == "version 2" else shutil.copytree(SHIPPED, folder)
+    os.truncate(folder / name, 1 << 40)  # a sparse file, which no machine could read
+    with pytest.raises(ValueError, match=rf"{name} is damaged: found more than 16 MiB"):
+        Recipe.load(folder)
+
+
+def test_a_huge_report_is_not_saved(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="expected at most 16,777,216"):
+        Recipe("bos", report={"text": "x" * (16 << 20)}).save(tmp_path / "recipe")
+    assert names(tmp_path) == []
+
+
+def test_a_changed_report_is_refused(tmp_path: Path) -> None:
+    PLAIN.save(tmp_path / "recipe")
+    (tmp_path / "recipe" / "report.json").write_text('{"name": "other"}')
+    with pytest.raises(ValueError, match=r"report.json is damaged: found sha256"):
+        Recipe.load(tmp_path / "recipe")
+
+
+# -- interruptions -------------------------------------------------------------------------------
+
+STEPS = ("replace", "rename", "unlink", "rmdir", "mkdir", "fsync", "open")
+
+
+@contextmanager
+def interrupted(monkeypatch: pytest.MonkeyPatch, number: int, *, is_done: bool) -> Iterator[None]:
+    """Raise KeyboardInterrupt before or after call ``number`` of any function in ``STEPS``."""
+    calls = 0
+
+    def wrapped(call: Callable[..., Any]) -> Callable[..., Any]:
+        def step(*args: Any, **options: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls != number:
+                return call(*args, **options)
+            with suppress(OSError):  # an error that the caller expects
+                if is_done and (opened := call(*args, **options)) is not None:
+                    os.close(opened)
+            raise KeyboardInterrupt
+
+        return step
+
+    with monkeypatch.context() as patched:
+        for name in STEPS:
+            patched.setattr(os, name, wrapped(getattr(os, name)))
+        yield
+        assert calls < number, "the interruption was swallowed"
+
+
+@pytest.mark.parametrize("is_done", [False, True])
+@pytest.mark.parametrize(("first", "second"), [(OLD, NEW), (PLAIN, NEW), (OLD, PLAIN), (None, NEW)])
+def test_an_interruption_leaves_the_old_or_the_new_recipe(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    first: Recipe | None,
+    second: Recipe,
+    is_done: bool,
+) -> None:
+    outcomes = set()
+    for number in range(1, 200):
+        folder = tmp_path / str(number) / "recipe"
+        folder.parent.mkdir()
+        if first is not None:
+            first.save(folder, plot=b"png")
+        try:
+            with interrupted(monkeypatch, number, is_done=is_done):
+                second.save(folder)
+            break
+        except KeyboardInterrupt:
+            pass
+        if first is None and not (folder / "recipe.json").exists():
+            outcomes.add("none")
+        else:
+            found = Recipe.load(folder)
+            assert is_complete(found, second, *([first] if first else [])), number
+            outcomes.add(found.report["name"])
+        second.save(folder)
+        assert is_complete(Recipe.load(folder), second)
+        assert "report.png" not in names(folder)
+        assert [name for name in names(folder) if name.startswith(".")] == []
+        assert names(folder.parent) == ["recipe"]
+    else:
+        pytest.fail("the save never ended")
+    assert number > 5
+    assert outcomes == {first.report["name"] if first else "none", second.report["name"]}
+
+
+def test_a_recipe_survives_interruptions_of_saving_it_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both saves write the same pending files. The second must not delete those of the first."""
+    for number in range(1, 40):
+        folder = tmp_path / str(number)
+        OLD.save(folder)
+        for later in (0, 1, 2):
+            with (
+                suppress(KeyboardInterrupt, AssertionError),
+                interrupted(monkeypatch, number + later, is_done=True),
+            ):
+                NEW.save(folder)
+            assert is_complete(Recipe.load(folder), OLD, NEW)
+
+
+# -- at the same time ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", [OLD, PLAIN])
+def test_a_recipe_that_is_replaced_while_it_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: Recipe
+) -> None:
+    recipe.save(tmp_path / "recipe")
+    read = json.loads
+    others = [NEW, PLAIN, OLD, NEW]
+
+    def replacing(content: Any) -> Any:
+        found = read(content)
+        if others and "digest" in found:
+            with monkeypatch.context() as patched:
+                patched.setattr(json, "loads", read)
+                others.pop().save(tmp_path / "recipe")
+        return found
+
+    monkeypatch.setattr(json, "loads", replacing)
+    assert is_complete(Recipe.load(tmp_path / "recipe"), NEW)
+    assert not others
+
+
+def test_loads_and_saves_at_the_same_time_see_complete_recipes(tmp_path: Path) -> None:
+    folder = tmp_path / "recipe"
+    PLAIN.save(folder)
+    errors: list[BaseException] = []
+    saved = threading.Event()
+    loads = 0
+
+    def save(recipes: list[Recipe]) -> None:
+        for recipe in recipes:
+            recipe.save(folder, plot=recipe.report["name"].encode())
+
+    def load() -> None:
+        nonlocal loads
+        while not saved.is_set():
+            assert is_complete(Recipe.load(folder), OLD, NEW, PLAIN)
+            loads += 1
+
+    def noting(work: Callable[..., None], *args: Any) -> None:
+        try:
+            work(*args)
+        except BaseException as error:  # noqa: BLE001
+            errors.append(error)
+
+    writers = [
+        threading.Thread(target=noting, args=(save, [OLD, PLAIN, NEW, OLD, NEW] * 5)),
+        threading.Thread(target=noting, args=(save, [NEW, OLD, PLAIN, NEW, OLD] * 5)),
+    ]
+    reader = threading.Thread(target=noting, args=(load,))
+    for thread in (reader, *writers):
+        thread.start()
+    for thread in writers:
+        thread.join()
+    saved.set()
+    reader.join()
+    assert errors == []
+    assert loads
+    found = Recipe.load(folder)
+    assert found.report["name"].encode() == (folder / "report.png").read_bytes()
+    assert names(folder) == sorted([*FILES, "report.png"])
+    assert names(tmp_path) == ["recipe"]
