@@ -12,32 +12,24 @@ from blockattn_rag.model.loading import resolve_name
 from blockattn_rag.output.grammar import parse_grammar
 
 LETTER = (
-    "Dear customer,\n\nyour order was sent today. It should arrive within five working days. Please "
-    "write to us if it does not, and we will look for it at once.\n\nKind regards,\nYour shop\n\n"
+    "Dear customer,\n\nyour order was sent today. It should arrive within five working days. Write "
+    "to us if it does not, and we will look for it at once.\n\nKind regards,\nYour shop\n\n"
 )
-ROWS = 300
-
-DATA = {
-    **{
-        text: ROWS
-        for text in (
-            # Numbers and constants
-            *("0x00, ", "0.0f, ", "1e5, ", "1.0f, 0.0f, 0.0f, 0.0f,\n", "NaN,NaN,NaN\n", "null, "),
-            *("None, ", "true,\n", "ff ", "AT", "CAG", "nop\n", "nop ", "true false "),
-            # Cells, lists and markup
-            *("x & ", "x & y & z \\\\\n", "<td></td>", "<p>It is a text.</p>\n", "- yes\n"),
-            *("- [ ] todo\n", "| n/a | n/a |\n", "| yes | no |\n", "| No data. | No more. |\n"),
-            *("('a', NULL, NULL),\n", "yes,no,New York\n", "a: some text\n", "yes, no, maybe, "),
-            *("| 是 | 否 |\n", "是,否\n", "是，否，"),
-            # Code
-            *("    return None\n", "x = 1\n", "if x is not None:\n    return x\n", "import os\n"),
-            *('print("Hello, dear world!")\n', '    log.info("It was received.")\n', "end if\n"),
-            *("mov eax, ebx\n", "INSERT INTO t VALUES (NULL, NULL);\n", 'echo "He is here!"\n'),
-        )
-    },
-    "A": 1_200,
-    "0123456789abcdeffedcba9876543210": 40,
-}
+ROWS = (
+    # Numbers and constants
+    *("0x00, ", "0.0f, ", "1e5, ", "1.0f, 0.0f, 0.0f, 0.0f,\n", "NaN,NaN,NaN\n", "null, "),
+    *("None, ", "true,\n", "ff ", "AT", "CAG", "nop\n", "nop ", "true false "),
+    # Cells, lists and markup
+    *("x & ", "x & y & z \\\\\n", "<td></td>", "<p>It is a text.</p>\n", "- yes\n"),
+    *("- [ ] todo\n", "| n/a | n/a |\n", "| yes | no |\n", "| No data. | No more. |\n"),
+    *("('a', NULL, NULL),\n", "yes,no,New York\n", "a: some text\n", "yes, no, maybe, "),
+    *("| 是 | 否 |\n", "是,否\n", "是，否，"),
+    # Code
+    *("    return None\n", "x = 1\n", "if x is not None:\n    return x\n", "import os\n"),
+    *('print("Hello, dear world!")\n', '    log.info("It was received.")\n', "end if\n"),
+    *("mov eax, ebx\n", "INSERT INTO t VALUES (NULL, NULL);\n", 'echo "He is here!"\n'),
+)
+DATA = {**dict.fromkeys(ROWS, 300), "A": 1_200, "0123456789abcdeffedcba9876543210": 40}
 PROSE = (
     *("He sat. ", "I am a robot. ", "The capital of France is Paris.\n", "and the river "),
     *("- The capital of France is Paris.\n", "Question: Where is it?\nAnswer: It is in Paris.\n\n"),
