@@ -302,10 +302,13 @@ def test_template_without_tool_results_gets_passages_first(retriever: Numbered) 
     model = tuned_model(tokenizer, max_position_embeddings=8192)
     engine = ScriptedEngine(lambda _: "Found it.", model=model)
     chat = ChatBlockAttention(engine=engine, max_tokens=20)
-    agent = create_agent(chat, [], middleware=[RetrieveFirst(retriever)])
-    given: Any = {"messages": [("human", "About 0 1")]}
-    assert agent.invoke(given)["messages"][-1].content == "Found it."
-    (prompt,) = engine.prompts
+    given: Any = {"messages": [("human", "About 0 1"), ("ai", "Well?"), ("human", "About 0 1")]}
+    for as_tool_call in (False, True):
+        first = RetrieveFirst(retriever, as_tool_call=as_tool_call)
+        agent = create_agent(chat, [], middleware=[first])
+        assert agent.invoke(given)["messages"][-1].content == "Found it."
+    assert engine.prompts[0] == engine.prompts[1]
+    prompt = engine.prompts[0].rpartition("<|user|>")[2]
     assert prompt.index("Passage 0:") < prompt.index("About 0 1")
 
 
