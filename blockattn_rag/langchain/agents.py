@@ -212,8 +212,10 @@ def _message_with(passages: str, question: BaseMessage | None) -> BaseMessage:
     """The question with passages before it, because it must be in the final block."""
     if question is None:
         return HumanMessage(passages)
-    content = question.content if isinstance(question.content, list) else [question.content]
-    return question.model_copy(update={"content": [f"{passages}\n\n", *content]})
+    before, content = f"{passages}\n\n", question.content
+    if isinstance(content, str):
+        return question.model_copy(update={"content": before + content})
+    return question.model_copy(update={"content": [{"type": "text", "text": before}, *content]})
 
 
 def _question(messages: Sequence[BaseMessage]) -> str | None:
