@@ -20,7 +20,7 @@ def tiny_engine(max_tokens: int = 256) -> BlockAttentionEngine:
 
 def repeating_engine(max_tokens: int = 256) -> BlockAttentionEngine:
     """One whose answers are the same sentence, again and again."""
-    model = random_llama("tiny", max_tokens=max_tokens, device="cpu")
+    model: Any = random_llama("tiny", max_tokens=max_tokens, device="cpu")
     words = counting_tokenizer(512).backend_tokenizer.to_str().replace('"t7"', '"It is so."')
     make: Any = PreTrainedTokenizerFast
     tokenizer = make(tokenizer_object=Tokenizer.from_str(words), pad_token="t0")
