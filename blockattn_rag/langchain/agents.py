@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from langchain.agents.middleware import AgentMiddleware
@@ -31,6 +31,10 @@ _CONDENSE = (
 # LangGraph streams the tokens of all models in an agent, except models with this tag. A condensed
 # question is not part of the answer, so it must not be streamed.
 _UNSEEN = RunnableConfig(tags=["nostream"])
+
+
+_RETRIEVAL = "blockattn_rag_retrieval"
+"""Key in ``additional_kwargs`` of the calls that ``RetrieveFirst`` added."""
 
 
 class _Query(BaseModel):
@@ -101,11 +105,15 @@ class RetrieveFirst(AgentMiddleware[Any, Any]):
 
     Use it for models that cannot call tools, such as small models, and for questions that always
     need passages: the first model call already produces the answer. The retrieval is added to the
-    history as a tool call with its result, so later turns reuse the passages.
+    agent's messages as a tool call with its result, whose ``artifact`` contains the documents.
+    Later turns reuse the passages.
 
     Args:
         retriever: Retriever of the passages.
-        name: Name of the tool in the history.
+        as_tool_call: Whether the model reads the retrieval as a tool call with its result. A small
+            model may imitate the call instead of answering. Default: the model reads the passages
+            at the beginning of the user's message, and no call.
+        name: Name of the tool in the agent's messages.
         document_prompt: See ``block_retriever_tool``.
         condense: Chat model that rewrites follow-up questions as standalone questions. Default:
             questions are looked up unchanged.
@@ -123,6 +131,7 @@ class RetrieveFirst(AgentMiddleware[Any, Any]):
         self,
         retriever: BaseRetriever,
         *,
+        as_tool_call: bool = False,
         name: str = "retrieve",
         document_prompt: BasePromptTemplate[str] | None = None,
         condense: BaseChatModel | None = None,
@@ -130,7 +139,7 @@ class RetrieveFirst(AgentMiddleware[Any, Any]):
         super().__init__()
         self.tools = []
         self._look_up, self._alook_up = _lookups(retriever, document_prompt)
-        self._tool_name = name
+        self._as_tool_call, self._tool_name = as_tool_call, name
         if condense is not None:
             hint = "an object such as ChatBlockAttention"
             _check_runnable(condense, "a chat model for condense", hint)
@@ -154,6 +163,19 @@ class RetrieveFirst(AgentMiddleware[Any, Any]):
             question = (await self._condense.ainvoke(prompt, _UNSEEN)).text.strip() or question
         return self._messages(question, *await self._alook_up(question))
 
+    def wrap_model_call(self, request: Any, handler: Callable[[Any], Any]) -> Any:
+        """Call the model with the retrievals in the form that the model reads."""
+        return handler(self._shown(request))
+
+    async def awrap_model_call(self, request: Any, handler: Callable[[Any], Awaitable[Any]]) -> Any:
+        """``wrap_model_call`` for event loops."""
+        return await handler(self._shown(request))
+
+    def _shown(self, request: Any) -> Any:
+        if self._as_tool_call:
+            return request
+        return request.override(messages=_with_passages(request.messages))
+
     def _condensing(self, messages: Sequence[BaseMessage], question: str) -> str | None:
         """Prompt of the condensing model. None: the question is looked up unchanged."""
         said = [*map(_line, messages[:-1])]
@@ -166,7 +188,34 @@ class RetrieveFirst(AgentMiddleware[Any, Any]):
         call_id, name = new_call_id(), self._tool_name
         call = {"name": name, "args": {"query": query}, "id": call_id, "type": "tool_call"}
         found = ToolMessage(text, name=name, tool_call_id=call_id, artifact=documents)
-        return {"messages": [AIMessage("", tool_calls=[call]), found]}
+        asked = AIMessage("", tool_calls=[call], additional_kwargs={_RETRIEVAL: True})
+        return {"messages": [asked, found]}
+
+
+def _with_passages(messages: Sequence[BaseMessage]) -> list[BaseMessage]:
+    """Replace the calls of ``RetrieveFirst`` by passages in the user's message before them."""
+    shown: list[BaseMessage] = []
+    calls: set[str | None] = set()
+    for message in messages:
+        if isinstance(message, AIMessage) and _RETRIEVAL in message.additional_kwargs:
+            calls |= {call["id"] for call in message.tool_calls}
+        elif isinstance(message, ToolMessage) and message.tool_call_id in calls:
+            # Without the question, for example if another middleware has removed it.
+            question = shown.pop() if shown and isinstance(shown[-1], HumanMessage) else None
+            shown.append(_message_with(message.text, question))
+        else:
+            shown.append(message)
+    return shown
+
+
+def _message_with(passages: str, question: BaseMessage | None) -> BaseMessage:
+    """The question with passages before it, because it must be in the final block."""
+    if question is None:
+        return HumanMessage(passages)
+    before, content = f"{passages}\n\n", question.content
+    if isinstance(content, str):
+        return question.model_copy(update={"content": before + content})
+    return question.model_copy(update={"content": [{"type": "text", "text": before}, *content]})
 
 
 def _question(messages: Sequence[BaseMessage]) -> str | None:

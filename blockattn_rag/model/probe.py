@@ -185,6 +185,13 @@ def _measure(
         value_error = max(value_error, *moved)
         fit = fit_layout(keys, [(o, layers[index][0]) for o, layers in away], candidates)
         if not (fit.error <= tolerance and max(moved) <= tolerance):
+            config: Any = hf_model.config.get_text_config(decoder=True)
+            if getattr(config, "kv_lora_rank", None):
+                raise _refusal(
+                    hf_model,
+                    "it uses multi-head latent attention (its config has a kv_lora_rank), which "
+                    "is not supported yet; use a model with grouped-query attention",
+                )
             raise _refusal(
                 hf_model,
                 f"in layer {index}, keys at another position differ by {fit.error:.2g} from every "

@@ -4,10 +4,15 @@ With greedy decoding, a small model may repeat the same words until the token li
 rule applies in block and full mode, in batches and in streams.
 
 An answer repeats itself when it ends with consecutive copies of one unit of at most
-``LONGEST_UNIT`` tokens: at least ``TEXT_COPIES`` copies that fill ``TEXT_TOKENS`` tokens of free
-text, or at least ``STRING_COPIES`` copies that fill ``STRING_TOKENS`` tokens of one JSON string.
-The unit must contain a letter. Repeated numbers, horizontal rules, blanks and empty cells are
-therefore ignored, while equal table rows and equal lines of code count.
+``LONGEST_UNIT`` tokens. How many copies count depends on the unit:
+
+- Prose consists mostly of sentences, that is, of words next to words (``is_prose``). It counts
+  after ``TEXT_COPIES`` copies that fill ``TEXT_TOKENS`` tokens of free text, or after
+  ``STRING_COPIES`` copies that fill ``STRING_TOKENS`` tokens of one JSON string. The copies must
+  also fill ``CHARACTERS`` characters per required token.
+- Other text with a word counts after ``DATA_COPIES`` copies that fill ``DATA_TOKENS`` tokens. Rows
+  of tables, lines of code and constants are often equal, and one word may be a constant.
+- Text without a word never counts: numbers (``0x00`` and ``0.0f`` too), rules, blanks, empty cells.
 
 - Free text ends at the repetition.
 - With a grammar, a JSON string that repeats itself must end: only tokens that close the string are
@@ -28,7 +33,9 @@ transformers' ``generate``. An explicit ``do_sample=False`` is such an argument,
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Sequence
+from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
@@ -37,17 +44,28 @@ from numpy.typing import NDArray
 from blockattn_rag.output.grammar import Grammar
 
 TEXT_TOKENS = 128
-"""Tokens of free text that the copies of one unit must fill."""
+"""Tokens of free text that the copies of prose must fill."""
 
 STRING_TOKENS = 64
-"""Tokens of a JSON string that the copies of one unit must fill. Fewer than in free text, so that
-the rest of the object still fits in the answer."""
+"""Tokens of a JSON string that the copies of prose must fill. Fewer than in free text, so that the
+rest of the object still fits in the answer."""
 
-TEXT_COPIES = 3
-"""Consecutive copies that count as a loop in free text, in which a refrain may occur twice."""
+CHARACTERS = 3
+"""Characters that the copies of prose must fill for each of these tokens. They decide in languages
+that a tokenizer splits into characters or bytes."""
+
+TEXT_COPIES = 5
+"""Copies of prose that count as a loop in free text, in which a refrain or a letter may occur a few
+times."""
 
 STRING_COPIES = 2
-"""Consecutive copies that count as a loop in a JSON string."""
+"""Copies of prose that count as a loop in a JSON string."""
+
+DATA_TOKENS = 2048
+"""Tokens that the copies of other text must fill."""
+
+DATA_COPIES = 512
+"""Copies of other text that count as a loop."""
 
 LATER_TOKENS = 16
 """Tokens of a known loop that end a later JSON string. More than a common phrase has."""
@@ -60,8 +78,50 @@ _OUTSIDE_STRINGS = frozenset('{}[]:,"+-.0123456789Eetruefalsn \t\r\n')
 
 _PERIODS = np.arange(1, LONGEST_UNIT + 1)
 
+_MARKS = ".,;:!?…\"'“”‘’«»()[]*_-–—。，、；：！？「」『』।؟،۔"
+"""Punctuation of prose. Other characters, such as ``|``, ``=`` and ``<``, make a token data."""
+
+_WORD = re.compile(r"[^\W\d_](?:[^\W\d_]|[^\x00-\x7f]|['-](?=[^\W\d_]))*")
+_SENTENCE_END = re.compile(r"[.!?…।؟۔][*_”’»]*(?!\S)|[。！？][”’」』]*")
+
+_UNSPACED = r"\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3000-\u30ff\u3400-\u9fff\uff00-\uff0f"
+_CHARACTER_END = re.compile(rf"(?<=[{_UNSPACED}])(?=\w)")
+"""Border after a character of a script without spaces, where each character counts as a word."""
+
 Decode = Callable[[Sequence[int]], str]
 """Function that decodes token ids to text."""
+
+
+@lru_cache(maxsize=4 * LONGEST_UNIT)  # the units of one loop differ in their first token
+def is_prose(copies: str) -> bool:
+    """Whether the text of three copies of a unit consists mostly of sentences.
+
+    In text with line breaks, a sentence is a line that ends like one. Text without line breaks may
+    be part of a sentence that never ends.
+    """
+    text = copies.replace("\\n", "\n").replace('\\"', '"')  # as escaped in JSON strings
+    text = _CHARACTER_END.sub(" ", text)
+    # A unit may begin anywhere, so the first and the last line or word may be incomplete.
+    lines = text.splitlines(keepends=True)[1:-1] or [" ".join(text.split()[1:-1])]
+    return 2 * sum(len(line) for line in lines if _is_sentence(line)) > sum(map(len, lines))
+
+
+def _is_sentence(line: str) -> bool:
+    """Whether a line is mostly words, and enough different ones stand next to each other."""
+    ends = [match.end() for match in _SENTENCE_END.finditer(line)]
+    if line.endswith("\n") and not (ends and not line[ends[-1] :].strip()):
+        return False
+    tokens = [token for token in line.split() if token.strip(_MARKS)]
+    words = _words(line)
+    has_phrase = any(map(_WORD.fullmatch, tokens))  # a word without a mark before the next word
+    least = 2 if ends else 3
+    return has_phrase and 2 * len(words) > len(tokens) and len(set(words)) >= least
+
+
+def _words(text: str) -> list[str]:
+    """The tokens between spaces that are words. ``0x00``, ``n/a`` and ``<td>`` are not words."""
+    tokens = (token.strip(_MARKS) for token in text.split())
+    return [token.casefold() for token in tokens if _WORD.fullmatch(token)]
 
 
 class Repetition:
@@ -70,13 +130,14 @@ class Repetition:
     Compares each new token with the last ``LONGEST_UNIT`` tokens.
 
     Args:
-        least_tokens: Minimum number of tokens that the copies must fill.
-        copies: Minimum number of consecutive copies.
+        least_tokens: Minimum number of tokens that the copies of prose must fill.
+        copies: Minimum number of copies of prose.
     """
 
     def __init__(self, decode: Decode, least_tokens: int, copies: int) -> None:
         self._decode = decode
         self._needed = np.maximum(_PERIODS * copies, least_tokens)
+        self._needed_characters = CHARACTERS * least_tokens
         self._recent = np.full(LONGEST_UNIT, -1)  # newest token first
         self._equal = np.zeros(LONGEST_UNIT, int)  # per period: length of the match
 
@@ -85,11 +146,19 @@ class Repetition:
         self._equal = (self._equal + 1) * (self._recent == token)
         self._recent = np.roll(self._recent, 1)
         self._recent[0] = token
-        found = np.flatnonzero(self._equal + _PERIODS >= self._needed)
+        filled = self._equal + _PERIODS
+        found = np.flatnonzero(filled >= self._needed)
         if not found.size:
             return ()
         unit = tuple(self._recent[found[0] :: -1].tolist())
-        return unit if any(map(str.isalpha, self._decode(unit))) else ()
+        return unit if self._counts(unit, int(filled[found[0]])) else ()
+
+    def _counts(self, unit: tuple[int, ...], tokens: int) -> bool:
+        """Whether copies of a unit that fill this number of tokens are a loop."""
+        text = self._decode(3 * unit)
+        if is_prose(text):
+            return tokens * len(text) >= self._needed_characters * len(3 * unit)
+        return tokens >= max(DATA_COPIES * len(unit), DATA_TOKENS) and bool(_words(text))
 
 
 class JsonStrings:

@@ -12,25 +12,29 @@ from blockattn_rag.engine.results import Generation
 from blockattn_rag.errors import IncompleteAnswerError
 from blockattn_rag.model import BlockModel
 from blockattn_rag.model.repetition import LATER_TOKENS, STRING_TOKENS, TEXT_TOKENS
-from tests.models import VOCABULARY, tiny_model, tiny_tokenizer
+from tests.models import tiny_model, tiny_tokenizer
 
-WORDS = "mycat. "  # one token a character
+WORDS = ["The ", "black ", "cat ", "sat. "]  # one token each
+SENTENCE = "".join(WORDS)
 PROMPT = ["Halden Tower is tall.", "What sat?"]
 
 
-def engine_that_writes(cycle: str) -> BlockAttentionEngine:
-    """Over a model that writes the same characters, each once, again and again."""
+def engine_that_writes(cycle: list[str]) -> BlockAttentionEngine:
+    """Over a model that writes the same tokens, each once, again and again."""
     tokenizer: Any = tiny_tokenizer()
-    model: Any = tiny_model("llama", hidden_size=VOCABULARY)
-    ids = tokenizer(cycle, add_special_tokens=False)["input_ids"]
+    tokenizer.add_tokens(cycle)
+    size = len(tokenizer)
+    width = size + -size % 4  # a multiple of the number of heads
+    model: Any = tiny_model("llama", hidden_size=width, vocab_size=size)
+    ids = tokenizer("".join(cycle), add_special_tokens=False)["input_ids"]
     after = dict(zip(ids, [*ids[1:], ids[0]], strict=True))
     with torch.no_grad():
         for layer in model.model.layers:  # keys and values are computed, and change nothing
             layer.self_attn.o_proj.weight.zero_()
             layer.mlp.down_proj.weight.zero_()
-        model.model.embed_tokens.weight.copy_(torch.eye(VOCABULARY))
+        model.model.embed_tokens.weight.copy_(torch.eye(size, width))
         model.lm_head.weight.zero_()
-        for token in range(VOCABULARY):
+        for token in range(size):
             model.lm_head.weight[after.get(token, ids[0]), token] = 1
     model.config.block_attention = {"test": True}  # known to be tuned: no warning
     return BlockAttentionEngine(BlockModel(model, tokenizer))
@@ -39,6 +43,11 @@ def engine_that_writes(cycle: str) -> BlockAttentionEngine:
 @pytest.fixture(scope="module")
 def engine() -> BlockAttentionEngine:
     return engine_that_writes(WORDS)
+
+
+def written(tokens: int) -> str:
+    """The first tokens of the repeated sentence."""
+    return "".join((WORDS * tokens)[:tokens])
 
 
 def ask(engine: BlockAttentionEngine, how: str, **options: Any) -> Generation:
@@ -64,7 +73,7 @@ MODE = pytest.mark.parametrize("mode", ["block", "full"])
 def test_text_that_repeats_itself_ends(engine: BlockAttentionEngine, how: str, mode: str) -> None:
     answer = ask(engine, how, mode=mode)
     assert answer.finish_reason == "repetition"
-    assert answer.text == (WORDS * 40)[:TEXT_TOKENS]
+    assert answer.text == written(TEXT_TOKENS)
     assert len(answer.token_ids) == answer.stats.generated_tokens == TEXT_TOKENS
 
 
@@ -80,16 +89,17 @@ def test_guard_stays_on_with_a_seed(engine: BlockAttentionEngine, options: dict[
 def test_sampling_is_free(engine: BlockAttentionEngine, how: str, options: dict[str, Any]) -> None:
     answer = ask(engine, how, max_new_tokens=TEXT_TOKENS + 9, **options)
     assert answer.finish_reason == "length"
-    assert answer.text == (WORDS * 40)[: TEXT_TOKENS + 9]
+    assert answer.text == written(TEXT_TOKENS + 9)
 
 
 def test_an_answer_that_ends_in_time_is_none(engine: BlockAttentionEngine) -> None:
     assert ask(engine, "alone", max_new_tokens=TEXT_TOKENS - 1).finish_reason == "length"
-    assert ask(engine, "alone", stop=["cat. " + "mycat. " * 9]).finish_reason == "stop"
+    assert ask(engine, "alone", stop=["sat. " + SENTENCE * 9]).finish_reason == "stop"
 
 
-def test_numbers_and_marks_never_count() -> None:
-    answer = ask(engine_that_writes("0, "), "alone")
+@pytest.mark.parametrize("cycle", [["0", ", "], ["0x00", ", "], ["| yes |", "\n"], ["null", ", "]])
+def test_numbers_rows_and_constants_are_no_loop(cycle: list[str]) -> None:
+    answer = ask(engine_that_writes(cycle), "alone")
     assert (answer.finish_reason, len(answer.token_ids)) == ("length", 200)
 
 
@@ -108,8 +118,8 @@ def test_repeating_string_is_closed(engine: BlockAttentionEngine, how: str, mode
     assert answer.finish_reason == "repetition"
     found = answer.json()
     assert found["c"] == "yes"
-    assert found["a"] == (WORDS * 40)[:STRING_TOKENS]
-    assert found["b"] == (WORDS * 40)[:LATER_TOKENS]  # the loop is known by then
+    assert found["a"] == written(STRING_TOKENS)
+    assert found["b"] == written(LATER_TOKENS)  # the loop is known by then
 
 
 def test_settings_of_sampling_leave_strings_to_their_limit(engine: BlockAttentionEngine) -> None:

@@ -6,15 +6,24 @@ from typing import Any
 
 import pytest
 from langchain.agents import create_agent
+from langchain.agents.middleware import AgentMiddleware
 from langchain_core.callbacks import CallbackManagerForRetrieverRun
 from langchain_core.documents import Document
-from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, ToolMessage
+from langchain_core.messages import (
+    AIMessage,
+    BaseMessage,
+    HumanMessage,
+    SystemMessage,
+    ToolMessage,
+)
 from langchain_core.retrievers import BaseRetriever
 from langchain_core.vectorstores import InMemoryVectorStore
 from langgraph.checkpoint.memory import InMemorySaver
 from pydantic import Field
 
+from blockattn_rag import BlockAttentionEngine
 from blockattn_rag.adapters.handles import HANDLE_KEY
+from blockattn_rag.check.oracle import oracle_generate
 from blockattn_rag.langchain import (
     BlockDocumentPrompt,
     BlockKVTransformer,
@@ -25,11 +34,12 @@ from blockattn_rag.langchain import (
     without_markers,
 )
 from blockattn_rag.langchain.agents import NOTHING_FOUND
+from blockattn_rag.model import BlockModel
 from blockattn_rag.prompts.blocks import handle_of
-from tests.engines import tuned_model
-from tests.langchain.conftest import passages
+from tests.engines import local, tuned_model
+from tests.langchain.conftest import passages, tiny_block_model
 from tests.models import tiny_tokenizer
-from tests.scripted import Script, ScriptedEngine, prompts_of
+from tests.scripted import TOOL_TEMPLATE, Script, ScriptedEngine, prompts_of
 
 QUESTION = "<|user|>\n"
 
@@ -138,6 +148,113 @@ async def test_passages_are_looked_up_before_the_model_is_asked(
     ]
 
 
+@pytest.fixture
+def chat_with_tools() -> ChatBlockAttention:
+    """A model that writes letters, and whose chat template supports tools."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = TOOL_TEMPLATE
+    engine = BlockAttentionEngine(BlockModel(tiny_block_model().hf_model, tokenizer))
+    return ChatBlockAttention(engine=engine, max_tokens=6)
+
+
+def answer_of_oracle(chat: ChatBlockAttention, messages: list[BaseMessage]) -> str:
+    """The greedy answer of one dense forward per token."""
+    model = local(chat.engine).model
+    ids = model.tokenizer.prompt_ids(chat.to_prompt(messages))
+    ends = sorted(model.end_token_ids)
+    found = oracle_generate(model.hf_model, [*ids.context, ids.final], 6, ends)
+    return str(model.tokenizer.tokenizer.decode(found))
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("as_tool_call", [False, True])
+async def test_answers_over_retrieved_passages_equal_the_oracles(
+    retriever: Numbered, chat_with_tools: ChatBlockAttention, as_tool_call: bool, is_async: bool
+) -> None:
+    chat = chat_with_tools
+    BlockKVTransformer(llm=chat).transform_documents(retriever.documents)
+    first = RetrieveFirst(retriever, as_tool_call=as_tool_call)
+    agent = create_agent(chat, [], system_prompt="Be brief.", middleware=[first])
+    given: Any = {"messages": [("human", "About 0 1")]}
+    result = await agent.ainvoke(given) if is_async else agent.invoke(given)
+    question, call, found, answer = result["messages"]
+    assert question.content == "About 0 1"  # the messages of the agent are the same in both forms
+    assert [one.page_content for one in found.artifact] == [x.page_content for x in passages(2)]
+    assert reuse_of(answer)["hits"] == 2
+
+    shown = [question, call, found]
+    if not as_tool_call:
+        shown = [HumanMessage(f"{found.content}\n\n{question.content}")]
+    expected = answer_of_oracle(chat, [SystemMessage("Be brief."), *shown])
+    assert answer.content == expected
+    assert answer.content != answer_of_oracle(chat, [SystemMessage("Be brief."), question])
+
+
+@pytest.mark.parametrize("as_tool_call", [False, True])
+def test_later_turns_reuse_passages_looked_up_first(
+    retriever: Numbered, as_tool_call: bool
+) -> None:
+    chat = chat_that(lambda _: "Found it.")
+    BlockKVTransformer(llm=chat).transform_documents(retriever.documents)
+    first = RetrieveFirst(retriever, as_tool_call=as_tool_call)
+    agent = create_agent(chat, [], middleware=[first], checkpointer=InMemorySaver())
+    config: Any = {"configurable": {"thread_id": "1"}}
+    computed = []
+    for turn in range(4):
+        given: Any = {"messages": [("human", f"About {turn % 4} 3")]}
+        last = agent.invoke(given, config)["messages"][-1]
+        computed.append(reuse_of(last)["computed_tokens"])
+    assert len(set(computed[1:])) == 1  # the same in every turn, however long the history
+    *_, prompt = prompts_of(chat)
+    assert prompt.count("Passage 3:") == 4
+    assert prompt.count("tool_call") == 4 * 2 * as_tool_call
+    before = "<tool_response>" if as_tool_call else ""
+    assert prompt.count(f"{QUESTION}{before}") >= 4
+    if not as_tool_call:
+        assert prompt.endswith("\n\nAbout 3 3<|end|>\n<|assistant|>\n")
+
+
+def test_passages_precede_the_parts_of_a_question(retriever: Numbered) -> None:
+    chat = chat_that(lambda _: "Found it.")
+    agent = create_agent(chat, [], middleware=[RetrieveFirst(retriever)])
+    parts: list[Any] = [{"type": "text", "text": "About "}, {"type": "text", "text": "2"}]
+    given: Any = {"messages": [HumanMessage(parts), AIMessage("Well?"), HumanMessage(parts)]}
+    agent.invoke(given)
+    (prompt,) = prompts_of(chat)
+    first, second = prompt.split(QUESTION)[1:]
+    assert first.startswith("About 2<|end|>")
+    assert second.startswith("Passage 2:")
+    assert "\n\nAbout 2<|end|>" in second
+
+
+def test_passages_remain_if_a_middleware_removes_the_question(retriever: Numbered) -> None:
+    class Newest(AgentMiddleware[Any, Any]):
+        def wrap_model_call(self, request: Any, handler: Any) -> Any:
+            return handler(request.override(messages=request.messages[1:]))
+
+    chat = chat_that(lambda _: "Found it.")
+    agent = create_agent(chat, [], middleware=[Newest(), RetrieveFirst(retriever)])
+    given: Any = {"messages": [("human", "About 2")]}
+    agent.invoke(given)
+    (prompt,) = prompts_of(chat)
+    assert prompt.split(QUESTION)[1].startswith("Passage 2:")
+    assert "tool_call" not in prompt
+
+
+def test_calls_of_the_model_stay_tool_calls(retriever: Numbered) -> None:
+    chat = chat_that(
+        lambda prompt: "Found it." if "<tool_response>" in prompt else looking_up("3", "retrieve")
+    )
+    tool = block_retriever_tool(retriever, "retrieve", "Looks up.")
+    agent = create_agent(chat, [tool], middleware=[RetrieveFirst(retriever)])
+    given: Any = {"messages": [("human", "About 2")]}
+    assert agent.invoke(given)["messages"][-1].content == "Found it."
+    prompt = prompts_of(chat)[-1]
+    assert retriever.queries == ["About 2", "3"]
+    assert prompt.index("Passage 2:") < prompt.index("About 2") < prompt.index("<tool_response>")
+    assert prompt.count("<tool_response>") == 1
+
+
 @pytest.mark.parametrize("is_async", [False, True])
 async def test_a_follow_up_question_is_condensed(retriever: Numbered, is_async: bool) -> None:
     chat = chat_that(lambda prompt: "3 please" if "Standalone question" in prompt else "Yes.")
@@ -185,10 +302,13 @@ def test_template_without_tool_results_gets_passages_first(retriever: Numbered) 
     model = tuned_model(tokenizer, max_position_embeddings=8192)
     engine = ScriptedEngine(lambda _: "Found it.", model=model)
     chat = ChatBlockAttention(engine=engine, max_tokens=20)
-    agent = create_agent(chat, [], middleware=[RetrieveFirst(retriever)])
-    given: Any = {"messages": [("human", "About 0 1")]}
-    assert agent.invoke(given)["messages"][-1].content == "Found it."
-    (prompt,) = engine.prompts
+    given: Any = {"messages": [("human", "About 0 1"), ("ai", "Well?"), ("human", "About 0 1")]}
+    for as_tool_call in (False, True):
+        first = RetrieveFirst(retriever, as_tool_call=as_tool_call)
+        agent = create_agent(chat, [], middleware=[first])
+        assert agent.invoke(given)["messages"][-1].content == "Found it."
+    assert engine.prompts[0] == engine.prompts[1]
+    prompt = engine.prompts[0].rpartition("<|user|>")[2]
     assert prompt.index("Passage 0:") < prompt.index("About 0 1")
 
 

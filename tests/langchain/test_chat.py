@@ -154,5 +154,19 @@ def test_from_model_id_takes_the_arguments_of_langchain_huggingface(saved_model:
     assert (chat.model_kwargs["device"], chat.max_tokens) == ("cpu", 4)
     assert chat.generate_kwargs == {"top_k": 3, "repetition_penalty": 1.1}
     assert len(str(chat.invoke("Hello").content)) == 4
+    kwargs = {"max_new_tokens": 4, "temperature": 0.5, "stop": ["x"], "top_p": 0.9}
+    moved = ChatBlockAttention.from_model_id(
+        "bundled", pipeline_kwargs={**kwargs, "do_sample": True, "return_full_text": False}
+    )
+    named = ChatBlockAttention(
+        model="bundled",
+        max_tokens=4,
+        temperature=0.5,
+        stop=["x"],
+        generate_kwargs={"top_p": 0.9, "do_sample": True},
+    )
+    assert moved.engine_options(None, {}) == named.engine_options(None, {})
+    with pytest.raises(ValueError, match="return_full_text"):
+        ChatBlockAttention.from_model_id("bundled", pipeline_kwargs={"return_full_text": True})
     with pytest.raises(ValueError, match="text2text"):
         ChatBlockAttention.from_model_id("x", task="text2text-generation")

@@ -91,7 +91,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
             "v_head_dim": 8,
             "num_key_value_heads": 4,
         },
-        _ROTARY,
+        "uses multi-head latent attention",
     ),
     "llama, dynamic": ("llama", _rope(rope_type="dynamic", factor=4.0), "type is 'dynamic'"),
     "bloom": ("bloom", {"n_layer": 3, "n_head": 4}, _ALIBI),

@@ -12,6 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blockattn_rag.model.repetition import (
+    CHARACTERS,
+    DATA_COPIES,
+    DATA_TOKENS,
     LATER_TOKENS,
     LONGEST_UNIT,
     STRING_COPIES,
@@ -72,13 +75,30 @@ def first_found(ids: Sequence[int], decode: Decode = letters) -> int | None:
     return next(found, None)
 
 
+SENTENCES = {
+    ord("a"): "He sat. ",
+    ord("b"): "She walked home. ",
+    ord("c"): "Why not now? ",
+}
+
+
+def spoken(ids: Sequence[int]) -> str:
+    """Text of tokens that are a sentence each."""
+    return "".join(SENTENCES[token] for token in ids)
+
+
+def word(ids: Sequence[int]) -> str:
+    """Text of tokens that are a word of one letter each."""
+    return "".join(3 * chr(token) + " " for token in ids)
+
+
 def repeats(ids: Sequence[int], least: int, copies: int) -> bool:
-    """The rule of the module, word by word."""
+    """The rule of the module for sentences, word by word."""
     for size in range(1, min(LONGEST_UNIT, len(ids)) + 1):
         filled = max(copies * size, least)
         end = ids[-filled:]
         if len(ids) >= filled and all(a == b for a, b in zip(end, end[size:], strict=False)):
-            return any(map(str.isalpha, letters(ids[-size:])))
+            return True
     return False
 
 
@@ -88,18 +108,31 @@ def test_repetition_that_people_write_is_no_loop(text: str) -> None:
     assert first_found(words.ids, words.decode) is None
 
 
-@pytest.mark.parametrize("words", [1, 4, 19, 38, 60])
-def test_a_unit_is_a_loop_once_it_fills_the_end(words: int) -> None:
+@pytest.mark.parametrize("words", [3, 4, 19, 25, 26])
+def test_prose_is_a_loop_once_it_fills_the_end(words: int) -> None:
     unit = list(range(ord("a"), ord("a") + words))
     needed = max(TEXT_COPIES * words, TEXT_TOKENS)
-    before = codes("0123456789 ")
-    assert first_found(before + unit * 200) == len(before) + needed
+    before = codes("ABCDE")
+    assert first_found(before + unit * 200, word) == len(before) + needed
 
 
-@pytest.mark.parametrize("line", ["| yes | no |\n", "    return None\n"])
-def test_equal_lines_with_a_letter_are_a_loop(line: str) -> None:
-    words = Words(line * 50)
-    assert first_found(words.ids, words.decode) == TEXT_TOKENS
+@pytest.mark.parametrize("unit", ["x", "| yes | no |\n", "    return None\n", "very "])
+def test_other_text_is_a_loop_after_many_more_copies(unit: str) -> None:
+    needed = max(len(unit) * DATA_COPIES, DATA_TOKENS)
+    assert first_found(codes(unit * (DATA_TOKENS + 1))) == needed
+
+
+def strip(ids: Sequence[int]) -> str:
+    """Text of tokens as tokenizers of SentencePiece decode it: without its first space."""
+    return letters(ids).strip()
+
+
+@pytest.mark.parametrize("unit", ["我今天去学校。", "He sat. "])
+@pytest.mark.parametrize("decode", [letters, strip])
+def test_prose_must_fill_characters_too(unit: str, decode: Decode) -> None:
+    found = first_found(codes(unit * 60), decode)
+    assert found is not None
+    assert CHARACTERS * TEXT_TOKENS <= found <= CHARACTERS * TEXT_TOKENS + 2 * len(unit)
 
 
 def test_a_unit_longer_than_the_longest_is_no_loop() -> None:
@@ -110,7 +143,7 @@ def test_a_unit_longer_than_the_longest_is_no_loop() -> None:
 
 @given(
     st.lists(st.integers(97, 99), max_size=5),
-    st.lists(st.sampled_from(codes("ab 1")), min_size=1, max_size=9),
+    st.lists(st.integers(97, 99), min_size=1, max_size=9),
     st.integers(0, 12),
     st.lists(st.integers(97, 99), max_size=5),
     st.integers(1, 30),
@@ -120,7 +153,7 @@ def test_the_rule_holds_at_each_token(
     before: list[int], unit: list[int], times: int, after: list[int], least: int, copies: int
 ) -> None:
     ids = before + unit * times + after
-    repetition = Repetition(letters, least, copies)
+    repetition = Repetition(spoken, least, copies)
     for at, token in enumerate(ids, 1):
         found = repetition.push(token)
         assert bool(found) == repeats(ids[:at], least, copies)
@@ -138,7 +171,7 @@ LOOP = "He sat. " * 30
 
 def test_a_string_that_repeats_itself_must_end() -> None:
     assert follow('{"a": "' + LOOP).must_end
-    assert not follow('{"a": "' + LOOP[: STRING_TOKENS - 1]).must_end
+    assert not follow('{"a": "' + LOOP[: CHARACTERS * STRING_TOKENS - 1]).must_end
 
 
 def test_a_string_is_told_from_what_surrounds_it() -> None:
@@ -149,21 +182,24 @@ def test_a_string_is_told_from_what_surrounds_it() -> None:
 
 
 def test_an_escaped_quote_ends_no_string() -> None:
-    assert follow('{"a": "' + r"\"No\" " * 30).must_end
+    assert follow('{"a": "' + r"\"No,\" he said. " * 30).must_end
     assert not follow('{"a": "' + LOOP + "\\").must_end  # a quote would be text
     assert follow('{"a": "' + LOOP + r"\"").must_end
     assert follow('{"a": "' + LOOP + "\\\\").must_end
 
 
 def test_a_long_unit_that_comes_twice_in_a_string_is_a_loop() -> None:
-    unit = "He likes toys and his friends. She likes her friends and toys. "
-    assert len(unit) * STRING_COPIES > STRING_TOKENS
+    unit = (
+        "He likes toys and his friends. She likes her friends and toys. They like to play together "
+        "all day long. "
+    )
+    assert len(unit) * STRING_COPIES > CHARACTERS * STRING_TOKENS
     assert follow('{"a": "Well. ' + unit * STRING_COPIES).must_end
     assert not follow('{"a": "Well. ' + (unit * STRING_COPIES)[:-9]).must_end
 
 
 @pytest.mark.parametrize(
-    "unit", ["x", "He sat. ", "ha" + "m" * LATER_TOKENS, "He sat down by us. "]
+    "unit", ["to be or ", "He sat. ", "We eat ha" + "m" * LATER_TOKENS + " ", "He sat down by us. "]
 )
 def test_a_later_string_ends_once_it_continues_the_loop(unit: str) -> None:
     begin = '{"a": "' + unit * STRING_TOKENS + '", "b": "1'
@@ -174,8 +210,8 @@ def test_a_later_string_ends_once_it_continues_the_loop(unit: str) -> None:
 
 
 def test_a_later_string_may_have_words_that_an_earlier_one_repeated() -> None:
-    begin = '{"a": "' + "x" * STRING_TOKENS + '", "b": "'
-    assert not follow(begin + "In xylophones, x marks xxx").must_end
+    begin = '{"a": "' + "to be or " * 30 + '", "b": "'
+    assert not follow(begin + "The question is to be or not to be").must_end
     begin = '{"a": "' + LOOP + '", "b": "Then '
     assert not follow(begin + "He sat. But He sat. Then He sat" + " down" * 3).must_end
 
@@ -225,7 +261,7 @@ def test_quotes_in_text_before_json_begin_no_string(before: str, asked: dict[str
 @AMONG_TEXT
 def test_text_around_json_that_repeats_itself_is_a_loop(asked: dict[str, object]) -> None:
     call = '<call=f>{"q": "a"}</call>'
-    cited = "He sat [1]. " * 20
+    cited = "He sat [1]. " * 40
     assert guarded(cited, asked)
     assert guarded(call + cited, asked)
     assert not guarded(call * 20, asked)
@@ -276,14 +312,14 @@ def test_repeating_string_may_only_end_within_its_schema(tokens: str, expected: 
 
 @pytest.mark.parametrize(("tokens", "expected"), [("abc.", "."), ("abc", "abc")])
 def test_repeating_text_around_json_may_only_end(tokens: str, expected: str) -> None:
-    none = np.array([], int)
+    none, long = np.array([], int), LOOP * 2
     matcher = LoopEndingMatcher(Anything(tokens), letters, none, among_text=True)
     for one in (matcher, matcher.fresh()):
-        assert one.follow(codes(LOOP[:TEXT_TOKENS]))
+        assert one.follow(codes(long))
         assert letters(np.flatnonzero(one.allowed(128, [ord(".")])).tolist()) == "".join(
             sorted(expected)
         )
-        assert one.follow(codes(LOOP[:TEXT_TOKENS] + "{"))
+        assert one.follow(codes(long + "{"))
         assert letters(np.flatnonzero(one.allowed(128, [ord(".")])).tolist()) == "".join(
             sorted(tokens)
         )
