@@ -83,11 +83,16 @@ class Span(NamedTuple):
         return self.origin in ("template", "prompt")
 
 
-def merged(spans: Iterable[Span]) -> tuple[Span, ...]:
-    """Drop empty spans, and join adjacent spans of the same origin, except passages."""
+def merged(spans: Iterable[Span], only: Origin | None = None) -> tuple[Span, ...]:
+    """Drop empty spans, and join adjacent spans of the same origin, except passages.
+
+    Args:
+        only: The only origin whose spans are joined. Default: all.
+    """
     joined: list[Span] = []
     for span in spans:
-        if joined and joined[-1].origin == span.origin and span.origin not in PASSAGES:
+        joins = span.origin not in PASSAGES and only in (None, span.origin)
+        if joins and joined and joined[-1].origin == span.origin:
             joined[-1] = Span(joined[-1].text + span.text, span.origin)
         elif span.text:
             joined.append(span)

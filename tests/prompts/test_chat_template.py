@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blockattn_rag.errors import SegmentationError
-from blockattn_rag.prompts.blocks import Span
+from blockattn_rag.prompts import chat_template
+from blockattn_rag.prompts.blocks import Span, merged
 from blockattn_rag.prompts.chat_template import chat_spans, render_chat, trace
 from blockattn_rag.prompts.markers import wrap
 from tests.models import tiny_tokenizer
@@ -44,6 +46,24 @@ def spans_of(template: str, *messages: dict[str, Any]) -> list[tuple[str, str]]:
 
 def user(content: Any) -> dict[str, Any]:
     return {"role": "user", "content": content}
+
+
+def test_many_messages_of_one_role_are_merged_in_linear_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Counts the characters of the spans that are joined."""
+    joined: list[int] = []
+
+    def counted(spans: Iterable[Span], *more: Any, **options: Any) -> tuple[Span, ...]:
+        spans = [*spans]
+        joined.append(sum(len(span.text) for span in spans))
+        return merged(spans, *more, **options)
+
+    monkeypatch.setattr(chat_template, "merged", counted)
+    messages = [user("Is it so? " * 10)] * 200
+    text = render_chat(tiny_tokenizer(), messages)
+    assert "\n\n".join(message["content"] for message in messages) in text
+    assert sum(joined) < 10 * len(text)
 
 
 def test_the_template_the_system_message_and_the_rest_are_told_apart() -> None:
