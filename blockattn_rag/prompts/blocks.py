@@ -89,14 +89,14 @@ def merged(spans: Iterable[Span], only: Origin | None = None) -> tuple[Span, ...
     Args:
         only: The only origin whose spans are joined. Default: all.
     """
-    joined: list[Span] = []
+    groups: list[tuple[Origin, list[str]]] = []  # joined at the end, in linear time
     for span in spans:
         joins = span.origin not in PASSAGES and only in (None, span.origin)
-        if joins and joined and joined[-1].origin == span.origin:
-            joined[-1] = Span(joined[-1].text + span.text, span.origin)
+        if joins and groups and groups[-1][0] == span.origin:
+            groups[-1][1].append(span.text)
         elif span.text:
-            joined.append(span)
-    return tuple(joined)
+            groups.append((span.origin, [span.text]))
+    return tuple(Span("".join(texts), origin) for origin, texts in groups)
 
 
 def text_of(spans: Iterable[Span]) -> str:
