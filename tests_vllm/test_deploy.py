@@ -23,6 +23,7 @@ def test_the_server_s_options_are_those_of_vllm() -> None:
     parser = make_arg_parser(FlexibleArgumentParser())
     given = parser.parse_args(["--config", str(DEPLOY / "serve.yaml")])
     assert (given.model, given.served_model_name) == ("/model", ["llama"])
+    assert given.allowed_origins == []
     held = given.structured_outputs_config
     assert held.backend == "guidance"
     assert held.disable_any_whitespace

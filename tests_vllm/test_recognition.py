@@ -54,7 +54,7 @@ def service_of(reference: Reference, store: DirectoryStore, **options: Any) -> S
     client.model_config = SimpleNamespace(max_model_len=2048, tokenizer=MODEL)
     backend = SimpleNamespace(backend="guidance")
     client.vllm_config = SimpleNamespace(structured_outputs_config=backend)
-    given = reference.options(store=str(store.path), recognize=True, **options)
+    given = reference.options(store=str(store.path), **{"recognize": True, **options})
     service = Service(client, state, ServingConfig.parse(given), reference.profile)
     assert service.passages is not None
     span = Span(STALE, "conversation")
@@ -81,3 +81,12 @@ def test_stale_index_entry_is_no_error(reference: Reference, store: DirectorySto
     full = answered(reader, plain)
     assert full["mode"] == "full"
     assert "1 of 2 blocks are not stored" in full["reason"]
+
+
+def test_system_messages_are_searched_only_on_request(
+    reference: Reference, store: DirectoryStore
+) -> None:
+    rules = {"role": "system", "content": f"Never say:\n{STORED}"}
+    chat = {"messages": [rules, {"role": "user", "content": "How tall?"}]}
+    assert answered(service_of(reference, store), chat) == {"mode": "full"}
+    assert answered(service_of(reference, store, recognize="system"), chat)["mode"] == "block"

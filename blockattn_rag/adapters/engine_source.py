@@ -22,6 +22,7 @@ from blockattn_rag.model.loading import load_config, load_tokenizer
 from blockattn_rag.model.probe import position_limit
 from blockattn_rag.prompts.blocks import Block, BlockPrompt, BlockTemplate, Span
 from blockattn_rag.prompts.markers import content_spans, holds_orphans
+from blockattn_rag.prompts.recognition import Recognize
 from blockattn_rag.prompts.tokenization import BlockTokenizer
 from blockattn_rag.store import KVStore
 from blockattn_rag.store.passage_index import PassageIndex
@@ -284,19 +285,20 @@ class EngineSource:
             PassageIndex(self._kv_store)
 
     def prompt_of(
-        self, spans: Iterable[Span], template: BlockTemplate, *, recognize: bool = False
+        self, spans: Iterable[Span], template: BlockTemplate, *, recognize: Recognize = False
     ) -> BlockPrompt:
         """Create a prompt from spans.
 
         Args:
             template: Text around each passage.
-            recognize: Whether to also find passages of the store in text without markers. The first
-                such prompt loads the model.
+            recognize: Whether to also find passages of the store in text without markers, and in
+                system messages. The first such prompt loads the model.
         """
         if recognize:
             engine = self.engine
             assert isinstance(engine, BlockAttentionEngine)  # see check_recognizes
-            spans = engine.passages.split(spans, engine.access)
+            in_system = recognize == "system"
+            spans = engine.passages.split(spans, engine.access, in_system=in_system)
         return BlockPrompt.from_spans(spans, template)
 
     def string_spans(self, prompt: str, *, parse_special_tokens: bool) -> list[Span]:

@@ -23,6 +23,7 @@ from blockattn_rag.model.loading import is_adapter, load_config, resolve_name
 from blockattn_rag.server.profile import VERSION, ModelProfile, profile_of
 from blockattn_rag.store import open_store
 from blockattn_rag.store.directory import RECIPE_FOLDER
+from blockattn_rag.store.urls import check_no_credentials
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +38,9 @@ class Served:
         namespace: Namespace of the keys and values in the store.
         kv_dtype: Type of newly stored keys and values.
         folder: Folder of the database that the store belongs to.
+
+    Raises:
+        ValueError: The address of the store contains credentials.
     """
 
     model: str
@@ -46,6 +50,9 @@ class Served:
     namespace: str = ""
     kv_dtype: str = "model"
     folder: Path | None = None
+
+    def __post_init__(self) -> None:
+        check_no_credentials(self.store)
 
     @classmethod
     def of_database(cls, path: Path) -> Served:

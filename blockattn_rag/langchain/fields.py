@@ -30,6 +30,7 @@ from blockattn_rag.engine.protocol import Engine
 from blockattn_rag.langchain.messages import PROVIDER, without_markers
 from blockattn_rag.prompts.blocks import BlockTemplate
 from blockattn_rag.prompts.formats import BLANK_LINE
+from blockattn_rag.prompts.recognition import Recognize
 
 _SOURCE_FIELDS = ("model_name", "kv_store", "model_kwargs", "api_base", "recipe")
 _ALIASES = {"model": "model_name", "base_url": "api_base"}
@@ -136,7 +137,8 @@ class GenerationFields(EngineFields):
         stop (or stop_sequences): Strings that end the answer. The answer excludes them.
         streaming: Whether ``invoke`` streams internally, so that callbacks receive tokens early.
         recognize: Whether to also find ingested passages in text without markers. Prompts then need
-            no ``format_blocks``. Not with ``base_url``, because a server has its own option.
+            no ``format_blocks``. ``"system"``: also in system messages. Not with ``base_url``,
+            because a server has its own option.
         generate_kwargs: Further options of every call, such as ``top_p``, ``top_k`` and ``seed``,
             the arguments of transformers' ``generate``, and ``mode``: ``"block"`` reuses passages
             (default); ``"full"`` is ordinary attention over the same tokens.
@@ -150,7 +152,7 @@ class GenerationFields(EngineFields):
     temperature: float | None = Field(default=None, ge=0)
     stop: list[str] | None = Field(default=None, alias="stop_sequences")
     streaming: bool = False
-    recognize: bool = False
+    recognize: Recognize = False
     generate_kwargs: dict[str, Any] = Field(default_factory=dict)
 
     @model_validator(mode="after")

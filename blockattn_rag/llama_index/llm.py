@@ -42,6 +42,7 @@ from blockattn_rag.llama_index.structured_output import StructuredPrediction
 from blockattn_rag.output.tool_use import ToolUse, without_tool_options
 from blockattn_rag.prompts.blocks import BlockTemplate
 from blockattn_rag.prompts.formats import BLANK_LINE
+from blockattn_rag.prompts.recognition import Recognize
 from blockattn_rag.store import KVStore
 
 
@@ -67,7 +68,8 @@ class BlockAttentionLLM(PromptMaking, StructuredPrediction, CustomLLM, FunctionC
         mode: ``"block"`` reuses passages; ``"full"`` is ordinary attention over the same tokens.
         block_template: Text around each passage. ``BlockKVTransform`` must use the same template.
         recognize: Whether to also find ingested passages in text without markers. Prompts then need
-            no postprocessor. Not with ``api_base``, because a server has its own option.
+            no postprocessor. ``"system"``: also in system messages. Not with ``api_base``, because
+            a server has its own option.
         context_window: Maximum number of tokens in prompt and answer. Default: the model's context
             window.
         max_new_tokens: Maximum number of tokens in an answer.
@@ -125,7 +127,7 @@ class BlockAttentionLLM(PromptMaking, StructuredPrediction, CustomLLM, FunctionC
         api_key: str | None = None,
         mode: Mode = "block",
         block_template: BlockTemplate = BLANK_LINE,
-        recognize: bool = False,
+        recognize: Recognize = False,
         context_window: int | None = None,
         max_new_tokens: int = 256,
         generate_kwargs: dict[str, Any] | None = None,

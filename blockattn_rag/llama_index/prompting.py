@@ -21,6 +21,7 @@ from blockattn_rag.output.tool_use import ToolUse
 from blockattn_rag.prompts.blocks import BlockPrompt, BlockTemplate, Span
 from blockattn_rag.prompts.chat_template import has_chat_template, trace
 from blockattn_rag.prompts.markers import close_cut_passages, strip_markers
+from blockattn_rag.prompts.recognition import Recognize
 
 PromptLike = str | Sequence[ChatMessage]
 
@@ -32,7 +33,7 @@ class PromptMaking(EngineComponent, LLM):
     """LLM that converts prompts to blocks. For the fields see ``BlockAttentionLLM``."""
 
     block_template: BlockTemplate = Field(description="Text around each passage.")
-    recognize: bool = Field(description="Whether to find passages without markers.")
+    recognize: Recognize = Field(description="Whether to find passages without markers.")
     is_chat_model: bool | None = Field(description="None: if there is a chat template.")
     is_function_calling_model: bool | None = Field(
         description="None: if the chat template supports tools."

@@ -83,15 +83,20 @@ class Span(NamedTuple):
         return self.origin in ("template", "prompt")
 
 
-def merged(spans: Iterable[Span]) -> tuple[Span, ...]:
-    """Drop empty spans, and join adjacent spans of the same origin, except passages."""
-    joined: list[Span] = []
+def merged(spans: Iterable[Span], only: Origin | None = None) -> tuple[Span, ...]:
+    """Drop empty spans, and join adjacent spans of the same origin, except passages.
+
+    Args:
+        only: The only origin whose spans are joined. Default: all.
+    """
+    groups: list[tuple[Origin, list[str]]] = []  # joined at the end, in linear time
     for span in spans:
-        if joined and joined[-1].origin == span.origin and span.origin not in PASSAGES:
-            joined[-1] = Span(joined[-1].text + span.text, span.origin)
+        joins = span.origin not in PASSAGES and only in (None, span.origin)
+        if joins and groups and groups[-1][0] == span.origin:
+            groups[-1][1].append(span.text)
         elif span.text:
-            joined.append(span)
-    return tuple(joined)
+            groups.append((span.origin, [span.text]))
+    return tuple(Span("".join(texts), origin) for origin, texts in groups)
 
 
 def text_of(spans: Iterable[Span]) -> str:

@@ -73,6 +73,7 @@ def chat_spans(
 
     Consecutive messages of one role are merged, because many templates require alternating roles.
     If the template has no system role, the system message is moved into the first user message.
+    Spans of different messages are not joined, even if the template adds no text between them.
 
     Args:
         messages: Messages with ``role``, ``content`` and any other fields that the template reads.
@@ -161,7 +162,7 @@ def _trace(
     prompt = [Span(template[0], "template")]
     for spans, after in zip(contents, template[1:], strict=True):
         prompt += [*spans, Span(after, "template")]
-    return merged(prompt), shown
+    return merged(prompt, only="template"), shown
 
 
 def _check_passages_are_shown(turns: Sequence[Message], slots: _Slots, shown: set[int]) -> None:
@@ -236,10 +237,10 @@ def _merge_same_role(messages: Sequence[Message]) -> list[dict[str, Any]]:
         # Messages with other fields, such as tool calls, are not merged.
         if last.get("role") == message["role"] and {*last, *message} == {"role", "content"}:
             between = Span("\n\n", origin_of(message["role"]))
-            last["content"] = merged([*last["content"], between, *message["content"]])
+            last["content"] += [between, *message["content"]]
         else:
-            turns.append(message)
-    return turns
+            turns.append({**message, "content": [*message["content"]]})
+    return [{**turn, "content": tuple(turn["content"])} for turn in turns]
 
 
 class _Slots:
@@ -335,13 +336,14 @@ def _cut(spans: Spans, start: int, stop: int) -> Spans:
         part = span.text[max(0, start - at) : max(0, stop - at)]
         kept.append(_changed(span, part))
         at += len(span.text)
-    return merged(kept)
+    return merged(kept, only="template")
 
 
 def _escaped(spans: Spans, *, ensure_ascii: bool = False) -> Spans:
     """Escape the text of spans as in a JSON string."""
     dump = partial(json.dumps, ensure_ascii=ensure_ascii)
-    return merged(_changed(span, dump(span.text)[1:-1]) for span in spans)
+    changed = (_changed(span, dump(span.text)[1:-1]) for span in spans)
+    return merged(changed, only="template")
 
 
 def _changed(span: Span, text: str) -> Span:

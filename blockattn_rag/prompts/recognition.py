@@ -11,14 +11,19 @@ Importing this module does not load torch.
 
 from __future__ import annotations
 
-import unicodedata
+import re
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
+import regex
 from numpy.typing import NDArray
 
 from blockattn_rag.prompts.blocks import PASSAGES, Span, handle_of, merged
+
+Recognize: TypeAlias = bool | Literal["system"]
+"""Option of servers and engines: whether to find passages in plain text. ``"system"``: also in
+system messages."""
 
 WINDOW = 32
 """Characters in the middle of a passage whose hash starts a lookup. Shorter passages are not
@@ -41,6 +46,13 @@ _BASE, _SCALE = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93
 _MASK = (1 << 64) - 1
 _MOST_PAIRS = 1 << 17  # compared hashes of one scan: bounds the work for passages that are alike
 _WASTED = 8  # a scan stops after hashing this multiple of its text in vain
+
+_WORDLESS = re.compile(rf"[\W_]{{{WINDOW},}}")  # no letter or digit, as long as a passage
+# Two characters that may be of one grapheme. Flags and joined emoji or letters depend on the
+# characters before these two, so any two letters of flags match, and all that may follow a joiner.
+_GRAPHEME = regex.compile(
+    r"\X|.\p{M}|[\p{M}\p{GCB=Extend}\p{GCB=ZWJ}][\w\p{Extended_Pictographic}]", regex.DOTALL
+)
 
 Entries = NDArray[np.void]
 """Index entries, ``ENTRY [passages]``."""
@@ -81,14 +93,15 @@ def _characters(text: str) -> Integers:
 
 
 def entries_of(texts: Iterable[str]) -> Entries:
-    """Index entries of passages. Passages shorter than ``WINDOW`` are skipped.
+    """Index entries of passages. Passages shorter than ``WINDOW``, and passages without a letter or
+    digit, are skipped.
 
     Args:
         texts: Texts of passages. White space around them is ignored, as in prompts.
     """
     rows = []
     for text in (text.strip() for text in texts):
-        if WINDOW <= len(text) <= MOST_CHARACTERS:
+        if WINDOW <= len(text) <= MOST_CHARACTERS and not _WORDLESS.fullmatch(text):
             terms = _characters(text) * _POWERS.upto(len(text))[0][: len(text)]
             at, whole = _middle(len(text)), int(terms.sum()) * _SCALE & _MASK
             inside = int(terms[at : at + WINDOW].sum())
@@ -128,30 +141,32 @@ class PassageMatcher:
         pairs = zip(entries, left, right, strict=True)
         return np.array([one in self._entries[start:end] for one, start, end in pairs], np.bool_)
 
-    def split(self, spans: Iterable[Span], *others: PassageMatcher) -> tuple[Span, ...]:
+    def split(
+        self, spans: Iterable[Span], *others: PassageMatcher, in_system: bool = False
+    ) -> tuple[Span, ...]:
         """Split the passages of a prompt out of its text.
 
         The longest passages are found first, and passages do not overlap. The chat template's text,
-        earlier answers and existing passages stay unchanged, and so does a passage that starts or
-        ends within a word, because its tokens would differ.
+        earlier answers and existing passages stay unchanged. So do passages in several spans, which
+        are of different messages (``chat_spans``), and passages that start or end within a word,
+        because their tokens would differ.
 
         Args:
             others: Matchers with further passages to find.
+            in_system: Whether to search system messages. A passage in them is cut out of the rules
+                around it, so only for applications whose documents are as trusted as their rules.
         """
-        given = merged(spans)
+        given = tuple(span for span in spans if span.text)
         room = MOST_PASSAGES - sum(span.origin in PASSAGES for span in given)
         lengths = [len(span.text) for span in given]
         ends = np.cumsum(lengths, dtype=np.int64)
         matchers = [one for one in (self, *others) if len(one)]
         if not matchers or room < 1 or not WINDOW <= sum(lengths) <= MOST_CHARACTERS:
-            return given
-        is_plain = np.array(
-            [span.origin not in (*PASSAGES, "template", "answer") for span in given]
-        )
+            return merged(given)
+        kept = {*PASSAGES, "template", "answer", *(() if in_system else ("system",))}
+        is_plain = np.array([span.origin not in kept for span in given])
         text = "".join(span.text for span in given)
         found = _found(matchers, text, ends, is_plain, room)
-        if not found:
-            return given
         pieces: list[Span] = []
         for span, end, length in zip(given, ends.tolist(), lengths, strict=True):
             at = end - length
@@ -205,7 +220,7 @@ def _found(
     starts, entries = (np.concatenate(part) for part in zip(*parts, strict=True))
     stops = starts + entries["chars"]
     place = np.searchsorted(ends, starts, "right")
-    inside = is_plain[place] & (stops <= ends[place])
+    inside = is_plain[place] & (stops <= ends[place]) & _has_words(text, starts, stops)
     starts, stops, place = (one[inside] for one in (starts, stops, place))
     handles = entries["handle"][inside]
     first = np.concatenate([[0], ends])[place]
@@ -215,7 +230,7 @@ def _found(
         start, stop = int(starts[one]), int(stops[one])
         if taken[start] or taken[stop - 1]:  # by a passage that is as long or longer
             continue
-        if any(_in_word(text, cut, first[one], last[one]) for cut in (start, stop)):
+        if any(_is_within(text, cut, first[one], last[one]) for cut in (start, stop)):
             continue
         if handle_of(text[start:stop]) != handles[one].tobytes().hex():
             wasted += stop - start
@@ -234,13 +249,25 @@ def _middle(chars: Any) -> Any:
     return (chars - WINDOW) // 2
 
 
-def _in_word(text: str, at: int, first: int, last: int) -> bool:
-    """Whether a cut at ``at`` is within a word or a number of ``text[first:last]``."""
+def _has_words(text: str, starts: Integers, stops: Integers) -> NDArray[np.bool_]:
+    """Whether each passage, ``text[start:stop]``, has a letter or digit."""
+    runs = np.array([run.span() for run in _WORDLESS.finditer(text)]).reshape(-1, 2)
+    if not len(runs):
+        return np.ones(len(starts), np.bool_)
+    run = runs[runs[:, 0].searchsorted(starts, "right") - 1]  # the last run if none starts before
+    return (starts < run[:, 0]) | (stops > run[:, 1])
+
+
+def _is_within(text: str, at: int, first: int, last: int) -> bool:
+    """Whether a cut at ``at`` is within a grapheme, word or number of ``text[first:last]``."""
     if not first < at < last:
         return False
     around = text[max(first, at - 2) : at].rjust(2) + text[at : min(last, at + 2)].ljust(2)
-    if unicodedata.category(around[2]) in ("Mn", "Mc", "Me"):  # combines with the one before
-        return True
+    return _GRAPHEME.fullmatch(around[1:3]) is not None or _in_word(around)
+
+
+def _in_word(around: str) -> bool:
+    """Whether a cut in the middle of these four characters is within a word or a number."""
     if around[1] in "+-\N{MINUS SIGN}" and around[2].isdigit() and not around[0].isalnum():
         return True
     within = around[1:3] if around[1].isalnum() else around[:3]

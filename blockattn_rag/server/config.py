@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, StrictBool, field_validator
 from pydantic.dataclasses import dataclass
@@ -53,6 +53,7 @@ class ServingConfig:
         tenant_secret_env: Name of the environment variable with the secret that authenticates
             tenants. The secret itself is not an option, because engines log their options.
         recognize: Whether the routes for OpenAI clients find stored passages in plain text.
+            ``"system"``: also in system messages.
         load_deadline_s: Seconds that a load may take.
         kv_dtype: Format in which this server stores blocks.
 
@@ -71,7 +72,7 @@ class ServingConfig:
     read_namespaces: tuple[Namespace, ...] = ()
     read_only: StrictBool = False
     tenant_secret_env: Annotated[str, Field(min_length=1)] | None = None
-    recognize: StrictBool = False
+    recognize: StrictBool | Literal["system"] = False
     load_deadline_s: Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)] = 10.0
     kv_dtype: KVDtype = "model"
 

@@ -14,8 +14,9 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
 
@@ -36,17 +37,32 @@ STRUCTURED_OUTPUTS = {
 }
 """Settings of structured output that required tools and small models need."""
 _MEMORY = "--kv-transfer-config.kv_connector_extra_config.memory 16GiB"
+_TLS = "put a proxy for TLS in front of the server"
 _NOT_OPTIONS = {
     "--model": "pass the model before --",
     "--host": "pass --host before --",
     "--port": "pass --port before --",
     "--dtype": "pass --dtype before --",
     "--api-key": "set the environment variable VLLM_API_KEY",
+    "--hf-token": "set the environment variable HF_TOKEN",
     "--uds": "the server must listen on a port",
-    "--ssl-certfile": "put a proxy for TLS in front of the server",
+    "--ssl-certfile": _TLS,
+    "--ssl-keyfile-password": _TLS,
     "--kv-transfer-config": f"change single options of the connector, such as {_MEMORY}",
 }
 """Options that vLLM may not be given, and what to do instead."""
+_NOT_IN_FILES = ("--api-key", "--hf-token", "--kv-transfer-config")
+"""Options that a config file may not contain. This command's options replace the others."""
+_SECRET = re.compile(
+    r"(?:^|[^a-z])(?:api[-_]?key|(?:secret|access)[-_](?:access[-_])?key|passw(?:or)?d|secret|"
+    r"(?:access|api|auth|bearer|hf|session)[-_]?token)$",
+    re.IGNORECASE,
+)
+"""Names of secrets, the last part of an option or a key of JSON."""
+_JSON_KEY = re.compile(r'"([^"]*)"\s*:')
+_CREDENTIALS = re.compile(r"""://[^/?#\s]*@|\b(?:s3|gs|az|rediss?)://[^\s"']*[?#]""")
+"""Addresses with a user, a password, or for stores a query."""
+_ORIGINS = "--allowed-origins"
 _MOST_CPU_CACHE_GIB = 16
 _POLL_S = 0.2
 _REPORT_S = 20.0
@@ -88,22 +104,56 @@ def require_port(host: str, port: int) -> None:
 
 
 def check_options(options: Sequence[str]) -> None:
-    """Check that options of vLLM do not contradict those of ``vllm_command``.
+    """Check that options of vLLM contain no secrets, and do not contradict ``vllm_command``.
+
+    Command lines are shown in logs and process lists. Messages omit the values of options.
 
     Raises:
-        ValueError: An option is set by ``vllm_command``, directly or in a config file.
+        ValueError: An option contains a secret, or is set by ``vllm_command``, directly or in a
+            config file.
         OSError: The config file cannot be read.
     """
-    for place, option in enumerate(options):
-        name, _, value = option.partition("=")
-        name = name.replace("_", "-")
-        if name in _NOT_OPTIONS:
-            raise ValueError(f"found {name} among the options of vLLM: {_NOT_OPTIONS[name]}")
-        if name == "--config":
-            file = Path(value or "".join(options[place + 1 : place + 2]))
-            if re.search(r"^kv[-_]transfer[-_]config\b", file.read_text("utf-8"), re.MULTILINE):
-                advice = _NOT_OPTIONS["--kv-transfer-config"]
-                raise ValueError(f"found kv-transfer-config in {file}: remove it; {advice}")
+    for option in options:
+        name = _name(option)
+        if meant := _meant(name, _NOT_OPTIONS):
+            given = name if name == meant else f"{name}, short for {meant},"
+            raise ValueError(f"Found {given} among the options of vLLM: {_NOT_OPTIONS[meant]}")
+        keys = [name, *_JSON_KEY.findall(option)]
+        if secrets := [key for key in keys if _SECRET.search(key.rstrip("+"))]:
+            raise ValueError(
+                f"Found {secrets[0]} among the options of vLLM, which are shown in logs and "
+                "process lists: set it in the environment or in a file that vLLM reads"
+            )
+        if _CREDENTIALS.search(option):
+            where = f"in {name}" if name else "in the value of an option"
+            raise ValueError(
+                f"Found an address with credentials {where} after --: options are shown in logs "
+                "and process lists; put credentials into the environment, such as REDIS_PASSWORD"
+            )
+    for file, names in _configured(options).items():
+        for name in sorted(names):
+            if meant := _meant(name, _NOT_IN_FILES):
+                raise ValueError(f"Found {name[2:]} in {file}: remove it; {_NOT_OPTIONS[meant]}")
+
+
+def _meant(name: str, options: Iterable[str]) -> str | None:
+    """The first of ``options`` that vLLM may read a name as. It accepts the beginning of names."""
+    return next((one for one in options if len(name) > 2 and one.startswith(name)), None)
+
+
+def _name(word: str) -> str:
+    """Name of an option of vLLM, as ``--max-model-len``; empty for the value of an option."""
+    name = word.partition("=")[0]
+    return name.replace("_", "-") if name.startswith("--") else ""
+
+
+def _configured(options: Sequence[str]) -> dict[Path, set[str]]:
+    """Names of the options in config files."""
+    files = [value for name, value in pairwise(options) if name == "--config"]
+    files += [word.partition("=")[2] for word in options if word.startswith("--config=")]
+    texts = {Path(file): Path(file).read_text("utf-8") for file in files}
+    key = re.compile(r"""^["']?([\w-]+)["']?\s*:""", re.MULTILINE)
+    return {file: {_name(f"--{name}") for name in key.findall(texts[file])} for file in texts}
 
 
 def vllm_command(
@@ -125,7 +175,11 @@ def vllm_command(
         connector: Options of the connector, as for ``ServingConfig``.
         host, port: Where to listen.
         options: Further options of vLLM. They replace those of this function.
+
+    Web pages of other origins may not use the server, unless ``options`` allow origins.
     """
+    names = {_name(word) for word in options}.union(*_configured(options).values())
+    origins = () if _ORIGINS in names else (_ORIGINS, "[]")
     transfer = {"kv_connector": CONNECTOR, "kv_role": "kv_both"}
     extra = {f"kv_connector_extra_config.{key}": value for key, value in connector.items()}
     # vLLM merges single options into one object, so that later ones replace earlier ones.
@@ -140,6 +194,7 @@ def vllm_command(
         *("--host", host, "--port", str(port), "--enable-prompt-tokens-details"),
         *("--structured-outputs-config", json.dumps(STRUCTURED_OUTPUTS)),
         *(word for pair in pairs for word in pair),
+        *origins,
         *options,
     ]
 

@@ -38,8 +38,6 @@ _NAME = re.compile(rf"{_OBJECTS}/([0-9a-f]{{2}})/([0-9a-f]{{64}}){re.escape(_SUF
 
 _HEADER_BYTES = 16 << 10  # fits the headers of most models; a longer one takes a second read
 
-_ENVIRONMENT = "the environment variables of the provider, such as AWS_ACCESS_KEY_ID"
-
 
 class ObjectStore(MaintainedStore):
     """Store in a bucket, for concurrent threads, processes and machines.
@@ -78,7 +76,7 @@ class ObjectStore(MaintainedStore):
         parallel: int = 16,
         backend: Backend | None = None,
     ) -> None:
-        check_no_credentials(url, _ENVIRONMENT)
+        check_no_credentials(url)
         check_seconds("deadline_s", deadline_s)
         self.url = url.rstrip("/")
         self._reopen = partial(

@@ -76,7 +76,9 @@ class PassageIndex:
         self._sizes: dict[str, int] = {}  # bytes of the namespaces
         self._bytes = 0
 
-    def split(self, spans: Iterable[Span], access: Access) -> tuple[Span, ...]:
+    def split(
+        self, spans: Iterable[Span], access: Access, *, in_system: bool = False
+    ) -> tuple[Span, ...]:
         """Split known passages out of a prompt's text; see ``PassageMatcher.split``.
 
         Reads new index files at most every ``refresh_s`` seconds, so call it in a thread if the
@@ -84,7 +86,7 @@ class PassageIndex:
         """
         names = access.namespaces(private=False)
         first, *others = (one for name in names for one in self._matchers(name))
-        return first.split(spans, *others)
+        return first.split(spans, *others, in_system=in_system)
 
     def add(self, entries: Entries, namespace: str) -> int:
         """Add index entries (``entries_of``), after their passages were stored.

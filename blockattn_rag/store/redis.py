@@ -32,7 +32,6 @@ _TTL_S = 7 * 86400
 _MOST_ENTRY_BYTES = 512 << 20  # limit of Redis for one value
 _PAGE = 1000
 _MOST_RETRIES = 1
-_ENVIRONMENT = "REDIS_USERNAME and REDIS_PASSWORD"
 
 
 class RedisStore(KVStore):
@@ -68,7 +67,7 @@ class RedisStore(KVStore):
         deadline_s: float = 5.0,
         parallel: int = 8,
     ) -> None:
-        check_no_credentials(url, _ENVIRONMENT)
+        check_no_credentials(url)
         check_max_bytes(max_entry_bytes)
         if max_entry_bytes > _MOST_ENTRY_BYTES:
             raise ValueError(

@@ -10,6 +10,15 @@ from urllib.parse import unquote, urlsplit
 OBJECT_SCHEMES = ("s3", "gs", "az")
 REDIS_SCHEMES = ("redis", "rediss")
 
+_CREDENTIALS = {
+    **dict.fromkeys(REDIS_SCHEMES, "REDIS_USERNAME and REDIS_PASSWORD"),
+    **dict.fromkeys(
+        OBJECT_SCHEMES, "the environment variables of the provider, such as AWS_ACCESS_KEY_ID"
+    ),
+    "file": "the folder's own permissions",
+}
+"""Where to put the credentials of stores."""
+
 _SCHEME = re.compile(r"([a-z][a-z0-9+.-]+)(?=:/)|(s3|gs|az|rediss?|file)(?=:)", re.IGNORECASE)
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?))?B?", re.IGNORECASE)
 _CREDENTIAL_NAMES = re.compile(r"KEY|SECRET|TOKEN|PASSWORD|CREDENTIAL|SAS")
@@ -90,32 +99,32 @@ def bytes_of(size: str) -> int:
 
 def folder_of(url: str) -> Path:
     """Folder of a ``file:`` address."""
-    check_no_credentials(url, "the folder's own permissions")
+    check_no_credentials(url)
     parts = urlsplit(url)
     if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
         raise ValueError(f"expected file:/// and an absolute path on this machine, found {url!r}")
     return Path(unquote(parts.path))
 
 
-def check_no_credentials(url: str, instead: str) -> None:
+def check_no_credentials(url: str) -> None:
     """Reject an address with credentials, because addresses are shown, logged and saved.
-
-    Args:
-        instead: Where to put credentials, for the message.
 
     Raises:
         ValueError: The address contains credentials. The message omits them.
     """
+    if not (scheme := scheme_of(url)):
+        return  # a path
+    instead = _CREDENTIALS.get(scheme, "the environment")
     try:
         parts = urlsplit(url)
     except ValueError:  # its message would contain the credentials
         raise ValueError(
-            f"Invalid server address after {scheme_of(url)}://: expected host[:port]"
+            f"Invalid server address after {scheme}://: expected host[:port]"
         ) from None
     if "@" in parts.netloc or parts.query or parts.fragment:
         place = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
         raise ValueError(
-            f"a store address must not contain a user, password, query or fragment, because it is "
+            f"A store address must not contain a user, password, query or fragment, because it is "
             f"shown and stored; write {place}, and put credentials into {instead}"
         )
 

@@ -67,6 +67,17 @@ def test_both_adapters_find_passages_in_plain_text(bundled: BlockAttentionEngine
         assert passages(prompt_of(model, PLAIN)) == []
 
 
+def test_system_messages_are_searched_only_on_request(bundled: BlockAttentionEngine) -> None:
+    turns = [("system", f"Context:\n\n{TEXTS[0]}"), ("user", QUESTION)]
+    for option, expected in ((True, []), ("system", TEXTS[:1])):
+        llama_index, chat, _ = models(bundled, recognize=option)
+        for prompt in (
+            llama_index.to_prompt([ChatMessage(text, role=role) for role, text in turns]),
+            chat.to_prompt(chat._convert_input(turns).to_messages()),
+        ):
+            assert passages(prompt) == expected
+
+
 def test_quotes_in_earlier_answers_are_not_recognized(bundled: BlockAttentionEngine) -> None:
     turns = [("user", PLAIN), ("assistant", f"It says: {TEXTS[0]}"), ("user", "And how deep?")]
     llama_index, chat, _ = models(bundled, recognize=True)

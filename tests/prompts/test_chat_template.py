@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from blockattn_rag.errors import SegmentationError
-from blockattn_rag.prompts.blocks import Span
+from blockattn_rag.prompts import blocks
+from blockattn_rag.prompts.blocks import BlockPrompt, Origin, Span
 from blockattn_rag.prompts.chat_template import chat_spans, render_chat, trace
 from blockattn_rag.prompts.markers import wrap
 from tests.models import tiny_tokenizer
@@ -44,6 +45,24 @@ def spans_of(template: str, *messages: dict[str, Any]) -> list[tuple[str, str]]:
 
 def user(content: Any) -> dict[str, Any]:
     return {"role": "user", "content": content}
+
+
+def test_many_messages_of_one_role_are_merged_in_linear_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Counts the characters of the spans that are made."""
+    lengths: list[int] = []
+
+    class Counted(Span):
+        def __new__(cls, text: str, origin: Origin) -> Self:
+            lengths.append(len(text))
+            return super().__new__(cls, text, origin)
+
+    monkeypatch.setattr(blocks, "Span", Counted)
+    messages = [user("Is it so? " * 10)] * 200
+    prompt = BlockPrompt.from_spans(chat_spans(tiny_tokenizer(), messages))
+    assert "\n\n".join(message["content"] for message in messages) in prompt.final
+    assert sum(lengths) < 20 * len(prompt.final)
 
 
 def test_the_template_the_system_message_and_the_rest_are_told_apart() -> None:

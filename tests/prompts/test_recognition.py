@@ -7,10 +7,12 @@ import time
 
 import numpy as np
 import pytest
+import regex
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blockattn_rag.prompts.blocks import BlockPrompt, Span
+from blockattn_rag.prompts.blocks import BlockPrompt, Span, text_of
+from blockattn_rag.prompts.chat_template import chat_spans
 from blockattn_rag.prompts.markers import content_spans, wrap
 from blockattn_rag.prompts.recognition import (
     MOST_PASSAGES,
@@ -21,6 +23,7 @@ from blockattn_rag.prompts.recognition import (
     joined,
     to_hex,
 )
+from tests.models import tiny_tokenizer
 
 WORDS = [f"{a}{b}{c}" for a in "bdgklm" for b in "aeiou" for c in "nrst"]
 
@@ -83,15 +86,79 @@ def test_only_plain_text_is_split() -> None:
         Span(B, "passage"),
         Span(" ", "conversation"),
         Span(A, "passage"),
-        Span(C, "passage"),
-        Span(" ", "system"),
-        Span(B, "passage"),
+        Span(f"{C} {B}", "system"),
     )
+
+
+def test_system_messages_are_split_only_on_request() -> None:
+    spans = (Span(f"Never\n{A}", "system"), Span(f"{B} Why?", "conversation"))
+    matcher = PassageMatcher(entries_of([A, B]))
+    question = (Span(B, "passage"), Span(" Why?", "conversation"))
+    assert matcher.split(spans) == (spans[0], *question)
+    rules = (Span("Never\n", "system"), Span(A, "passage"))
+    assert matcher.split(spans, in_system=True) == (*rules, *question)
 
 
 def test_a_passage_across_two_spans_stays_text() -> None:
     spans = (Span(A[:50], "system"), Span(A[50:], "conversation"))
-    assert PassageMatcher(entries_of([A])).split(spans) == spans
+    assert PassageMatcher(entries_of([A])).split(spans, in_system=True) == spans
+
+
+@pytest.mark.parametrize("template", ["{{ m.content }}", "<{{ m.role }}>{{ m.content }}"])
+@pytest.mark.parametrize("roles", ["user user", "user tool"])
+def test_a_passage_across_two_messages_stays_text(template: str, roles: str) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = f"{{% for m in messages %}}{template}{{% endfor %}}"
+    halves = zip(roles.split(), (f"{A} {B[:50]}", f"{B[50:]} {C}"), strict=True)
+    spans = chat_spans(tokenizer, [{"role": role, "content": text} for role, text in halves])
+    known = [A, B, f"{B[:50]}\n\n{B[50:]}", C]
+    split = PassageMatcher(entries_of(known)).split(spans)
+    assert text_of(split) == text_of(spans)
+    assert [span.text for span in split if span.origin == "passage"] == [A, C]
+
+
+def test_passages_without_letters_and_digits_are_not_found() -> None:
+    rule = "-" * 40
+    assert not len(entries_of([rule, "\U0001f600 " * 40, "_" * 99]))
+    assert found(f"{rule * 9}\n{A}", f"-{rule}-", A) == [A]
+
+
+def test_indexed_passages_without_letters_and_digits_are_ignored() -> None:
+    """Earlier versions wrote such entries."""
+    entry = "207ab63e945e3f4b28407d06ac02d1b828000000d064d859af67e1e77cbea365393da212"
+    spans = (Span("-" * 100, "conversation"),)
+    assert PassageMatcher(from_hex([entry])).split(spans) == spans
+
+
+GRAPHEMES = [
+    "e\u0301",
+    "\U0001f468\u200d\U0001f469\u200d\U0001f466",  # a family
+    "\U0001f1e9\U0001f1ea",  # a flag
+    "\U0001f44d\U0001f3fd",
+    "\u2764\ufe0f",
+    "1\ufe0f\u20e3",
+    "\u1112\u1161\u11ab",  # Hangul jamo
+    "\u0915\u094d\u0937",  # a conjunct in Devanagari
+    "\u0e01\u0e33",
+    "\u0600!",
+]
+
+
+@pytest.mark.parametrize("grapheme", GRAPHEMES, ids=ascii)
+def test_cuts_are_not_within_graphemes(grapheme: str) -> None:
+    assert regex.findall(r"\X", grapheme) == [grapheme]
+    for cut in range(1, len(grapheme)):
+        for known in (f"{A} ({grapheme[:cut]}", f"{grapheme[cut:]}) {A}"):
+            assert found(f"{A} ({grapheme}) {A}", known) == []
+    assert found(f"{grapheme} {A} {grapheme}", A, f"{A} {grapheme}") == [f"{A} {grapheme}"]
+
+
+@given(st.lists(st.sampled_from([*"".join(GRAPHEMES), *"a. \n"]), min_size=1, max_size=9))
+def test_found_passages_consist_of_graphemes(tail: list[str]) -> None:
+    text = f"{A} {''.join(tail)}"
+    ends = {match.end() for match in regex.finditer(r"\X", text)}
+    for known in (text[:end] for end in range(len(A), len(text))):
+        assert all(len(passage) in ends for passage in found(text, known))
 
 
 @given(st.data())

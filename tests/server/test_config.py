@@ -27,6 +27,16 @@ def test_what_is_not_given_has_a_default() -> None:
     assert config.nearer_tiers(PROFILE, Share.of(PROFILE)) == ["memory:8GiB"]
 
 
+@pytest.mark.parametrize("option", [False, True, "system"])
+def test_recognition_has_three_settings(option: Any) -> None:
+    assert ServingConfig.parse(GIVEN | {"recognize": option}).recognize == option
+
+
+def test_an_unknown_setting_of_recognition_is_refused() -> None:
+    with pytest.raises(ValueError, match="recognize"):
+        ServingConfig.parse(GIVEN | {"recognize": "everywhere"})
+
+
 def test_each_rank_has_tiers_of_its_own() -> None:
     config = ServingConfig.parse(GIVEN | {"memory": "1GiB", "disk": "/nvme"})
     folder = f"/nvme/{'f' * 16}/layers-0-2-heads-1-2"

@@ -70,15 +70,83 @@ def test_the_command_has_the_connector_and_vllm_s_options_come_last() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--port", "9"], "found --port .*pass --port before --"),
-        (["--api_key=secret"], "found --api-key among the options of vLLM: set .*VLLM_API_KEY"),
+        (["--port", "9"], "^Found --port .*pass --port before --"),
+        (["--por=9"], "^Found --por, short for --port, .*pass --port before --"),
         (["--kv-transfer-config", "{}"], "change single options of the connector"),
+        (["--ssl-keyf", "k.pem"], "put a proxy for TLS in front of the server"),
     ],
 )
 def test_options_of_vllm_that_are_set_already_are_refused(options: list[str], message: str) -> None:
-    with pytest.raises(ValueError, match=message) as caught:
+    with pytest.raises(ValueError, match=message):
         check_options(["--max-model-len", "64", *options])
-    assert "secret" not in str(caught.value)
+
+
+CONNECTOR = "--kv-transfer-config.kv_connector_extra_config"
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--api-key hunter2", "^Found --api-key among the options of vLLM: set .* VLLM_API_KEY$"),
+        ("--api_key=hunter2", "^Found --api-key among .*VLLM_API_KEY$"),
+        ("--api-ke hunter2", "^Found --api-ke, short for --api-key, among .*VLLM_API_KEY$"),
+        ("--api_k=hunter2", "^Found --api-k, short for --api-key, among .*VLLM_API_KEY$"),
+        ("--hf-token hunter2", "^Found --hf-token among .* HF_TOKEN$"),
+        ("--hf_t=hunter2", "^Found --hf-t, short for --hf-token, among .* HF_TOKEN$"),
+        ("--ssl-keyfile-password hunter2", "^Found --ssl-keyfile-password among .*proxy"),
+        ("--some-api-key hunter2", "^Found --some-api-key among .*in the environment"),
+        (f"{CONNECTOR}.password=hunter2", "password among .*in the environment"),
+        ('--model-loader-extra-config {"s3_secret_access_key":"hunter2"}', "s3_secret_access_key"),
+        (f"{CONNECTOR}.cache redis://:hunter2@valkey/0", "REDIS_PASSWORD"),
+        (f"{CONNECTOR}.cache redis://valkey/0?password=hunter2", "REDIS_PASSWORD"),
+        ("--otlp-traces-endpoint=http://me:hunter2@host/", "in --otlp-traces-endpoint after --"),
+    ],
+)
+def test_secrets_among_options_of_vllm_are_refused(option: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        check_options(["--max-model-len", "64", *option.split()])
+    assert "hunter2" not in str(caught.value)
+
+
+def test_options_without_secrets_are_accepted() -> None:
+    check_options(
+        [
+            *("--max-num-batched-tokens=64", "--tokenizer", "llama", "--api-server-count", "2"),
+            *("--allowed_origins", '["https://example.org"]', "--hf-overrides", '{"pad_token": 1}'),
+            *(f"{CONNECTOR}.tenant_secret_env", "TENANT_SECRET", "-tp", "2", "--enforce-eager"),
+            *(f"{CONNECTOR}.cache", "redis://valkey:6379/0", "--tokenizer-mode", "auto"),
+        ]
+    )
+
+
+def origins_of(*options: str) -> list[str]:
+    """Values of vLLM's option ``--allowed-origins`` in a command."""
+    command = vllm_command(
+        "m", name="m", dtype="float32", connector={}, host="::", port=1, options=options
+    )
+    return [value for name, value in itertools.pairwise(command) if name == "--allowed-origins"]
+
+
+def test_no_origin_is_allowed_unless_the_user_allows_some(tmp_path: Path) -> None:
+    assert [json.loads(one) for one in origins_of()] == [[]]
+    assert origins_of("--max-model-len", "64", "--allowed-methods", "[]") == ["[]"]
+    assert origins_of("--allowed-origins", '["https://example.org"]') == ['["https://example.org"]']
+    assert origins_of('--allowed_origins=["https://example.org"]') == []
+    assert origins_of("--allowed-or", "[1]") == ["[]"]  # the later one counts
+    file = tmp_path / "serve.yaml"
+    file.write_text("allowed_origins: '[\"https://example.org\"]'\n")
+    assert origins_of("--config", str(file)) == []
+    file.write_text("max-model-len: 64\n")
+    assert origins_of("--config", str(file)) == ["[]"]
+
+
+@pytest.mark.parametrize("line", ["api-key: hunter2", '"hf_token": hunter2', "api-k: hunter2"])
+def test_a_secret_in_a_config_file_is_refused(line: str, tmp_path: Path) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text(f"max-model-len: 64\n{line}\n")
+    with pytest.raises(ValueError, match="set the environment variable") as caught:
+        check_options(["--config", str(file)])
+    assert "hunter2" not in str(caught.value)
 
 
 @pytest.mark.parametrize("given", ["--config={}", "--config {}"])

@@ -80,7 +80,8 @@ def demo(
     """Ingest a small collection, and answer questions about it with and without reuse.
 
     A second run reuses all stored passages. The page of --web listens on 127.0.0.1, or on
-    $GRADIO_SERVER_NAME. It has no login: everyone who can reach it can read the passages.
+    $GRADIO_SERVER_NAME, and answers only under this name, 127.0.0.1 or localhost. It has no login:
+    everyone who can reach it can read the passages.
     """
     if as_page:
         if json_file():

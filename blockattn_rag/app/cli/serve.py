@@ -79,7 +79,11 @@ def serve(
         ),
     ] = None,
     recognize: Annotated[
-        bool, typer.Option(help="Find stored passages in the plain text of OpenAI clients.")
+        bool,
+        typer.Option(
+            help="Find stored passages in the plain text of OpenAI clients, except in system "
+            "messages."
+        ),
     ] = False,
 ) -> None:
     """Serve a model with vLLM, which reuses the stored passages. Ctrl-C stops it.

@@ -7,14 +7,16 @@ Questions, passages and answers are untrusted, so this module escapes everything
 from __future__ import annotations
 
 import logging
+import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from html import escape
 from importlib.util import find_spec
 from queue import Empty, SimpleQueue
 from threading import Event
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from blockattn_rag.app.demo.run import speedup
 from blockattn_rag.app.rag.ask import Answer, Assistant
@@ -175,8 +177,8 @@ def is_available() -> bool:
 def serve(race: Race, examples: Sequence[str], on_ready: Callable[[str], None]) -> None:
     """Serve the page until Ctrl-C.
 
-    The server listens on 127.0.0.1, or on ``$GRADIO_SERVER_NAME``. ``on_ready`` is called with the
-    address of the page.
+    The server listens on 127.0.0.1, or on ``$GRADIO_SERVER_NAME``, and refuses requests for other
+    host names and uploads. ``on_ready`` is called with the address of the page.
     """
     import gradio
 
@@ -193,6 +195,38 @@ def serve(race: Race, examples: Sequence[str], on_ready: Callable[[str], None]) 
             [button.click, question.submit], race.run, question, [full, block, passages],
             show_progress="hidden", concurrency_limit=1,
         )  # fmt: skip
-    _, url, _ = page.launch(share=False, quiet=True, prevent_thread_lock=True, footer_links=[])
+    _, url, _ = page.launch(
+        share=False, quiet=True, prevent_thread_lock=True, footer_links=[], ssr_mode=False,
+        mcp_server=False, app_kwargs={"lifespan": _guarded},
+    )  # fmt: skip
     on_ready(url)
     page.block_thread()
+
+
+@asynccontextmanager
+async def _guarded(app: Any) -> AsyncIterator[None]:
+    """Lifespan of a server that refuses foreign host names, and bodies other than JSON.
+
+    Other websites can give the server's address a name of theirs (DNS rebinding) to read its
+    answers, and can send forms without reading the answers, which would fill the disk with uploads.
+    The checks are outside of the app, because gradio's own middleware adds headers to errors.
+    """
+    from starlette.datastructures import Headers
+    from starlette.middleware.trustedhost import TrustedHostMiddleware
+    from starlette.responses import PlainTextResponse
+
+    name = os.environ.get("GRADIO_SERVER_NAME", "").strip("[]")
+    hosts = {"127.0.0.1", "localhost", f"[{name}]" if ":" in name else name} - {""}
+    inner = app.middleware_stack
+
+    async def json_only(scope: Any, receive: Any, send: Any) -> None:
+        kinds = Headers(scope=scope).getlist("content-type")
+        is_json = kinds == ["application/json"]
+        if is_json or scope.get("method") in ("GET", "HEAD", "OPTIONS"):
+            await inner(scope, receive, send)
+        else:
+            refusal = PlainTextResponse("Expected a body of type application/json", 415)
+            await refusal(scope, receive, send)
+
+    app.middleware_stack = TrustedHostMiddleware(json_only, [*hosts], www_redirect=False)
+    yield

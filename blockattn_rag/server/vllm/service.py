@@ -224,7 +224,8 @@ class Service:
         recognize = None
         if namespace is not None and self.passages is not None:
             access = Access(namespace, self._config.read_namespaces)
-            recognize = partial(self.passages.split, access=access)
+            in_system = self._config.recognize == "system"
+            recognize = partial(self.passages.split, access=access, in_system=in_system)
         prompt = self._chat_prompts.prompt(body, tools, variables, recognize)
         if not any(block.is_passage for block in prompt.context):
             return None

@@ -83,6 +83,7 @@ def test_a_served_model_is_checked_and_stopped_by_a_signal(
     assert "the server answers as it should" in errors
     assert "the-secret" not in errors + address + curl
     told = vllm.told()
+    assert dict(itertools.pairwise(told["options"]))["--allowed-origins"] == "[]"
     assert told["options"][-2:] == ["--max-model-len", "64"]
     assert told["environment"]["VLLM_PLUGINS"] == "blockattn"
     vllm.assert_ended()
@@ -150,6 +151,29 @@ def test_wrong_arguments_are_refused_before_vllm_starts(
         output = cli("serve", *given)
     assert output.status != 0
     assert message in " ".join(output.stderr.replace("│", " ").split())
+    assert not (vllm.folder / "told.json").exists()
+
+
+@pytest.mark.parametrize("address", ["redis://:{}@127.0.0.1", "s3://me:{}@kv", "s3://kv?key={}"])
+def test_a_store_with_a_password_is_refused_and_not_shown(
+    cli: Command, vllm: FakeVllm, loaded: BlockModel, model: Path, port: int, tmp_path: Path,
+    address: str,
+) -> None:  # fmt: skip
+    profile = tmp_path / "profile.json"
+    profile_of(loaded).write(profile)
+    options = ("--store", address.format("hunter2"), "--profile", profile, "--port", port)
+    output = cli("serve", model, *options)
+    assert output.status != 0
+    assert "must not contain a user, password, query or fragment" in output.stderr
+    assert "hunter2" not in output.stdout + output.stderr
+    assert not (vllm.folder / "told.json").exists()
+
+
+def test_a_secret_for_vllm_is_refused_and_not_shown(cli: Command, vllm: FakeVllm) -> None:
+    output = cli("serve", "bundled", "--store", "kv", "--", "--api-ke", "hunter2")
+    assert output.status != 0
+    assert "VLLM_API_KEY" in output.stderr
+    assert "hunter2" not in output.stdout + output.stderr
     assert not (vllm.folder / "told.json").exists()
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
+import httpx
 import pytest
+from gradio_client import Client
 from llama_index.core.schema import Document
 
 from blockattn_rag.app.demo.web import Columns, Race, serve
@@ -93,17 +96,89 @@ def test_a_closed_page_ends_the_answer(database: Database) -> None:
     assert not [one for one in threading.enumerate() if one.name.startswith("ThreadPoolExecutor")]
 
 
-def test_the_page_is_served_on_the_loopback_address(database: Database) -> None:
+Checks = Callable[[str], None]
+Serve = Callable[[Checks], None]
+
+
+@pytest.fixture
+def served(database: Database) -> Serve:
+    """Serve the page for the time of some checks, which get its address."""
     import gradio
-    import httpx
 
-    found: dict[str, object] = {}
+    def run(checks: Checks) -> None:
+        def ready(url: str) -> None:
+            try:
+                checks(url)
+            finally:
+                gradio.close_all()
 
-    def ready(url: str) -> None:
-        found["url"] = url
-        found["page"] = httpx.get(url).text
-        gradio.close_all()
+        serve(Race(database, top_k=2), ["Which tower is taller?"], ready)
 
-    serve(Race(database, top_k=2), ["Which tower is taller?"], ready)
-    assert str(found["url"]).startswith("http://127.0.0.1:")
-    assert "blockattn-rag" in str(found["page"])
+    return run
+
+
+def test_the_page_is_served_on_the_loopback_address(served: Serve) -> None:
+    def checks(url: str) -> None:
+        assert url.startswith("http://127.0.0.1:")
+        assert "blockattn-rag" in httpx.get(url).text
+        assert httpx.get(url, headers={"host": "LOCALHOST:80"}).is_success
+        client = Client(url, verbose=False, analytics_enabled=False)
+        assert "First token" in client.predict("Halden Tower", api_name="/run")[-1]
+
+    served(checks)
+
+
+def test_other_host_names_are_refused(served: Serve) -> None:
+    def checks(url: str) -> None:
+        for host in ("evil.example", "evil.example:7860", "127.0.0.1.evil.example", "[::1]", ""):
+            headers = {"host": host, "origin": f"http://{host}"}
+            for response in (
+                httpx.get(url, headers=headers),
+                httpx.get(f"{url}config", headers=headers),
+                httpx.post(f"{url}gradio_api/call/run", json={"data": ["Who?"]}, headers=headers),
+                httpx.options(url, headers={**headers, "access-control-request-method": "POST"}),
+            ):
+                assert response.status_code == 400, response.text
+                assert "access-control" not in str(response.headers)
+
+    served(checks)
+
+
+@pytest.mark.parametrize(
+    ("name", "host"), [("demo.example", "demo.example"), ("::1", "[::1]"), ("[::1]", "[::1]")]
+)
+def test_the_name_that_the_server_was_given_is_trusted(
+    served: Serve, monkeypatch: pytest.MonkeyPatch, name: str, host: str
+) -> None:
+    def checks(url: str) -> None:
+        assert httpx.get(url, headers={"host": f"{host}:7860"}).is_success
+        assert httpx.get(url, headers={"host": "evil.example"}).status_code == 400
+
+    monkeypatch.setenv("GRADIO_SERVER_NAME", name)  # gradio has read it, so it listens on 127.0.0.1
+    served(checks)
+
+
+def test_other_origins_cannot_read_answers(served: Serve) -> None:
+    def checks(url: str) -> None:
+        response = httpx.get(url, headers={"origin": "http://evil.example"})
+        assert "access-control-allow-origin" not in response.headers
+
+    served(checks)
+
+
+def test_uploads_are_refused(
+    served: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GRADIO_TEMP_DIR", str(tmp_path))
+
+    def checks(url: str) -> None:
+        for route in ("upload", "process_recording", "component_server"):
+            files = {"files": ("big.bin", b"x" * 100_000)}
+            response = httpx.post(f"{url}gradio_api/{route}", files=files)
+            assert response.status_code == 415, response.text
+        for kind in ({}, {"content-type": "text/plain"}):
+            response = httpx.post(f"{url}gradio_api/upload", content=b"x", headers=kind)
+            assert response.status_code == 415, response.text
+
+    served(checks)
+    assert not [*tmp_path.rglob("*.bin")]
