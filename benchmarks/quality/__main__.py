@@ -12,7 +12,8 @@
 when it runs again. ``diagnose`` shows where a recipe's remaining divergence comes from.
 ``tune`` fine-tunes a model on full mode's own answers; ``run --tuned`` compares it with the stock
 model and its recipe, in ``MODEL-tuned.csv``. ``precision`` compares block mode over keys and values
-in int8 with the model's own type, in ``precision/MODEL.csv``. ``table`` writes ``MODEL.md`` next to each CSV file.
+in int8 with the model's own type, in ``precision/MODEL.csv``. ``table`` writes ``MODEL.md`` next to
+each CSV file.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from blockattn_rag.app.rag.ingest import Estimate, ingest_documents
 from blockattn_rag.llama_index import BlockAttentionLLM
 from blockattn_rag.model import BlockModel
 from tests.app.cli.conftest import Command
-from tests.app.rag.test_documents import two_pages
+from tests.app.rag.test_documents import forbid, two_pages
 from tests.models import tiny_model, tiny_tokenizer
 from tests.recipes import recipe_of
 
@@ -44,6 +44,27 @@ def test_an_ingestion_that_stops_before_chroma_is_completed_by_the_next(
         assert cli(*command).status == 130
     report = cli(*command).json
     assert (report["computed"], report["reused"], report["added"]) == (0, 2, 2)
+
+
+def test_ingests_everything_but_what_cannot_be_opened(
+    cli: Command, model: Path, documents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ("ingest", documents, "--db", tmp_path / "db", "--model", model)
+    assert cli(*command).status == 0
+    (documents / "more" / "lake.txt").write_text("The Ossa Lake is deep.", encoding="utf-8")
+    with monkeypatch.context() as patch:
+        forbid(patch, documents / "tower.txt")
+        output = cli(*command, "--json")
+        shown = cli(*command)
+    assert output.status == shown.status == 3
+    report, file = output.json, str(documents / "tower.txt")
+    assert report["inaccessible"] == [
+        {"path": file, "reason": "cannot be opened (Permission denied)"}
+    ]
+    assert (report["documents"], report["added"], report["orphaned"]) == (2, 1, [])
+    assert f"skipped: {file}: cannot be opened (Permission denied)" in shown.stderr
+    assert f"error: could not open 1 file or folder: {file}; everything else" in shown.stderr
+    assert cli(*command, "--json").json["inaccessible"] == []
 
 
 def test_replaces_changed_files(cli: Command, model: Path, documents: Path, tmp_path: Path) -> None:
