@@ -204,6 +204,8 @@ def _show_estimate(found: Estimate) -> None:
         f"{count(found.new_blocks, 'passage')} of {count(found.new_tokens, 'token')} to encode: "
         f"about {size(found.new_bytes)} of keys and values{where}{takes}"
     )
+    rate = found.new_bytes / found.new_text_bytes
+    note(f"1 MB of such text takes about {size(rate * 1_000_000)} with this model")
     saves = found.int8_bytes < found.new_bytes
     if found.free_bytes is not None and found.new_bytes > found.free_bytes:
         int8 = f" (int8 takes {size(found.int8_bytes)}: --kv-dtype int8)" if saves else ""

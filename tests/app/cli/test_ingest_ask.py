@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -198,6 +199,15 @@ def test_first_answer_reuses_every_block(cli: Command, database: Path) -> None:
     assert set(second["sources"][0]) == {"source", "page", "title", "text", "score"}
 
 
+def test_the_first_answer_says_that_it_includes_the_warm_up(cli: Command, database: Path) -> None:
+    command = ("ask", "--db", database, "--max-new-tokens", 3)
+    asked = "How high is it?\nHow long is it?\n"
+    answers = cli(*command, "--json", given=asked).stdout.splitlines()
+    assert [json.loads(line)["includes_warm_up"] for line in answers] == [True, False]
+    shown = cli(*command, given=asked).stdout
+    assert shown.count("(with the one-time warm-up)") == 1
+
+
 def test_full_mode_reuses_nothing(cli: Command, database: Path) -> None:
     command = ("ask", "How high is it?", "--db", database, "--max-new-tokens", 3, "--json")
     answer = cli(*command, "--mode", "full").json
@@ -282,6 +292,10 @@ def test_estimates_the_work(cli: Command, documents: Path, model: Path, tmp_path
     assert line.startswith(f"2 passages of {output.json['computed_tokens']} tokens to encode: ")
     assert f" of keys and values in {tmp_path / 'db' / 'kv'}, " in line
     assert " free, about " in line
+    text = "Halden Tower is 214 metres high." + "# Rivers\n\nThe Ossa River is long."
+    [rate] = re.findall(r"1 MB of such text takes about ([\d.]+) GiB", output.stderr)
+    expected = output.json["stored_bytes"] / len(text) * 1e6 / 2**30
+    assert float(rate) == pytest.approx(expected, rel=0.1)
     assert " to encode: " not in cli(*command).stderr  # all is stored
 
 
