@@ -92,6 +92,6 @@ def precision_table(records: Sequence[Record]) -> str:
                 "{:.5f} ({:.5f} to {:.5f})".format(*kl),
             )
         )
-    head = ("questions", "right: model's type", "int8", "difference (95 %)", "lost", "gained")
-    head += ("equal answers", "equal tokens", "KL (95 %)")
+    head = ["questions", "right: model's type", "int8", "difference (95 %)", "lost", "gained"]
+    head += ["equal answers", "equal tokens", "KL (95 %)"]
     return markdown(head, lines)

@@ -179,7 +179,7 @@ def _decoded(page: bytes) -> str:
             "contains NUL characters: it is binary, or UTF-16 without a byte order mark; "
             "save it as UTF-8"
         )
-    return text.replace("\r\n", "\n").replace("\r", "\n")
+    return str(text).replace("\r\n", "\n").replace("\r", "\n")
 
 
 def _declared_encoding(page: bytes) -> str:
