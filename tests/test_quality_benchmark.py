@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from math import isnan
 from pathlib import Path
 
@@ -15,6 +16,7 @@ sys.path += [str(Path(__file__).parents[1] / "benchmarks" / one) for one in ("",
 import sets
 from diagnosis import CHANGES, NOTHING, diagnose
 from finetuning import write_answers
+from precision import TYPES, answers, engines_of, precision_table
 from records import measure, read
 from rows import Answerer, Record
 
@@ -41,6 +43,17 @@ def test_every_answer_is_in_the_passages(name: str) -> None:
 @pytest.fixture(scope="module")
 def engine() -> BlockAttentionEngine:
     return BlockAttentionEngine.from_pretrained("bundled", store="memory:", dtype="float32")
+
+
+def test_precision_compares_int8_with_the_models_type(engine: BlockAttentionEngine) -> None:
+    item = sets.facts()[0]
+    found = [*answers(engines_of(engine.model, "head:4"), CHAT, 6, item, TYPES)]
+    own, small = found
+    assert [one.row for one in found] == ["model", "int8"]
+    assert (own.kl, own.agreement) == (pytest.approx(0, abs=1e-6), 1)
+    assert 1e-6 < small.kl < 0.1
+    line = precision_table([replace(own, right=1), replace(small, right=0)]).splitlines()[2]
+    assert line.startswith("| facts, 1 | 1 | 0 | -100.0% (-100.0% to -100.0%) | 1 | 0 |")
 
 
 def test_a_diagnosis_starts_at_the_recipe_and_ends_at_full_mode(

@@ -4,13 +4,16 @@
     python benchmarks/quality diagnose smollm2 --nq nq_rag.jsonl.gz
     python benchmarks/quality tune smollm2 --nq nq_rag_tune.jsonl.gz --output tuned --lora
     python benchmarks/quality run smollm2 --nq nq_rag.jsonl.gz --tuned tuned
+    python benchmarks/quality precision smollm2 --nq nq_rag.jsonl.gz
     python benchmarks/quality table
 
 ``run`` answers questions of all sets in turn, in every row, and appends one line per answer to
 ``benchmarks/results/quality/MODEL.csv``. It stops after ``--minutes``, and adds what is missing
 when it runs again. ``diagnose`` shows where a recipe's remaining divergence comes from.
 ``tune`` fine-tunes a model on full mode's own answers; ``run --tuned`` compares it with the stock
-model and its recipe, in ``MODEL-tuned.csv``. ``table`` writes ``MODEL.md`` next to each CSV file.
+model and its recipe, in ``MODEL-tuned.csv``. ``precision`` compares block mode over keys and values
+in int8 with the model's own type, in ``precision/MODEL.csv``. ``table`` writes ``MODEL.md`` next to
+each CSV file.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ import finetuning
 import sets
 from diagnosis import Change
 from models import model_path
+from precision import TYPES, answers, engines_of, precision_table
 from records import measure, read
 from rows import FULL, Answerer, Record
 from table import diagnosis_table, tables
@@ -40,6 +44,7 @@ from blockattn_rag.prompts.formats import PromptFormat
 
 RESULTS = Path(__file__).parents[1] / "results" / "quality"
 DIAGNOSIS = "diagnosis"
+PRECISION = "precision"
 app = typer.Typer(help=__doc__, add_completion=False)
 
 
@@ -108,6 +113,24 @@ def diagnose(
 
 
 @app.command()
+def precision(
+    model: Model,
+    nq: Questions = None,
+    recipe: RecipeFolder = "auto",
+    questions: Annotated[int, typer.Option(help="Questions in all.")] = 200,
+    minutes: Minutes = 20,
+    max_new_tokens: int = 40,
+    results: Path = RESULTS,
+) -> None:
+    """Answer questions in block mode, over keys and values in the model's type and in int8."""
+    engine, form = _stock(model)
+    items = [sets.facts(), *([sets.natural_questions(nq, 5)] if nq else [])]
+    answered = partial(answers, engines_of(engine.model, recipe), form, max_new_tokens)
+    path = results / PRECISION / f"{Path(model).name}.csv"
+    measure(path, Record, sets.mixed(items)[:questions], answered, TYPES, minutes)
+
+
+@app.command()
 def table(results: Path = RESULTS) -> None:
     """Write the tables of all records."""
     for path in sorted(results.glob("*.csv")):
@@ -116,6 +139,10 @@ def table(results: Path = RESULTS) -> None:
     for path in sorted((results / DIAGNOSIS).glob("*.csv")):
         records = [*read(results / path.name, Record)]
         text = diagnosis_table([*read(path, Change)], records)
+        path.with_suffix(".md").write_text(text, encoding="utf-8")
+        print(path.with_suffix(".md"))
+    for path in sorted((results / PRECISION).glob("*.csv")):
+        text = precision_table([*read(path, Record)])
         path.with_suffix(".md").write_text(text, encoding="utf-8")
         print(path.with_suffix(".md"))
 

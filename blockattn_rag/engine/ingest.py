@@ -64,7 +64,8 @@ def precompute(
             batches. Blocks are stored in the caller's thread.
         as_prompt: Whether the first block starts a prompt and therefore has the BOS token.
         show_progress: Whether to show a progress bar.
-        on_progress: Called with the number of blocks done and the number of distinct blocks.
+        on_progress: Called with the number of tokens in blocks that are done, and in all distinct
+            blocks: first with those that were stored already, then after each block.
         batch_tokens: Maximum number of tokens in an encoding batch, including padding.
         recipe: How passages are encoded.
 
@@ -83,7 +84,8 @@ def precompute(
             "read_only=True: encode them with an engine that has read_only=False."
         )
     stats = EncodeStats(reused=len(wanted) - len(absent))
-    with progress(len(wanted), stats.reused, show_progress, on_progress) as report:
+    total, left = (sum(len(one.ids) for one in some) for some in (wanted, absent))
+    with progress(total, total - left, show_progress, on_progress) as report:
         for at in range(0, len(absent), _WINDOW):
             batches = fetcher.encode(absent[at : at + _WINDOW], batch_tokens)
             while batch := run(partial(next, batches, None)):
@@ -95,7 +97,7 @@ def precompute(
                         computed_tokens=stats.computed_tokens + kv.num_tokens,
                         stored_bytes=stats.stored_bytes + kv.nbytes,
                     )
-                    report(1)
+                    report(kv.num_tokens)
     if fetcher.passages is not None and not fetcher.access.read_only:
         texts = [one.text for one in blocks[as_prompt:] if one.origin == "passage"]
         fetcher.passages.add(entries_of(texts), fetcher.access.namespace)
@@ -106,9 +108,12 @@ def precompute(
 def progress(
     total: int, done: int, show: bool, on_progress: Callable[[int, int], None] | None
 ) -> Iterator[Callable[[int], None]]:
-    """Context with a function that reports further blocks to a progress bar and a callback."""
+    """Context with a function that reports further tokens to a progress bar and a callback.
+
+    Tokens, because the time of a block depends on its length, and short blocks are done first.
+    """
     # The bar is created only on request: even a disabled bar starts a thread that outlives it.
-    bar = tqdm(total=total, initial=done, desc="Encoding blocks") if show else None
+    bar = tqdm(total=total, initial=done, desc="Encoding tokens") if show else None
 
     def report(more: int) -> None:
         nonlocal done
@@ -119,4 +124,5 @@ def progress(
             on_progress(done, total)
 
     with nullcontext() if bar is None else bar:
+        report(0)
         yield report

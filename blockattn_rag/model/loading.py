@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from blockattn_rag.lazy import missing_extra
 from blockattn_rag.model.gguf import SMOLLM2, dequantised, is_gguf, smollm2
 from blockattn_rag.prompts.checkpoints import known_checkpoint
 
@@ -142,7 +143,7 @@ def _load_adapter(
         from peft import PeftModel
     except ImportError as error:
         raise ImportError(
-            f"{name} is a LoRA adapter; loading it needs peft: pip install 'blockattn-rag[train]'"
+            f"{name} is a LoRA adapter; loading it needs {missing_extra('peft', 'train')}"
         ) from error
     base = AutoModelForCausalLM.from_pretrained(
         resolve_name(adapter["base"]), dtype=dtype, **kwargs

@@ -83,8 +83,10 @@ def require_vllm() -> None:
     """Raise ImportError if vLLM is not installed."""
     if importlib.util.find_spec("vllm") is None:
         raise ImportError(
-            "serving needs vLLM, which is not installed: run `pip install "
-            "'blockattn-rag[vllm,serving]'`; for a machine without a GPU, see "
+            "serving needs vLLM, which is not installed: make an environment of its own, and run "
+            '`pip install ".[vllm,serving]"` in the folder that blockattn-rag was installed '
+            "from. Without a GPU, run `pip install --no-deps -r constraints-vllm.txt` and `pip "
+            'install -c constraints-vllm.txt ".[llama-index,langchain,serving]"` instead; see '
             "docs/guides/serving_vllm.md"
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import statistics
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -129,8 +130,9 @@ def ask(
     if compare:
         with waiting("warming up both modes"):
             assistant.warm_up()
-        for one in questions:
-            show_comparison(assistant, one)
+        compared = [show_comparison(assistant, one) for one in questions]
+        if len(compared) > 1:
+            show_medians(compared)
     else:
         _answer(assistant, questions, mode)
 
@@ -282,7 +284,8 @@ def figures(answer: Answer) -> str:
     stats = answer.stats
     tokens = count(stats.prompt_tokens, "prompt token")
     first = (
-        f"first token after {duration(answer.waited_s)}, "
+        f"first token after {duration(answer.waited_s)}"
+        f"{' (with the one-time warm-up)' if answer.includes_warm_up else ''}, "
         f"{count(stats.generated_tokens, 'token')} after {duration(answer.answered_s)}"
     )
     if stats.mode == "full":
@@ -295,8 +298,8 @@ def figures(answer: Answer) -> str:
     )
 
 
-def show_comparison(assistant: Assistant, question: str) -> None:
-    """Answer in both modes, and print both answers and a table of their times.
+def show_comparison(assistant: Assistant, question: str) -> tuple[Answer, Answer]:
+    """Answer in block mode and full mode, and print both answers and a table of their times.
 
     Block mode runs first, so full mode cannot warm it up: it reads the passages from the store, as
     in a new process. Full mode reuses nothing from the store or from earlier answers.
@@ -317,15 +320,42 @@ def show_comparison(assistant: Assistant, question: str) -> None:
         "answer_ratio": full.answered_s / block.answered_s,
     }
     emit(data, "", *sources(block), "", _table(block, full), *_remarks(block, full))
+    return block, full
+
+
+def show_medians(compared: Sequence[tuple[Answer, Answer]]) -> None:
+    """Print the median times of several questions in both modes, and their ratios."""
+    data: dict[str, Any] = {"questions": len(compared)}
+    data["equal_answers"] = sum(block.answer == full.answer for block, full in compared)
+    rows = []
+    for label, name, ratio in (
+        ("first token", "waited_s", "first_token_ratio"),
+        ("whole answer", "answered_s", "answer_ratio"),
+    ):
+        block_s, full_s = (
+            statistics.median(getattr(answer, name) for answer in answers)
+            for answers in zip(*compared, strict=True)
+        )
+        data[name] = {"block": block_s, "full": full_s}
+        data[ratio] = full_s / block_s
+        rows.append(_times(label, block_s, full_s))
+    shown = count(len(compared), "question")
+    emit(
+        {"medians": data},
+        "",
+        table(f"Medians of {shown}", ("", "block mode", "full mode", "full / block"), rows),
+        f"The answers to {data['equal_answers']:,} of {shown} are equal.",
+    )
+
+
+def _times(label: str, block_s: float, full_s: float) -> tuple[str, ...]:
+    return label, duration(block_s), duration(full_s), f"{full_s / block_s:.1f} x"
 
 
 def _table(block: Answer, full: Answer) -> RenderableType:
-    def times(label: str, block_s: float, full_s: float) -> tuple[str, ...]:
-        return label, duration(block_s), duration(full_s), f"{full_s / block_s:.1f} x"
-
     rows = [
-        times("first token", block.waited_s, full.waited_s),
-        times("whole answer", block.answered_s, full.answered_s),
+        _times("first token", block.waited_s, full.waited_s),
+        _times("whole answer", block.answered_s, full.answered_s),
         *(
             (label, f"{getattr(block.stats, name):,}", f"{getattr(full.stats, name):,}", "")
             for label, name in (

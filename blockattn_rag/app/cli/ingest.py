@@ -17,7 +17,7 @@ from blockattn_rag.app.cli.options import (
     absolute_recipe,
     lasting_store,
 )
-from blockattn_rag.app.cli.output import count, duration, emit, note, size
+from blockattn_rag.app.cli.output import count, duration, emit, fail, note, size
 from blockattn_rag.app.cli.progress import progress, stages, waiting
 from blockattn_rag.app.rag.database import (
     Database,
@@ -37,6 +37,8 @@ from blockattn_rag.app.rag.passages import (
 )
 from blockattn_rag.store.namespaces import check_namespace
 
+INACCESSIBLE = 3
+"""Exit status if files or folders could not be opened, and everything else was ingested."""
 LARGE_BYTES = 1 << 30
 """Size of keys and values, in bytes, from which int8 is suggested."""
 _REPORTED = (
@@ -114,7 +116,7 @@ def ingest(
     """Read files, encode their passages, and make them searchable.
 
     Run it again when files have changed or after an interruption. Stored passages are not computed
-    again.
+    again. The exit status is 3 if files or folders could not be opened; all others are ingested.
     """
     wanted = _manifest(
         db,
@@ -132,7 +134,7 @@ def ingest(
         check_model(wanted.model)  # before the documents are read
     with progress("reading files") as tick:
         loaded = load_documents(paths, exclude=db, on_progress=tick)
-    for file, reason in loaded.skipped:
+    for file, reason in (*loaded.inaccessible, *loaded.skipped):
         note(f"skipped: {file}: {reason}")
     if loaded.links:
         note(
@@ -147,6 +149,7 @@ def ingest(
             database, loaded.documents, on_progress=report_progress, on_estimate=_show_estimate
         )
     unread = {str(file) for file in (*dict(loaded.skipped), *loaded.links)}
+    failed = dict(loaded.inaccessible)
     orphaned = orphaned_sources(database.collection, unread)
     if orphaned:
         others = f" and {len(orphaned) - 3} more" if len(orphaned) > 3 else ""
@@ -162,12 +165,13 @@ def ingest(
         "orphaned": orphaned,
         "links": loaded.links,
         "skipped": [{"file": file, "reason": reason} for file, reason in loaded.skipped],
+        "inaccessible": [{"path": path, "reason": reason} for path, reason in failed.items()],
     }
     emit(
         data,
         f"{count(report.documents, 'document')}, {count(report.passages, 'passage')}: "
         f"{report.added} added to Chroma, {report.removed} outdated removed, "
-        f"{count(len(loaded.skipped), 'file')} skipped",
+        f"{count(len(loaded.skipped) + len(failed), 'file')} skipped",
         f"{count(report.computed, 'block')} computed, {report.reused} reused: "
         f"{count(report.computed_tokens, 'token')} in {duration(report.encode_s)} "
         f"({report.tokens_per_s:.0f} tokens/s), {size(report.stored_bytes)} of keys and values "
@@ -176,6 +180,14 @@ def ingest(
         f"{database.engine.recipe}",
         f'Ask: blockattn-rag ask "..." --db {db}',
     )
+    if failed:
+        listed = ", ".join(map(str, [*failed][:3])) + (", ..." if len(failed) > 3 else "")
+        noun = "file or folder" if len(failed) == 1 else "files or folders"
+        fail(
+            f"could not open {len(failed)} {noun}: {listed}; everything else was ingested. Check "
+            "permissions, and run the command again"
+        )
+        raise typer.Exit(INACCESSIBLE)
 
 
 def _show_estimate(found: Estimate) -> None:
@@ -192,6 +204,8 @@ def _show_estimate(found: Estimate) -> None:
         f"{count(found.new_blocks, 'passage')} of {count(found.new_tokens, 'token')} to encode: "
         f"about {size(found.new_bytes)} of keys and values{where}{takes}"
     )
+    rate = found.new_bytes / found.new_text_bytes
+    note(f"1 MB of such text takes about {size(rate * 1_000_000)} with this model")
     saves = found.int8_bytes < found.new_bytes
     if found.free_bytes is not None and found.new_bytes > found.free_bytes:
         int8 = f" (int8 takes {size(found.int8_bytes)}: --kv-dtype int8)" if saves else ""

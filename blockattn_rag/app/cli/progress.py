@@ -14,6 +14,8 @@ PATIENCE_S = 2.0
 """Longer waits are reported."""
 _EVERY_S = 20.0
 """Seconds between reports of a long stage in a file or pipe."""
+_SPEED_S = 600.0
+"""Seconds over which a bar measures the speed that gives the remaining time."""
 _LEAST_SHARE = 0.05
 """Share of a stage after which its remaining time is reported."""
 
@@ -98,7 +100,8 @@ def stages() -> Iterator[Callable[[str, int, int], None]]:
         TextColumn("left:"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=stderr, transient=False) as bar:
+    # By default, the remaining time follows the speed of the last 30 s, which is less than a batch.
+    with Progress(*columns, console=stderr, transient=False, speed_estimate_period=_SPEED_S) as bar:
         tasks: dict[str, Any] = {}
 
         def show(stage: str, done: int, total: int) -> None:

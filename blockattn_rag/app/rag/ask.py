@@ -58,6 +58,8 @@ class Answer:
         waited_s: Seconds from the question to the first text, including retrieval.
         object: The answer as a JSON value, if a schema was given.
         answered_s: Seconds from the question to the end of the answer.
+        includes_warm_up: Whether the times include one-time costs: this is the assistant's first
+            call in this mode, and ``warm_up`` was not called.
     """
 
     question: str
@@ -68,6 +70,7 @@ class Answer:
     waited_s: float
     object: Any = None
     answered_s: float = 0.0
+    includes_warm_up: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """As plain JSON types; times in seconds."""
@@ -84,6 +87,7 @@ class Answer:
             "finish_reason": self.finish_reason,
             "waited_s": self.waited_s,
             "answered_s": self.answered_s,
+            "includes_warm_up": self.includes_warm_up,
             "ttft_s": self.stats.ttft_s,
             "total_s": self.stats.total_s,
         }
@@ -115,6 +119,7 @@ class Assistant:
         if schema is not None:
             self._options["structured_outputs"] = {"json": schema}
         self._head_was_stored = False
+        self._warm: set[Mode] = set()
         self._retriever = distinct_retriever(database, top_k)
 
     def ask(
@@ -170,6 +175,8 @@ class Assistant:
             if on_text:
                 on_text(text)
         stats = _total(mode, calls)
+        includes_warm_up = mode not in self._warm
+        self._warm.add(mode)
         logger.info(
             "%s mode, %d passages: fetched in %.3f s, placed in %.3f s, prefilled in %.3f s; "
             "%.3f s to the first text, including retrieval",
@@ -185,6 +192,7 @@ class Assistant:
             waited_s=waited_s or answered_s,
             object=found,
             answered_s=answered_s,
+            includes_warm_up=includes_warm_up,
         )
 
     def warm_up(self) -> None:
@@ -204,6 +212,7 @@ class Assistant:
         prompt = replace(filled, context=head)
         for mode in get_args(Mode):
             self._database.engine.generate(prompt, mode=mode, max_new_tokens=2)
+            self._warm.add(mode)
 
     def _llm(self, mode: Mode) -> adapter.BlockAttentionLLM:
         return adapter.BlockAttentionLLM(

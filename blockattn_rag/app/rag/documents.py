@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,15 +17,24 @@ SOURCE_KEY = "source"
 """Metadata key of a document's origin. It is shown with answers, but not in prompts."""
 
 _SNIFFED_BYTES = 8192
+_BYTE_ORDER_MARK = "\ufeff"
 _HTML = (".html", ".htm", ".xhtml")
 
 
 @dataclass(slots=True)
 class Loaded:
-    """Documents, skipped files with the reason, and skipped links that lead out of their folder."""
+    """Documents, and what was left out.
+
+    Args:
+        skipped: Files without readable text, with the reason.
+        inaccessible: Files and folders that could not be opened, with the reason: forbidden,
+            vanished, or on a damaged disk.
+        links: Links that lead out of their folder.
+    """
 
     documents: list[Document] = field(default_factory=list)
     skipped: list[tuple[Path, str]] = field(default_factory=list)
+    inaccessible: list[tuple[Path, str]] = field(default_factory=list)
     links: list[Path] = field(default_factory=list)
 
 
@@ -44,33 +55,38 @@ def load_documents(
     always followed.
 
     Args:
-        paths: Files and folders. A file in ``paths`` must be readable. An unreadable file in a
-            folder is skipped and reported.
+        paths: Files and folders. A file in ``paths`` must have readable text. In a folder, a file
+            without readable text is skipped and reported. Files and folders that cannot be opened
+            are always skipped and reported.
         exclude: Folder to skip, such as the database itself.
         on_progress: Called with (files read, all files).
 
     Raises:
         FileNotFoundError: A path does not exist.
-        UnreadableFileError: A file in ``paths`` cannot be read or has no text, or no document was
-            found.
+        UnreadableFileError: A file in ``paths`` has no readable text, or no document was found.
     """
     loaded = Loaded()
     wanted: list[tuple[Path, bool]] = []
     for path in paths:
-        if not path.exists():
-            raise FileNotFoundError(f"no such file or folder: {path}")
-        if path.is_file():
+        try:
+            is_file = stat.S_ISREG(path.stat().st_mode)
+        except (FileNotFoundError, NotADirectoryError):
+            raise FileNotFoundError(f"no such file or folder: {path}") from None
+        except OSError as error:
+            loaded.inaccessible.append((path, _reason(error)))
+            continue
+        if is_file:
             wanted.append((path.resolve(), True))
             continue
-        files, links = _below(path.resolve(), exclude and exclude.resolve())
-        loaded.links += links
+        files = _below(path.resolve(), exclude and exclude.resolve(), loaded)
         wanted += ((file, False) for file in files)
     for done, (file, required) in enumerate(wanted, start=1):
         _add(loaded, file, required=required)
         if on_progress is not None:
             on_progress(done, len(wanted))
     if not loaded.documents:
-        skipped = [*loaded.skipped, *((link, "a link out of the folder") for link in loaded.links)]
+        links = ((link, "a link out of the folder") for link in loaded.links)
+        skipped = [*loaded.inaccessible, *loaded.skipped, *links]
         first = "".join(f"; {file}: {reason}" for file, reason in skipped[:1])
         raise UnreadableFileError(
             f"found no readable document in {', '.join(map(str, paths))}, expected text, Markdown, "
@@ -82,24 +98,49 @@ def load_documents(
 def _add(loaded: Loaded, file: Path, *, required: bool) -> None:
     try:
         loaded.documents += _read(file)
+    except OSError as error:
+        loaded.inaccessible.append((file, _reason(error)))
     except UnreadableFileError as error:
         if required:
             raise UnreadableFileError(f"{file}: {error}") from error
         loaded.skipped.append((file, str(error)))
 
 
-def _below(folder: Path, exclude: Path | None) -> tuple[list[Path], list[Path]]:
-    """The visible files in a folder, and the links that lead out of it."""
-    files, links = [], []
-    for path in sorted(folder.rglob("*")):
-        if any(part.startswith(".") for part in path.relative_to(folder).parts):
-            continue
-        # Targets outside the folder are not accessed at all.
-        if path.is_symlink() and not _target(path).is_relative_to(folder):
-            links.append(path)
-        elif path.is_file() and not (exclude and path.resolve().is_relative_to(exclude)):
-            files.append(path)
-    return files, links
+def _reason(error: OSError) -> str:
+    """The reason without the path, such as "Permission denied"."""
+    return f"cannot be opened ({error.strerror or error})"
+
+
+def _below(folder: Path, exclude: Path | None, loaded: Loaded) -> list[Path]:
+    """The visible files in a folder, sorted. Reports links out of it and what cannot be opened."""
+
+    def failed(error: OSError) -> None:
+        loaded.inaccessible.append((Path(error.filename or folder), _reason(error)))
+
+    files = []
+    for place, folders, names in os.walk(folder, onerror=failed):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for path in (Path(place, name) for name in (*folders, *names) if not name.startswith(".")):
+            try:
+                # Targets outside the folder are not accessed at all.
+                if path.is_symlink() and not _target(path).is_relative_to(folder):
+                    loaded.links.append(path)
+                elif _is_file(path) and not (exclude and path.resolve().is_relative_to(exclude)):
+                    files.append(path)
+            except OSError as error:
+                failed(error)
+    loaded.links.sort()
+    return sorted(files)
+
+
+def _is_file(path: Path) -> bool:
+    """Like ``Path.is_file``, but raises OSError if a path cannot be accessed or has vanished."""
+    try:
+        return stat.S_ISREG(path.stat().st_mode)
+    except OSError as error:
+        if path.is_symlink() and not isinstance(error, PermissionError):
+            return False  # a link to nothing, or in a circle
+        raise
 
 
 def _target(link: Path) -> Path:
@@ -111,16 +152,22 @@ def _target(link: Path) -> Path:
 
 
 def _read(file: Path) -> list[Document]:
-    """Read one file into one document, or one document for each page of a PDF."""
+    """Read one file into one document, or one document for each page of a PDF.
+
+    Raises:
+        OSError: The file cannot be opened.
+        UnreadableFileError: The file has no readable text.
+    """
     from llama_index.core import SimpleDirectoryReader
 
     own = _own_reader(file)
-    if not own and file.suffix.lower() not in SimpleDirectoryReader.supported_suffix_fn():
-        with file.open("rb") as raw:
-            if b"\0" in raw.read(_SNIFFED_BYTES):
-                raise UnreadableFileError(
-                    "is binary, in an unknown format (text in UTF-16 must be saved as UTF-8)"
-                )
+    with file.open("rb") as raw:
+        start = raw.read(_SNIFFED_BYTES)
+    is_plain = not own and file.suffix.lower() not in SimpleDirectoryReader.supported_suffix_fn()
+    if is_plain and b"\0" in start:
+        raise UnreadableFileError(
+            "is binary, in an unknown format (text in UTF-16 must be saved as UTF-8)"
+        )
     try:
         # By default, bytes that are not UTF-8 are dropped silently.
         found = SimpleDirectoryReader(
@@ -131,8 +178,13 @@ def _read(file: Path) -> list[Document]:
             file_extractor=own,
         ).load_data()
     except Exception as error:
+        cause = _cause(error)
+        if isinstance(cause, FileNotFoundError | PermissionError):
+            raise cause from error
         # Readers are plugins for dozens of formats, which raise all kinds of errors.
-        raise UnreadableFileError(f"cannot be read ({_cause(error)})") from error
+        raise UnreadableFileError(f"cannot be read ({cause})") from error
+    for document in found:
+        document.set_content(document.text.removeprefix(_BYTE_ORDER_MARK))
     documents = [document for document in found if document.text.strip()]
     if not documents:
         raise UnreadableFileError("contains no text")

@@ -1,12 +1,12 @@
 """Text of HTML pages, without tags, scripts and styles.
 
-BeautifulSoup is not used: it guesses encodings instead of refusing unknown ones, and on hostile
-pages the time of its parser, ``html.parser``, grows with the square of their size.
+webencodings resolves the names of encodings as the WHATWG standard does. BeautifulSoup is not used:
+its parsers in Python's standard library take time that grows with the square of the number of
+unclosed tags, and refuse pages with ``<![`` (both in Python 3.11.7).
 """
 
 from __future__ import annotations
 
-import codecs
 import contextlib
 import re
 from collections.abc import Iterator
@@ -14,6 +14,7 @@ from html import unescape
 from pathlib import Path
 from typing import Any
 
+import webencodings
 from llama_index.core.readers.base import BaseReader
 from llama_index.core.schema import Document
 
@@ -44,28 +45,19 @@ _RAW = {
     for name in ("script", "style", "noscript", "title", "textarea")
 }
 
-_MARKS = (
-    (codecs.BOM_UTF8, "utf-8"),
-    (codecs.BOM_UTF16_LE, "utf-16-le"),
-    (codecs.BOM_UTF16_BE, "utf-16-be"),
-)
-# The HTML standard reads these encodings as their supersets. A declaration in ASCII characters
-# cannot be in UTF-16, so the standard reads such a page as UTF-8.
-_SUPERSETS = {
-    "ascii": "windows-1252",
-    "iso8859-1": "windows-1252",
-    "iso8859-9": "windows-1254",
-    "iso8859-11": "cp874",
-    "tis-620": "cp874",
-    "gb2312": "gb18030",
+# Code points have at most seven digits. Python refuses to convert numbers of thousands of digits.
+_LONG_NUMBER = re.compile(r"&#([0-9]{8,})")
+_CHARSET = re.compile(r"""charset\s*=\s*(?:["']\s*)?([^\s"'/;]+)""", re.IGNORECASE)
+_READ_AS = {
+    # A declaration in ASCII characters cannot be in UTF-16, so the standard reads UTF-8.
+    "utf-16le": "utf-8",
+    "utf-16be": "utf-8",
+    "x-user-defined": "windows-1252",
     "gbk": "gb18030",
-    "big5": "big5hkscs",
-    "shift_jis": "cp932",
-    "euc_kr": "cp949",
-    "utf-16": "utf-8",
-    "utf-16-le": "utf-8",
-    "utf-16-be": "utf-8",
+    # The standard shows nothing of pages in these obsolete encodings.
+    "replacement": "",
 }
+"""Encodings that the HTML standard replaces when a page declares them."""
 
 
 class HtmlReader(BaseReader):
@@ -100,9 +92,9 @@ def html_text(page: bytes) -> str:
         elif name == "title":
             in_title = not is_end and not is_empty
         elif in_title:
-            title = title or " ".join(unescape(content).split())
+            title = title or " ".join(_unescaped(content).split())
         elif not name:
-            visible.add(unescape(content))
+            visible.add(_unescaped(content))
         elif name in ("td", "th"):
             visible.end_cell()
         elif name not in _INLINE:
@@ -160,44 +152,34 @@ def _tokens(page: str) -> Iterator[tuple[str, str]]:
     yield "", page[at:]
 
 
+def _unescaped(text: str) -> str:
+    """Replace character references. Numbers of no character become U+FFFD, as in browsers."""
+    return unescape(_LONG_NUMBER.sub(lambda found: f"&#{found[1].lstrip('0')[:8] or 0}", text))
+
+
 def _decoded(page: bytes) -> str:
     """Decode a page, with ``\\n`` as line breaks."""
-    for mark, encoding in _MARKS:
-        if page.startswith(mark):
-            text = _decoded_as(encoding, page[len(mark) :])
+    label = _declared_encoding(page)
+    encodings = ("utf-8",) if label else ("utf-8", "windows-1252")
+    refusal = "declares no encoding, and is neither UTF-8 nor windows-1252"
+    if encoding := _known_encoding(label):
+        encodings = (encoding,)
+        refusal = f"contains bytes that are invalid in its encoding, {encoding}"
+    elif label:
+        refusal = f"declares an unknown encoding, {label!r:.80}"
+    for encoding in encodings:
+        with contextlib.suppress(UnicodeDecodeError):
+            # A byte order mark takes precedence over the encoding.
+            text, _ = webencodings.decode(page, encoding, "strict")
             break
     else:
-        text = _decoded_without_mark(page)
+        raise ValueError(f"{refusal}; save and declare it as UTF-8")
     if "\0" in text:
         raise ValueError(
             "contains NUL characters: it is binary, or UTF-16 without a byte order mark; "
             "save it as UTF-8"
         )
-    return text.replace("\r\n", "\n").replace("\r", "\n")
-
-
-def _decoded_without_mark(page: bytes) -> str:
-    label = _declared_encoding(page)
-    encoding = _known_encoding(label)
-    if encoding:
-        return _decoded_as(encoding, page)
-    for encoding in ("utf-8",) if label else ("utf-8", "windows-1252"):
-        with contextlib.suppress(UnicodeDecodeError):
-            return page.decode(encoding)
-    if label:
-        raise ValueError(f"declares an unknown encoding, {label!r}; save and declare it as UTF-8")
-    raise ValueError(
-        "declares no encoding, and is neither UTF-8 nor windows-1252; save it as UTF-8"
-    )
-
-
-def _decoded_as(encoding: str, page: bytes) -> str:
-    try:
-        return page.decode(encoding)
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"contains bytes that are invalid in its encoding, {encoding}; save it as UTF-8"
-        ) from error
+    return str(text).replace("\r\n", "\n").replace("\r", "\n")
 
 
 def _declared_encoding(page: bytes) -> str:
@@ -212,19 +194,13 @@ def _declared_encoding(page: bytes) -> str:
             and not re.search("http-equiv", attributes, re.IGNORECASE)
         ):
             continue
-        charset = re.search(r"charset\s*=\s*[\"']?\s*([^\s\"'/;]+)", attributes, re.IGNORECASE)
-        if charset:
+        if charset := _CHARSET.search(attributes):
             return charset[1]
     xml = re.match(r"<\?xml\s[^>]*?\sencoding\s*=\s*[\"']([^\"'>]+)", text)
     return xml[1] if xml else ""
 
 
 def _known_encoding(label: str) -> str:
-    """Python's name of a declared encoding, or an empty string if it is unknown."""
-    try:
-        name = codecs.lookup(label).name
-        name = _SUPERSETS.get(name, name)
-        # The declaration was readable as ASCII, which rules out base64, EBCDIC and so on.
-        return name if b"<".decode(name) == "<" else ""
-    except (LookupError, ValueError):
-        return ""
+    """Name of a declared encoding in the standard, or an empty string if it is unknown."""
+    found = webencodings.lookup(label)
+    return _READ_AS.get(found.name, found.name) if found else ""

@@ -80,14 +80,9 @@ def ingest_documents(
     nodes = with_stable_ids(splitter(documents))
     texts = [adapter.canonical_text(node) for node in nodes]
     blocks = [Block(text, database.template) for text in texts if text]
-    stored = 0
     if on_estimate is not None and (found := estimate(database, blocks)) is not None:
         on_estimate(found)
-        stored = found.blocks - found.new_blocks
-    encoding = "encoding passages"
-    report(encoding, stored, len({block.handle for block in blocks}))
-    stats = engine.precompute(blocks, on_progress=partial(report, encoding))
-    report(encoding, stats.computed + stats.reused, stats.computed + stats.reused)
+    stats = engine.precompute(blocks, on_progress=partial(report, "encoding tokens of passages"))
     llm = adapter.BlockAttentionLLM(engine=engine, block_template=database.template)
     adapter.encode_prompt_head(llm)
     passages = [
@@ -156,6 +151,7 @@ class Estimate:
         blocks: Distinct passages. Each is encoded once.
         new_blocks: Blocks that are not stored yet.
         new_tokens: Tokens of the new blocks.
+        new_text_bytes: Bytes of the new blocks' text in UTF-8.
         new_bytes: Bytes of the new keys and values, in the database's type.
         int8_bytes: Bytes of the new keys and values in int8.
         seconds: Encoding time. None if the model has no gated feed-forward layers.
@@ -166,6 +162,7 @@ class Estimate:
     blocks: int
     new_blocks: int
     new_tokens: int
+    new_text_bytes: int
     new_bytes: int
     int8_bytes: int
     seconds: float | None
@@ -207,6 +204,7 @@ def estimate(database: Database, blocks: Sequence[Block]) -> Estimate | None:
         blocks=len(distinct),
         new_blocks=len(new),
         new_tokens=sum(sizes),
+        new_text_bytes=sum(len(one.text.encode()) for one in new),
         new_bytes=taken[engine.kv_dtype],
         int8_bytes=taken["int8"],
         seconds=seconds,

@@ -76,7 +76,7 @@ def precompute(
         ServingError: A request failed. No further requests are sent.
     """
     started = time.perf_counter()
-    total, stats = sum(len(body.blocks) for body in bodies), EncodeStats()
+    total, stats = sum(map(_num_tokens, bodies)), EncodeStats()
     waiting, running = iter(bodies), dict[Future[EncodeAnswer], EncodeBody]()
     with progress(total, 0, show_progress, on_progress) as report:
         try:
@@ -88,11 +88,15 @@ def precompute(
                 for answer in wait(running, return_when=FIRST_COMPLETED).done:
                     body = running.pop(answer)
                     stats = _with(stats, body, answer.result())
-                    report(len(body.blocks))
+                    report(_num_tokens(body))
         finally:
             for answer in running:  # after an error or an interrupt
                 answer.cancel()
     return replace(stats, seconds=time.perf_counter() - started)
+
+
+def _num_tokens(body: EncodeBody) -> int:
+    return sum(map(len, body.blocks))
 
 
 def _with(stats: EncodeStats, body: EncodeBody, answer: EncodeAnswer) -> EncodeStats:

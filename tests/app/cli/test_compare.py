@@ -55,6 +55,49 @@ def test_shows_both_times(cli: Command, database: Path, monkeypatch: pytest.Monk
     assert any(row.startswith("The answers are equal.") for row in rows)
 
 
+def test_several_questions_end_with_medians(
+    cli: Command, database: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = {"block": iter((0.1, 0.9, 0.2)), "full": iter((1.0, 3.0, 2.0))}
+
+    def ask(_: Assistant, question: str, *, mode: Any, **__: Any) -> Answer:
+        waited_s = next(times[mode])
+        text = "214 m" if question == "a" or mode == "full" else "no"
+        stats = ReuseStats(mode, 0, 0, 0, 622, 0, 12)
+        return Answer(question, text, (), stats, "stop", waited_s, answered_s=waited_s + 1)
+
+    monkeypatch.setattr(Assistant, "ask", ask)
+    compare = ("ask", "--db", database, "--compare")
+    with monkeypatch.context() as patch:
+        patch.setitem(times, "block", iter((0.1, 0.9, 0.2)))
+        patch.setitem(times, "full", iter((1.0, 3.0, 2.0)))
+        lines = cli(*compare, "--json", given="a\nb\nc\n").stdout.splitlines()
+    assert len(lines) == 4
+    assert json.loads(lines[-1])["medians"] == {
+        "questions": 3,
+        "equal_answers": 1,
+        "waited_s": {"block": 0.2, "full": 2.0},
+        "first_token_ratio": 10.0,
+        "answered_s": {"block": 1.2, "full": 3.0},
+        "answer_ratio": 2.5,
+    }
+    shown = cli(*compare, given="a\nb\nc\n").stdout
+    rows = [" ".join(row.split()) for row in shown.split("\n")]
+    medians = rows[rows.index("Medians of 3 questions") :]
+    assert "first token 200 ms 2.00 s 10.0 x" in medians
+    assert "whole answer 1.20 s 3.00 s 2.5 x" in medians
+    assert "The answers to 1 of 3 questions are equal." in medians
+
+
+def test_one_question_has_no_medians(cli: Command, database: Path) -> None:
+    output = cli(*command(database, "--compare"))
+    assert "Both modes" in output.stdout
+    assert "Medians" not in output.stdout
+    [line] = cli(*command(database, "--compare", "--json")).stdout.splitlines()
+    for mode in ("block", "full"):
+        assert json.loads(line)[mode]["includes_warm_up"] is False
+
+
 def test_warm_up_is_neutral(cli: Command, database: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
     original = DirectoryStore.get, Assistant.ask
@@ -89,7 +132,8 @@ def test_passages_that_block_mode_had_to_compute_are_reported(cli: Command, data
 def test_a_question_that_comes_again_is_computed_again(cli: Command, filled: Path) -> None:
     output = cli("ask", "--db", filled, "--max-new-tokens", 2, "--compare", "--json",
                  given=f"{QUESTION}\n{QUESTION}\n")  # fmt: skip
-    found = [json.loads(line)["block"] for line in output.stdout.splitlines()]
+    *questions, _ = map(json.loads, output.stdout.splitlines())
+    found = [question["block"] for question in questions]
     assert found[0]["computed_tokens"] == found[1]["computed_tokens"] > 1
 
 

@@ -1,19 +1,21 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from blockattn_rag.app.cli.output import size
 from blockattn_rag.app.rag.database import MANIFEST, Database, Manifest
 from blockattn_rag.app.rag.documents import load_documents
 from blockattn_rag.app.rag.ingest import Estimate, ingest_documents
 from blockattn_rag.llama_index import BlockAttentionLLM
 from blockattn_rag.model import BlockModel
 from tests.app.cli.conftest import Command
-from tests.app.rag.test_documents import two_pages
+from tests.app.rag.test_documents import forbid, two_pages
 from tests.models import tiny_model, tiny_tokenizer
 from tests.recipes import recipe_of
 
@@ -44,6 +46,27 @@ def test_an_ingestion_that_stops_before_chroma_is_completed_by_the_next(
         assert cli(*command).status == 130
     report = cli(*command).json
     assert (report["computed"], report["reused"], report["added"]) == (0, 2, 2)
+
+
+def test_ingests_everything_but_what_cannot_be_opened(
+    cli: Command, model: Path, documents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ("ingest", documents, "--db", tmp_path / "db", "--model", model)
+    assert cli(*command).status == 0
+    (documents / "more" / "lake.txt").write_text("The Ossa Lake is deep.", encoding="utf-8")
+    with monkeypatch.context() as patch:
+        forbid(patch, documents / "tower.txt")
+        output = cli(*command, "--json")
+        shown = cli(*command)
+    assert output.status == shown.status == 3
+    report, file = output.json, str(documents / "tower.txt")
+    assert report["inaccessible"] == [
+        {"path": file, "reason": "cannot be opened (Permission denied)"}
+    ]
+    assert (report["documents"], report["added"], report["orphaned"]) == (2, 1, [])
+    assert f"skipped: {file}: cannot be opened (Permission denied)" in shown.stderr
+    assert f"error: could not open 1 file or folder: {file}; everything else" in shown.stderr
+    assert cli(*command, "--json").json["inaccessible"] == []
 
 
 def test_replaces_changed_files(cli: Command, model: Path, documents: Path, tmp_path: Path) -> None:
@@ -177,6 +200,15 @@ def test_first_answer_reuses_every_block(cli: Command, database: Path) -> None:
     assert set(second["sources"][0]) == {"source", "page", "title", "text", "score"}
 
 
+def test_the_first_answer_says_that_it_includes_the_warm_up(cli: Command, database: Path) -> None:
+    command = ("ask", "--db", database, "--max-new-tokens", 3)
+    asked = "How high is it?\nHow long is it?\n"
+    answers = cli(*command, "--json", given=asked).stdout.splitlines()
+    assert [json.loads(line)["includes_warm_up"] for line in answers] == [True, False]
+    shown = cli(*command, given=asked).stdout
+    assert shown.count("(with the one-time warm-up)") == 1
+
+
 def test_full_mode_reuses_nothing(cli: Command, database: Path) -> None:
     command = ("ask", "How high is it?", "--db", database, "--max-new-tokens", 3, "--json")
     answer = cli(*command, "--mode", "full").json
@@ -261,6 +293,9 @@ def test_estimates_the_work(cli: Command, documents: Path, model: Path, tmp_path
     assert line.startswith(f"2 passages of {output.json['computed_tokens']} tokens to encode: ")
     assert f" of keys and values in {tmp_path / 'db' / 'kv'}, " in line
     assert " free, about " in line
+    text = "Halden Tower is 214 metres high." + "# Rivers\n\nThe Ossa River is long."
+    [rate] = re.findall(r"1 MB of such text takes about ([\d.]+ \w+) with", output.stderr)
+    assert rate == size(output.json["stored_bytes"] / len(text) * 1e6)
     assert " to encode: " not in cli(*command).stderr  # all is stored
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -190,4 +191,8 @@ def test_reports_missing_vllm(cli: Command, monkeypatch: pytest.MonkeyPatch) -> 
     output = cli("serve", "bundled", "--store", "kv")
     assert output.status == 1
     [line] = output.stderr.splitlines()
-    assert "needs vLLM, which is not installed: run `pip install" in line
+    assert "needs vLLM, which is not installed: make an environment of its own" in line
+    guide = (Path(__file__).parents[3] / "docs/guides/serving_vllm.md").read_text(encoding="utf-8")
+    commands = re.findall(r"`(pip install [^`]+)`", line)
+    assert len(commands) == 3
+    assert all(command in guide for command in commands)

@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import builtins
+import errno
+import io
+import os
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +83,72 @@ def test_a_named_file_must_be_readable_and_exist(documents: Path, tmp_path: Path
             load_documents([path])
     with pytest.raises(FileNotFoundError, match="no such file or folder"):
         load_documents([tmp_path / "nothing"])
+
+
+def test_a_vanished_file_is_reported_and_the_others_are_read(documents: Path) -> None:
+    def vanish(done: int, _: int) -> None:
+        (documents / "tower.txt").unlink(missing_ok=True)
+
+    (documents / "a.txt").write_text("First.", encoding="utf-8")
+    loaded = load_documents([documents], on_progress=vanish)
+    assert [Path(d.metadata["source"]).name for d in loaded.documents] == ["a.txt", "river.md"]
+    assert loaded.inaccessible == [
+        (documents / "tower.txt", "cannot be opened (No such file or directory)")
+    ]
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".md", ".html"])
+@pytest.mark.parametrize("named", [True, False])
+def test_a_forbidden_file_is_reported_and_the_others_are_read(
+    documents: Path, monkeypatch: pytest.MonkeyPatch, suffix: str, named: bool
+) -> None:
+    file = documents / f"forbidden{suffix}"
+    file.write_text("Secret.", encoding="utf-8")
+    forbid(monkeypatch, file)
+    loaded = load_documents([file, documents / "tower.txt"] if named else [documents])
+    assert "tower.txt" in [Path(d.metadata["source"]).name for d in loaded.documents]
+    assert loaded.inaccessible == [(file, "cannot be opened (Permission denied)")]
+
+
+def test_forbidden_folders_are_reported_and_the_others_are_read(
+    documents: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    more, unlisted = documents / "more", documents / "unlisted.txt"
+    unlisted.write_text("Text.", encoding="utf-8")
+    forbid(monkeypatch, more, unlisted, functions=("scandir", "stat"))
+    for paths in ([documents], [documents, more]):
+        loaded = load_documents(paths)
+        assert [Path(d.metadata["source"]).name for d in loaded.documents] == ["tower.txt"]
+        assert dict(loaded.inaccessible) == dict.fromkeys(
+            (more, unlisted), "cannot be opened (Permission denied)"
+        )
+    with pytest.raises(UnreadableFileError, match=r"no readable document .*more: cannot be opened"):
+        load_documents([more])
+
+
+def forbid(
+    monkeypatch: pytest.MonkeyPatch, *paths: Path, functions: tuple[str, ...] = ("open",)
+) -> None:
+    """Refuse access to files and folders, as the system does for users other than root."""
+
+    def refusing(call: Any) -> Any:
+        def wrapped(path: Any, *args: Any, **options: Any) -> Any:
+            if isinstance(path, (str, Path)) and Path(path) in paths:
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+            return call(path, *args, **options)
+
+        return wrapped
+
+    for name in functions:
+        for module in (io, builtins) if name == "open" else (os,):
+            monkeypatch.setattr(module, name, refusing(getattr(module, name)))
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.md", "a.html"])
+def test_byte_order_marks_are_no_text(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("\ufeffHalden Tower", encoding="utf-8")
+    [document] = load_documents([tmp_path]).documents
+    assert document.text.strip() == "Halden Tower"
 
 
 def test_folder_without_text_is_an_error(documents: Path, tmp_path: Path) -> None:
