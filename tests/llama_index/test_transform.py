@@ -260,3 +260,19 @@ def test_logs_unknown_key(llm: BlockAttentionLLM, caplog: pytest.LogCaptureFixtu
         assert not caplog.messages
         BlockKVTransform(llm=llm, metadata_key="windw")(nodes)
     assert any("'windw'" in one and "found window" in one for one in caplog.messages)
+
+
+def test_warns_once_about_documents_that_are_not_split(
+    llm: BlockAttentionLLM, caplog: pytest.LogCaptureFixture
+) -> None:
+    long = Document(text="The lake is deep. " * 500)
+    step, split = BlockKVTransform(llm=llm), SentenceSplitter(chunk_size=100, chunk_overlap=0)
+    with caplog.at_level(logging.WARNING, "blockattn_rag"):
+        IngestionPipeline(transformations=[split, step]).run(documents=[long])
+        step([Document(text="The tower is tall.")])
+        assert not caplog.messages
+        for _ in range(2):
+            step([long])
+    [message] = caplog.messages
+    assert "9000 characters" in message or "8999 characters" in message
+    assert "transformations=[SentenceSplitter(), BlockKVTransform(llm=llm)]" in message
