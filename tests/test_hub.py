@@ -34,8 +34,7 @@ EACH_LOADER = pytest.mark.parametrize("load", LOADERS)
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """A hub that closes every connection. Returns the length of each retry's pause, 0 for an
-    attempt."""
+    """A hub that closes every connection. The list has one item for each."""
     seen: list[int] = []
     monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda _: None)
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -123,10 +122,10 @@ def test_messages_say_why_the_hub_was_not_used(monkeypatch: pytest.MonkeyPatch) 
     response = httpx.Response(404, request=httpx.Request("GET", "http://hub"))
     monkeypatch.setattr("blockattn_rag.hub._responds", lambda _: True)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    with pytest.raises(OSError, match="a/b: Not found; .* need `hf auth login`"), hub_errors("a/b"):
+    with pytest.raises(OSError, match=r"a/b: Not found; .* need `hf auth"), hub_errors("a/b"):
         raise RepositoryNotFoundError("Not found.\nA web page.", response=response)
 
 
 def test_other_errors_stay_unchanged() -> None:
-    with pytest.raises(ValueError, match="^damaged$"), hub_errors("bundled", is_local=True):
+    with pytest.raises(ValueError, match=r"^damaged$"), hub_errors("bundled", is_local=True):
         raise ValueError("damaged")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import time
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,6 @@ def test_full_mode_reads_no_passage(tmp_path: Path) -> None:
 
 
 def test_a_model_that_is_not_loaded_is_not_loaded_for_it() -> None:
-    llm = BlockAttentionLLM(model_name="bundled")
+    llm = pickle.loads(pickle.dumps(BlockAttentionLLM(model_name="bundled")))
     BlockKVPrefetch(llm).postprocess_nodes([NodeWithScore(node=Document(text="One."))])
     assert llm.source._engine is None
