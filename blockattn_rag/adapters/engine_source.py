@@ -55,8 +55,8 @@ def source_of(llm: Any, expected: str, *others: Any) -> EngineSource:
 class EngineSource:
     """An existing engine, or the arguments for loading one.
 
-    Language models load it when they are created (``load``). Ingestion steps and unpickled copies
-    load it on first use. Copies of a component share one source, and therefore the weights.
+    Language models load it when they are created (``load``), ingestion steps on first use. Copies
+    of a component share one source, and therefore the weights.
 
     Args:
         engine: An existing engine, instead of all other arguments.

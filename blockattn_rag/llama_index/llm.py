@@ -51,7 +51,7 @@ class BlockAttentionLLM(PromptMaking, StructuredPrediction, CustomLLM, FunctionC
     A replacement for ``HuggingFaceLLM`` with the same argument names. The LLM looks up passages
     between block markers (see ``BlockKVPostprocessor``) in the KV store by the digest of their
     text, and computes them on a miss. The rest of the prompt is ordinary text. The constructor
-    loads the model, unless it runs behind a server. Unpickled copies load it on first use.
+    loads the model, unless it runs behind a server.
 
     Args:
         model_name: Path, hub id, or ``"bundled"``.

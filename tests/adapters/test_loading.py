@@ -55,15 +55,13 @@ def test_the_first_question_measures_nothing(
     assert reuse["reused_tokens"] > 0
 
 
-def test_ingestion_and_unpickled_copies_load_on_first_use(
+def test_ingestion_loads_on_first_use(
     framework: Framework, saved: str, loads: list[Any], tmp_path: Path
 ) -> None:
-    framework.ingestion(model=saved)
+    step = pickle.loads(pickle.dumps(framework.ingestion(model=saved, kv_store=tmp_path / "kv")))
     assert loads == []
-    sent = pickle.loads(pickle.dumps(framework.chat(saved, 1, kv_store=tmp_path / "kv")))
+    framework.ingest(step, TEXTS)
     assert len(loads) == 1
-    framework.ask(sent, "whole")
-    assert len(loads) == 2
 
 
 def test_servers_are_not_asked_when_a_model_is_created(
