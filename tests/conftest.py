@@ -35,8 +35,10 @@ def log_level() -> Iterator[None]:
     """Commands and benchmarks choose what is logged in their process, which tests share."""
     logger = logging.getLogger("blockattn_rag")
     level = logger.level
+    logger.propagate = True  # a fixture may have run a command
     yield
     logger.setLevel(level)
+    logger.propagate = True
 
 
 @pytest.fixture(params=DEVICES)

@@ -22,12 +22,13 @@ FLOORS = {
     "errors": "",
     "lazy": "",
     "files": "",
+    "hub": "",
     "kv": "",
     "attention": "kv",
     "prompts": "errors files",
     "output": "errors lazy prompts",
     "store": "errors files kv lazy prompts",
-    "model": "attention errors files kv lazy output prompts",
+    "model": "attention errors files hub kv lazy output prompts",
     "engine": "attention errors files kv lazy model output prompts store",
     "server": "engine errors files kv lazy model output prompts store",
     "check": "engine errors kv model prompts server",
@@ -36,8 +37,8 @@ FLOORS = {
     "langchain": "adapters engine lazy output prompts",
     "lab": "engine errors files kv lazy model prompts store",
     "app": (
-        "adapters check engine errors files kv lab lazy llama_index model output prompts server "
-        "store"
+        "adapters check engine errors files hub kv lab lazy llama_index model output prompts "
+        "server store"
     ),
 }
 FRAMEWORKS = {"llama_index", "langchain", "langchain_core", "langchain_chroma", "chromadb"}

@@ -1,4 +1,4 @@
-"""Source of an adapter's engine: an existing engine, or one that is loaded on first use."""
+"""Source of an adapter's engine: an existing engine, or the arguments for loading one."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from blockattn_rag.engine.find_recipe import AUTO, RecipeLike, known_digests
 from blockattn_rag.engine.protocol import Engine
 from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.errors import SegmentationError
-from blockattn_rag.model.loading import load_config, load_tokenizer
-from blockattn_rag.model.probe import position_limit
+from blockattn_rag.model import BlockModel
 from blockattn_rag.prompts.blocks import Block, BlockPrompt, BlockTemplate, Span
 from blockattn_rag.prompts.markers import content_spans, holds_orphans
 from blockattn_rag.prompts.recognition import Recognize
@@ -55,9 +54,10 @@ def source_of(llm: Any, expected: str, *others: Any) -> EngineSource:
 
 
 class EngineSource:
-    """An existing engine, or the arguments for loading one on first use.
+    """An existing engine, or the arguments for loading one.
 
-    Copies of a component share one source, and therefore the weights.
+    Language models load it when they are created (``load``), ingestion steps on first use. Copies
+    of a component share one source, and therefore the weights.
 
     Args:
         engine: An existing engine, instead of all other arguments.
@@ -129,7 +129,6 @@ class EngineSource:
         self._model_kwargs = dict(model_kwargs or {})
         if "torch_dtype" in self._model_kwargs:  # the name of dtype in transformers 4
             self._model_kwargs["dtype"] = self._model_kwargs.pop("torch_dtype")
-        self._block_tokenizer: BlockTokenizer | None = None
         self._lock = threading.RLock()
         keeps = self._kv_store is not None or not self._is_local
         self._hints = ReuseHints() if keeps else None
@@ -238,6 +237,17 @@ class EngineSource:
         # Sends the store itself, which may have a size limit, and never the API key.
         return partial(EngineSource, **{**self.fields(), "kv_store": self._kv_store}), ()
 
+    def load(self) -> None:
+        """Load the model, unless a server has it, so that the first question is as fast as others.
+
+        An existing engine stays unchanged.
+        """
+        if self._engine is None and self._is_local:
+            model = self.engine.model
+            assert isinstance(model, BlockModel)
+            # Each is measured on its first access, which takes as long as several answers.
+            _ = (model.fingerprint, model.supports_relay, model.has_causal_kernel, model.rules)
+
     @property
     def engine(self) -> Engine:
         """The engine. The first use loads the weights, unless a server has them."""
@@ -248,7 +258,7 @@ class EngineSource:
                 self._engine = RemoteEngine(
                     self._api_base,
                     self._model,
-                    self._block_tokenizer or self._tokenizer,
+                    self._tokenizer,
                     api_key=self._api_key,
                     recipe=self._recipe,
                     **self._loading,
@@ -256,7 +266,7 @@ class EngineSource:
             if self._engine is None:
                 self._engine = BlockAttentionEngine.from_pretrained(
                     self._model,
-                    tokenizer=self._block_tokenizer or self._tokenizer,
+                    tokenizer=self._tokenizer,
                     store=self._kv_store,
                     recipe=self._recipe,
                     **{"device": self._device_map, **self._loading},
@@ -349,24 +359,13 @@ class EngineSource:
 
     @property
     def tokenizer(self) -> BlockTokenizer:
-        """Tokenizer of the model, available without loading the weights."""
-        with self._lock:
-            if self._engine is not None or self._api_base is not None:
-                return self.engine.model.tokenizer
-            if self._block_tokenizer is None:
-                given = self._tokenizer or self._model
-                by_name = isinstance(given, (str, Path))
-                self._block_tokenizer = BlockTokenizer(load_tokenizer(given) if by_name else given)
-            return self._block_tokenizer
+        """Tokenizer of the model."""
+        return self.engine.model.tokenizer
 
     @property
     def max_context_tokens(self) -> int:
-        """Context window in tokens, from the model's config or the server, without the weights."""
-        with self._lock:
-            if self._engine is not None or self._api_base is not None:
-                return self.engine.model.max_context_tokens
-            model = self._model
-            return position_limit(load_config(model) if isinstance(model, str) else model.config)
+        """Context window of the model, in tokens."""
+        return self.engine.model.max_context_tokens
 
 
 def _location(store: KVStore | str | Path | None) -> str | None:

@@ -13,7 +13,7 @@ import torch
 
 from blockattn_rag import __version__
 from blockattn_rag.app.rag.database import AUTO, require_manifest
-from blockattn_rag.app.rag.names import check_recipe, loading
+from blockattn_rag.app.rag.names import check_recipe
 from blockattn_rag.check.model import check_model
 from blockattn_rag.engine.find_recipe import known_digests, resolve_recipe
 from blockattn_rag.errors import DatabaseError, UnsupportedModelError
@@ -124,8 +124,7 @@ def profile_file(served: Served) -> Path:
         OSError: There is no such model.
     """
     check_recipe(served.recipe)
-    with loading(served.model):
-        config = load_config(served.source)
+    config = load_config(served.source)
     dtype = _dtype(served, config)
     file = state_folder() / "profiles" / _key(served, dtype, config) / "profile.json"
     if not file.is_file():
@@ -160,8 +159,7 @@ def _key(served: Served, dtype: str, config: Any) -> str:
 
 def _measure(served: Served, dtype: str, file: Path) -> None:
     # On the CPU, so that all of the accelerator's memory is left for vLLM.
-    with loading(served.model):
-        model = BlockModel.from_pretrained(served.model, dtype=dtype, device="cpu")
+    model = BlockModel.from_pretrained(served.model, dtype=dtype, device="cpu")
     recipe = resolve_recipe(served.recipe, model, open_store(served.store), served.folder)
     report = check_model(model, recipe)
     if failed := [row for row in report.rows if not row.passed]:

@@ -162,8 +162,8 @@ def _automatic(model: BlockModel, store: KVStore, folder: Path | None) -> Recipe
     _warn_once(
         model,
         f"{model.name} is not block-fine-tuned and has no recipe: block mode uses only the "
-        f"sink {sink!r}, so its answers are less accurate than in full mode. Make a recipe with "
-        f"{_repair(model, folder)}, or use mode='full'.",
+        f"sink {sink!r}, so its answers are less accurate than in full mode. "
+        f"{_remedy(model, sink, folder)} Or use mode='full'.",
     )
     return Recipe(sink, source="stock model")
 
@@ -303,6 +303,22 @@ def _warn_once(model: BlockModel, message: str, about: str = "") -> None:
     if about not in warned:
         warned.add(about)
         logger.warning("%s", message)
+
+
+def _remedy(model: BlockModel, sink: str, folder: Path | None) -> str:
+    """What makes a stock model's answers more accurate (docs/quality.md)."""
+    repair = f"Make a recipe with {_repair(model, folder)}."
+    if not model.supports_relay:  # and therefore no recompute
+        return repair
+    made = f'Recipe(sink="{sink}", recompute=0.1)'
+    recompute = (
+        "computing a tenth of the passages' tokens again for each question helps, and keeps part "
+        f"of the speed-up: in Python, `from blockattn_rag import Recipe` and recipe={made}; for "
+        f'commands, save it once with `{made}.save("recipe")` and pass `--recipe recipe`.'
+    )
+    if str(model.config.model_type).startswith("qwen"):
+        return f"For models like this one, {recompute}"
+    return f"{repair} If that is not enough, {recompute}"
 
 
 def _repair(model: BlockModel, folder: Path | None = None) -> str:

@@ -46,8 +46,8 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
 
     Passages are marked by block markers (``BlockDocumentPrompt``, ``format_blocks``), or are text
     parts with a ``kv_handle``. The model looks them up in the KV store by the digest of their text,
-    and computes them on a miss. The rest of the prompt is ordinary text. The model is loaded on
-    first use.
+    and computes them on a miss. The rest of the prompt is ordinary text. The constructor loads the
+    model, unless it runs behind a server. Unpickled copies load it on first use.
 
     For the arguments see ``EngineFields`` (model, store) and ``GenerationFields`` (answers). Calls
     accept ``stop``, ``max_tokens``, ``temperature``, ``top_p``, ``top_k``, ``seed``, ``mode``,
@@ -78,6 +78,7 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
+        self.source.load()
 
     @classmethod
     def from_model_id(
@@ -357,9 +358,10 @@ def _at_once(inputs: list[LanguageModelInput], config: Configs) -> int:
 
 
 class SourceProfile(UserDict[str, Any]):
-    """Profile of a model, read from its config and tokenizer on first use.
+    """Profile of a model, read on first use.
 
-    It is lazy because the constructor of a chat model sets the profile, and must not read files.
+    It is lazy because LangChain sets the profile before the model is loaded, and because a server
+    is not asked before the first call.
     """
 
     def __init__(self, source: EngineSource) -> None:
@@ -389,4 +391,4 @@ class SourceProfile(UserDict[str, Any]):
         )
 
     def __bool__(self) -> bool:
-        return True  # the default would read files for the length
+        return True  # the default would load the model for the length

@@ -36,6 +36,7 @@ class BlockAttentionLLM(GenerationFields, BaseLLM):  # type: ignore[misc]
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
+        self.source.load()
 
     @property
     def _llm_type(self) -> str:

@@ -40,7 +40,7 @@ _OF_CLIENTS = {"timeout": "timeout_s", "max_retries": "retries"}
 
 
 class EngineFields(BaseModel):
-    """Fields of a component with an engine, which is loaded on first use.
+    """Fields of a component with an engine.
 
     Args:
         model_name (or model): Path, hub id, ``"bundled"``, or a loaded transformers model.

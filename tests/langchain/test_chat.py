@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 from langchain_core.caches import InMemoryCache
@@ -32,10 +33,6 @@ def whole(chunks: list[AIMessageChunk]) -> AIMessageChunk:
     for chunk in chunks[1:]:
         message = message + chunk
     return message
-
-
-def is_loaded(chat: ChatBlockAttention) -> bool:
-    return chat.source._engine is not None
 
 
 async def test_every_way_to_call_gives_the_same_answer(chat: ChatBlockAttention) -> None:
@@ -119,13 +116,12 @@ def saved_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_named_model_is_loaded_once(saved_model: Path, tmp_path: Path) -> None:
+def test_named_model_is_loaded_once(saved_model: Path, tmp_path: Path, loads: list[Any]) -> None:
     chat = ChatBlockAttention(model=saved_model, kv_store=tmp_path / "kv", max_new_tokens=3)
     chooser = chat.configurable_fields(max_tokens=ConfigurableField("length"))
-    assert not is_loaded(chat)
     answer = chooser.invoke(asking(), {"configurable": {"length": 2}})
     assert len(str(answer.content)) == 2
-    assert is_loaded(chat)  # the configured copy loaded it for both
+    assert len(loads) == 1  # the configured copy shares it
     assert copy.deepcopy(chat).engine is chat.engine
     assert isinstance(local(chat.engine).store, DirectoryStore)
 

@@ -65,14 +65,13 @@ def test_an_answer_cache_separates_models_of_one_name() -> None:
     assert one._identifying_params != other._identifying_params
 
 
-def test_an_answer_cache_separates_recipes_before_loading(tmp_path: Path) -> None:
-    """Without loading the model, which a cached answer does not need."""
+def test_an_answer_cache_separates_recipes(saved: str, tmp_path: Path) -> None:
     found = []
     for recipe in (None, Recipe("bos"), Recipe("head:4")):
         if recipe is not None:
             recipe.save(tmp_path / "recipe")
         for given in ("auto", "bos", tmp_path / "recipe")[: 2 if recipe is None else 3]:
-            chat = ChatBlockAttention(model="nowhere", kv_store=tmp_path / "kv", recipe=given)
+            chat = ChatBlockAttention(model=saved, kv_store=tmp_path / "kv", recipe=given)
             assert chat._identifying_params == chat._identifying_params
             found.append(str(chat._identifying_params["engine"]))
     none, bos, beside, bos_again, own, other, bos_too, other_own = found

@@ -63,7 +63,7 @@ def test_full_mode_reads_no_passage(tmp_path: Path) -> None:
     assert read(block, 1) == PrefetchStats(absent=1)
 
 
-def test_a_model_that_is_not_loaded_is_not_loaded_for_it() -> None:
-    llm = BlockAttentionLLM(model_name="bundled")
+def test_a_server_that_was_not_asked_yet_is_not_asked_for_it(port: int) -> None:
+    llm = BlockAttentionLLM(api_base=f"http://127.0.0.1:{port}/v1")  # where nothing listens
     BlockKVPrefetch(llm).postprocess_nodes([NodeWithScore(node=Document(text="One."))])
     assert llm.source._engine is None

@@ -1,4 +1,4 @@
-"""Loading late, sharing one engine, and travelling as fields."""
+"""Metadata, and travelling as fields."""
 
 from __future__ import annotations
 
@@ -10,23 +10,19 @@ from llama_index.core.base.llms.types import ChatMessage
 from blockattn_rag.llama_index import BlockAttentionLLM, BlockKVTransform
 
 
-def test_metadata_needs_no_weights(saved: str, loads: list[Any]) -> None:
+def test_metadata_describes_the_model(saved: str, loads: list[Any]) -> None:
     llm = BlockAttentionLLM(model_name=saved)
     assert llm.metadata.context_window == 4096
     assert llm.metadata.is_chat_model
     assert llm.metadata.model_name == saved
     assert llm.to_prompt([ChatMessage(content="Hi")]).final.startswith("<|begin|>")
     assert len(llm.tokenize("abc")) == 3
-    assert loads == []
-
-
-def test_given_metadata_needs_no_file_at_all(loads: list[Any]) -> None:
+    assert len(loads) == 1
     given: Any = {"is_chat_model": True, "is_function_calling_model": False}
-    llm = BlockAttentionLLM("nowhere/at-all", context_window=1000, **given)
-    assert llm.metadata.context_window == 1000
-    assert not llm.metadata.is_function_calling_model
-    assert llm.to_payload()["model_name"] == "nowhere/at-all"
-    assert loads == []
+    own = BlockAttentionLLM(engine=llm.engine, context_window=1000, **given)
+    assert own.metadata.context_window == 1000
+    assert not own.metadata.is_function_calling_model
+    assert own.to_payload()["model_name"] == saved
 
 
 def test_components_survive_a_dict(saved: str, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from llama_index.core.vector_stores import SimpleVectorStore
 from llama_index.vector_stores.chroma import ChromaVectorStore
 
 from blockattn_rag.adapters.handles import HANDLE_KEY
+from blockattn_rag.errors import ContextOverflowError
 from blockattn_rag.llama_index import (
     BlockAttentionLLM,
     BlockKVPostprocessor,
@@ -260,3 +261,20 @@ def test_logs_unknown_key(llm: BlockAttentionLLM, caplog: pytest.LogCaptureFixtu
         assert not caplog.messages
         BlockKVTransform(llm=llm, metadata_key="windw")(nodes)
     assert any("'windw'" in one and "found window" in one for one in caplog.messages)
+
+
+def test_warns_once_about_documents_that_are_not_split(
+    llm: BlockAttentionLLM, caplog: pytest.LogCaptureFixture
+) -> None:
+    long = Document(text=500 * "A deep lake at sea. ")  # 10,000 characters
+    step, split = BlockKVTransform(llm=llm), SentenceSplitter(chunk_size=100, chunk_overlap=0)
+    with caplog.at_level(logging.WARNING, "blockattn_rag"):
+        IngestionPipeline(transformations=[split, step]).run(documents=[long])
+        step([Document(text="The tower is tall.")])
+        assert not caplog.messages
+        for _ in range(2):
+            with pytest.raises(ContextOverflowError):
+                step([long])
+    [message] = caplog.messages
+    assert "a document of 9999 characters" in message
+    assert "transformations=[SentenceSplitter(), BlockKVTransform(llm=llm)]" in message

@@ -153,13 +153,15 @@ def options(
         os.environ.setdefault("TQDM_DISABLE", "1")
     if not debug:  # the error line at the end is enough
         os.environ.setdefault("HF_HUB_VERBOSITY", "error")
-        # Some packages set up logging on import, which would log every request.
-        logging.getLogger("httpx").setLevel(logging.WARNING)
+        # Some packages set up logging on import, which would log every request and model.
+        for package in ("httpx", "sentence_transformers"):
+            logging.getLogger(package).setLevel(logging.WARNING)
     logger = logging.getLogger("blockattn_rag")
     usual = logging.INFO if verbose else logging.WARNING
     logger.setLevel(logging.DEBUG if debug else usual)
     # Dequantising a file takes minutes on its first use, so its start is always logged.
     logging.getLogger(_DEQUANTISING).setLevel(logging.DEBUG if debug else logging.INFO)
+    logger.propagate = False  # a handler that another package installs would print it again
     if not any(isinstance(handler, _ToStderr) for handler in logger.handlers):
         logger.addHandler(_ToStderr())
 

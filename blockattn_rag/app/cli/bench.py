@@ -11,7 +11,7 @@ import typer
 
 from blockattn_rag.app.cli.output import duration, emit, size, table
 from blockattn_rag.app.cli.progress import progress
-from blockattn_rag.app.rag.names import existing_model, loading
+from blockattn_rag.app.rag.names import existing_model
 
 if TYPE_CHECKING:
     from blockattn_rag.engine.engine import BlockAttentionEngine
@@ -123,8 +123,7 @@ def _engine(
         if model in SHAPES:
             loaded = random_llama(model, max_tokens=tokens, dtype=dtype)
         else:
-            with loading(model):
-                loaded = load_model(model, dtype=dtype)
+            loaded = load_model(model, dtype=dtype)
         # Without resident blocks, a repeated question is computed again.
         engine = BlockAttentionEngine.from_pretrained(
             loaded,

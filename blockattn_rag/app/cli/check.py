@@ -16,7 +16,7 @@ from blockattn_rag.app.cli.options import (
 )
 from blockattn_rag.app.cli.output import count, emit, note, size, table
 from blockattn_rag.app.cli.progress import waiting
-from blockattn_rag.app.rag.names import check_recipe, existing_model, loading
+from blockattn_rag.app.rag.names import check_recipe, existing_model
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -114,7 +114,7 @@ def _load(model: str, dtype: str, recipe: str | None) -> tuple[BlockModel, Recip
     from blockattn_rag.store import MemoryStore
 
     check_recipe(recipe)
-    with waiting(f"loading {model}"), loading(model):
+    with waiting(f"loading {model}"):
         loaded = BlockModel.from_pretrained(model, dtype=dtype)
     return loaded, None if recipe is None else resolve_recipe(recipe, loaded, MemoryStore(1))
 

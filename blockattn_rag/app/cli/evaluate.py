@@ -12,7 +12,7 @@ from rich.console import RenderableType
 from blockattn_rag.app.cli.options import MODEL_HELP, DtypeOption, KVDtypeOption
 from blockattn_rag.app.cli.output import count, emit, note, percent, table
 from blockattn_rag.app.cli.progress import progress, waiting
-from blockattn_rag.app.rag.names import check_recipe, existing_model, loading
+from blockattn_rag.app.rag.names import check_recipe, existing_model
 
 if TYPE_CHECKING:
     from blockattn_rag.engine.engine import BlockAttentionEngine
@@ -92,7 +92,7 @@ def evaluate(
     samples = read_samples(data) if data else read_log(log or Path())
     for name in names:
         check_recipe(name)
-    with waiting(f"loading {model}"), loading(model):
+    with waiting(f"loading {model}"):
         # Without resident blocks, no recipe reuses blocks that another recipe computed.
         engine: BlockAttentionEngine = BlockAttentionEngine.from_pretrained(
             model, dtype=dtype, kv_dtype=kv_dtype, recipe="none", resident_bytes=0

@@ -13,7 +13,7 @@ import typer
 from blockattn_rag.app.cli.options import KVDtypeOption, PlotOption, check_plot
 from blockattn_rag.app.cli.output import count, duration, emit, percent, size, table
 from blockattn_rag.app.cli.progress import progress
-from blockattn_rag.app.rag.names import existing_model, loading
+from blockattn_rag.app.rag.names import existing_model
 
 if TYPE_CHECKING:
     from blockattn_rag.lab.planning import Machine, Plan, Tier
@@ -202,8 +202,7 @@ def _config(model: str, dtype: str | None, *, on_gpu: bool) -> tuple[Any, Any]:
     from blockattn_rag.model.loading import load_config
 
     try:
-        with loading(model):
-            config = shape_config(model) if model in SHAPES else load_config(model)
+        config = shape_config(model) if model in SHAPES else load_config(model)
     except OSError as error:
         raise ValueError(
             f"{model!r} is neither a model nor one of the shapes {', '.join(SHAPES)}: {error}"

@@ -14,7 +14,7 @@ from blockattn_rag import __version__
 from blockattn_rag.app.cli.options import MODEL_HELP
 from blockattn_rag.app.cli.output import count, duration, emit
 from blockattn_rag.app.cli.progress import stages
-from blockattn_rag.app.rag.names import existing_model, loading
+from blockattn_rag.app.rag.names import existing_model
 
 if TYPE_CHECKING:
     from blockattn_rag.app.rag.database import Database
@@ -190,9 +190,8 @@ def _of_files(
     asked = None
     if questions is not None:
         asked = read_questions(questions, nearest, LIMITS.passages)
-    with loading(model):
-        # Packing is off because training would pack the weights again at every change of mode.
-        loaded = BlockModel.from_pretrained(model, pack_weights=False)
+    # Packing is off because training would pack the weights again at every change of mode.
+    loaded = BlockModel.from_pretrained(model, pack_weights=False)
     form, tokenizer = format_for(AUTO, loaded.name), loaded.tokenizer.tokenizer
     material = Material(
         prompt=lambda question, shown: form.prompt(question, shown, tokenizer),

@@ -9,7 +9,7 @@ import typer
 
 from blockattn_rag.app.cli.options import MODEL_HELP
 from blockattn_rag.app.cli.output import count, duration, emit
-from blockattn_rag.app.rag.names import existing_model, loading
+from blockattn_rag.app.rag.names import existing_model
 
 if TYPE_CHECKING:
     from blockattn_rag.lab.training.report import FinetuneReport
@@ -71,8 +71,7 @@ def train(
         resume=resume,
         overwrite=overwrite,
     )
-    with loading(model):
-        report = finetune(config)
+    report = finetune(config)
     _show(report, "adapter" if lora else "model")
 
 

@@ -22,7 +22,6 @@ from blockattn_rag.app.rag.names import (
     absolute_embedding,
     check_recipe,
     load_embedding,
-    loading,
 )
 from blockattn_rag.errors import DatabaseError
 from blockattn_rag.files import write_json
@@ -302,17 +301,16 @@ def _load_engine(path: Path, wanted: Manifest, remembers: bool) -> Engine:
     from blockattn_rag.store import DEFAULT_RESIDENT_BYTES
 
     started = time.perf_counter()
-    with loading(wanted.model):
-        engine = BlockAttentionEngine.from_pretrained(
-            wanted.model,
-            store=wanted.store or path / "kv",
-            dtype=wanted.dtype,
-            namespace=wanted.namespace,
-            kv_dtype=check_kv_dtype(wanted.kv_dtype),
-            recipe=wanted.recipe,
-            folder=path,
-            resident_bytes=DEFAULT_RESIDENT_BYTES if remembers else 0,
-        )
+    engine = BlockAttentionEngine.from_pretrained(
+        wanted.model,
+        store=wanted.store or path / "kv",
+        dtype=wanted.dtype,
+        namespace=wanted.namespace,
+        kv_dtype=check_kv_dtype(wanted.kv_dtype),
+        recipe=wanted.recipe,
+        folder=path,
+        resident_bytes=DEFAULT_RESIDENT_BYTES if remembers else 0,
+    )
     model = engine.model
     seconds = time.perf_counter() - started
     logger.info("loaded %s in %.2f s: %s on %s", model.name, seconds, model.dtype, model.device)

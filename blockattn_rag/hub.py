@@ -1,0 +1,162 @@
+"""Models by name: a check for mistyped paths, and errors of the model hub in one sentence.
+
+The command line checks names before it starts, so this module imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+EXPECTED = "a folder, a .gguf file, a hub id, 'bundled' or 'smollm2'"
+_PROBE_S = 5.0
+"""Seconds to wait for the hub's first response."""
+_REMEMBERED_S = 60
+"""Seconds for which a response, or its absence, is remembered."""
+
+_lock = threading.Lock()
+_offline_loads = 0
+
+
+def existing_model(name: str | None) -> str | None:
+    """Check that a model name is not a mistyped path, and return it unchanged.
+
+    The hub's own message for a mistyped path would only mention repository ids.
+
+    Raises:
+        FileNotFoundError: The name is neither a model on this machine nor a valid hub id.
+    """
+    if not name:
+        return name
+    path = Path(name).expanduser()
+    if path.is_dir() or (path.is_file() and path.suffix.lower() == ".gguf"):
+        return name
+    if path.is_file():
+        raise FileNotFoundError(f"Found the file {name}, expected {EXPECTED}.")
+    if is_path(name) or not _is_hub_id(name):
+        raise FileNotFoundError(f"No such model: {name}; expected {EXPECTED}.")
+    return name
+
+
+def is_path(name: str) -> bool:
+    """Whether a name can only be a path."""
+    return name.startswith(("/", "./", "../", "~"))
+
+
+def _is_hub_id(name: str) -> bool:
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def hub_errors(
+    name: str, *, is_local: bool = False, shown: str = "", expected: str = EXPECTED, fix: str = ""
+) -> Iterator[None]:
+    """Context for loading a model: one attempt to reach the hub, and its errors in one sentence.
+
+    The packages of the hub retry every file several times, and their messages are several lines
+    about tokens, caches and web pages. Without a connection, they do not name the model.
+
+    Args:
+        name: Name of the model.
+        is_local: Whether the model is on this machine, so that the hub is not probed. Default: the
+            name is an existing path.
+        shown: Name in the message. Default: ``name``.
+        expected: Kinds of names in the message.
+        fix: End of the message, with ``{why}``, instead of ``expected``.
+
+    Raises:
+        OSError: The hub does not provide the model. Other errors are not replaced.
+    """
+    try:
+        with _offline_if_unreachable(is_local or Path(name).expanduser().exists()):
+            why = _why_offline()
+            yield
+    except (OSError, ValueError) as error:
+        if (cause := _hub_error(error)) is None:
+            raise
+        shown = shown or name
+        why = why or str(error).partition("\n")[0].rstrip(".")
+        if fix:
+            raise OSError(f"Cannot load {shown}: {fix.format(why=why)}.") from error
+        kinds = {kind.__name__ for kind in type(cause).__mro__}
+        is_private = "RepositoryNotFoundError" in kinds  # or the repository does not exist
+        login = " (private and gated models need `hf auth login`)" if is_private else ""
+        raise OSError(f"Cannot load {shown}: {why}; expected {expected}{login}.") from error
+
+
+def _why_offline() -> str:
+    """Why only the hub's cache is used. Empty if the hub is used."""
+    from huggingface_hub import constants
+
+    if not constants.HF_HUB_OFFLINE:
+        return ""
+    missing = f"it is neither a local path nor in the hub's cache {constants.HF_HUB_CACHE}"
+    if _offline_loads:
+        return f"{missing}, and the hub {constants.ENDPOINT} cannot be reached"
+    return f"{missing}, and HF_HUB_OFFLINE is set"
+
+
+@contextlib.contextmanager
+def _offline_if_unreachable(is_local: bool) -> Iterator[None]:
+    """Use only the hub's cache if the hub does not respond, instead of retrying for minutes.
+
+    The switch is global, because transformers ignores ``local_files_only`` in some requests.
+    Concurrent loads share it, and the last one resets it.
+    """
+    global _offline_loads
+    from huggingface_hub import constants
+
+    with _lock:
+        is_offline = constants.HF_HUB_OFFLINE and not _offline_loads  # chosen by the user
+        switches = not is_local and not is_offline
+        switches = switches and (bool(_offline_loads) or not _responds(constants.ENDPOINT))
+        if switches:
+            _offline_loads += 1
+            constants.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        if switches:
+            with _lock:
+                _offline_loads -= 1
+                constants.HF_HUB_OFFLINE = _offline_loads > 0
+
+
+def _responds(hub: str) -> bool:
+    return _probed(hub, int(time.monotonic() / _REMEMBERED_S))
+
+
+@functools.lru_cache(maxsize=1)
+def _probed(hub: str, period: int) -> bool:  # noqa: ARG001 - part of the cache's key
+    """Whether the hub responds. Loading a model and an embedding would need several probes."""
+    import httpx
+    from huggingface_hub import get_session
+
+    try:
+        get_session().head(hub, timeout=_PROBE_S)
+    except httpx.TransportError:
+        return False
+    return True
+
+
+def _hub_error(error: BaseException) -> BaseException | None:
+    """Find the hub's error among the causes of another error."""
+    seen: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and cause not in seen:
+        if type(cause).__module__.partition(".")[0] == "huggingface_hub":
+            return cause
+        seen.append(cause)
+        cause = cause.__cause__ or cause.__context__
+    return None
