@@ -79,7 +79,7 @@ def test_progress_is_told_and_shown(
     monkeypatch.setattr(ingestion, "_BATCH_BLOCKS", 6)
     seen: list[tuple[int, int]] = []
     engine.precompute(BLOCKS, on_progress=lambda *done: seen.append(done), show_progress=True)
-    tokens = sum(len(engine.model.tokenised(block, first=False).ids) for block in BLOCKS)
+    tokens = sum(len(engine.model.tokenised(block, False).ids) for block in BLOCKS)
     assert [total for _, total in seen] == [tokens] * 5
     assert sorted(done for done, _ in seen) == [done for done, _ in seen]
     assert (seen[0], seen[-1]) == ((0, tokens), (tokens, tokens))
