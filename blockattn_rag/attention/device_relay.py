@@ -50,7 +50,6 @@ class DeviceRelay:
         self.kv_heads, self.size, self.dtype = outline
         self.device = device
         self._programs = programs
-        self.tail_tokens = 0
         self.layouts = layouts
         # A layer without rotation has one pair that rotates by nothing.
         none = RotaryLayout(torch.zeros(1), "half")
@@ -111,8 +110,7 @@ class DeviceRelay:
         )
 
     def load(self, context: Context) -> None:
-        """Begin a request with an empty tail after ``context``, which ``reads`` accepts."""
-        self.tail_tokens = 0
+        """Begin a request after ``context``, which ``reads`` accepts. Its tail is empty."""
         blocks = context.blocks
         addresses: Any = [self._address(kv) for kv, *_ in blocks]
         tail = torch.tensor([[s.data_ptr() for s in layer] for layer in self._tail])
@@ -131,13 +129,15 @@ class DeviceRelay:
             _upload(self._chunks, torch.tensor(chunks, dtype=torch.int32), dim=0)
         self._counts[0] = len(chunks)
 
-    def begin(self, tokens: int) -> None:
-        """Prepare a forward over new tokens. May move the tail, which invalidates graphs."""
-        if self.tail_tokens + tokens > self.room:
-            self._grow(self.tail_tokens + tokens)
-        self._counts[1] = self.tail_tokens
-        end = self.tail_tokens + tokens
-        torch.arange(self.tail_tokens, end, out=self._places[:tokens])
+    def begin(self, start: int, tokens: int) -> None:
+        """Prepare a forward over new tokens after ``start`` tail tokens.
+
+        May move the tail (``room`` then changes), which invalidates graphs.
+        """
+        if start + tokens > self.room:
+            self._grow(start + tokens)
+        self._counts[1] = start
+        torch.arange(start, start + tokens, out=self._places[:tokens])
 
     def _grow(self, tokens: int) -> None:
         old = self._tail
@@ -155,9 +155,10 @@ class DeviceRelay:
         self._tail[layer, 0].index_copy_(1, places, keys[0])
         self._tail[layer, 1].index_copy_(1, places, values[0])
 
-    def states(self, layer: int) -> tuple[Tensor, Tensor]:
-        """The tail's keys and values, ``[1, K, tokens, D]``: views, which forwards write to."""
-        keys, values = self._tail[layer, :, None, :, : self.tail_tokens]
+    def states(self, layer: int, tokens: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of the first tail tokens, ``[1, K, tokens, D]``: views, which forwards
+        write to."""
+        keys, values = self._tail[layer, :, None, :, :tokens]
         return keys, values
 
     def attend(

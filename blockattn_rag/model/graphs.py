@@ -109,32 +109,32 @@ class GraphRunner:
         self._room = relay.room
 
     def cache_for(self, context: Context) -> GraphCache | None:
-        """A cache over a context, which releases the previous one; None for unreadable blocks."""
-        if not self.relay.reads(context):
-            return None
-        if self._user is not None and (previous := self._user()) is not None:
-            previous.release()
-        self.relay.load(context)
-        cache = GraphCache(context, self)
-        self._user = weakref.ref(cache)
-        return cache
+        """A cache over a context; None for blocks that the kernel cannot read."""
+        return GraphCache(context, self) if self.relay.reads(context) else None
 
     def run(self, forward: Forward, cache: GraphCache, kwargs: dict[str, Any]) -> Any:
-        """Run one forward over the cache."""
+        """Run one forward over the cache. The caller holds the model's lock."""
         ids: Tensor = kwargs["input_ids"]
         tokens = ids.shape[1]
         width = _captured_tokens(tokens)
         is_captured = self.captures and width <= MOST_TOKENS and _is_plain(kwargs, tokens)
-        self.begin(width if is_captured else tokens)
+        self.begin(cache, width if is_captured else tokens)
         out = self._replayed(forward, cache, ids, width) if is_captured else None
         if out is None:
             out = forward(**kwargs)
-        self.relay.tail_tokens += tokens
+        cache.tail_tokens += tokens
         return out
 
-    def begin(self, tokens: int) -> None:
-        """Prepare new tokens."""
-        self.relay.begin(tokens)
+    def begin(self, cache: GraphCache, tokens: int) -> None:
+        """Prepare new tokens of a cache. Releases the cache of the previous request."""
+        previous = None if self._user is None else self._user()
+        if previous is not cache:
+            self._user = None
+            if previous is not None:
+                previous.release()
+            self.relay.load(cache.context)
+            self._user = weakref.ref(cache)
+        self.relay.begin(cache.tail_tokens, tokens)
         if self.relay.room != self._room:  # the tail has moved
             self._graphs.clear()
             self._room = self.relay.room
@@ -169,42 +169,42 @@ class GraphRunner:
 class _SlotLayer(DynamicLayer):
     """Layer whose tail lies in the relay's buffers. Its length includes the context."""
 
-    def __init__(self, relay: DeviceRelay, index: int, prefix_tokens: int) -> None:
+    def __init__(self, cache: GraphCache, index: int) -> None:
         super().__init__()
-        self._relay, self._index, self._prefix_tokens = relay, index, prefix_tokens
+        self._cache, self._index = weakref.proxy(cache), index
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> Any:
-        self._relay.write(self._index, key_states, value_states)
+        self._cache.relay.write(self._index, key_states, value_states)
         return key_states, value_states
 
     def get_seq_length(self) -> int:
-        return self._prefix_tokens + self._relay.tail_tokens
+        length: int = self._cache.context.num_tokens + self._cache.tail_tokens
+        return length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._relay.tail_tokens + query_length, self._prefix_tokens
+        return self._cache.tail_tokens + query_length, self._cache.context.num_tokens
 
 
 class GraphCache(ContextCache):
-    """Cache of one request over a ``GraphRunner``."""
+    """Cache of one request over a ``GraphRunner``. Its tail begins with the first forward."""
 
     def __init__(self, context: Context, runner: GraphRunner) -> None:
         super().__init__()
         self.context = context  # keeps the blocks alive
         self.runner: GraphRunner | None = runner
-        self.attention = relay = runner.relay
-        layers = range(len(relay.layouts))
-        self.layers = [_SlotLayer(relay, index, context.num_tokens) for index in layers]
+        self.attention = self.relay = runner.relay
+        self.tail_tokens = 0
+        self.layers = [_SlotLayer(self, index) for index in range(len(self.relay.layouts))]
 
     def release(self) -> None:
         """Continue without the runner: with relay attention, in forwards of any kind."""
         if self.runner is None:
             return
-        relay, self.runner = self.runner.relay, None
-        states = _tail_of(relay, relay.tail_tokens)
-        plain = RelayCache(RelayPlan([self.context], relay.layouts, relay.device))
-        self.attention, self.layers = plain.attention, plain.layers
-        if relay.tail_tokens:
-            self.append(states, relay.tail_tokens)
+        states = self.tail_states(self.tail_tokens)
+        plain = RelayCache(RelayPlan([self.context], self.relay.layouts, self.relay.device))
+        self.attention, self.layers, self.runner = plain.attention, plain.layers, None
+        if states and self.tail_tokens:
+            self.append(states, self.tail_tokens)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         self.release()
@@ -212,23 +212,20 @@ class GraphCache(ContextCache):
 
     def append(self, states: States, tokens: int) -> None:
         if self.runner is not None:
-            self.runner.begin(tokens)
+            self.runner.begin(self, tokens)
+            self.tail_tokens += tokens
         super().append(states, tokens)
-        if self.runner is not None:
-            self.runner.relay.tail_tokens += tokens
 
     def tail_states(self, tokens: int) -> States | None:
         if self.runner is None:
             return super().tail_states(tokens)
-        return _tail_of(self.runner.relay, tokens)
-
-
-def _tail_of(relay: DeviceRelay, tokens: int) -> States:
-    """Copies of the last ``tokens`` tokens of a tail."""
-    states = map(relay.states, range(len(relay.layouts)))
-    return [
-        (keys[:, :, -tokens:].clone(), values[:, :, -tokens:].clone()) for keys, values in states
-    ]
+        first = self.tail_tokens - tokens
+        return [
+            (keys[:, :, first:].clone(), values[:, :, first:].clone())
+            for keys, values in (
+                self.relay.states(layer, self.tail_tokens) for layer in range(len(self.layers))
+            )
+        ]
 
 
 def _captured_tokens(tokens: int) -> int:

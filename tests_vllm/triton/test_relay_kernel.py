@@ -96,11 +96,8 @@ def test_attention_equals_that_over_rotated_copies(
     tail = tuple(random(1, kv_heads, before + tokens, size, seed=s) for s in (91, 92))
     for start, end in ((0, before), (before, before + tokens)):
         if start < end:
-            relay.begin(end - start)
+            relay.begin(start, end - start)
             relay.write(0, *(states[:, :, start:end] for states in tail))
-            relay.tail_tokens += end - start
-    relay.tail_tokens = before
-    relay.begin(tokens)
     query = random(1, heads, tokens, size, seed=93)
     found = relay.attend(0, query, *tail, 1 / math.sqrt(size), None)
     expected = expected_attention(query, context, (tail[0], tail[1]), layout)
