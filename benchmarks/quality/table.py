@@ -18,7 +18,14 @@ PLAIN = "block"
 def tables(records: Sequence[Record]) -> str:
     """One table over all questions, and one of right answers by set."""
     by_row = _by_row(records)
-    head = ("", "right", "difference (95 %)", "kept of full mode's", "F1", "KL (95 %)")
+    head: tuple[str, ...] = (
+        "",
+        "right",
+        "difference (95 %)",
+        "kept of full mode's",
+        "F1",
+        "KL (95 %)",
+    )
     head += ("recovered (95 %)", "agreement", "computed", "first token", "times sooner")
     lines = [_line(name, rows, by_row) for name, rows in by_row.items()]
     return markdown(head, lines) + "\n" + _by_set(by_row)
