@@ -19,6 +19,7 @@ from finetuning import write_answers
 from precision import TYPES, answers, engines_of, precision_table
 from records import measure, read
 from rows import Answerer, Record
+from table import summary
 
 from blockattn_rag import BlockAttentionEngine, Recipe
 from blockattn_rag.lab.evaluation.datasets import EvaluationPassage, EvaluationSample
@@ -149,3 +150,33 @@ def test_training_answers_are_full_modes_and_continue(
         engine.model.tokenizer.tokenizer,
     )
     assert found[0]["answer"] == engine.generate(prompt, mode="full", max_new_tokens=64).text
+
+
+def test_the_summary_gives_percent_and_takes_missing_times_from_repeated_answers() -> None:
+    def record(row: str, question: int, right: int, ttft_s: float) -> Record:
+        return Record("facts", str(question), row, right, 0.0, 0.0, 1.0, 1, 10, ttft_s, "")
+
+    nan = float("nan")
+    records = [record("full", one, 1, 8.0) for one in range(4)]
+    records += [record("block", one, int(one == 0), 1.0) for one in range(4)]
+    records += [record("recompute 10 %", one, int(one < 2), nan) for one in range(4)]
+    records += [record("recompute 20 %", 0, 1, nan)]
+    again = [record("full", 0, 1, 6.0), record("recompute 10 %", 0, 1, 2.0)]
+    text = summary(records, again)
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()[2:]]
+    assert rows[0] == ["full mode", "100.0 %", "", "", ""]
+    _, right, change, kept, sooner = rows[1]
+    assert (right, kept, sooner) == ("25.0 %", "1 of 4", "8.0")
+    assert change.startswith("-75.0 (")
+    assert rows[2][3:] == ["2 of 4", "3.0 (1 questions)"]
+    assert rows[3][0] == "20 % recomputed (1 questions)"
+    assert rows[3][3:] == ["1 of 1", "not measured"]
+
+
+@pytest.mark.parametrize("model", ["smollm2", "qwen", "gemma"])
+def test_the_committed_summaries_show_the_committed_answers(model: str) -> None:
+    results = Path(__file__).parents[1] / "benchmarks" / "results" / "quality"
+    records = [*read(results / f"{model}.csv", Record)]
+    repeated = [*read(results / "repeated" / f"{model}.csv", Record)]
+    expected = (results / "summary" / f"{model}.md").read_text(encoding="utf-8")
+    assert summary(records, repeated) == expected

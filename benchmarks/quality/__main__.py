@@ -13,7 +13,7 @@ when it runs again. ``diagnose`` shows where a recipe's remaining divergence com
 ``tune`` fine-tunes a model on full mode's own answers; ``run --tuned`` compares it with the stock
 model and its recipe, in ``MODEL-tuned.csv``. ``precision`` compares block mode over keys and values
 in int8 with the model's own type, in ``precision/MODEL.csv``. ``table`` writes ``MODEL.md`` next to
-each CSV file.
+each CSV file, and the short tables of ``docs/quality.md`` to ``summary/MODEL.md``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from models import model_path
 from precision import TYPES, answers, engines_of, precision_table
 from records import measure, read
 from rows import FULL, Answerer, Record
-from table import diagnosis_table, tables
+from table import diagnosis_table, summary, tables
 
 from blockattn_rag import BlockAttentionEngine
 from blockattn_rag.prompts.formats import PromptFormat
@@ -45,6 +45,8 @@ from blockattn_rag.prompts.formats import PromptFormat
 RESULTS = Path(__file__).parents[1] / "results" / "quality"
 DIAGNOSIS = "diagnosis"
 PRECISION = "precision"
+REPEATED = "repeated"
+SUMMARY = "summary"
 app = typer.Typer(help=__doc__, add_completion=False)
 
 
@@ -134,8 +136,15 @@ def precision(
 def table(results: Path = RESULTS) -> None:
     """Write the tables of all records."""
     for path in sorted(results.glob("*.csv")):
-        path.with_suffix(".md").write_text(tables([*read(path, Record)]), encoding="utf-8")
+        records = [*read(path, Record)]
+        path.with_suffix(".md").write_text(tables(records), encoding="utf-8")
         print(path.with_suffix(".md"))
+        if not path.stem.endswith("-tuned"):
+            repeated = [*read(results / REPEATED / path.name, Record)]
+            short = results / SUMMARY / f"{path.stem}.md"
+            short.parent.mkdir(exist_ok=True)
+            short.write_text(summary(records, repeated), encoding="utf-8")
+            print(short)
     for path in sorted((results / DIAGNOSIS).glob("*.csv")):
         records = [*read(results / path.name, Record)]
         text = diagnosis_table([*read(path, Change)], records)

@@ -17,16 +17,77 @@ PLAIN = "block"
 
 def tables(records: Sequence[Record]) -> str:
     """One table over all questions, and one of right answers by set."""
-    by_row: dict[str, dict[tuple[str, str], Record]] = {}
-    for one in records:
-        by_row.setdefault(one.row, {})[one.set, one.id] = one
-    head = ("", "right", "difference (95 %)", "kept of full mode's", "F1", "KL (95 %)")
+    by_row = _by_row(records)
+    head: tuple[str, ...] = (
+        "",
+        "right",
+        "difference (95 %)",
+        "kept of full mode's",
+        "F1",
+        "KL (95 %)",
+    )
     head += ("recovered (95 %)", "agreement", "computed", "first token", "times sooner")
     lines = [_line(name, rows, by_row) for name, rows in by_row.items()]
     return markdown(head, lines) + "\n" + _by_set(by_row)
 
 
 Rows = dict[tuple[str, str], Record]
+
+
+def _by_row(records: Sequence[Record]) -> dict[str, Rows]:
+    by_row: dict[str, Rows] = {}
+    for one in records:
+        by_row.setdefault(one.row, {})[one.set, one.id] = one
+    return by_row
+
+
+LABELS = {
+    FULL: "full mode",
+    PLAIN: 'block mode as published (`"none"`)',
+    "sink": 'sink (`"head:4"`)',
+    "recipe": "recipe",
+    "recompute 10 %": "10 % recomputed",
+    "recompute 20 %": "20 % recomputed",
+    "recipe, recompute 10 %": "recipe, 10 % recomputed",
+}
+"""Rows of the summary, by name. The sink is left out if there is a recipe, which includes it."""
+
+
+def summary(records: Sequence[Record], repeated: Sequence[Record] = ()) -> str:
+    """Short table for users: right answers in percent, and the gain in time to first token.
+
+    Args:
+        records: All answers of a model.
+        repeated: Answers with times, full mode included, for rows whose records have none.
+    """
+    by_row, again = _by_row(records), _by_row(repeated)
+    hidden = {"sink"} if "recipe" in by_row else set()
+    names = [name for name in LABELS if name in by_row and name not in hidden]
+    head = ("", "right answers", "difference in points (95 %)", "full mode's right answers kept")
+    lines = []
+    for name in names:
+        rows, full = by_row[name], by_row[FULL]
+        label = LABELS[name] + f" ({len(rows)} questions)" * (len(rows) < len(full))
+        right = statistics.fmean(one.right for one in rows.values())
+        line = [label, f"{100 * right:.1f} %", "", "", ""]
+        if name != FULL:
+            change = bootstrap_mean([one.right - full[key].right for key, one in rows.items()])
+            kept = [one.right for key, one in rows.items() if full[key].right]
+            line[2] = "{:+.1f} ({:+.1f} to {:+.1f})".format(*(100 * x for x in change))
+            line[3:] = [f"{sum(kept)} of {len(kept)}", _sooner(by_row, again, name)]
+        lines.append(line)
+    return markdown((*head, "first token: times sooner"), lines)
+
+
+def _sooner(by_row: dict[str, Rows], again: dict[str, Rows], name: str) -> str:
+    for source in (by_row, again):
+        full, rows = source.get(FULL, {}), source.get(name, {})
+        ratios = [full[key].ttft_s / one.ttft_s for key, one in rows.items() if key in full]
+        ratios = [ratio for ratio in ratios if not math.isnan(ratio)]
+        if ratios:
+            note = f" ({len(ratios)} questions)" * (len(ratios) < len(by_row[FULL]))
+            return f"{statistics.median(ratios):.1f}{note}"
+    return "not measured"
 
 
 def _line(name: str, rows: Rows, by_row: dict[str, Rows]) -> list[str]:
