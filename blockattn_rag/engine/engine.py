@@ -12,7 +12,6 @@ from blockattn_rag.engine.find_recipe import AUTO, CallRecipes, RecipeLike
 from blockattn_rag.engine.ingest import EncodeStats, precompute
 from blockattn_rag.engine.options import GenerateOptions
 from blockattn_rag.engine.pending import MAX_BATCH, Group, PendingRequest, check_batch_size
-from blockattn_rag.engine.prefetch import Prefetcher, PrefetchStats
 from blockattn_rag.engine.protocol import LatePrompt, Prompt, blocks_to_encode, made
 from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.engine.results import Generation, GenerationChunk, Mode
@@ -90,7 +89,6 @@ class BlockAttentionEngine:
         self.store = open_store(store)
         self._recipes = CallRecipes(model, self.store, folder, positions, default=recipe)
         self._fetcher = BlockFetcher(model, self.store, resident_bytes, access, kv_dtype, on_miss)
-        self._prefetcher = Prefetcher()
         self._scheduler = scheduler_of(model.lock)
         self._runner = Runner(model, self._fetcher, assembly, resident_bytes // SHARE)
 
@@ -211,31 +209,6 @@ class BlockAttentionEngine:
             batch_tokens=batch_tokens,
             recipe=self._recipes.of_call(recipe),
         )
-
-    def prefetch(
-        self, passages: Sequence[str | Block], *, recipe: RecipeLike | None = None
-    ) -> None:
-        """Read passages from the store in the background, before their prompt exists.
-
-        Returns immediately and never raises; ``prefetches`` has the statistics. Reading stops when
-        ``resident_bytes`` are full, so pass the likeliest passages first. Nothing is computed.
-
-        Args:
-            passages: The passages.
-            recipe: Overrides the engine's recipe.
-        """
-        given = [passages] if isinstance(passages, str) else list(passages)
-
-        def read() -> PrefetchStats:
-            blocks = [one if isinstance(one, Block) else Block(one) for one in given if one != ""]
-            return self._fetcher.prefetch(blocks, recipe=self._recipes.of_call(recipe))
-
-        self._prefetcher.submit(len(given), read)
-
-    @property
-    def prefetches(self) -> PrefetchStats:
-        """Statistics of all ``prefetch`` calls so far."""
-        return self._prefetcher.stats
 
     def contains(self, block: Block, *, first: bool = False) -> bool:
         """Whether a block's KV is stored. ``first``: whether it is the first block of a prompt."""

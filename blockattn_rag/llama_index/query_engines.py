@@ -30,7 +30,6 @@ from llama_index.core.schema import NodeWithScore
 from blockattn_rag.llama_index.llm import BlockAttentionLLM
 from blockattn_rag.llama_index.nodes import (
     BlockKVPostprocessor,
-    BlockKVPrefetch,
     Order,
     as_block_node,
     canonical_text,
@@ -119,8 +118,7 @@ def block_query_engine(
         index: Index to query.
         llm: LLM that generates the answers.
         order: Order of the passages; see ``BlockKVPostprocessor``.
-        node_postprocessors: Further postprocessors, between ``BlockKVPrefetch`` and
-            ``BlockKVPostprocessor``.
+        node_postprocessors: Further postprocessors, before ``BlockKVPostprocessor``.
         response_mode: Mode of the synthesizer.
         streaming: Whether answers are streamed.
         kwargs: Further arguments of ``as_query_engine``, such as ``similarity_top_k`` of the
@@ -132,11 +130,7 @@ def block_query_engine(
     return index.as_query_engine(
         llm=llm,
         response_synthesizer=synthesizer,
-        node_postprocessors=[
-            BlockKVPrefetch(llm),
-            *node_postprocessors,
-            BlockKVPostprocessor(order),
-        ],
+        node_postprocessors=[*node_postprocessors, BlockKVPostprocessor(order)],
         streaming=streaming,
         **kwargs,
     )

@@ -153,14 +153,6 @@ class RemoteEngine:
         encode = self._server.encode
         return precompute(encode, bodies, show_progress=show_progress, on_progress=on_progress)
 
-    def prefetch(
-        self,
-        passages: Sequence[str | Block],
-        *,
-        recipe: RecipeLike | None = None,
-    ) -> None:
-        """Do nothing: the server reads blocks when a prompt arrives."""
-
     def contains(self, block: Block, *, first: bool = False) -> bool:
         """Whether a block is stored. ``first``: Look for it as the first block of a prompt."""
         wanted = [one for one in [self._to_encode(block, first)] if one.ids]
