@@ -34,7 +34,6 @@ class Prepared(NamedTuple):
         context: Context blocks at their positions. Empty in full mode.
         limit: Maximum number of tokens to generate.
         stats: Statistics so far.
-        fingerprint: Fingerprint of the model that the blocks belong to. Empty in full mode.
         is_hit: Whether each context block was found.
         may_change: Whether each context block's tokens may be recomputed for the question.
         recomputed_tokens: Number of tokens to recompute.
@@ -45,7 +44,6 @@ class Prepared(NamedTuple):
     context: Context
     limit: int
     stats: ReuseStats
-    fingerprint: str = ""
     is_hit: Sequence[bool] = ()
     may_change: Sequence[bool] = ()
     recomputed_tokens: int = 0

@@ -251,7 +251,6 @@ class BlockFetcher:
 
     def _keep(self, kv: BlockKV, allowed: Keep) -> None:
         """Keep a computed block in the store if that is allowed, else in memory."""
-        # The model may have changed since the lookup, so use the key of the computed KV.
         key = kv.key
         if allowed == "store" or key in self._to_store:
             self._store(kv)

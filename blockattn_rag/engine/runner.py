@@ -59,7 +59,11 @@ class Runner:
         """Answer requests with equal options. Each gets its answer or its own error.
 
         Requests share forward passes, which does not change their answers.
+
+        Raises:
+            UnsupportedModelError: the model has changed since it was loaded.
         """
+        self._model.check_unchanged()
         answers = [answer for one in requests if (answer := self._prepared(one)) is not None]
         for batch in self._batches(answers):
             self._answer(batch)
@@ -91,11 +95,9 @@ class Runner:
 
     def _prepare_blocks(self, prompt: BlockPrompt, options: GenerateOptions) -> Prepared:
         started = time.perf_counter()
-        recipe, fingerprint = options.recipe, self._model.fingerprint
+        recipe = options.recipe
         blocks, final_ids = self._model.tokenizer.with_final_ids(prompt, recipe.promote)
-        wanted = self._fetcher.wanted(
-            blocks, as_prompt=True, recipe=recipe, fingerprint=fingerprint
-        )
+        wanted = self._fetcher.wanted(blocks, as_prompt=True, recipe=recipe)
         prompt_tokens = sum(len(one.ids) for one in wanted) + len(final_ids)
         # Raises before anything is computed if the prompt does not fit.
         limit = self._model.room_for(prompt_tokens, options.sampling)
@@ -122,7 +124,6 @@ class Runner:
             context,
             limit,
             stats,
-            fingerprint,
             fetched.is_hit,
             may_change,
             tokens_to_recompute(context, may_change, recipe.recompute),
@@ -147,6 +148,7 @@ class Runner:
         self, prompt: BlockPrompt, answer_ids: Sequence[int], options: GenerateOptions
     ) -> Tensor:
         """Logits at each token of a given answer; see ``BlockModel.answer_logits``."""
+        self._model.check_unchanged()
         prepared = self.prepare(prompt, options)
         if prepared.limit < len(answer_ids):
             raise ContextOverflowError(
