@@ -83,6 +83,7 @@ class EngineSource:
     def __init__(
         self,
         engine: Engine | None = None,
+        *,
         model_name: Any = None,
         tokenizer_name: Any = None,
         kv_store: KVStore | str | Path | None = None,

@@ -55,7 +55,7 @@ class Runner:
         self._assembly: Assembly = assembly
         self._tails = Tails(model, tail_bytes)
 
-    def answer_batch(self, requests: Sequence[PendingRequest]) -> None:
+    def answer_batch(self, batch: Sequence[PendingRequest]) -> None:
         """Answer requests with equal options. Each gets its answer or its own error.
 
         Requests share forward passes, which does not change their answers.
@@ -64,24 +64,29 @@ class Runner:
             UnsupportedModelError: the model has changed since it was loaded.
         """
         self._model.check_unchanged()
-        answers = [answer for one in requests if (answer := self._prepared(one)) is not None]
-        for batch in self._batches(answers):
-            self._answer(batch)
+        answers = [answer for one in batch if (answer := self._prepared(one)) is not None]
+        for together in self._batches(answers):
+            self._answer(together)
+
+    def can_share(self, options: GenerateOptions) -> bool:
+        """Whether batching leaves the answers to requests with these options unchanged."""
+        return self._model.batches_exactly(options.sampling)
 
     # -- preparing ---------------------------------------------------------------------------
 
-    def _prepared(self, request: PendingRequest) -> Answer | None:
+    def _prepared(self, pending: PendingRequest) -> Answer | None:
+        options = pending.request.options
         try:
-            if request.left:  # while other requests were prepared
+            if pending.left:  # while other requests were prepared
                 raise CancelledError
-            prompt = request.prompt()
+            prompt = pending.prompt()
             # Raises for an invalid grammar before anything is computed.
-            self._model.rules.matcher(request.options.sampling.grammar)
-            return Answer(request, prompt, self.prepare(prompt, request.options), self._model)
+            self._model.rules.matcher(options.sampling.grammar)
+            return Answer(pending, prompt, self.prepare(prompt, options), self._model)
         except KeyboardInterrupt:  # ends the whole batch
             raise
         except BaseException as error:  # noqa: BLE001 -- raised again by the caller
-            request.fail(error)
+            pending.fail(error)
             return None
 
     def prepare(self, prompt: BlockPrompt, options: GenerateOptions) -> Prepared:
@@ -202,13 +207,13 @@ class Runner:
                 answer.restart()
                 self._answer([answer])
             else:
-                answer.request.fail(failure)
+                answer.pending.fail(failure)
 
     def _generate_alone(self, answers: Sequence[Answer]) -> list[list[int]]:
         (answer,) = answers
-        request, sampling = answer.request, answer.options.sampling
+        pending, sampling = answer.pending, answer.options.sampling
         with self._model.running(sampling):
-            if request.left:  # while other requests used the model
+            if pending.left:  # while other requests used the model
                 raise CancelledError
             prepared = self._recomputed(answer.prepared, answer.options)
             start = self._tails.begin(prepared, answer.options)
@@ -226,7 +231,7 @@ class Runner:
                 sampling,
                 cache=cache,
                 on_token=answer.push,
-                is_cancelled=lambda: answer.stopped or request.left,
+                is_cancelled=lambda: answer.stopped or pending.left,
             )
             self._tails.keep(start, prepared, ids, cache)
             return [ids]
@@ -235,7 +240,7 @@ class Runner:
         sampling = answers[0].options.sampling
 
         def nobody_waits() -> bool:
-            return all(one.request.left or one.has_ended for one in answers)
+            return all(one.pending.left or one.has_ended for one in answers)
 
         def on_tokens(tokens: Sequence[int]) -> list[bool]:
             rows = zip(answers, tokens, strict=True)
@@ -257,7 +262,7 @@ class Runner:
                 on_tokens=on_tokens,
                 is_cancelled=nobody_waits,
                 grammars=[one.options.sampling.grammar for one in answers],
-                on_failure=lambda place, error: answers[place].request.fail(error),
+                on_failure=lambda place, error: answers[place].pending.fail(error),
             )
 
     def _cache(self, prompts: Sequence[Prepared], final_tokens: int) -> Any:

@@ -160,19 +160,22 @@ class BlockCitationQueryEngine(CitationQueryEngine):
         **kwargs: Any,
     ) -> CitationQueryEngine:
         """``CitationQueryEngine.from_args`` with a synthesizer that keeps blocks whole."""
-        ways: dict[str, Any] = {"use_async": use_async, "streaming": streaming}
         if isinstance(llm, BlockAttentionLLM) and not multimodal:
-            templates = {
-                "text_qa_template": citation_qa_template,
-                "refine_template": citation_refine_template,
-            }
-            synthesizer = block_response_synthesizer(llm, response_mode, **ways, **templates)
+            synthesizer = block_response_synthesizer(
+                llm,
+                response_mode,
+                use_async=use_async,
+                streaming=streaming,
+                text_qa_template=citation_qa_template,
+                refine_template=citation_refine_template,
+            )
             kwargs.setdefault("response_synthesizer", synthesizer)
         return super().from_args(
             index,
             llm,
             response_mode=response_mode,
-            **ways,
+            use_async=use_async,
+            streaming=streaming,
             citation_qa_template=citation_qa_template,
             citation_refine_template=citation_refine_template,
             multimodal=multimodal,

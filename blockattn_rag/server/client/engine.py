@@ -15,8 +15,16 @@ from blockattn_rag.engine.find_recipe import AUTO, RecipeLike
 from blockattn_rag.engine.ingest import EncodeStats
 from blockattn_rag.engine.options import GenerateOptions
 from blockattn_rag.engine.outline import RecipeOutline
-from blockattn_rag.engine.pending import MAX_BATCH, Group, PendingAnswer, check_batch_size
-from blockattn_rag.engine.protocol import LatePrompt, Prompt, blocks_to_encode, made
+from blockattn_rag.engine.pending import (
+    MAX_BATCH,
+    Group,
+    LatePrompt,
+    PendingAnswer,
+    Prompt,
+    check_batch_size,
+    to_block_prompt,
+)
+from blockattn_rag.engine.protocol import blocks_to_encode
 from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.engine.results import Generation, GenerationChunk
 from blockattn_rag.model.sampling import room_for
@@ -243,8 +251,8 @@ class RemoteEngine:
         options = GenerateOptions.parse(given, Recipe())
         check_possible(options)
         if not callable(prompt):  # an invalid prompt raises now
-            prompt = made(prompt)
-        pending = PendingAnswer(partial(made, prompt))
+            prompt = to_block_prompt(prompt)
+        pending = PendingAnswer(prompt)
         return pending, partial(self._start, pending, options, recipe, gate)
 
     def _start(
