@@ -38,14 +38,23 @@ def with_settings(engine: BlockAttentionEngine, **settings: Any) -> BlockAttenti
     return BlockAttentionEngine(engine.model, engine.store, **{"recipe": engine.recipe, **settings})
 
 
+def batch_sizes(engine: BlockAttentionEngine) -> list[int]:
+    """A list that records the sizes of the engine's batches of more than one request."""
+    sizes: list[int] = []
+    answer_batch = engine._runner.answer_batch
+
+    def counted(batch: Sequence[PendingRequest]) -> None:
+        if len(batch) > 1:
+            sizes.append(len(batch))
+        answer_batch(batch)
+
+    engine._runner.answer_batch = counted  # type: ignore[method-assign]
+    return sizes
+
+
 class CountingEngine(BlockAttentionEngine):
     """An engine that records the sizes of its batches of more than one request."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.batches: list[int] = []
-
-    def answer_batch(self, requests: Sequence[PendingRequest]) -> None:
-        if len(requests) > 1:
-            self.batches.append(len(requests))
-        super().answer_batch(requests)
+        self.batches = batch_sizes(self)

@@ -14,8 +14,7 @@ import torch
 from transformers import LogitsProcessor
 
 from blockattn_rag import BlockAttentionEngine
-from blockattn_rag.engine.pending import PendingRequest
-from blockattn_rag.engine.protocol import LatePrompt
+from blockattn_rag.engine.pending import LatePrompt, PendingRequest
 from blockattn_rag.model import BlockModel
 from blockattn_rag.prompts.blocks import Span
 from blockattn_rag.store import KVStore, MemoryStore

@@ -39,17 +39,18 @@ PEERS = ("langchain-huggingface", "llama-index-llms-huggingface")
 def noted(engine: BlockAttentionEngine) -> Iterator[list[PendingRequest]]:
     """Record all requests to an engine."""
     asked: list[PendingRequest] = []
-    answer_batch = engine.answer_batch
+    runner = engine._runner
+    answer_batch = runner.answer_batch
 
-    def note(requests: Sequence[PendingRequest]) -> None:
-        asked.extend(requests)
-        answer_batch(requests)
+    def note(batch: Sequence[PendingRequest]) -> None:
+        asked.extend(batch)
+        answer_batch(batch)
 
-    engine.answer_batch = note  # type: ignore[method-assign]
+    runner.answer_batch = note  # type: ignore[method-assign]
     try:
         yield asked
     finally:
-        engine.answer_batch = answer_batch  # type: ignore[method-assign]
+        runner.answer_batch = answer_batch  # type: ignore[method-assign]
 
 
 def tried_here(use: Use, kit: Any, engine: BlockAttentionEngine, *, trace: bool) -> Outcome:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import pickle
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,7 +19,7 @@ from blockattn_rag.engine.protocol import Engine
 from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.errors import SegmentationError
 from blockattn_rag.model import BlockModel
-from blockattn_rag.prompts.blocks import Block, BlockPrompt, BlockTemplate, Span
+from blockattn_rag.prompts.blocks import BlockPrompt, BlockTemplate, Span
 from blockattn_rag.prompts.markers import content_spans, holds_orphans
 from blockattn_rag.prompts.recognition import Recognize
 from blockattn_rag.prompts.tokenization import BlockTokenizer
@@ -83,6 +83,7 @@ class EngineSource:
     def __init__(
         self,
         engine: Engine | None = None,
+        *,
         model_name: Any = None,
         tokenizer_name: Any = None,
         kv_store: KVStore | str | Path | None = None,
@@ -342,14 +343,6 @@ class EngineSource:
                 "writes them, pass parse_special_tokens=True (docs/security.md)"
             )
         return spans
-
-    def prefetch(self, blocks: Sequence[Block]) -> None:
-        """Call ``engine.prefetch``, but only if the model is loaded.
-
-        Loading the model would take longer than any read that the prefetch could save.
-        """
-        if self._engine is not None:
-            self._engine.prefetch(blocks)
 
     async def loaded_engine(self) -> Engine:
         """``engine`` for event loops: the model is loaded in another thread."""

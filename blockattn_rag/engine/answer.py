@@ -34,7 +34,6 @@ class Prepared(NamedTuple):
         context: Context blocks at their positions. Empty in full mode.
         limit: Maximum number of tokens to generate.
         stats: Statistics so far.
-        fingerprint: Fingerprint of the model that the blocks belong to. Empty in full mode.
         is_hit: Whether each context block was found.
         may_change: Whether each context block's tokens may be recomputed for the question.
         recomputed_tokens: Number of tokens to recompute.
@@ -45,7 +44,6 @@ class Prepared(NamedTuple):
     context: Context
     limit: int
     stats: ReuseStats
-    fingerprint: str = ""
     is_hit: Sequence[bool] = ()
     may_change: Sequence[bool] = ()
     recomputed_tokens: int = 0
@@ -75,11 +73,11 @@ class Answer:
     """An answer that is being generated."""
 
     def __init__(
-        self, request: PendingRequest, prompt: BlockPrompt, prepared: Prepared, model: BlockModel
+        self, pending: PendingRequest, prompt: BlockPrompt, prepared: Prepared, model: BlockModel
     ) -> None:
-        self.request = request
+        self.pending = pending
         self._prepared = prepared
-        self.options: GenerateOptions = request.options
+        self.options: GenerateOptions = pending.request.options
         self._prompt = prompt
         self._model = model
         self.restart()
@@ -89,7 +87,7 @@ class Answer:
         self.prepared = self._prepared
         hf_model, sampling = self._model.hf_model, self.options.sampling
         tokenizer = self._model.tokenizer.tokenizer
-        self.clock = Clock(self.request.started)
+        self.clock = Clock(self.pending.started)
         stop = stop_strings(hf_model, sampling)
         self._detokenizer = Detokenizer(tokenizer, stop, sampling.keep_tokens)
         self._end_ids = end_token_ids(hf_model, tokenizer, sampling.extra)
@@ -109,12 +107,12 @@ class Answer:
     @property
     def has_ended(self) -> bool:
         """Whether the request's result is set."""
-        return self.request.answer.done()
+        return self.pending.answer.done()
 
     @property
     def can_restart(self) -> bool:
         """Whether the answer can start over: it has not ended, and no text was streamed."""
-        has_given = self._given > 0 and self.request.on_chunk is not None
+        has_given = self._given > 0 and self.pending.on_chunk is not None
         return not (self.has_ended or has_given)
 
     def push(self, token: int) -> None:
@@ -132,7 +130,7 @@ class Answer:
         Returns:
             Whether the answer has ended.
         """
-        if self.request.left or self.has_ended:
+        if self.pending.left or self.has_ended:
             return True
         self.push(token)
         if self.stopped or token in self._end_ids:
@@ -147,7 +145,7 @@ class Answer:
             self.push(token)
         self._detokenizer.finish()
         self._give()
-        self.request.answer.set_result(self._generation(list(ids)))
+        self.pending.answer.set_result(self._generation(list(ids)))
 
     def _give(self) -> None:
         """Pass new text to the caller."""
@@ -156,7 +154,7 @@ class Answer:
             new, marks = text[self._given :], self._detokenizer.marks(self._given)
             if self._calls is not None:
                 self._calls.push(new, marks)
-            self.request.emit(new, marks)
+            self.pending.emit(new, marks)
             self._given = len(text)
 
     def _generation(self, ids: list[int]) -> Generation:

@@ -11,9 +11,17 @@ from blockattn_rag.engine.fetcher import BlockFetcher, OnMiss
 from blockattn_rag.engine.find_recipe import AUTO, CallRecipes, RecipeLike
 from blockattn_rag.engine.ingest import EncodeStats, precompute
 from blockattn_rag.engine.options import GenerateOptions
-from blockattn_rag.engine.pending import MAX_BATCH, Group, PendingRequest, check_batch_size
-from blockattn_rag.engine.prefetch import Prefetcher, PrefetchStats
-from blockattn_rag.engine.protocol import LatePrompt, Prompt, blocks_to_encode, made
+from blockattn_rag.engine.pending import (
+    MAX_BATCH,
+    AnswerRequest,
+    Group,
+    LatePrompt,
+    PendingRequest,
+    Prompt,
+    check_batch_size,
+    to_block_prompt,
+)
+from blockattn_rag.engine.protocol import blocks_to_encode
 from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.engine.results import Generation, GenerationChunk, Mode
 from blockattn_rag.engine.runner import Runner
@@ -90,7 +98,6 @@ class BlockAttentionEngine:
         self.store = open_store(store)
         self._recipes = CallRecipes(model, self.store, folder, positions, default=recipe)
         self._fetcher = BlockFetcher(model, self.store, resident_bytes, access, kv_dtype, on_miss)
-        self._prefetcher = Prefetcher()
         self._scheduler = scheduler_of(model.lock)
         self._runner = Runner(model, self._fetcher, assembly, resident_bytes // SHARE)
 
@@ -211,31 +218,6 @@ class BlockAttentionEngine:
             batch_tokens=batch_tokens,
             recipe=self._recipes.of_call(recipe),
         )
-
-    def prefetch(
-        self, passages: Sequence[str | Block], *, recipe: RecipeLike | None = None
-    ) -> None:
-        """Read passages from the store in the background, before their prompt exists.
-
-        Returns immediately and never raises; ``prefetches`` has the statistics. Reading stops when
-        ``resident_bytes`` are full, so pass the likeliest passages first. Nothing is computed.
-
-        Args:
-            passages: The passages.
-            recipe: Overrides the engine's recipe.
-        """
-        given = [passages] if isinstance(passages, str) else list(passages)
-
-        def read() -> PrefetchStats:
-            blocks = [one if isinstance(one, Block) else Block(one) for one in given if one != ""]
-            return self._fetcher.prefetch(blocks, recipe=self._recipes.of_call(recipe))
-
-        self._prefetcher.submit(len(given), read)
-
-    @property
-    def prefetches(self) -> PrefetchStats:
-        """Statistics of all ``prefetch`` calls so far."""
-        return self._prefetcher.stats
 
     def contains(self, block: Block, *, first: bool = False) -> bool:
         """Whether a block's KV is stored. ``first``: whether it is the first block of a prompt."""
@@ -372,29 +354,25 @@ class BlockAttentionEngine:
         if not answer_ids:
             raise ValueError("answer_ids is empty: expected at least one token id.")
         parsed = self._options({**options, "mode": mode, "max_new_tokens": len(answer_ids)})
-        answer_logits = self._runner.answer_logits
-        return self._scheduler.run(partial(answer_logits, made(prompt), answer_ids, parsed))
-
-    def answer_batch(self, requests: Sequence[PendingRequest]) -> None:
-        """Answer requests with equal options. Called by the scheduler, on the model's thread."""
-        self._runner.answer_batch(requests)
+        blocks = to_block_prompt(prompt)
+        return self._scheduler.run(lambda: self._runner.answer_logits(blocks, answer_ids, parsed))
 
     # -- inside ------------------------------------------------------------------------------
 
     def _pending(
-        self, prompt: LatePrompt, options: Mapping[str, Any], **scheduling: Any
+        self,
+        prompt: LatePrompt,
+        options: Mapping[str, Any],
+        *,
+        group: Group | None = None,
+        max_batch: int = MAX_BATCH,
     ) -> PendingRequest:
         parsed = self._options(options)
         if not callable(prompt):  # refuse an invalid prompt now, in the caller
-            prompt = made(prompt)
-        return PendingRequest(
-            partial(made, prompt),
-            parsed,
-            self.answer_batch,
-            can_share=partial(self.model.batches_exactly, parsed.sampling),
-            needs=self.model.rules.start(parsed.sampling.grammar),
-            **scheduling,
-        )
+            prompt = to_block_prompt(prompt)
+        needs = self.model.rules.start(parsed.sampling.grammar)
+        request = AnswerRequest(prompt, parsed, max_batch, needs)
+        return PendingRequest(request, self._runner, group)
 
     def _options(self, given: Mapping[str, Any]) -> GenerateOptions:
         return GenerateOptions.parse(given, self._recipes.of_call(given.get("recipe")))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import compress
@@ -11,7 +10,6 @@ from typing import Literal, NamedTuple
 from weakref import WeakSet
 
 from blockattn_rag.engine.lookup import PLAIN, BlockLookup, Name, Wanted, distinct
-from blockattn_rag.engine.prefetch import PrefetchStats
 from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.errors import MissError, StoreError, StoreUnavailableError
 from blockattn_rag.kv.block_kv import BlockKV, joined_handles, store_key
@@ -29,9 +27,6 @@ OnMiss = Literal["compute", "error"]
 """``compute``: a block that is not in the store is encoded and stored. ``error``: ``MissError``."""
 
 _MOST_TO_STORE = 4096
-
-# Number of blocks that prefetching reads at once: as many as stores read in parallel.
-_PREFETCHED_AT_ONCE = 16
 
 
 class Fetched(NamedTuple):
@@ -97,7 +92,6 @@ class BlockFetcher:
         self._model = model
         self._on_miss = check_on_miss(on_miss)
         self.wanted = BlockLookup(model, access).wanted
-        self._resident_bytes = math.inf if store.is_resident else resident_bytes
         self._cache = (
             DeviceCache(store, resident_bytes or 1)  # a store in memory stays unchanged too
             if access.read_only
@@ -158,25 +152,6 @@ class BlockFetcher:
             is_hit.append(one.name not in computed)
             computed.discard(one.name)
         return Fetched([found[one.name] for one in used], is_hit)
-
-    def prefetch(self, blocks: Sequence[Block], *, recipe: Recipe = PLAIN) -> PrefetchStats:
-        """Read passages from the store before their prompt exists.
-
-        Reading stops when ``resident_bytes`` are full, because further passages would evict the
-        first ones.
-        """
-        wanted = [one for one in self.wanted(blocks, as_prompt=False, recipe=recipe) if one.ids]
-        unread = list(distinct(wanted).values())
-        ready: set[Name] = set()
-        nbytes = 0
-        while unread and nbytes < self._resident_bytes:
-            found = self._look_up(unread[:_PREFETCHED_AT_ONCE])
-            del unread[:_PREFETCHED_AT_ONCE]
-            ready |= found.keys()
-            nbytes += sum(kv.nbytes for kv in found.values())
-        dropped = {one.name for one in unread}
-        read, left = (sum(one.name in names for one in wanted) for names in (ready, dropped))
-        return PrefetchStats(read, absent=len(wanted) - read - left, dropped=left)
 
     def encode(
         self, wanted: Sequence[Wanted], batch_tokens: int | None = None
@@ -276,7 +251,6 @@ class BlockFetcher:
 
     def _keep(self, kv: BlockKV, allowed: Keep) -> None:
         """Keep a computed block in the store if that is allowed, else in memory."""
-        # The model may have changed since the lookup, so use the key of the computed KV.
         key = kv.key
         if allowed == "store" or key in self._to_store:
             self._store(kv)

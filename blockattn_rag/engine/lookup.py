@@ -87,7 +87,6 @@ class BlockLookup:
         *,
         as_prompt: bool,
         recipe: Recipe = PLAIN,
-        fingerprint: str | None = None,
     ) -> list[Wanted]:
         """Return what to look up for each block.
 
@@ -95,29 +94,16 @@ class BlockLookup:
             as_prompt: Whether the first block starts a prompt. If so, it has the BOS token and is
                 encoded without sink and adapter.
             recipe: How the other blocks are encoded.
-            fingerprint: The model's current fingerprint. Default: read from the model, which
-                detects changes to it.
-
-        Raises:
-            ValueError: the model was changed, so the recipe's adapter no longer fits it.
         """
-        fingerprint = fingerprint or self._model.fingerprint
-        if recipe.adapter and fingerprint not in recipe.fingerprints:
-            raise ValueError(
-                f"The recipe {recipe.source or recipe} no longer belongs to {self._model.name}: "
-                "the model has changed since the recipe was resolved, for example by switching an "
-                "adapter. Create a new engine with another recipe."
-            )
         wanted = []
         for index, block in enumerate(blocks):
             first = as_prompt and index == 0
             encoding = (NO_SINK, None) if first else (recipe.sink, recipe.adapter)
-            wanted.append(self._remembered(block, first, *encoding, fingerprint))
+            wanted.append(self._remembered(block, first, *encoding))
         return wanted
 
-    def _wanted(
-        self, block: Block, first: bool, sink: str, adapter: Correction | None, fingerprint: str
-    ) -> Wanted:
+    def _wanted(self, block: Block, first: bool, sink: str, adapter: Correction | None) -> Wanted:
+        fingerprint = self._model.fingerprint
         keep = keep_of(block.origin)
         namespaces = self._namespaces[is_private(keep)]
         ids = self._model.tokenizer.block_ids(block, first=first)

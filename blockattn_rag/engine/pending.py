@@ -10,18 +10,33 @@ from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Seque
 from concurrent.futures import Future
 from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
-from typing import Any, Generic, TypeVar, cast
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 import torch
 
 from blockattn_rag.engine.options import GenerateOptions
 from blockattn_rag.engine.results import Generation, GenerationChunk, Marks
-from blockattn_rag.prompts.blocks import BlockPrompt
+from blockattn_rag.prompts.blocks import Block, BlockPrompt
 
 T = TypeVar("T")
 
 MAX_BATCH = 16
 """Default maximum number of requests in a batch."""
+
+Prompt = BlockPrompt | Sequence["str | Block"]
+LatePrompt = Prompt | Callable[[], Prompt]
+"""A prompt, or a function that creates it when the request is processed."""
+
+
+def to_block_prompt(prompt: LatePrompt) -> BlockPrompt:
+    """Convert a prompt to a ``BlockPrompt``.
+
+    Raises:
+        ValueError, TypeError: the prompt is invalid.
+    """
+    made = prompt() if callable(prompt) else prompt
+    return made if isinstance(made, BlockPrompt) else BlockPrompt.from_texts(made)
 
 
 def check_batch_size(batch_size: object) -> None:
@@ -184,18 +199,18 @@ class PendingAnswer(Pending[Generation]):
     """A prompt that is waiting for its answer.
 
     Args:
-        make_prompt: Creates the prompt. Called outside the caller's thread, because it may be slow
-            and the caller may be an event loop.
+        prompt: The prompt, or a function that creates it. The function is called outside the
+            caller's thread, because it may be slow and the caller may be an event loop.
     """
 
-    def __init__(self, make_prompt: Callable[[], BlockPrompt]) -> None:
+    def __init__(self, prompt: LatePrompt) -> None:
         super().__init__()
         self.on_chunk: Callable[[GenerationChunk], object] | None = None
-        self._make_prompt = make_prompt
+        self._prompt = prompt
 
     def prompt(self) -> BlockPrompt:
-        """Create the prompt, with the caller's context variables."""
-        return self._context.copy().run(self._make_prompt)
+        """The prompt, created with the caller's context variables."""
+        return self._context.copy().run(to_block_prompt, self._prompt)
 
     def emit(self, text: str, marks: Marks = ()) -> None:
         """Pass a piece of the answer to the reader of the stream, if there is one."""
@@ -237,46 +252,60 @@ class PendingAnswer(Pending[Generation]):
             self.leave()
 
 
-class PendingRequest(PendingAnswer):
-    """A prompt that is waiting for a model in this process.
+@dataclass(frozen=True, slots=True, eq=False)
+class AnswerRequest:
+    """A prompt to answer, and how.
 
     Args:
-        make_prompt: See ``PendingAnswer``. Called on the model's thread.
-        answer_batch: Method of the engine that answers requests with equal options.
-        can_share: Returns whether batching leaves the answers unchanged. Called when another
-            request with equal options is waiting.
+        prompt: The prompt, or a function that creates it on the model's thread.
+        options: Options of the answer.
         max_batch: Maximum size of the request's batch.
-        group: Requests to answer together with this one.
         needs: Future of the compiled grammar. Other requests may run first until it is done.
     """
 
+    prompt: LatePrompt
+    options: GenerateOptions
+    max_batch: int = MAX_BATCH
+    needs: Future[Any] | None = None
+
+
+class BatchRunner(Protocol):
+    """What answers requests: ``runner.Runner``."""
+
+    def answer_batch(self, batch: Sequence[PendingRequest], /) -> None:
+        """Set the answer or the error of each request. All have equal options."""
+
+    def can_share(self, options: GenerateOptions, /) -> bool:
+        """Whether batching leaves the answers to requests with these options unchanged."""
+
+
+class PendingRequest(PendingAnswer):
+    """A request that is waiting for a model in this process.
+
+    Args:
+        request: The request.
+        runner: Answers it, in a batch with requests of the same runner and with equal options.
+        group: Requests to answer together with this one.
+    """
+
     def __init__(
-        self,
-        make_prompt: Callable[[], BlockPrompt],
-        options: GenerateOptions,
-        answer_batch: Callable[[Sequence[PendingRequest]], None],
-        can_share: Callable[[], bool],
-        *,
-        max_batch: int = MAX_BATCH,
-        group: Group | None = None,
-        needs: Future[Any] | None = None,
+        self, request: AnswerRequest, runner: BatchRunner, group: Group | None = None
     ) -> None:
-        super().__init__(make_prompt)
-        self.options = options
-        self.max_batch = max_batch
+        super().__init__(request.prompt)
+        self.request = request
+        self.max_batch = request.max_batch
+        self.needs = request.needs
         self.group = group
-        self.needs = needs
-        self._answer_batch = answer_batch
-        self._can_share = can_share
+        self._runner = runner
 
     def joins(self, first: Pending[Any]) -> bool:
         return (
             isinstance(first, PendingRequest)
-            and self._answer_batch == first._answer_batch
+            and self._runner is first._runner
             and self.max_batch == first.max_batch
-            and self.options == first.options
-            and self._can_share()
+            and self.request.options == first.request.options
+            and self._runner.can_share(self.request.options)
         )
 
     def serve(self, batch: Sequence[Pending[Any]]) -> None:
-        self._answer_batch(cast("Sequence[PendingRequest]", batch))  # only requests join its batch
+        self._runner.answer_batch(cast("Sequence[PendingRequest]", batch))  # see `joins`

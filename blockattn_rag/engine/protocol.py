@@ -8,25 +8,11 @@ from typing import Any, Protocol
 from blockattn_rag.engine.find_recipe import RecipeLike
 from blockattn_rag.engine.ingest import EncodeStats
 from blockattn_rag.engine.outline import RecipeOutline
-from blockattn_rag.engine.pending import MAX_BATCH, Group, PendingAnswer
+from blockattn_rag.engine.pending import MAX_BATCH, Group, LatePrompt, PendingAnswer, Prompt
 from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.engine.results import Generation, GenerationChunk
 from blockattn_rag.prompts.blocks import Block, BlockPrompt
 from blockattn_rag.prompts.tokenization import BlockTokenizer
-
-Prompt = BlockPrompt | Sequence["str | Block"]
-LatePrompt = Prompt | Callable[[], Prompt]
-"""A prompt, or a function that creates it when the request is processed."""
-
-
-def made(prompt: LatePrompt) -> BlockPrompt:
-    """The prompt as a ``BlockPrompt``.
-
-    Raises:
-        ValueError, TypeError: the prompt is invalid.
-    """
-    given = prompt() if callable(prompt) else prompt
-    return given if isinstance(given, BlockPrompt) else BlockPrompt.from_texts(given)
 
 
 def blocks_to_encode(texts: Sequence[str | Block] | BlockPrompt) -> tuple[list[Block], bool]:
@@ -110,9 +96,5 @@ class Engine(Protocol):
         batch_tokens: int | None = None,
         recipe: RecipeLike | None = None,
     ) -> EncodeStats: ...
-
-    def prefetch(
-        self, passages: Sequence[str | Block], *, recipe: RecipeLike | None = None
-    ) -> None: ...
 
     def contains(self, block: Block, *, first: bool = False) -> bool: ...

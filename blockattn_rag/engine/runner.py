@@ -55,29 +55,38 @@ class Runner:
         self._assembly: Assembly = assembly
         self._tails = Tails(model, tail_bytes)
 
-    def answer_batch(self, requests: Sequence[PendingRequest]) -> None:
+    def answer_batch(self, batch: Sequence[PendingRequest]) -> None:
         """Answer requests with equal options. Each gets its answer or its own error.
 
         Requests share forward passes, which does not change their answers.
+
+        Raises:
+            UnsupportedModelError: the model has changed since it was loaded.
         """
-        answers = [answer for one in requests if (answer := self._prepared(one)) is not None]
-        for batch in self._batches(answers):
-            self._answer(batch)
+        self._model.check_unchanged()
+        answers = [answer for one in batch if (answer := self._prepared(one)) is not None]
+        for together in self._batches(answers):
+            self._answer(together)
+
+    def can_share(self, options: GenerateOptions) -> bool:
+        """Whether batching leaves the answers to requests with these options unchanged."""
+        return self._model.batches_exactly(options.sampling)
 
     # -- preparing ---------------------------------------------------------------------------
 
-    def _prepared(self, request: PendingRequest) -> Answer | None:
+    def _prepared(self, pending: PendingRequest) -> Answer | None:
+        options = pending.request.options
         try:
-            if request.left:  # while other requests were prepared
+            if pending.left:  # while other requests were prepared
                 raise CancelledError
-            prompt = request.prompt()
+            prompt = pending.prompt()
             # Raises for an invalid grammar before anything is computed.
-            self._model.rules.matcher(request.options.sampling.grammar)
-            return Answer(request, prompt, self.prepare(prompt, request.options), self._model)
+            self._model.rules.matcher(options.sampling.grammar)
+            return Answer(pending, prompt, self.prepare(prompt, options), self._model)
         except KeyboardInterrupt:  # ends the whole batch
             raise
         except BaseException as error:  # noqa: BLE001 -- raised again by the caller
-            request.fail(error)
+            pending.fail(error)
             return None
 
     def prepare(self, prompt: BlockPrompt, options: GenerateOptions) -> Prepared:
@@ -91,11 +100,9 @@ class Runner:
 
     def _prepare_blocks(self, prompt: BlockPrompt, options: GenerateOptions) -> Prepared:
         started = time.perf_counter()
-        recipe, fingerprint = options.recipe, self._model.fingerprint
+        recipe = options.recipe
         blocks, final_ids = self._model.tokenizer.with_final_ids(prompt, recipe.promote)
-        wanted = self._fetcher.wanted(
-            blocks, as_prompt=True, recipe=recipe, fingerprint=fingerprint
-        )
+        wanted = self._fetcher.wanted(blocks, as_prompt=True, recipe=recipe)
         prompt_tokens = sum(len(one.ids) for one in wanted) + len(final_ids)
         # Raises before anything is computed if the prompt does not fit.
         limit = self._model.room_for(prompt_tokens, options.sampling)
@@ -122,7 +129,6 @@ class Runner:
             context,
             limit,
             stats,
-            fingerprint,
             fetched.is_hit,
             may_change,
             tokens_to_recompute(context, may_change, recipe.recompute),
@@ -147,6 +153,7 @@ class Runner:
         self, prompt: BlockPrompt, answer_ids: Sequence[int], options: GenerateOptions
     ) -> Tensor:
         """Logits at each token of a given answer; see ``BlockModel.answer_logits``."""
+        self._model.check_unchanged()
         prepared = self.prepare(prompt, options)
         if prepared.limit < len(answer_ids):
             raise ContextOverflowError(
@@ -200,13 +207,13 @@ class Runner:
                 answer.restart()
                 self._answer([answer])
             else:
-                answer.request.fail(failure)
+                answer.pending.fail(failure)
 
     def _generate_alone(self, answers: Sequence[Answer]) -> list[list[int]]:
         (answer,) = answers
-        request, sampling = answer.request, answer.options.sampling
+        pending, sampling = answer.pending, answer.options.sampling
         with self._model.running(sampling):
-            if request.left:  # while other requests used the model
+            if pending.left:  # while other requests used the model
                 raise CancelledError
             prepared = self._recomputed(answer.prepared, answer.options)
             start = self._tails.begin(prepared, answer.options)
@@ -224,7 +231,7 @@ class Runner:
                 sampling,
                 cache=cache,
                 on_token=answer.push,
-                is_cancelled=lambda: answer.stopped or request.left,
+                is_cancelled=lambda: answer.stopped or pending.left,
             )
             self._tails.keep(start, prepared, ids, cache)
             return [ids]
@@ -233,7 +240,7 @@ class Runner:
         sampling = answers[0].options.sampling
 
         def nobody_waits() -> bool:
-            return all(one.request.left or one.has_ended for one in answers)
+            return all(one.pending.left or one.has_ended for one in answers)
 
         def on_tokens(tokens: Sequence[int]) -> list[bool]:
             rows = zip(answers, tokens, strict=True)
@@ -255,7 +262,7 @@ class Runner:
                 on_tokens=on_tokens,
                 is_cancelled=nobody_waits,
                 grammars=[one.options.sampling.grammar for one in answers],
-                on_failure=lambda place, error: answers[place].request.fail(error),
+                on_failure=lambda place, error: answers[place].pending.fail(error),
             )
 
     def _cache(self, prompts: Sequence[Prepared], final_tokens: int) -> Any:

@@ -13,6 +13,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -164,7 +165,7 @@ class Scheduler:
         if not (wanted := [one for one in batch if one.begin()]):
             return
         try:
-            wanted[0].as_the_caller(lambda: wanted[0].serve(wanted))
+            wanted[0].as_the_caller(partial(wanted[0].serve, wanted))
         except BaseException as error:  # noqa: BLE001 -- raised again by the callers
             for one in wanted:
                 one.fail(error)

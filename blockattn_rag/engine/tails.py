@@ -31,12 +31,12 @@ class Start(NamedTuple):
     """The cached prefix of a final block.
 
     Args:
-        base: Fingerprint and context that the states depend on. None: no tail is used or kept.
+        base: Context that the states depend on. None: no tail is used or kept.
         tokens: Length of the prefix in tokens.
         states: Keys and values of the prefix, possibly followed by other tokens' keys and values.
     """
 
-    base: tuple[str, Hashable] | None = None
+    base: Hashable | None = None
     tokens: int = 0
     states: States = ()
 
@@ -82,8 +82,7 @@ class Tails:
             check_ready(self._model.hf_model)
         except ValueError:
             return NOTHING
-        blocks = [(b.kv.key, b.kv.scales is None, b.shift) for b in prepared.context.blocks]
-        base = (prepared.fingerprint, tuple(blocks))
+        base = tuple((b.kv.key, b.kv.scales is None, b.shift) for b in prepared.context.blocks)
         wanted = prepared.final_ids[:-1]
         known = [one for one in self._kept if one.base == base]
         best = max(known, key=lambda one: _common(one.ids, wanted), default=None)
@@ -101,8 +100,6 @@ class Tails:
         too_large = len(ids) * self._model.bytes_per_token > self._max_bytes
         if start.base is None or not is_complete or too_large:
             return
-        if not self._is_unchanged(start.base[0]):
-            return
         alike = [one for one in self._kept if one.base == start.base]
         if longer := next((one for one in alike if _common(one.ids, ids) == len(ids)), None):
             self._use(longer)
@@ -113,12 +110,6 @@ class Tails:
                 self._kept = [one for one in self._kept if id(one) not in shorter]
                 self._kept.append(_Tail(start.base, ids, states))
                 self._shrink()
-
-    def _is_unchanged(self, fingerprint: str) -> bool:
-        """Whether the model still has this fingerprint."""
-        with suppress(ValueError):  # the model has changed and is in training mode
-            return self._model.fingerprint == fingerprint
-        return False
 
     def _use(self, tail: _Tail) -> None:
         self._kept = [*(one for one in self._kept if one is not tail), tail]

@@ -18,7 +18,6 @@ from blockattn_rag.lazy import lazy_names
 if TYPE_CHECKING:
     from blockattn_rag.langchain.agents import RetrieveFirst, block_retriever_tool
     from blockattn_rag.langchain.chat import ChatBlockAttention
-    from blockattn_rag.langchain.completion import BlockAttentionLLM
     from blockattn_rag.langchain.documents import (
         BlockDocumentPrompt,
         BlockKVCompressor,
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
 _HOMES = {
     "agents": "RetrieveFirst block_retriever_tool",
     "chat": "ChatBlockAttention",
-    "completion": "BlockAttentionLLM",
     "documents": "BlockDocumentPrompt BlockKVCompressor format_blocks",
     "ingestion": "BlockKVTransformer HashingEmbeddings",
     "messages": "without_markers",
@@ -38,7 +36,6 @@ _HOMES = {
 
 __all__ = [
     "HANDLE_KEY",
-    "BlockAttentionLLM",
     "BlockDocumentPrompt",
     "BlockKVCompressor",
     "BlockKVTransformer",

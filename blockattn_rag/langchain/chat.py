@@ -230,8 +230,8 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
     ) -> BlockPrompt:
         if not has_chat_template(self.source.tokenizer.tokenizer):
             raise ValueError(
-                f"the tokenizer of {self.model_name} has no chat template; set its chat_template, "
-                "or use BlockAttentionLLM for string prompts"
+                f"the tokenizer of {self.model_name} has no chat template: set its chat_template. "
+                "For a base model, a template that joins the contents of the messages is enough"
             )
         variables = template_variables(self, chat_template_kwargs)
         spans = chat_spans(self, chat_turns(messages), tools, variables)

@@ -134,10 +134,8 @@ class BlockKVCompressor(BaseDocumentCompressor):
     Args:
         document_prompt: Prompt that formats one document. The chain must use the same prompt.
             Default: the document's ``page_content``.
-        llm: The chat model, or another component with the same model and store. If given, stored
-            documents are read into memory in the background. This saves time if other steps follow
-            (a reranker, a tool, a second retriever), so put this step first.
-        warm: Whether to also encode documents that are not stored. Needs ``llm``.
+        llm: The chat model, or another component with the same model and store. Only for ``warm``.
+        warm: Whether to encode documents that are not stored, in the background. Needs ``llm``.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
@@ -176,11 +174,9 @@ class BlockKVCompressor(BaseDocumentCompressor):
                 "storing them.",
                 stale, len(documents),
             )  # fmt: skip
-        if self.llm is not None:
+        if self.warm and self.llm is not None:
             texts = [self.document_prompt.canonical_text(document) for document in stamped]
             blocks = [Block(text, self.llm.block_template) for text in texts if text]
-            self.llm.source.prefetch(blocks)
-        if self.warm and self.llm is not None:
             self._warming = _WARMER.submit(_warm, self.llm, blocks)
         return stamped
 

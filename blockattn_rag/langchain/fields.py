@@ -193,7 +193,7 @@ class GenerationFields(EngineFields):
 
     @abstractmethod
     def _exchange(self, given: Any, stop: list[str] | None, call: dict[str, Any]) -> Exchange:
-        """Create a call from a prompt (a string or messages) and options."""
+        """Create a call from messages and options."""
 
     @abstractmethod
     def _chunk(self, step: Step) -> Any:

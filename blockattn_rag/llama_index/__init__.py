@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from blockattn_rag.llama_index.messages import BlockReuseEvent
     from blockattn_rag.llama_index.nodes import (
         BlockKVPostprocessor,
-        BlockKVPrefetch,
         BlockNode,
         as_block_node,
         canonical_text,
@@ -39,7 +38,7 @@ _HOMES = {
     "ingestion": "BlockKVTransform HashingEmbedding add_nodes",
     "llm": "BlockAttentionLLM",
     "messages": "BlockReuseEvent",
-    "nodes": "BlockKVPostprocessor BlockKVPrefetch BlockNode as_block_node canonical_text",
+    "nodes": "BlockKVPostprocessor BlockNode as_block_node canonical_text",
     "packing": "BlockPromptHelper",
     "query_engines": (
         "BlockCitationQueryEngine block_query_engine block_response_synthesizer configure "
@@ -52,7 +51,6 @@ __all__ = [
     "BlockAttentionLLM",
     "BlockCitationQueryEngine",
     "BlockKVPostprocessor",
-    "BlockKVPrefetch",
     "BlockKVTransform",
     "BlockNode",
     "BlockPromptHelper",

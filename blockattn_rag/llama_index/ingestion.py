@@ -106,8 +106,17 @@ class BlockKVTransform(EngineComponent, TransformComponent):
             source = source_of(llm, "BlockAttentionLLM", *others, api_base, api_key)
             block_template = block_template or llm.block_template
         else:
-            loading = (engine, model_name, tokenizer_name, kv_store, device_map, model_kwargs)
-            source = EngineSource(*loading, api_base, api_key, recipe or AUTO)
+            source = EngineSource(
+                engine,
+                model_name=model_name,
+                tokenizer_name=tokenizer_name,
+                kv_store=kv_store,
+                device_map=device_map,
+                model_kwargs=model_kwargs,
+                api_base=api_base,
+                api_key=api_key,
+                recipe=recipe or AUTO,
+            )
         fields = {**source.fields(), "block_template": block_template or BLANK_LINE}
         fields |= {"show_progress": show_progress, "hide_file_paths": hide_file_paths}
         fields["metadata_key"] = metadata_key

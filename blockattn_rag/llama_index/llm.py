@@ -136,9 +136,17 @@ class BlockAttentionLLM(PromptMaking, StructuredPrediction, CustomLLM, FunctionC
         **llm_fields: Any,
     ) -> None:
         check_known(type(self), llm_fields, [*type(self).model_fields, "engine", "api_key"])
-        tokenizer_name = llm_fields.pop("tokenizer_name", None)
-        loading = (engine, model_name, tokenizer_name, kv_store, device_map, model_kwargs)
-        source = EngineSource(*loading, api_base, api_key, recipe)
+        source = EngineSource(
+            engine,
+            model_name=model_name,
+            tokenizer_name=llm_fields.pop("tokenizer_name", None),
+            kv_store=kv_store,
+            device_map=device_map,
+            model_kwargs=model_kwargs,
+            api_base=api_base,
+            api_key=api_key,
+            recipe=recipe,
+        )
         if recognize:
             source.check_recognizes()
         own = ("is_chat_model", "is_function_calling_model")

@@ -30,7 +30,6 @@ from llama_index.core.schema import NodeWithScore
 from blockattn_rag.llama_index.llm import BlockAttentionLLM
 from blockattn_rag.llama_index.nodes import (
     BlockKVPostprocessor,
-    BlockKVPrefetch,
     Order,
     as_block_node,
     canonical_text,
@@ -119,8 +118,7 @@ def block_query_engine(
         index: Index to query.
         llm: LLM that generates the answers.
         order: Order of the passages; see ``BlockKVPostprocessor``.
-        node_postprocessors: Further postprocessors, between ``BlockKVPrefetch`` and
-            ``BlockKVPostprocessor``.
+        node_postprocessors: Further postprocessors, before ``BlockKVPostprocessor``.
         response_mode: Mode of the synthesizer.
         streaming: Whether answers are streamed.
         kwargs: Further arguments of ``as_query_engine``, such as ``similarity_top_k`` of the
@@ -132,11 +130,7 @@ def block_query_engine(
     return index.as_query_engine(
         llm=llm,
         response_synthesizer=synthesizer,
-        node_postprocessors=[
-            BlockKVPrefetch(llm),
-            *node_postprocessors,
-            BlockKVPostprocessor(order),
-        ],
+        node_postprocessors=[*node_postprocessors, BlockKVPostprocessor(order)],
         streaming=streaming,
         **kwargs,
     )
@@ -166,19 +160,22 @@ class BlockCitationQueryEngine(CitationQueryEngine):
         **kwargs: Any,
     ) -> CitationQueryEngine:
         """``CitationQueryEngine.from_args`` with a synthesizer that keeps blocks whole."""
-        ways: dict[str, Any] = {"use_async": use_async, "streaming": streaming}
         if isinstance(llm, BlockAttentionLLM) and not multimodal:
-            templates = {
-                "text_qa_template": citation_qa_template,
-                "refine_template": citation_refine_template,
-            }
-            synthesizer = block_response_synthesizer(llm, response_mode, **ways, **templates)
+            synthesizer = block_response_synthesizer(
+                llm,
+                response_mode,
+                use_async=use_async,
+                streaming=streaming,
+                text_qa_template=citation_qa_template,
+                refine_template=citation_refine_template,
+            )
             kwargs.setdefault("response_synthesizer", synthesizer)
         return super().from_args(
             index,
             llm,
             response_mode=response_mode,
-            **ways,
+            use_async=use_async,
+            streaming=streaming,
             citation_qa_template=citation_qa_template,
             citation_refine_template=citation_refine_template,
             multimodal=multimodal,

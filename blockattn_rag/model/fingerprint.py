@@ -31,36 +31,39 @@ _NEUTRAL_FIELDS = frozenset(
 )
 
 
-class Identity:
-    """The fingerprint of a model (64 hex digits), and a check whether it is still valid.
+def fingerprint_of(hf_model: PreTrainedModel, tokenizer: BlockTokenizer) -> str:
+    """Compute a model's fingerprint: 64 hex digits. Reads all weights.
 
     Models with the same fingerprint compute the same keys and values for the same text. Patched
     models are not supported: the fingerprint does not cover hooks, replaced ``forward`` methods or
-    attributes set on modules. Reads all weights; the model must not change during construction.
+    attributes set on modules.
+    """
+    contents = {
+        "kv_version": KV_VERSION,
+        **_settings(hf_model),
+        "dtype": str(hf_model.dtype),
+        "weights": weights_digest(hf_model),
+        "tokenizer": tokenizer.fingerprint,
+    }
+    text = json.dumps(contents, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+class Snapshot:
+    """Snapshot of a model's config, active adapters and weights, which detects later changes.
+
+    Cheap enough for every batch, because weights are compared by address and write count. Writes
+    that bypass PyTorch's write count (``weight.data.add_(...)``) are not detected.
     """
 
-    def __init__(self, hf_model: PreTrainedModel, tokenizer: BlockTokenizer) -> None:
+    def __init__(self, hf_model: PreTrainedModel) -> None:
         self._hf_model = hf_model
-        self._places = _places(hf_model)
-        self._settings = _settings(hf_model)
-        contents = {
-            "kv_version": KV_VERSION,
-            **self._settings,
-            "dtype": str(hf_model.dtype),
-            "weights": weights_digest(hf_model),
-            "tokenizer": tokenizer.fingerprint,
-        }
-        text = json.dumps(contents, sort_keys=True, default=str)
-        self.fingerprint = hashlib.sha256(text.encode()).hexdigest()
+        self._state = _places(hf_model), _settings(hf_model)
 
-    def holds(self) -> bool:
-        """Whether config, adapters and weights are unchanged since the fingerprint was computed.
-
-        Cheap enough for every request, because weights are compared by address and write count.
-        Writes that bypass PyTorch's write count (``weight.data.add_(...)``) are not detected.
-        """
-        now = _places(self._hf_model), _settings(self._hf_model)
-        return now == (self._places, self._settings)
+    @property
+    def is_current(self) -> bool:
+        """Whether config, adapters and weights are unchanged."""
+        return (_places(self._hf_model), _settings(self._hf_model)) == self._state
 
 
 def _settings(hf_model: PreTrainedModel) -> dict[str, Any]:
@@ -96,7 +99,7 @@ def _places(hf_model: nn.Module) -> list[tuple[int, int]]:
     """Address and write count of each parameter and buffer."""
     places: list[tuple[int, int]] = []
     modules: list[nn.Module | None] = [hf_model]
-    while modules:  # three times as fast as `hf_model.modules()`, and run for every request
+    while modules:  # three times as fast as `hf_model.modules()`, and run for every batch
         if (module := modules.pop()) is None:
             continue
         modules += module._modules.values()

@@ -11,12 +11,10 @@ from contextlib import suppress
 from blockattn_rag.errors import StoreError, StoreUnavailableError
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.store.base import Found, KVStore, StoreStats
-from blockattn_rag.store.concurrency import SingleFlight
 from blockattn_rag.store.memory import MemoryStore
 
 logger = logging.getLogger("blockattn_rag")
 
-_MOST_READ_S = 60.0  # how long a thread waits for another's read of the same block
 _TOUCH_EVERY_S = 60.0
 _MOST_TIMES = 1 << 16
 
@@ -41,8 +39,7 @@ class DeviceCache(KVStore):
     """Cache in memory of the most recently used blocks of another store.
 
     A block stays as it was read until ``keep`` replaces it with its copy on the model's device. A
-    cached block is not read again, so its file is verified once. Concurrent reads of one block,
-    such as by an answer and its prefetch, are merged.
+    cached block is not read again, so its file is verified once.
 
     Args:
         store: The store to read from and to write to.
@@ -54,16 +51,14 @@ class DeviceCache(KVStore):
     def __init__(self, store: KVStore, max_bytes: int) -> None:
         self._store = store
         self._kept = MemoryStore(max_bytes)
-        self._flights = SingleFlight()
         self._used_s: dict[str, float] = {}  # last use of each block that the store recorded
         self._failed_s = -math.inf  # last failure to report a use
 
     def get_many(self, keys: Sequence[str]) -> list[Found]:
-        """Read several entries. One call to the store reads the ones that are neither cached nor
-        being read by another thread."""
+        """Read several entries. One call to the store reads the ones that are not cached."""
         found: dict[str, Found] = {key: self._resident(key) for key in keys}
-        absent = [key for key, kv in found.items() if kv is None]
-        found.update(zip(absent, self._flights.read(absent, self._read, _MOST_READ_S), strict=True))
+        if absent := [key for key, kv in found.items() if kv is None]:
+            found.update(zip(absent, self._read(absent), strict=True))
         return [found[key] for key in keys]
 
     def _resident(self, key: str) -> BlockKV | None:
@@ -84,7 +79,6 @@ class DeviceCache(KVStore):
 
     def put(self, key: str, kv: BlockKV) -> None:
         """Cache a block and store it. If the store rejects the block, it stays cached."""
-        self._flights.forget(key)
         self.keep(key, kv)
         self._note_use(key)
         self._store.put(key, kv)
@@ -104,7 +98,6 @@ class DeviceCache(KVStore):
         return key in self._store
 
     def delete(self, key: str) -> bool:
-        self._flights.forget(key)
         self._kept.delete(key)
         return self._store.delete(key)
 

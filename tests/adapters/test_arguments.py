@@ -29,15 +29,15 @@ def test_unknown_arguments_raise_with_suggestions() -> None:
 
 @pytest.mark.parametrize("name", ["temprature", "do_sample", "time_out"])
 def test_constructors_refuse_unknown_arguments(name: str) -> None:
-    from blockattn_rag.langchain import BlockAttentionLLM, BlockKVTransformer, ChatBlockAttention
-    from blockattn_rag.llama_index import BlockAttentionLLM as LlamaIndexLLM
+    from blockattn_rag.langchain import BlockKVTransformer, ChatBlockAttention
+    from blockattn_rag.llama_index import BlockAttentionLLM
 
     arguments: dict[str, Any] = {name: 1}
-    for cls in (ChatBlockAttention, BlockAttentionLLM, BlockKVTransformer):
+    for cls in (ChatBlockAttention, BlockKVTransformer):
         with pytest.raises(TypeError, match=f"{cls.__name__} has no argument '{name}'"):
             cls(model="bundled", **arguments)
     with pytest.raises(TypeError, match=f"no argument '{name}'.*generate_kwargs"):
-        LlamaIndexLLM(model_name="bundled", **arguments)
+        BlockAttentionLLM(model_name="bundled", **arguments)
 
 
 def test_every_name_of_an_argument_is_known() -> None:

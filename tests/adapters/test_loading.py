@@ -48,7 +48,7 @@ def test_the_first_question_measures_nothing(
 
     for name in ("relay_is_exact", "causal_is_exact"):
         monkeypatch.setattr(relay_attention, name, refuse)
-    for name in ("Identity", "AnswerRules", "profile_attention"):
+    for name in ("fingerprint_of", "AnswerRules", "profile_attention"):
         monkeypatch.setattr(block_model, name, refuse)
     question = "".join(map(wrap, TEXTS)) + "Which is deep?"
     reuse = framework.ask(chat, "whole", question).reuse

@@ -31,7 +31,12 @@ def test_arguments_for_loading_reach_the_engine(store: MemoryStore) -> None:
     arguments: dict[str, Any] = {
         "namespace": "one", "read_namespaces": ["public"], "read_only": True, "kv_dtype": "int8",
     }  # fmt: skip
-    source = EngineSource(None, shared_tiny_llama(), tiny_tokenizer(), store, "auto", arguments)
+    source = EngineSource(
+        model_name=shared_tiny_llama(),
+        tokenizer_name=tiny_tokenizer(),
+        kv_store=store,
+        model_kwargs=arguments,
+    )
     engine = local(source.engine)
     assert engine.access == Access("one", ("public",), read_only=True)
     assert engine.kv_dtype == "int8"

@@ -11,7 +11,6 @@ from llama_index.core import Document, VectorStoreIndex
 from llama_index.core.llms import ChatMessage
 
 from blockattn_rag import BlockAttentionEngine
-from blockattn_rag.langchain import BlockAttentionLLM as LangChainLLM
 from blockattn_rag.langchain import BlockKVTransformer, ChatBlockAttention
 from blockattn_rag.llama_index import (
     BlockAttentionLLM,
@@ -48,8 +47,7 @@ def passages(prompt: BlockPrompt) -> list[str]:
 def models(engine: BlockAttentionEngine, **options: Any) -> list[Any]:
     """A model of each adapter."""
     llama_index = BlockAttentionLLM(engine=engine, max_new_tokens=4, **options)
-    given = {"engine": engine, "max_tokens": 4, **options}
-    return [llama_index, ChatBlockAttention(**given), LangChainLLM(**given)]
+    return [llama_index, ChatBlockAttention(engine=engine, max_tokens=4, **options)]
 
 
 def prompt_of(model: Any, text: str) -> BlockPrompt:
@@ -70,7 +68,7 @@ def test_both_adapters_find_passages_in_plain_text(bundled: BlockAttentionEngine
 def test_system_messages_are_searched_only_on_request(bundled: BlockAttentionEngine) -> None:
     turns = [("system", f"Context:\n\n{TEXTS[0]}"), ("user", QUESTION)]
     for option, expected in ((True, []), ("system", TEXTS[:1])):
-        llama_index, chat, _ = models(bundled, recognize=option)
+        llama_index, chat = models(bundled, recognize=option)
         for prompt in (
             llama_index.to_prompt([ChatMessage(text, role=role) for role, text in turns]),
             chat.to_prompt(chat._convert_input(turns).to_messages()),
@@ -80,7 +78,7 @@ def test_system_messages_are_searched_only_on_request(bundled: BlockAttentionEng
 
 def test_quotes_in_earlier_answers_are_not_recognized(bundled: BlockAttentionEngine) -> None:
     turns = [("user", PLAIN), ("assistant", f"It says: {TEXTS[0]}"), ("user", "And how deep?")]
-    llama_index, chat, _ = models(bundled, recognize=True)
+    llama_index, chat = models(bundled, recognize=True)
     for prompt in (
         llama_index.to_prompt([ChatMessage(text, role=role) for role, text in turns]),
         chat.to_prompt(chat._convert_input(turns).to_messages()),
@@ -90,7 +88,7 @@ def test_quotes_in_earlier_answers_are_not_recognized(bundled: BlockAttentionEng
 
 
 def test_an_answer_reuses_passages_without_markers(bundled: BlockAttentionEngine) -> None:
-    llama_index, chat, _ = models(bundled, recognize=True)
+    llama_index, chat = models(bundled, recognize=True)
     usage = llama_index.chat([ChatMessage(PLAIN)]).raw["usage"]
     assert usage["hits"] == 2
     answer = chat.invoke(PLAIN)
@@ -135,7 +133,7 @@ def test_a_read_only_engine_writes_no_index(bundled: BlockAttentionEngine, tmp_p
     assert store.sidecar.names("passages-1") == before
 
 
-@pytest.mark.parametrize("adapter", [BlockAttentionLLM, ChatBlockAttention, LangChainLLM])
+@pytest.mark.parametrize("adapter", [BlockAttentionLLM, ChatBlockAttention])
 def test_what_cannot_recognize_is_refused(adapter: Any) -> None:
     remote = RemoteEngine("http://127.0.0.1:9", "m", tokenizer=tiny_tokenizer())
     for where in ({"model_name": "m", "api_base": "http://127.0.0.1:9"}, {"engine": remote}):

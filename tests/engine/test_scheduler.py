@@ -15,7 +15,7 @@ import torch
 
 from blockattn_rag.engine import scheduler as scheduling
 from blockattn_rag.engine.options import GenerateOptions
-from blockattn_rag.engine.pending import MAX_BATCH, Group, Job, PendingRequest
+from blockattn_rag.engine.pending import MAX_BATCH, AnswerRequest, Group, Job, PendingRequest
 from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.engine.results import Generation, GenerationChunk, ReuseStats
 from blockattn_rag.engine.scheduler import Scheduler
@@ -35,20 +35,20 @@ class Model:
         self.left: list[list[bool]] = []
         self.shares = True
 
-    def answer_batch(self, requests: Sequence[PendingRequest]) -> None:
-        texts = [request.prompt().final for request in requests]
+    def answer_batch(self, batch: Sequence[PendingRequest]) -> None:
+        texts = [request.prompt().final for request in batch]
         self.batches.append(texts)
         self.started.set()
         assert self.gate.wait(LONGEST_S)
-        self.left.append([request.left for request in requests])
-        for text, request in zip(texts, requests, strict=True):
+        self.left.append([request.left for request in batch])
+        for text, request in zip(texts, batch, strict=True):
             if text == "bad":
                 raise ValueError("a bad prompt")
             for letter in text:
                 request.emit(letter)
             request.answer.set_result(Generation(text, [], "stop", ReuseStats("block")))
 
-    def can_share(self) -> bool:
+    def can_share(self, options: GenerateOptions) -> bool:
         return self.shares
 
     def wait_until_started(self) -> None:
@@ -71,11 +71,9 @@ def pending(
     model: Model, text: str | Callable[[], BlockPrompt], *, group: Group | None = None,
     max_batch: int = MAX_BATCH, **options: Any,
 ) -> PendingRequest:  # fmt: skip
-    make_prompt = text if callable(text) else lambda: BlockPrompt((), text)
+    prompt = text if callable(text) else BlockPrompt((), text)
     parsed = GenerateOptions.parse(options, Recipe())
-    return PendingRequest(
-        make_prompt, parsed, model.answer_batch, model.can_share, group=group, max_batch=max_batch
-    )
+    return PendingRequest(AnswerRequest(prompt, parsed, max_batch), model, group)
 
 
 async def ask(scheduler: Scheduler, model: Model, text: Any, **options: Any) -> str:

@@ -22,7 +22,6 @@ from blockattn_rag.model import BlockModel
 from blockattn_rag.model.probe import LOGITS
 from blockattn_rag.prompts.blocks import BlockPrompt
 from tests.engines import with_settings
-from tests.holding import LONGEST_S, holding
 from tests.model.families import SUPPORTED
 from tests.models import VOCABULARY, tiny_model, tiny_tokenizer
 from tests.recipes import recipe_of
@@ -179,36 +178,6 @@ def test_another_context_or_another_way_to_attend_takes_no_tail(
     assert found.stats.computed_tokens == len(prompt[-1])
     assert found.token_ids == plain.generate(prompt, max_new_tokens=NEW, **options).token_ids
     assert engine.generate(prompt, max_new_tokens=NEW, **options).stats.computed_tokens == 1
-
-
-def test_a_model_that_is_set_otherwise_takes_no_tail() -> None:
-    model = readable(BlockModel(tiny_model(), tiny_tokenizer(), pack_weights=False))
-    engine = BlockAttentionEngine(model)
-    before = engine.generate(["How tall?"], max_new_tokens=NEW)
-    attention: Any = model.hf_model.get_submodule("model.layers.0.self_attn")
-    with torch.no_grad():
-        attention.q_proj.weight.mul_(3)
-        attention.v_proj.weight.mul_(3)
-    found = engine.generate(["How tall?"], max_new_tokens=NEW)
-    assert found.stats.computed_tokens == before.stats.computed_tokens > 1
-    again = BlockAttentionEngine(model).generate(["How tall?"], max_new_tokens=NEW)
-    assert found.token_ids == again.token_ids != before.token_ids
-
-
-def test_a_model_that_is_set_otherwise_while_it_answers_leaves_no_tail() -> None:
-    model = readable(BlockModel(tiny_model(), tiny_tokenizer(), pack_weights=False))
-    engine = BlockAttentionEngine(model)
-    attention: Any = model.hf_model.get_submodule("model.layers.0.self_attn")
-    with holding() as held:
-        pending = engine.submit(["How tall?"], max_new_tokens=NEW)
-        held.wait_for_token()
-        with torch.no_grad():
-            attention.v_proj.weight.mul_(3)
-        held.let_go()
-        pending.result(LONGEST_S)
-    assert not kept(engine)
-    engine.generate(["How tall?"], max_new_tokens=NEW)
-    assert len(kept(engine)) == 1
 
 
 def test_autocast_leaves_no_tail(engine: BlockAttentionEngine) -> None:

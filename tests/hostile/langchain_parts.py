@@ -17,7 +17,6 @@ from pydantic import PrivateAttr
 
 from blockattn_rag.langchain import (
     HANDLE_KEY,
-    BlockAttentionLLM,
     BlockDocumentPrompt,
     ChatBlockAttention,
     format_blocks,
@@ -87,16 +86,6 @@ def canonical(passages: Sequence[Passage], form: str = TITLED) -> list[str]:
 
 def messages_of(history: Sequence[str]) -> list[BaseMessage]:
     return [AIMessage(text) if i % 2 else HumanMessage(text) for i, text in enumerate(history)]
-
-
-def by_string(family: Family, chat: RecordingChat, sample: Sample) -> list[Asked]:
-    """A string for the model without chat: control tokens count nowhere."""
-    make: Any = BlockAttentionLLM
-    llm: BlockAttentionLLM = make(source=chat.source)
-    context = format_blocks(documents_of(sample.passages), None)
-    prompt = llm.to_prompt(f"{sample.system}\n{context}\nQuestion: {sample.question}")
-    texts = canonical(sample.passages, "{page_content}")
-    return [Asked([prompt], texts, [sample.system], [sample.question], sample=sample)]
 
 
 def by_chain(family: Family, chat: RecordingChat, sample: Sample) -> list[Asked]:
@@ -192,7 +181,6 @@ def _with_tool(
 
 
 SCENARIOS: dict[str, Callable[[Family, RecordingChat, Sample], list[Asked]]] = {
-    "string": by_string,
     "chain": by_chain,
     "message parts": by_parts,
     "retriever tool": by_retriever_tool,

@@ -103,7 +103,7 @@ def test_an_answer_cache_is_asked_first(chat: ChatBlockAttention) -> None:
 def test_a_model_without_a_chat_template_raises_value_error() -> None:
     model = BlockModel(tiny_model(), tiny_tokenizer(chat=False))
     chat = ChatBlockAttention(engine=BlockAttentionEngine(model))
-    with pytest.raises(ValueError, match="use BlockAttentionLLM"):
+    with pytest.raises(ValueError, match="has no chat template"):
         chat.invoke("Hello")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import pickle
-import time
 
 import pytest
 from langchain_classic.retrievers import ParentDocumentRetriever
@@ -24,7 +23,6 @@ from blockattn_rag.langchain import (
     live_handles,
 )
 from blockattn_rag.prompts.blocks import handle_of
-from tests.engines import local
 from tests.langchain.conftest import passages
 
 TITLED = BlockDocumentPrompt.from_template("title: {title}\n\n{page_content}")
@@ -73,18 +71,6 @@ def test_logs_a_failed_warming(chat: ChatBlockAttention, caplog: pytest.LogCaptu
         with pytest.raises(ContextOverflowError):
             compressor.wait_until_warm(60)
     assert "warming the KV store failed" in caplog.text
-
-
-def test_compressor_prefetches_stored_documents(chat: ChatBlockAttention) -> None:
-    documents = BlockKVTransformer(llm=chat).transform_documents(passages())
-    engine = local(chat.engine)
-    before = engine.prefetches
-    BlockKVCompressor(llm=chat).compress_documents([*documents, Document("new")], "q")
-    until = time.monotonic() + 20
-    while (now := engine.prefetches).ready + now.absent < before.ready + before.absent + 4:
-        assert time.monotonic() < until
-        time.sleep(0.005)
-    assert (now.ready - before.ready, now.absent - before.absent) == (3, 1)
 
 
 def test_warming_needs_a_model() -> None:

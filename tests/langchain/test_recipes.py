@@ -10,7 +10,7 @@ from langchain_core.caches import InMemoryCache
 from langchain_core.language_models import BaseChatModel
 
 from blockattn_rag import BlockAttentionEngine, Recipe
-from blockattn_rag.langchain import BlockAttentionLLM, ChatBlockAttention, format_blocks
+from blockattn_rag.langchain import ChatBlockAttention, format_blocks
 from blockattn_rag.model import BlockModel
 from tests.engines import local
 from tests.langchain.conftest import passages
@@ -36,7 +36,6 @@ def test_the_constructors_have_few_arguments() -> None:
     found = {names.get(name, name) for name in fields} - {"source"}
     assert found | {"engine", "api_key"} == own
     assert len(own) == 14
-    assert BlockAttentionLLM.model_fields.keys() - ChatBlockAttention.model_fields.keys() == set()
 
 
 def test_an_answer_cache_separates_recipes_of_engines(chat: ChatBlockAttention) -> None:

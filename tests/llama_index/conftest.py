@@ -11,14 +11,13 @@ from llama_index.core import Settings
 from llama_index.core.schema import BaseNode, NodeWithScore, TextNode
 
 from blockattn_rag import BlockAttentionEngine
-from blockattn_rag.engine.pending import PendingRequest
 from blockattn_rag.engine.results import Generation, GenerationChunk
 from blockattn_rag.llama_index import BlockAttentionLLM, BlockKVPostprocessor, BlockKVTransform
 from blockattn_rag.model import BlockModel
 from blockattn_rag.prompts.blocks import BlockPrompt, Span
 from blockattn_rag.prompts.tokenization import BlockTokenizer
 from blockattn_rag.store import MemoryStore
-from tests.engines import tuned_model
+from tests.engines import batch_sizes, tuned_model
 
 
 class Call(NamedTuple):
@@ -34,7 +33,7 @@ class RecordingEngine(BlockAttentionEngine):
     def __init__(self, model: BlockModel, **kwargs: Any) -> None:
         super().__init__(model, MemoryStore(1 << 28), **kwargs)
         self.calls: list[Call] = []
-        self.batches: list[int] = []
+        self.batches = batch_sizes(self)
 
     def generate(self, prompt: Any, **options: Any) -> Generation:
         answer = super().generate(prompt, **options)
@@ -51,11 +50,6 @@ class RecordingEngine(BlockAttentionEngine):
         answer = await super().agenerate(make_prompt, **options)
         self.calls.append(Call(made[0], options, answer))
         return answer
-
-    def answer_batch(self, requests: Sequence[PendingRequest]) -> None:
-        if len(requests) > 1:
-            self.batches.append(len(requests))
-        super().answer_batch(requests)
 
     def stream(self, prompt: Any, **options: Any) -> Generator[GenerationChunk, None, None]:
         for chunk in super().stream(prompt, **options):

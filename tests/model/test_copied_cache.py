@@ -136,14 +136,6 @@ def test_a_kernel_that_fails_is_not_used(
     assert "no kernel image is available" in caplog.text
 
 
-def test_a_model_that_changes_its_dtype_is_measured_again(on_gpu: BlockModel) -> None:
-    before = on_gpu.fingerprint
-    assert on_gpu.has_causal_kernel
-    on_gpu.hf_model.float()
-    assert on_gpu.fingerprint != before
-    assert not on_gpu.has_causal_kernel
-
-
 def test_training_uses_the_models_own_attention(
     monkeypatch: pytest.MonkeyPatch, on_gpu: BlockModel
 ) -> None:

@@ -16,8 +16,10 @@ from peft import LoraConfig
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from blockattn_rag.engine.engine import BlockAttentionEngine
+from blockattn_rag.errors import UnsupportedModelError
 from blockattn_rag.model import BlockModel, EncodeRequest
-from blockattn_rag.model.fingerprint import Identity
+from blockattn_rag.model.fingerprint import fingerprint_of
 from blockattn_rag.model.packing import pack_linears
 from blockattn_rag.model.relay_attention import enable_relay
 from blockattn_rag.prompts.tokenization import BlockTokenizer
@@ -33,7 +35,7 @@ IDS = list(range(40, 60))
 
 
 def fingerprint(model: Any, tokenizer: BlockTokenizer = TOKENIZER) -> str:
-    return Identity(model, tokenizer).fingerprint
+    return fingerprint_of(model, tokenizer)
 
 
 ORIGINAL = fingerprint(shared_tiny_llama())
@@ -82,12 +84,26 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_a_change_gives_another_fingerprint(model: Any, change: Callable[[Any], Any]) -> None:
-    in_use = block_model(copy.deepcopy(model))
-    assert in_use.fingerprint == ORIGINAL
     change(model)
     assert fingerprint(model) != ORIGINAL
-    change(in_use.hf_model)
-    assert in_use.fingerprint == fingerprint(model)
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_model_that_changes_in_use_is_refused(model: Any, change: Callable[[Any], Any]) -> None:
+    in_use = block_model(model)
+    assert in_use.fingerprint == ORIGINAL
+    change(model)
+    assert in_use.fingerprint == ORIGINAL
+    with pytest.raises(UnsupportedModelError, match="have changed since it was loaded"):
+        states(in_use)
+
+
+def test_a_model_that_changes_before_its_fingerprint_is_known_is_refused(model: Any) -> None:
+    in_use = block_model(model)
+    next_float(model)
+    with pytest.raises(UnsupportedModelError, match="Make a new engine"):
+        in_use.fingerprint  # noqa: B018 -- computed on the first access
+    assert block_model(model).fingerprint != ORIGINAL
 
 
 def test_the_same_seed_gives_the_same_weights_and_fingerprint() -> None:
@@ -175,34 +191,44 @@ SWITCHES: dict[str, Callable[[Any], None]] = {
 
 
 @pytest.mark.parametrize("switch", SWITCHES.values(), ids=SWITCHES)
-def test_switching_adapters_changes_the_fingerprint_at_once(switch: Callable[[Any], None]) -> None:
+def test_a_model_whose_adapters_switch_is_refused(switch: Callable[[Any], None]) -> None:
     model = block_model(adapted())
-    before, with_one = model.fingerprint, states(model)
+    with_one = states(model)
     switch(model.hf_model)
-    assert model.fingerprint != before
-    assert any(not torch.equal(a, b) for a, b in zip(states(model), with_one, strict=True))
-    assert block_model(model.hf_model).fingerprint == model.fingerprint
+    with pytest.raises(UnsupportedModelError, match="adapters or config of"):
+        states(model)
+    again = block_model(model.hf_model)
+    assert again.fingerprint != model.fingerprint
+    assert any(not torch.equal(a, b) for a, b in zip(states(again), with_one, strict=True))
 
 
-def test_an_adapter_added_to_a_model_in_use_computes_without_dropout(model: Any) -> None:
-    in_use = block_model(model)
-    before = in_use.fingerprint
-    model.add_adapter(
-        LoraConfig(r=2, lora_dropout=0.5, target_modules=["v_proj"], init_lora_weights=False)
-    )
-    assert in_use.fingerprint != before
-    assert all(torch.equal(a, b) for a, b in zip(states(in_use), states(in_use), strict=True))
+def test_an_adapter_that_is_active_again_is_not_refused() -> None:
+    model = block_model(adapted())
+    with_one = states(model)
+    model.hf_model.disable_adapters()
+    model.hf_model.enable_adapters()
+    assert all(torch.equal(a, b) for a, b in zip(states(model), with_one, strict=True))
 
 
-# -- models in use ---------------------------------------------------------------------------------
-
-
-def test_rotation_changed_on_a_model_in_use_is_measured_again(model: Any) -> None:
-    in_use = block_model(model)
-    before, layouts = in_use.fingerprint, in_use.profile.layouts
-    model.model.rotary_emb.inv_freq *= 0.5
-    assert in_use.fingerprint != before
-    assert not in_use.profile.layouts[0].same_as(layouts[0])
+def test_engine_stores_and_answers_nothing_with_another_adapter() -> None:
+    engine = BlockAttentionEngine(block_model(adapted()))
+    prompt = ["System.", "Passage.", "Which?"]
+    engine.generate(prompt, max_new_tokens=1)
+    stored = {*engine.store.keys()}
+    engine.model.hf_model.set_adapter("two")
+    calls: list[Callable[[], Any]] = [
+        lambda: engine.generate(prompt, max_new_tokens=1),
+        lambda: engine.generate_batch([prompt, ["Which?"]], max_new_tokens=1),
+        lambda: engine.generate(prompt, mode="full", max_new_tokens=1),
+        lambda: engine.answer_logits(prompt, [1]),
+        lambda: engine.encode(["Another passage."]),
+    ]
+    for call in calls:
+        with pytest.raises(UnsupportedModelError, match="have changed since it was loaded"):
+            call()
+    assert {*engine.store.keys()} == stored
+    other = BlockAttentionEngine(block_model(engine.model.hf_model), engine.store)
+    assert other.generate(prompt, max_new_tokens=1).stats.hits == 0
 
 
 # -- what leaves keys and values alone -------------------------------------------------------------
@@ -236,6 +262,15 @@ NEUTRAL: dict[str, Callable[[Any], Any]] = {
 def test_other_modules_do_not_count(model: Any, change: Callable[[Any], Any]) -> None:
     change(model)
     assert fingerprint(model) == ORIGINAL
+
+
+@pytest.mark.parametrize("change", [renamed, NEUTRAL["packed"], enable_relay, NEUTRAL["in use"]])
+def test_a_model_in_use_is_not_refused(model: Any, change: Callable[[Any], Any]) -> None:
+    in_use = block_model(model)
+    change(model)
+    assert states(in_use)
+    assert in_use.supports_relay
+    in_use.check_unchanged()
 
 
 def test_a_model_that_was_saved_and_loaded_has_its_fingerprint(model: Any, tmp_path: Path) -> None:

@@ -154,7 +154,7 @@ class Assistant:
         engine = RetrieverQueryEngine(
             self._retriever,
             adapter.block_response_synthesizer(llm, streaming=True),
-            node_postprocessors=[adapter.BlockKVPrefetch(llm), adapter.BlockKVPostprocessor()],
+            node_postprocessors=[adapter.BlockKVPostprocessor()],
         )
         pieces: list[str] = []
         waited_s = None

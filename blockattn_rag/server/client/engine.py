@@ -15,8 +15,16 @@ from blockattn_rag.engine.find_recipe import AUTO, RecipeLike
 from blockattn_rag.engine.ingest import EncodeStats
 from blockattn_rag.engine.options import GenerateOptions
 from blockattn_rag.engine.outline import RecipeOutline
-from blockattn_rag.engine.pending import MAX_BATCH, Group, PendingAnswer, check_batch_size
-from blockattn_rag.engine.protocol import LatePrompt, Prompt, blocks_to_encode, made
+from blockattn_rag.engine.pending import (
+    MAX_BATCH,
+    Group,
+    LatePrompt,
+    PendingAnswer,
+    Prompt,
+    check_batch_size,
+    to_block_prompt,
+)
+from blockattn_rag.engine.protocol import blocks_to_encode
 from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.engine.results import Generation, GenerationChunk
 from blockattn_rag.model.sampling import room_for
@@ -153,14 +161,6 @@ class RemoteEngine:
         encode = self._server.encode
         return precompute(encode, bodies, show_progress=show_progress, on_progress=on_progress)
 
-    def prefetch(
-        self,
-        passages: Sequence[str | Block],
-        *,
-        recipe: RecipeLike | None = None,
-    ) -> None:
-        """Do nothing: the server reads blocks when a prompt arrives."""
-
     def contains(self, block: Block, *, first: bool = False) -> bool:
         """Whether a block is stored. ``first``: Look for it as the first block of a prompt."""
         wanted = [one for one in [self._to_encode(block, first)] if one.ids]
@@ -251,8 +251,8 @@ class RemoteEngine:
         options = GenerateOptions.parse(given, Recipe())
         check_possible(options)
         if not callable(prompt):  # an invalid prompt raises now
-            prompt = made(prompt)
-        pending = PendingAnswer(partial(made, prompt))
+            prompt = to_block_prompt(prompt)
+        pending = PendingAnswer(prompt)
         return pending, partial(self._start, pending, options, recipe, gate)
 
     def _start(

@@ -164,8 +164,3 @@ def test_looking_is_not_encoding(
     monkeypatch.setattr(server, "encode", lambda *_: {"blocks": ["encoded"], "stored_bytes": 1})
     with pytest.raises(ProtocolError, match="encoded blocks that it should only look up"):
         engine.contains(BLOCKS[0])
-
-
-def test_prefetching_asks_nothing_of_a_server(engine: RemoteEngine, server: FakeServer) -> None:
-    engine.prefetch(BLOCKS)
-    assert server.requests == []

@@ -16,7 +16,6 @@ from pydantic import SecretStr
 from blockattn_rag import BlockAttentionEngine
 from blockattn_rag.errors import ServingError
 from blockattn_rag.langchain import (
-    BlockAttentionLLM,
     BlockKVCompressor,
     BlockKVTransformer,
     ChatBlockAttention,
@@ -102,18 +101,6 @@ def test_batches_are_answered_side_by_side(
     seeded = chat.batch(inputs[:2], temperature=1.5, seed=3)
     alone = [here.invoke(one, temperature=1.5, seed=3).content for one in inputs[:2]]
     assert [one.content for one in seeded] == alone
-
-
-def test_completion_is_local(server: FakeServer, saved: str, local: BlockAttentionEngine) -> None:
-    llm = BlockAttentionLLM(
-        model="the-model", base_url=server.url, max_tokens=6, model_kwargs={"tokenizer": saved}
-    )
-    here = BlockAttentionLLM(engine=local, max_tokens=6)
-    prompts: list[Any] = [f"{format_blocks(DOCUMENTS)} Which?", "Hello"]
-    assert llm.batch(prompts) == here.batch(prompts)
-    assert asyncio.run(llm.abatch(prompts)) == here.batch(prompts)
-    assert "".join(llm.stream(prompts[0])) == here.invoke(prompts[0])
-    assert llm.get_num_tokens("abc") == 3
 
 
 def test_documents_are_encoded_by_the_server(chat: ChatBlockAttention) -> None:
