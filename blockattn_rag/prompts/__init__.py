@@ -25,7 +25,7 @@ from blockattn_rag.prompts.formats import (
     prompt_format,
 )
 from blockattn_rag.prompts.markers import segment, strip_markers, wrap
-from blockattn_rag.prompts.segmentation import conversation, few_shot, split_json
+from blockattn_rag.prompts.segmentation import conversation
 
 __all__ = [
     "BLANK_LINE",
@@ -45,14 +45,12 @@ __all__ = [
     "Span",
     "answer_end",
     "conversation",
-    "few_shot",
     "follow_up",
     "format_for",
     "handle_of",
     "known_checkpoint",
     "prompt_format",
     "segment",
-    "split_json",
     "strip_markers",
     "wrap",
 ]
