@@ -23,10 +23,10 @@ from langchain_core.documents import Document
 from langchain_core.retrievers import BaseRetriever
 from langchain_core.vectorstores import InMemoryVectorStore
 from langgraph.checkpoint.memory import InMemorySaver
+from measuring import machine
 
 from blockattn_rag import DirectoryStore
 from blockattn_rag.app.demo.corpus import bundled_corpus, bundled_questions
-from blockattn_rag.lab.efficiency import machine
 from blockattn_rag.langchain import (
     BlockKVTransformer,
     ChatBlockAttention,

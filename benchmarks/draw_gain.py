@@ -58,7 +58,7 @@ def rows(data: Mapping[str, Any]) -> list[str]:
 
 
 def picture(data: Mapping[str, Any]) -> str:
-    """The figure as SVG, from the JSON of ``blockattn-rag bench ttft``."""
+    """The figure as SVG, from the JSON of ``benchmarks/efficiency.py ttft``."""
     machine, height = data["machine"], TOP + ROW * len(data["rows"]) + 58
     where = machine["accelerator"] or f"{machine['processor']}, {machine['threads']} threads"
     parts = [

@@ -1,12 +1,17 @@
-"""Measure rates and times for which ``blockattn-rag bench`` has no command.
+"""Measure times, rates and memory of block mode and full prefill.
 
-    python benchmarks/efficiency.py shared --batch-sizes 32 --lengths 2048 --repeats 1
+    python benchmarks/efficiency.py ttft --lengths 512,4096
+    python benchmarks/efficiency.py decode --lengths 2048,8192 --block-tokens 128,512
+    python benchmarks/efficiency.py batch --lengths 4096 --batch-sizes 1,2,4
+    python benchmarks/efficiency.py memory --lengths 2048,8192
+    python benchmarks/efficiency.py shared --lengths 2048 --batch-sizes 32
     python benchmarks/efficiency.py ingest --lengths 64,128,512
     python benchmarks/efficiency.py recompute --lengths 1000,2000,4000,8000 --layers 4
 
-``shared``: tokens per second of requests that share a system prompt (RelayAttention). ``ingest``:
-tokens per second of encoding blocks. ``recompute``: time to first token by the share of the tokens
-that is recomputed. The result is printed as JSON.
+``ttft``: time to first token. ``decode``: time per token. ``batch``: time to the first tokens of a
+batch. ``memory``: peak memory of a request. ``shared``: tokens per second of requests that share a
+system prompt (RelayAttention). ``ingest``: tokens per second of encoding blocks. ``recompute``:
+time to first token by the share of the tokens that is recomputed. The result is printed as JSON.
 """
 
 from __future__ import annotations
@@ -22,32 +27,233 @@ from typing import Annotated, Any, Literal
 
 import torch
 import typer
+from measuring import (
+    PATHS,
+    check_batches,
+    check_full_length,
+    check_sizes,
+    in_turns,
+    machine,
+    on_path,
+    paths_of,
+    peak_bytes,
+    store_contexts,
+)
+from random_models import counting_tokenizer, random_llama, random_prompt
 from torch import Tensor
 from transformers import DynamicCache
 
 from blockattn_rag import BlockAttentionEngine, BlockModel, MemoryStore, Recipe
+from blockattn_rag.app.cli.output import duration
 from blockattn_rag.app.cli.output import size as bytes_of
-from blockattn_rag.lab.efficiency import machine
-from blockattn_rag.lab.efficiency.measure import (
-    PATHS,
-    OnProgress,
-    Turns,
-    check_batches,
-    check_full_length,
-    on_path,
-    store_contexts,
-)
-from blockattn_rag.lab.efficiency.shapes import (
-    check_sizes,
-    counting_tokenizer,
-    random_llama,
-    random_prompt,
-)
+from blockattn_rag.lab.planning import SHAPES, prefill_flops
 from blockattn_rag.model import EncodeRequest
+from blockattn_rag.model.loading import load_model
 from blockattn_rag.prompts import BlockPrompt
 
-Measured = Literal["shared", "ingest", "recompute"]
+Row = Mapping[str, Any]
+Measured = Literal["ttft", "decode", "batch", "memory", "shared", "ingest", "recompute"]
 SHARES = (0.0, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0)
+
+
+def measure_ttft(
+    engine: BlockAttentionEngine,
+    lengths: Sequence[int],
+    *,
+    block_tokens: int = 512,
+    question_tokens: int = 50,
+    repeats: int = 3,
+) -> list[dict[str, Any]]:
+    """Measure the time from a request to its first token on every path, side by side.
+
+    Blocks are encoded beforehand and read from the engine's store. A miss is an error.
+
+    Args:
+        engine: Engine with a ``counting_tokenizer`` for the model's vocabulary, a store with
+            room for the blocks of the longest context, and ``resident_bytes=0``, so that repeated
+            questions are computed again.
+        lengths: Context lengths in tokens, without the question.
+        block_tokens: Tokens per block.
+        question_tokens: Tokens of the final block.
+        repeats: Timed runs on each path.
+
+    Returns:
+        One row for each length: ``length`` and ``blocks``; for each path ``<path>_s`` (median,
+        seconds), ``<path>_min_s`` and ``<path>_max_s``; for the paths that reuse blocks,
+        ``full_over_<path>`` and ``<path>_over_floor``; and the numbers of operations
+        ``full_flops``, ``block_flops``, ``flops_ratio`` (full over block) and ``flops_over_floor``
+        (block over the question alone).
+    """
+    check_sizes(block_tokens=block_tokens, question_tokens=question_tokens)
+    check_sizes(**{"the shortest length": min(lengths, default=0)})
+    config = engine.model.config
+    paths = paths_of(engine)
+    floor = prefill_flops(config, question_tokens)
+    engines = {path: on_path(engine, path) for path in (*paths, "floor")}
+    rows = []
+    for length in lengths:
+        prompt = random_prompt(length, block_tokens, question_tokens, config.vocab_size)
+        engine.generate(prompt, max_new_tokens=1)
+        ways = {path: partial(_ttft, one, prompt, path) for path, one in engines.items()}
+        row = {"length": length, "blocks": len(prompt.context), **in_turns(ways, repeats)}
+        for path in paths[1:]:
+            row[f"full_over_{path}"] = row["full_s"] / row[f"{path}_s"]
+            row[f"{path}_over_floor"] = row[f"{path}_s"] / row["floor_s"]
+        full = prefill_flops(config, length + question_tokens)
+        block = prefill_flops(config, question_tokens, length)
+        row |= {"full_flops": full, "block_flops": block}
+        rows.append(row | {"flops_ratio": full / block, "flops_over_floor": block / floor})
+    return rows
+
+
+def _ttft(engine: BlockAttentionEngine, prompt: BlockPrompt, path: str) -> float:
+    asked = BlockPrompt((), prompt.final) if path == "floor" else prompt
+    return engine.generate(asked, max_new_tokens=1, **PATHS[path]).stats.ttft_s
+
+
+def measure_decode(
+    engine: BlockAttentionEngine,
+    lengths: Sequence[int],
+    *,
+    block_tokens: Sequence[int] = (128, 512),
+    question_tokens: int = 50,
+    new_tokens: int = 32,
+    repeats: int = 3,
+) -> list[dict[str, Any]]:
+    """Measure the time per token after the first token on every path, side by side.
+
+    Args:
+        engine, lengths, question_tokens, repeats: See ``measure_ttft``.
+        block_tokens: Block sizes in tokens. Each size gives one row per length.
+        new_tokens: Tokens generated in each run, at least 2. The time of the first token is not
+            counted. On the relay path, the time of the second token includes joining small blocks.
+
+    Returns:
+        One row for each length and block size: ``length``, ``block_tokens``, ``<path>_s`` (median
+        seconds per token) with ``<path>_min_s`` and ``<path>_max_s``, and ``relay_over_copy``.
+    """
+    check_sizes(question_tokens=question_tokens)
+    if new_tokens < 2:
+        raise ValueError(f"Expected new_tokens of at least 2, found {new_tokens}.")
+    check_sizes(**{"the shortest length": min(lengths), "block_tokens": min(block_tokens)})
+    engines = {path: on_path(engine, path) for path in paths_of(engine)}
+    vocabulary = engine.model.config.vocab_size
+    rows = []
+    for length in lengths:
+        for size in block_tokens:
+            prompt = random_prompt(length, size, question_tokens, vocabulary)
+            engine.generate(prompt, max_new_tokens=1)
+            ways = {
+                path: partial(_per_token, one, prompt, path, new_tokens)
+                for path, one in engines.items()
+            }
+            row = {"length": length, "block_tokens": size, **in_turns(ways, repeats)}
+            if "relay" in ways:
+                row["relay_over_copy"] = row["relay_s"] / row["copy_s"]
+            rows.append(row)
+    return rows
+
+
+def _per_token(
+    engine: BlockAttentionEngine, prompt: BlockPrompt, path: str, new_tokens: int
+) -> float:
+    stats = engine.generate(prompt, max_new_tokens=new_tokens, **PATHS[path]).stats
+    check_full_length(stats, new_tokens)
+    return (stats.total_s - stats.ttft_s) / (new_tokens - 1)
+
+
+def measure_batch(
+    engine: BlockAttentionEngine,
+    batch_sizes: Sequence[int],
+    *,
+    length: int = 8192,
+    block_tokens: int = 512,
+    question_tokens: int = 50,
+    repeats: int = 3,
+) -> list[dict[str, Any]]:
+    """Measure the time to the first tokens of a batch of unrelated requests (TurboRAG, table 4).
+
+    Args:
+        engine: See ``measure_ttft``; the store must have room for the largest batch's contexts.
+        batch_sizes: Numbers of requests per batch.
+        length: Context tokens of each request.
+        block_tokens, question_tokens, repeats: See ``measure_ttft``.
+
+    Returns:
+        One row for each batch size: ``batch``, ``<path>_s`` (median seconds until every request
+        has its first token) with ``<path>_min_s`` and ``<path>_max_s``, and ``full_over_<path>``.
+    """
+    check_sizes(length=length, block_tokens=block_tokens, batch=min(batch_sizes, default=0))
+    check_batches(engine)
+    vocabulary = engine.model.config.vocab_size
+    prompts = [
+        random_prompt(length, block_tokens, question_tokens, vocabulary, seed)
+        for seed in range(max(batch_sizes))
+    ]
+    store_contexts(engine, prompts)
+    rows = []
+    paths = paths_of(engine)
+    engines = {path: on_path(engine, path) for path in paths}
+    for batch in batch_sizes:
+        ways = {
+            path: partial(_first_tokens, one, prompts[:batch], path)
+            for path, one in engines.items()
+        }
+        row = {"batch": batch, "length": length, **in_turns(ways, repeats)}
+        row |= {f"full_over_{path}": row["full_s"] / row[f"{path}_s"] for path in paths[1:]}
+        rows.append(row)
+    return rows
+
+
+def _first_tokens(engine: BlockAttentionEngine, prompts: Sequence[BlockPrompt], path: str) -> float:
+    size = len(prompts)
+    answers = engine.generate_batch(prompts, batch_size=size, max_new_tokens=1, **PATHS[path])
+    return answers[0].stats.ttft_s
+
+
+def measure_memory(
+    engine: BlockAttentionEngine,
+    lengths: Sequence[int],
+    *,
+    block_tokens: int = 512,
+    question_tokens: int = 50,
+    new_tokens: int = 8,
+) -> list[dict[str, Any]]:
+    """Measure the peak memory of a request, from its start to its last token.
+
+    The result is deterministic, because only tensors that PyTorch allocates are counted. Blocks are
+    in the store beforehand and are not counted.
+
+    The memory of relay depends on ``block_tokens``, because relay joins small blocks in additional
+    tensors (``attention.relay.JoinLimits``). It keeps them from the second token on (on an
+    accelerator, from the first token on) until the answer ends.
+
+    Args:
+        engine, lengths, block_tokens, question_tokens: See ``measure_ttft``.
+        new_tokens: Tokens to generate.
+
+    Returns:
+        One row for each length: ``length``; ``<path>_peak_bytes`` for full, copy and relay;
+        ``stored_bytes`` of the context's blocks; ``relay_over_copy``.
+    """
+    check_sizes(block_tokens=block_tokens, **{"the shortest length": min(lengths, default=0)})
+    engines = {path: on_path(engine, path) for path in paths_of(engine)}
+    vocabulary = engine.model.config.vocab_size
+    rows = []
+    for length in lengths:
+        prompt = random_prompt(length, block_tokens, question_tokens, vocabulary)
+        engine.generate(prompt, max_new_tokens=1)
+        row: dict[str, Any] = {"length": length}
+        for path, one in engines.items():
+            work = partial(one.generate, prompt, max_new_tokens=new_tokens, **PATHS[path])
+            # The profiler records only this thread. With the lock held, the model runs in it.
+            with engine.model.lock:
+                row[f"{path}_peak_bytes"] = peak_bytes(work, engine.model.device)
+        row["stored_bytes"] = length * engine.model.bytes_per_token
+        if "relay" in engines:
+            row["relay_over_copy"] = row["relay_peak_bytes"] / row["copy_peak_bytes"]
+        rows.append(row)
+    return rows
 
 
 def measure_shared(
@@ -59,7 +265,6 @@ def measure_shared(
     question_tokens: int = 16,
     new_tokens: int = 32,
     repeats: int = 3,
-    on_progress: OnProgress | None = None,
 ) -> list[dict[str, Any]]:
     """Measure tokens per second of requests that share a system prompt (RelayAttention, table 2).
 
@@ -73,7 +278,7 @@ def measure_shared(
         context_tokens: Tokens of each request's own block.
         question_tokens: Tokens of each request's final block.
         new_tokens: Tokens generated for each request, at least 2.
-        repeats, on_progress: See ``measure_ttft``.
+        repeats: See ``measure_ttft``.
 
     Returns:
         One row for each length of the system prompt and batch size: ``system_tokens``, ``batch``;
@@ -91,7 +296,6 @@ def measure_shared(
         raise ValueError(
             f"{engine.model.name} cannot share blocks: relay attention is not exact for this model"
         )
-    turns = Turns(repeats, len(batch_sizes) * len(system_tokens), on_progress)
     engines = {path: on_path(engine, path) for path in ("copy", "relay")}
     rows = []
     for system in system_tokens:
@@ -106,7 +310,7 @@ def measure_shared(
                 for way, path in (("unshared", "copy"), ("shared", "relay"))
             }
             row: dict[str, Any] = {"system_tokens": system, "batch": batch}
-            row |= turns.measure(ways, "tokens_per_s")
+            row |= in_turns(ways, repeats, "tokens_per_s")
             row["gain"] = row["shared_tokens_per_s"] / row["unshared_tokens_per_s"]
             # The first run of each is a warm-up.
             steps = {name: statistics.median(times[1:]) for name, times in decode.items()}
@@ -154,7 +358,6 @@ def measure_ingest(
     *,
     total_tokens: int = 8192,
     repeats: int = 3,
-    on_progress: OnProgress | None = None,
 ) -> list[dict[str, Any]]:
     """Measure tokens per second of encoding without a store, and of a plain forward pass.
 
@@ -166,7 +369,7 @@ def measure_ingest(
         block_tokens: Mean block lengths in tokens. Each gives one row, whose blocks have 0.5 to 1.5
             times as many tokens.
         total_tokens: Approximate number of tokens in one run.
-        repeats, on_progress: See ``measure_ttft``.
+        repeats: See ``measure_ttft``.
 
     Returns:
         One row for each length: ``block_tokens``, ``encode_tokens_per_s`` and
@@ -174,14 +377,13 @@ def measure_ingest(
         ``bytes_per_token``.
     """
     check_sizes(total_tokens=total_tokens, block_tokens=min(block_tokens, default=0))
-    turns = Turns(repeats, len(block_tokens), on_progress)
     rows = []
     for size in block_tokens:
         requests = _requests(model, size, max(1, total_tokens // size))
         encode = partial(_encode_rate, model, requests)
         plain = partial(_plain_rate, model, _plain_rows(requests, size))
         row: dict[str, Any] = {"block_tokens": size}
-        row |= turns.measure({"encode": encode, "plain": plain}, "tokens_per_s")
+        row |= in_turns({"encode": encode, "plain": plain}, repeats, "tokens_per_s")
         row["encode_over_plain"] = row["encode_tokens_per_s"] / row["plain_tokens_per_s"]
         row["bytes_per_token"] = model.bytes_per_token
         rows.append(row)
@@ -196,7 +398,6 @@ def measure_recompute(
     block_tokens: int = 500,
     question_tokens: int = 50,
     repeats: int = 3,
-    on_progress: OnProgress | None = None,
 ) -> list[dict[str, Any]]:
     """Measure the time to first token with recomputation, and in full mode, in turns.
 
@@ -204,14 +405,13 @@ def measure_recompute(
         engine: See ``measure_ttft``. The model must support relay.
         lengths: Context lengths in tokens, without the question.
         shares: Shares of the tokens to recompute. 0 is block mode.
-        block_tokens, question_tokens, repeats, on_progress: See ``measure_ttft``.
+        block_tokens, question_tokens, repeats: See ``measure_ttft``.
 
     Returns:
         One row for each length: ``length``, ``full_s``, and ``over_full`` with the quotient of the
         times by share.
     """
     check_sizes(question_tokens=question_tokens, length=min(lengths, default=0))
-    turns = Turns(repeats, len(lengths), on_progress)
     rows = []
     for length in lengths:
         prompt = random_prompt(
@@ -224,7 +424,7 @@ def measure_recompute(
             return answer.stats.ttft_s
 
         ways = {str(share): partial(ttft_s, recipe=Recipe(recompute=share)) for share in shares}
-        times = turns.measure({"full": partial(ttft_s, mode="full"), **ways})
+        times = in_turns({"full": partial(ttft_s, mode="full"), **ways}, repeats)
         ratios = {way: times[f"{way}_s"] / times["full_s"] for way in ways}
         rows.append({"length": length, "full_s": times["full_s"], "over_full": ratios})
     return rows
@@ -270,50 +470,91 @@ def _wait_for(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-def columns(measured: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
-    """The table of a result: lists of cells by column name."""
-    if measured == "shared":
-        forms = {
-            "system": ("system_tokens", ","),
-            "requests": ("batch", ","),
-            "unshared": ("unshared_tokens_per_s", ".1f"),
-            "shared": ("shared_tokens_per_s", ".1f"),
-            "gain": ("gain", ".2f"),
-            "decode gain": ("decode_gain", ".2f"),
-            "equation 10": ("bytes_ratio", ".1f"),
+def columns(measured: Measured, rows: Sequence[Row]) -> dict[str, list[str]]:
+    """Format the table of a result: lists of cells by column name. Times are medians."""
+    if measured in ("shared", "ingest"):
+        found = {
+            head: [format(row[name], form) for row in rows]
+            for head, (name, form) in _RATES[measured].items()
         }
-        return {head: [format(r[name], form) for r in rows] for head, (name, form) in forms.items()}
+        if measured == "ingest":
+            found["stored per token"] = [bytes_of(row["bytes_per_token"]) for row in rows]
+        return found
     if measured == "recompute":
-        shares = {f"{float(one):.0%}": one for one in rows[0]["over_full"]}
         ratios = {
-            head: [f"{row['over_full'][share]:.2f}" for row in rows]
-            for head, share in shares.items()
+            f"{float(share):.0%}": [f"{row['over_full'][share]:.2f}" for row in rows]
+            for share in rows[0]["over_full"]
         }
         return {"context": [f"{row['length']:,}" for row in rows], **ratios}
-    forms = {
+    sizes = {"context": "length", "block": "block_tokens", "requests": "batch"}
+    if measured == "batch":
+        del sizes["context"]
+    found = {head: [f"{r[n]:,}" for r in rows] for head, n in sizes.items() if n in rows[0]}
+    for path in PATHS:
+        if f"{path}_s" in rows[0]:
+            found[path] = [duration(row[f"{path}_s"]) for row in rows]
+        elif f"{path}_peak_bytes" in rows[0]:
+            found[path] = [bytes_of(row[f"{path}_peak_bytes"]) for row in rows]
+    if measured == "memory":
+        found["stored blocks"] = [bytes_of(row["stored_bytes"]) for row in rows]
+    quotients = {
+        "full/copy": ("full_over_copy", ".1f"),
+        "full/relay": ("full_over_relay", ".1f"),
+        "relay/copy": ("relay_over_copy", ".3f" if measured == "memory" else ".2f"),
+        "FLOPs ratio": ("flops_ratio", ".0f"),
+    }
+    for head, (name, form) in quotients.items():
+        if name in rows[0]:
+            found[head] = [format(row[name], form) for row in rows]
+    return found
+
+
+_RATES = {
+    "shared": {
+        "system": ("system_tokens", ","),
+        "requests": ("batch", ","),
+        "unshared": ("unshared_tokens_per_s", ".1f"),
+        "shared": ("shared_tokens_per_s", ".1f"),
+        "gain": ("gain", ".2f"),
+        "decode gain": ("decode_gain", ".2f"),
+        "equation 10": ("bytes_ratio", ".1f"),
+    },
+    "ingest": {
         "block": ("block_tokens", ","),
         "encoding": ("encode_tokens_per_s", ".0f"),
         "plain forward": ("plain_tokens_per_s", ".0f"),
         "encoding/plain": ("encode_over_plain", ".2f"),
-    }
-    cells = {head: [format(r[name], form) for r in rows] for head, (name, form) in forms.items()}
-    return {**cells, "stored per token": [bytes_of(r["bytes_per_token"]) for r in rows]}
+    },
+}
+"""Columns of the tables of rates: field of a row, and its format."""
 
 
 def main(
     measured: Annotated[Measured, typer.Argument(help="What to measure.")],
-    lengths: Annotated[str, typer.Option(help="Tokens of the system prompt, or of a block.")],
-    model: Annotated[str, typer.Option(help="Llama shape with random weights.")] = "135m",
-    batch_sizes: Annotated[str, typer.Option(help="Requests per batch, for shared.")] = "1,8,32",
-    repeats: Annotated[int, typer.Option(help="Timed runs.")] = 3,
+    lengths: Annotated[
+        str, typer.Option(help="Tokens of the context, system prompt or block, comma-separated.")
+    ],
+    model: Annotated[
+        str, typer.Option(help="Llama shape with random weights, or a model name or folder.")
+    ] = "135m",
+    block_tokens: Annotated[
+        str | None, typer.Option(help="Tokens per block; `decode` accepts several.")
+    ] = None,
+    batch_sizes: Annotated[
+        str, typer.Option(help="Requests per batch, for `batch` and `shared`.")
+    ] = "1,8,32",
+    repeats: Annotated[int, typer.Option(help="Timed runs; medians are reported.")] = 3,
     dtype: Annotated[str, typer.Option(help="Type of the weights.")] = "float32",
-    layers: Annotated[int | None, typer.Option(help="Keep only so many layers.")] = None,
+    layers: Annotated[int | None, typer.Option(help="Keep only the first layers.")] = None,
 ) -> None:
-    """Measure one rate or time, and print the result as JSON."""
+    """Measure one time, rate or size, and print the result as JSON."""
     # The warning about missing block fine-tuning does not matter for random weights.
     logging.getLogger("blockattn_rag").setLevel(logging.ERROR)
-    sizes, batches = ([int(one) for one in text.split(",")] for text in (lengths, batch_sizes))
-    loaded: Any = random_llama(model, max_tokens=max(sizes) + 256, dtype=dtype)
+    sizes, batches = _numbers(lengths), _numbers(batch_sizes)
+    if model in SHAPES:
+        loaded: Any = random_llama(model, max_tokens=max(sizes) + 256, dtype=dtype)
+    else:
+        loaded = load_model(model, dtype=dtype)
     if layers is not None:
         loaded.model.layers = loaded.model.layers[:layers]
         loaded.config.num_hidden_layers = layers
@@ -321,18 +562,34 @@ def main(
         loaded,
         tokenizer=counting_tokenizer(loaded.config.vocab_size),
         store=MemoryStore(1 << 40),
-        resident_bytes=0,
+        resident_bytes=0,  # a repeated question is computed again
     )
-    if measured == "shared":
-        rows = measure_shared(engine, batches, system_tokens=sizes, repeats=repeats)
-    elif measured == "recompute":
-        rows = measure_recompute(engine, sizes, repeats=repeats)
+    options: dict[str, Any] = {} if measured == "memory" else {"repeats": repeats}
+    if block_tokens is not None:
+        blocks = _numbers(block_tokens)
+        options["block_tokens"] = blocks if measured == "decode" else blocks[0]
+    if measured == "batch":
+        rows = measure_batch(engine, batches, length=sizes[0], **options)
+    elif measured == "shared":
+        rows = measure_shared(engine, batches, system_tokens=sizes, **options)
+    elif measured == "ingest":
+        rows = measure_ingest(engine.model, sizes, **options)
     else:
-        rows = measure_ingest(engine.model, sizes, repeats=repeats)
+        measure = {
+            "ttft": measure_ttft,
+            "decode": measure_decode,
+            "memory": measure_memory,
+            "recompute": measure_recompute,
+        }[measured]
+        rows = measure(engine, sizes, **options)
     device = engine.model.device
-    found = {"model": model, "dtype": dtype, "device": str(device), "repeats": repeats}
-    found["layers"] = loaded.config.num_hidden_layers
-    print(json.dumps({**found, "rows": rows, "machine": machine(device)}))
+    data = {"model": model, "dtype": dtype, "device": str(device), **options}
+    data["layers"] = loaded.config.num_hidden_layers
+    print(json.dumps({**data, "rows": rows, "machine": machine(device)}))
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
 
 
 if __name__ == "__main__":

@@ -27,12 +27,12 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from measuring import machine
 from torch import Tensor
 
 from blockattn_rag import BlockAttentionEngine, DirectoryStore, MemoryStore
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.kv.quantization import KVDtype
-from blockattn_rag.lab.efficiency import machine
 from blockattn_rag.lab.evaluation.accuracy import make_prompt
 from blockattn_rag.lab.evaluation.datasets import EvaluationSample, read_samples
 from blockattn_rag.lab.evaluation.fidelity import FidelityRecord, full_answer

@@ -13,10 +13,9 @@ import json
 import threading
 
 import torch
+from measuring import machine
 from packing import median_s  # the script next to this one
-
-from blockattn_rag.lab.efficiency import machine
-from blockattn_rag.lab.efficiency.shapes import random_llama
+from random_models import random_llama
 
 TOKENS = 50
 

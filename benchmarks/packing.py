@@ -14,9 +14,9 @@ import time
 from collections.abc import Callable
 
 import torch
+from measuring import machine
 from torch import Tensor, nn
 
-from blockattn_rag.lab.efficiency import machine
 from blockattn_rag.model.packing import pack_linears
 
 WIDTHS = ((576, 1536), (1536, 576), (2048, 2048), (2048, 8192))

@@ -1,4 +1,4 @@
-"""Plot results of ``blockattn-rag bench`` and ``benchmarks/efficiency.py``.
+"""Plot results of ``benchmarks/efficiency.py``.
 
     python benchmarks/plot.py benchmarks/results/ttft-long.json docs/figures/ttft-long.svg
 

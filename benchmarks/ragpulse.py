@@ -1,8 +1,8 @@
-"""Convert RAGPulse, a public log of a RAG service, to a trace for ``blockattn-rag plan --trace``.
+"""Convert RAGPulse, a public log of a RAG service, to a log for ``benchmarks/replay.py``.
 
     git clone https://github.com/flashserve/RAGPulse
     python benchmarks/ragpulse.py RAGPulse ragpulse.jsonl
-    blockattn-rag plan --trace ragpulse.jsonl --model 8b --dtype bfloat16
+    python benchmarks/replay.py ragpulse.jsonl --model 8b --dtype bfloat16
 
 The folder has ``0_trace.jsonl`` with the requests, and the lengths of their segments in
 ``1_sys_prompt.jsonl`` to ``5_web_search.jsonl``, gzipped or not. Requests are sorted by time.
@@ -40,7 +40,7 @@ def records(folder: Path, name: str) -> Iterator[dict[str, Any]]:
 
 
 def converted(folder: Path) -> Iterator[dict[str, Any]]:
-    """The requests in the format of ``blockattn_rag.lab.trace``, in the order of their time."""
+    """The requests in the format of ``benchmarks/replay.py``, in the order of their time."""
     lengths: dict[int, int] = {}
     for name in LENGTHS:
         for record in records(folder, name):
@@ -63,9 +63,9 @@ def converted(folder: Path) -> Iterator[dict[str, Any]]:
 
 def main(
     folder: Annotated[Path, typer.Argument(help="Folder of RAGPulse.")],
-    output: Annotated[Path, typer.Argument(help="Trace to write, .jsonl.")],
+    output: Annotated[Path, typer.Argument(help="Log to write, .jsonl.")],
 ) -> None:
-    """Convert RAGPulse to a trace."""
+    """Convert RAGPulse to a log."""
     with output.open("w", encoding="utf-8") as file:
         for request in converted(folder):
             file.write(json.dumps(request) + "\n")

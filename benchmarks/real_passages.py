@@ -19,9 +19,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from measuring import machine
+from random_models import random_llama
+
 from blockattn_rag import BlockAttentionEngine, DirectoryStore, Passage
-from blockattn_rag.lab.efficiency import machine
-from blockattn_rag.lab.efficiency.shapes import random_llama
 from blockattn_rag.lab.evaluation.datasets import EvaluationSample, read_samples
 from blockattn_rag.model.loading import load_tokenizer
 from blockattn_rag.prompts.blocks import Block

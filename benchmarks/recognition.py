@@ -26,9 +26,9 @@ from llama_index.core.bridge.pydantic import Field
 from llama_index.core.llms.mock import MockLLM
 from llama_index.core.response_synthesizers import get_response_synthesizer
 from llama_index.core.schema import NodeWithScore, TextNode
+from measuring import machine
 from tqdm import tqdm
 
-from blockattn_rag.lab.efficiency import machine
 from blockattn_rag.prompts.blocks import Span
 from blockattn_rag.prompts.formats import BLOCK_ATTENTION, CHAT, Passage
 from blockattn_rag.prompts.recognition import PassageMatcher, entries_of

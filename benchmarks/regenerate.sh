@@ -15,10 +15,10 @@ measure() { # NAME, then a command that prints JSON
   echo "== $name"
   "$@" | python -m json.tool --indent 1 > "benchmarks/results/$name.json"
 }
-bench() { # NAME, then the arguments of `blockattn-rag bench`
+bench() { # NAME, then the arguments of benchmarks/efficiency.py
   local name=$1
   shift
-  measure "$name" blockattn-rag bench "$@" --json
+  measure "$name" python benchmarks/efficiency.py "$@"
 }
 
 wanted=("$@")
@@ -26,11 +26,11 @@ bench ttft-float32 ttft --lengths 512,1024,2048,4096,8192 --repeats 3
 bench ttft-long ttft --lengths 1024,4096,8192,16384,32768 --repeats 1
 bench ttft-bfloat16 ttft --dtype bfloat16 --lengths 4096,8192 --repeats 1
 bench decode decode --lengths 2048,8192 --block-tokens 128,512 --repeats 2
-measure shared python benchmarks/efficiency.py shared --batch-sizes 32 --lengths 2048 --repeats 1
+bench shared shared --batch-sizes 32 --lengths 2048 --repeats 1
 bench memory memory --lengths 2048,8192
 bench memory-256 memory --block-tokens 256 --lengths 2048,8192
-measure ingest python benchmarks/efficiency.py ingest --lengths 64,128,512 --repeats 3
-measure recompute python benchmarks/efficiency.py recompute --lengths 1000,2000,4000,8000 --layers 4 --repeats 3
+bench ingest ingest --lengths 64,128,512 --repeats 3
+bench recompute recompute --lengths 1000,2000,4000,8000 --layers 4 --repeats 3
 bench batch batch --batch-sizes 1,2,4 --lengths 4096 --repeats 1
 if [ ${#wanted[@]} -eq 0 ] || [[ " ${wanted[*]} " == *" packing "* ]]; then
   python benchmarks/packing.py > benchmarks/results/packing.json

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from measuring import machine
 
 from blockattn_rag.files import write_json
-from blockattn_rag.lab.efficiency import machine
 from blockattn_rag.model.loading import default_device
 
 ENVIRONMENT = {

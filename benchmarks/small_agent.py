@@ -19,9 +19,9 @@ import typer
 from langchain.agents import create_agent
 from langchain_core.documents import Document
 from langchain_core.vectorstores import InMemoryVectorStore
+from measuring import machine
 
 from blockattn_rag.app.demo.corpus import bundled_corpus, bundled_questions, is_correct
-from blockattn_rag.lab.efficiency import machine
 from blockattn_rag.langchain import (
     BlockKVTransformer,
     ChatBlockAttention,

@@ -15,12 +15,9 @@ from typing import Any, get_args
 
 import efficiency
 
-from blockattn_rag.app.cli import bench
 from blockattn_rag.app.cli.output import duration
 
 RESULTS = Path(__file__).parent / "results"
-OTHERS = get_args(efficiency.Measured)
-BENCHMARKS = (*get_args(bench.Measured), *OTHERS)
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
@@ -29,7 +26,7 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     return "\n".join((lines[0], "|" + "---|" * len(head), *lines[1:])) + "\n"
 
 
-def cells(name: str, data: Mapping[str, Any]) -> Mapping[str, Sequence[str]]:
+def cells(name: Any, data: Mapping[str, Any]) -> Mapping[str, Sequence[str]]:
     """The columns of a result's table; all times are medians."""
     rows = data["rows"]
     if name == "packing":
@@ -40,8 +37,7 @@ def cells(name: str, data: Mapping[str, Any]) -> Mapping[str, Sequence[str]]:
             "packed": [duration(row["packed_s"]) for row in rows],
             "plain / packed": [f"{row['gain']:.2f}" for row in rows],
         }
-    found = (efficiency if name in OTHERS else bench).columns(name, rows)
-    return {head: [str(one).partition("\n")[0] for one in column] for head, column in found.items()}
+    return efficiency.columns(name, rows)
 
 
 def table(name: str, data: Mapping[str, Any]) -> str:
@@ -61,7 +57,7 @@ def table(name: str, data: Mapping[str, Any]) -> str:
 
 def main() -> int:
     for file in sorted(RESULTS.glob("*.json")):
-        if (name := file.stem.split("-")[0]) in (*BENCHMARKS, "packing"):
+        if (name := file.stem.split("-")[0]) in (*get_args(efficiency.Measured), "packing"):
             data = json.loads(file.read_text(encoding="utf-8"))
             file.with_suffix(".md").write_text(table(name, data), encoding="utf-8")
             print(file.with_suffix(".md"))

@@ -1,26 +1,150 @@
-"""The benchmarks of shared prompts, encoding and recomputation, and the plots of results."""
+"""The benchmarks of times, rates and memory."""
 
 from __future__ import annotations
 
+import json
+import runpy
 import sys
 from pathlib import Path
+from typing import Any
 
-from tests.lab.efficiency.engines import tiny_engine
+import pytest
+import torch
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from blockattn_rag import BlockAttentionEngine
+from blockattn_rag.model.repetition import TEXT_TOKENS
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
-from efficiency import columns, measure_recompute, measure_shared
+from efficiency import (
+    columns,
+    measure_batch,
+    measure_decode,
+    measure_memory,
+    measure_recompute,
+    measure_shared,
+    measure_ttft,
+)
+from measuring import in_turns, peak_bytes
+from random_models import counting_tokenizer, random_llama, random_prompt
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+SIZES: dict[str, Any] = {"question_tokens": 4, "repeats": 1}
 
 
-def test_shared_rows_hold_rates_gains_and_the_bound() -> None:
+def tiny_engine() -> BlockAttentionEngine:
+    model = random_llama("tiny", max_tokens=256, device="cpu")
+    return BlockAttentionEngine.from_pretrained(
+        model, tokenizer=counting_tokenizer(512), resident_bytes=0
+    )
+
+
+def repeating_engine() -> BlockAttentionEngine:
+    """An engine whose answers repeat one sentence."""
+    model: Any = random_llama("tiny", max_tokens=256, device="cpu")
+    words = counting_tokenizer(512).backend_tokenizer.to_str().replace('"t7"', '"It is so."')
+    make: Any = PreTrainedTokenizerFast
+    tokenizer = make(tokenizer_object=Tokenizer.from_str(words), pad_token="t0")
+    engine = BlockAttentionEngine.from_pretrained(model, tokenizer=tokenizer, resident_bytes=0)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight", "lm_head.weight")):
+                weight.zero_()
+        model.get_input_embeddings().weight.fill_(1)
+        model.get_output_embeddings().weight[7] = 1
+    return engine
+
+
+def test_functions_take_turns_and_the_warm_up_is_not_counted() -> None:
+    calls: list[str] = []
+    times = {"a": iter([100.0, 8.0, 10.0, 3.0]), "b": iter([100.0, 1.0, 5.0, 2.0])}
+
+    def way(name: str) -> float:
+        calls.append(name)
+        return next(times[name])
+
+    assert in_turns({"a": lambda: way("a"), "b": lambda: way("b")}, 3) == {
+        "a_s": 8.0, "a_min_s": 3.0, "a_max_s": 10.0, "b_s": 2.0, "b_min_s": 1.0, "b_max_s": 5.0,
+    }  # fmt: skip
+    assert calls == ["a", "b"] * 4
+    with pytest.raises(ValueError, match="Expected repeats of at least 1, found 0"):
+        in_turns({"a": lambda: 1.0}, 0)
+
+
+def test_a_random_prompt_has_exactly_the_requested_tokens() -> None:
+    prompt = random_prompt(100, 32, 7, 512)
+    assert [len(block.text.split()) for block in prompt.context] == [32, 32, 32, 4]
+    assert len(counting_tokenizer(512)(prompt.final)["input_ids"]) == 7
+
+
+def test_first_tokens_are_measured_on_every_path() -> None:
+    rows = measure_ttft(tiny_engine(), [32, 64], block_tokens=16, **SIZES)
+    assert [(row["length"], row["blocks"]) for row in rows] == [(32, 2), (64, 4)]
+    for row in rows:
+        for path in ("full", "copy", "relay", "floor"):
+            assert 0 < row[f"{path}_min_s"] <= row[f"{path}_s"] <= row[f"{path}_max_s"]
+        assert row["full_over_copy"] == row["full_s"] / row["copy_s"]
+        assert row["flops_ratio"] > 1
+    assert list(columns("ttft", rows)) == [
+        "context", "full", "copy", "relay", "floor", "full/copy", "full/relay", "FLOPs ratio",
+    ]  # fmt: skip
+
+
+def test_decoding_is_measured_for_every_length_and_block_size() -> None:
+    rows = measure_decode(tiny_engine(), [32, 64], block_tokens=[8, 16], new_tokens=3, **SIZES)
+    sizes = [(row["length"], row["block_tokens"]) for row in rows]
+    assert sizes == [(32, 8), (32, 16), (64, 8), (64, 16)]
+    assert all(row["relay_over_copy"] == row["relay_s"] / row["copy_s"] for row in rows)
+
+
+def test_an_answer_that_repeats_itself_is_measured_in_full() -> None:
+    engine, new_tokens = repeating_engine(), TEXT_TOKENS + 2
+    prompt = random_prompt(16, 16, 4, 512)
+    assert engine.generate(prompt, max_new_tokens=new_tokens).finish_reason == "repetition"
+    (row,) = measure_decode(engine, [16], block_tokens=[16], new_tokens=new_tokens, **SIZES)
+    assert row["full_s"] > 0
+
+
+def test_an_answer_that_ends_early_is_an_error() -> None:
+    engine = tiny_engine()
+    engine.model.hf_model.generation_config.eos_token_id = list(range(512))
+    with pytest.raises(ValueError, match="Found an answer of 1 tokens, expected 3"):
+        measure_decode(engine, [32], block_tokens=[16], new_tokens=3, repeats=1)
+
+
+def test_batches_are_measured_unless_the_model_answers_one_by_one() -> None:
+    engine = tiny_engine()
+    rows = measure_batch(engine, [1, 3], length=32, block_tokens=16, **SIZES)
+    assert [row["batch"] for row in rows] == [1, 3]
+    assert all(row["full_over_relay"] == row["full_s"] / row["relay_s"] for row in rows)
+    engine.model.hf_model.generation_config.repetition_penalty = 1.05
+    with pytest.raises(ValueError, match="does not support batches"):
+        measure_batch(engine, [2])
+
+
+def test_the_peak_is_what_is_allocated_at_once(capfd: pytest.CaptureFixture[str]) -> None:
+    def work() -> None:
+        first = torch.zeros(256 << 10, dtype=torch.uint8)
+        second = torch.zeros(512 << 10, dtype=torch.uint8)
+        del first, second
+        torch.zeros(600 << 10, dtype=torch.uint8)
+
+    assert 768 << 10 <= peak_bytes(work, torch.device("cpu")) < 780 << 10
+    assert capfd.readouterr().err == ""
+
+
+def test_memory_of_stored_blocks_is_counted() -> None:
+    engine = tiny_engine()
+    (row,) = measure_memory(engine, [64], block_tokens=16, question_tokens=4, new_tokens=2)
+    assert row["stored_bytes"] == 64 * engine.model.bytes_per_token
+    assert row["relay_over_copy"] == row["relay_peak_bytes"] / row["copy_peak_bytes"]
+
+
+def test_shared_prompts_are_compared_with_the_bound_of_the_paper() -> None:
     rows = measure_shared(
-        tiny_engine(),
-        [1, 4],
-        system_tokens=[32],
-        context_tokens=8,
-        question_tokens=4,
-        new_tokens=3,
-        repeats=1,
+        tiny_engine(), [1, 4], system_tokens=[32], context_tokens=8, new_tokens=3, **SIZES
     )
     assert [(row["system_tokens"], row["batch"]) for row in rows] == [(32, 1), (32, 4)]
     for row in rows:
@@ -31,10 +155,21 @@ def test_shared_rows_hold_rates_gains_and_the_bound() -> None:
     assert columns("shared", rows)["equation 10"] == ["1.0", "2.5"]
 
 
-def test_recompute_rows_hold_the_times_of_each_share() -> None:
-    rows = measure_recompute(
-        tiny_engine(), [32, 48], shares=[0, 0.5], block_tokens=16, question_tokens=4, repeats=1
-    )
+def test_recomputation_is_measured_for_each_share() -> None:
+    rows = measure_recompute(tiny_engine(), [32, 48], shares=[0, 0.5], block_tokens=16, **SIZES)
     assert [row["length"] for row in rows] == [32, 48]
     assert all(ratio > 0 for row in rows for ratio in row["over_full"].values())
     assert list(columns("recompute", rows)) == ["context", "0%", "50%"]
+
+
+@pytest.mark.parametrize("measured", ["batch", "ingest", "memory"])
+def test_the_command_prints_one_json_object(
+    measured: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main = runpy.run_path(str(BENCHMARKS / "efficiency.py"))["main"]
+    main(measured, "32", model="tiny", block_tokens=None, batch_sizes="1", repeats=1)
+    data = json.loads(capsys.readouterr().out)
+    assert data["model"] == "tiny"
+    assert len(data["rows"]) == 1
+    assert "torch" in data["machine"]["versions"]
+    assert columns(measured, data["rows"])

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import typer
 
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks" / "gpu"))
 
 import harness

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
+
+sys.path.append(str(Path(__file__).parents[1]))
 from harness import DONE, STEPS, Campaign
 from report import write_report
 

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 from harness import Campaign, Case, Record, random_ids
+from random_models import counting_tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -30,7 +31,7 @@ from blockattn_rag import BlockAttentionEngine, Recipe
 from blockattn_rag.check.model import placed_context
 from blockattn_rag.check.oracle import RecipeOracle, block_mask
 from blockattn_rag.kv.rope import relative_error
-from blockattn_rag.lab.efficiency.shapes import counting_tokenizer, floating_type
+from blockattn_rag.lab.planning import floating_type
 from blockattn_rag.model import BlockModel
 from blockattn_rag.model.correction import NUM_PLACES, Correction, LayerCorrection
 from blockattn_rag.model.probe import LOGITS

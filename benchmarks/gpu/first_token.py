@@ -26,15 +26,16 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from efficiency import measure_decode, measure_memory, measure_ttft
 from harness import Campaign, Case, Ceilings, Record, elapsed_s, median_s, random_ids
+from measuring import in_turns
+from random_models import random_prompt
 from torch import Tensor
 
 from blockattn_rag import Recipe
 from blockattn_rag.check.model import placed_context
 from blockattn_rag.kv.context import Context
-from blockattn_rag.lab.efficiency import measure_decode, measure_memory, measure_ttft
-from blockattn_rag.lab.efficiency.measure import Turns
-from blockattn_rag.lab.efficiency.shapes import prefill_flops, random_prompt
+from blockattn_rag.lab.planning import prefill_flops
 from blockattn_rag.model import BlockModel
 
 SHAPES: Sequence[str] = ("8b", "1b")
@@ -121,7 +122,7 @@ def recomputed(campaign: Campaign, model: BlockModel, *, length: int, block: int
         "block": ttft_s,
         "recompute": partial(ttft_s, recipe=Recipe(recompute=RECOMPUTE)),
     }
-    row = Turns(repeats(campaign, length), 1).measure(ways)
+    row = in_turns(ways, repeats(campaign, length))
     row |= {"length": length, "block_tokens": block}
     return row | {"full_over_recompute": row["full_s"] / row["recompute_s"]}
 
@@ -140,7 +141,7 @@ def forward(
         path: partial(elapsed_s, partial(prompt.answer, model, path), model.device)
         for path in (*paths, "floor")
     }
-    row = Turns(repeats(campaign, length), 1).measure(ways)
+    row = in_turns(ways, repeats(campaign, length))
     row |= {"length": length, "block_tokens": block, "ceilings": campaign.ceilings._asdict()}
     for path in ways:
         row[f"{path}_limit_s"] = limit_s(model, campaign.ceilings, path, length)

@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from measuring import machine
+from random_models import counting_tokenizer, random_llama
 
 from blockattn_rag import BlockAttentionEngine
-from blockattn_rag.lab.efficiency import machine
-from blockattn_rag.lab.efficiency.shapes import counting_tokenizer, random_llama
 from blockattn_rag.model import BlockModel
 from blockattn_rag.store import KVStore, MemoryStore
 

@@ -17,16 +17,12 @@ keys and values per token::
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 
+from efficiency import measure_shared
 from first_token import weight_bytes
 from harness import Campaign, Case, Record
-
-sys.path.append(str(Path(__file__).parents[1]))
-from efficiency import measure_shared
 
 SHAPES, BATCHES = ("8b", "1b"), (32, 8)
 SYSTEM_TOKENS, CONTEXT_TOKENS, FINAL_TOKENS, NEW_TOKENS = 2_048, 128, 16, 32

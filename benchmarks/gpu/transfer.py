@@ -20,10 +20,10 @@ from pathlib import Path
 
 import torch
 from harness import Campaign, Case, Record, median_s
+from measuring import PATHS, in_turns
+from random_models import random_prompt
 
 from blockattn_rag import BlockAttentionEngine
-from blockattn_rag.lab.efficiency.measure import PATHS, Turns
-from blockattn_rag.lab.efficiency.shapes import random_prompt
 from blockattn_rag.prompts.blocks import BlockPrompt
 from blockattn_rag.store import DirectoryStore, KVStore, MemoryStore
 
@@ -78,7 +78,7 @@ def tiers(campaign: Campaign, shape: str, length: int) -> Record:
             engine = campaign.engine(model, store=store, assembly="relay", on_miss="error")
             root = Path(folder) if tier == "disk" else None
             ways[tier] = partial(first_token_s, engine, prompt, root, fetch_s[tier])
-        row: Record = Turns(campaign.repeats, 1).measure(ways)
+        row: Record = in_turns(ways, campaign.repeats)
     nbytes = length * model.bytes_per_token
     row |= {"length": length, "block_tokens": block, "bytes": nbytes}
     for tier, (_, *counted) in fetch_s.items():  # the first run of each tier is a warm-up

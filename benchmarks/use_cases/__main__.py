@@ -13,6 +13,7 @@ peers need langchain-huggingface and llama-index-llms-huggingface.
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,13 +23,15 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+sys.path.append(str(Path(__file__).parents[1]))
 from kits import model_folder, own_langchain, own_llama_index, peer_langchain, peer_llama_index
+from measuring import machine
 from outcomes import Outcome, Row, counts, summary, table, tried
 from registry import Use, all_uses
 
 from blockattn_rag import BlockAttentionEngine
 from blockattn_rag.engine.pending import PendingRequest
-from blockattn_rag.lab.efficiency import machine
 from blockattn_rag.store import MemoryStore
 
 FRAMEWORKS = ("langchain", "langchain-core", "langchain-classic", "langgraph", "llama-index-core")

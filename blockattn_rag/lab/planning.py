@@ -1,23 +1,56 @@
-"""Capacity planning: storage and times of a collection, estimated from a model's config alone."""
+"""Capacity planning: disk, memory and times of a collection, estimated from a model's config."""
 
 from __future__ import annotations
 
 import math
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 
 from blockattn_rag.errors import UnsupportedModelError
 from blockattn_rag.kv.quantization import KVDtype, check_kv_dtype
-from blockattn_rag.lab.efficiency.shapes import check_sizes, prefill_flops
+
+_FIELDS = (
+    "num_hidden_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "vocab_size",
+)
+_VALUES = {
+    "tiny": (2, 32, 4, 2, 8, 64, 512),  # small enough for tests
+    "135m": (30, 576, 9, 3, 64, 1536, 49152),  # SmolLM2-135M
+    "1b": (16, 2048, 32, 8, 64, 8192, 128256),  # Llama-3.2-1B
+    "8b": (32, 4096, 32, 8, 128, 14336, 128256),  # Llama-3-8B
+}
+SHAPES: Mapping[str, Mapping[str, Any]] = {
+    shape: dict(zip(_FIELDS, values, strict=True)) for shape, values in _VALUES.items()
+}
+"""Values for ``LlamaConfig``, by name of the shape."""
+
+
+def shape_config(shape: str, **settings: Any) -> Any:
+    """Create the transformers config of a shape."""
+    return LlamaConfig(**SHAPES[shape], **settings)
+
+
+def floating_type(name: str) -> torch.dtype:
+    """Look up a floating-point type of PyTorch by name."""
+    kind = getattr(torch, name, None)
+    if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
+        raise ValueError(f"Expected a floating-point type such as bfloat16, found {name!r}.")
+    return kind
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Capacities and speeds of a machine.
+    """Capacities in bytes, and speeds, of a machine.
 
     Args:
         memory_bytes, disk_bytes: Room for blocks (and, on the CPU, for weights in memory).
@@ -26,8 +59,6 @@ class Machine:
         device_bytes_per_s: Memory bandwidth of the device that runs the model.
         transfer_bytes_per_s: Bandwidth from main memory to the GPU.
         disk_bytes_per_s: Bandwidth of the disk.
-        network_bytes_per_s: Bandwidth of a shared store, such as S3. None: no such store.
-        network_latency_s: Seconds until that store's first byte.
     """
 
     memory_bytes: int
@@ -37,30 +68,19 @@ class Machine:
     device_bytes_per_s: float = 1e10
     transfer_bytes_per_s: float = 25e9
     disk_bytes_per_s: float = 2e9
-    network_bytes_per_s: float | None = None
-    network_latency_s: float = 0.1
 
-    def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            if name.endswith("_per_s") and value is not None and not value > 0:
-                raise ValueError(f"{name} must be above 0, found {value}")
+    def forward_s(self, operations: float, read_bytes: float) -> float:
+        """Seconds of a forward pass: the longer of computing, and of reading from the device."""
+        return max(operations / self.operations_per_s, read_bytes / self.device_bytes_per_s)
 
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Bytes of a model's weights, and of keys and values.
-
-    Args:
-        weight_bytes: Bytes of the weights.
-        bytes_per_token: Bytes per token of a stored block, scales of quantised values included.
-        bytes_per_block: Further bytes of a stored block: the scales of quantised keys.
-        dequantised_bytes_per_token: Bytes per token of a quantised block after it is read.
-    """
+    """Bytes of a model's weights, and of a stored block: scales of quantized values included."""
 
     weight_bytes: int
     bytes_per_token: int
     bytes_per_block: int = 0
-    dequantised_bytes_per_token: int = 0
 
     def block_bytes(self, tokens: int) -> int:
         """Bytes of a stored block."""
@@ -68,54 +88,12 @@ class Footprint:
 
 
 @dataclass(frozen=True, slots=True)
-class Clock:
-    """Estimates times to first token.
-
-    A forward pass takes as long as its operations, or as reading weights and blocks, whichever is
-    longer.
-
-    Args:
-        config: Config of a model with gated feed-forward layers.
-        footprint: Sizes of the model and its blocks.
-        machine: The machine.
-    """
-
-    config: Any
-    footprint: Footprint
-    machine: Machine
-
-    def prefill_s(self, new_tokens: int, cached_tokens: int = 0, read_bytes: int = 0) -> float:
-        """Seconds of a prefill that reads the keys and values of cached tokens."""
-        operations = prefill_flops(self.config, new_tokens, cached_tokens)
-        return self.forward_s(operations, read_bytes)
-
-    def reuse_s(self, question_tokens: int, context_tokens: int, stored_bytes: int) -> float:
-        """Seconds of the prefill of a question, with all blocks of its context in memory."""
-        # Dequantised blocks are written and read again.
-        read = stored_bytes + 2 * context_tokens * self.footprint.dequantised_bytes_per_token
-        return self.prefill_s(question_tokens, context_tokens, read)
-
-    def forward_s(self, operations: float, read_bytes: int = 0) -> float:
-        """Seconds of a forward pass with these operations."""
-        reading = (self.footprint.weight_bytes + read_bytes) / self.machine.device_bytes_per_s
-        return max(operations / self.machine.operations_per_s, reading)
-
-
-@dataclass(frozen=True, slots=True)
 class Tier:
-    """A storage tier for blocks: GPU memory, main memory, disk or a shared store.
-
-    Args:
-        name: Name of the tier.
-        passages: Number of passages that fit.
-        ttft_s: Seconds to the first token if the blocks are read from this tier.
-        pays: Whether ``ttft_s`` is shorter than a full prefill.
-    """
+    """A place for blocks: how many passages fit, and the first token's time from there."""
 
     name: str
     passages: int
     ttft_s: float
-    pays: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +107,7 @@ class Plan:
         full_ttft_s: Seconds of the full prefill that reuse saves.
         break_even_bytes_per_s: Bandwidth of a store at which reuse is as fast as a full prefill.
             None: reuse saves nothing even from memory.
-        tiers: Storage tiers, fastest first.
-        machine: The machine that was planned for.
+        tiers: Places for blocks, fastest first.
     """
 
     footprint: Footprint
@@ -140,7 +117,6 @@ class Plan:
     full_ttft_s: float
     break_even_bytes_per_s: float | None
     tiers: tuple[Tier, ...]
-    machine: Machine
 
 
 def footprint(config: Any, dtype: torch.dtype, kv_dtype: KVDtype = "model") -> Footprint:
@@ -154,28 +130,55 @@ def footprint(config: Any, dtype: torch.dtype, kv_dtype: KVDtype = "model") -> F
     """
     factory: Any = AutoModelForCausalLM
     with torch.device("meta"):
-        # Counted in elements; some kernels know only this type there.
+        # Counted in elements; some kernels support only this type there.
         model = factory.from_config(config, dtype=torch.bfloat16)
         cache = DynamicCache()
         model(torch.zeros(1, 1, dtype=torch.long), past_key_values=cache, use_cache=True)
-    weights = sum(parameter.numel() for parameter in model.parameters())
+    weight_bytes = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
     layers: list[Any] = list(cache.layers)
     if not layers or any(getattr(layer, "keys", None) is None for layer in layers):
         raise UnsupportedModelError(
-            f"a {config.model_type} model has layers without keys and values; expected attention "
-            "in every layer"
+            f"Found layers without keys and values in a {config.model_type} model: expected "
+            "attention in every layer."
         )
     states = sum(t.numel() for layer in layers for t in (layer.keys, layer.values))
     if check_kv_dtype(kv_dtype) == "model":
-        return Footprint(weights * dtype.itemsize, states * dtype.itemsize)
+        return Footprint(weight_bytes, states * dtype.itemsize)
     # Values have one scale per head and token; keys have one per head and channel in each block.
     scale_bytes = torch.float32.itemsize
-    return Footprint(
-        weight_bytes=weights * dtype.itemsize,
-        bytes_per_token=states + scale_bytes * sum(layer.values.shape[1] for layer in layers),
-        bytes_per_block=scale_bytes * sum(layer.keys.numel() for layer in layers),
-        dequantised_bytes_per_token=states * dtype.itemsize,
-    )
+    token_bytes = states + scale_bytes * sum(layer.values.shape[1] for layer in layers)
+    return Footprint(weight_bytes, token_bytes, scale_bytes * sum(x.keys.numel() for x in layers))
+
+
+def prefill_flops(config: Any, new_tokens: int, cached_tokens: int = 0) -> float:
+    """Floating-point operations of a causal prefill that yields one token's logits.
+
+    Counts the matrix products of linear layers, attention and the output layer, with two operations
+    per multiply-add. Each token attends to the cached tokens and to the new tokens up to itself.
+
+    Args:
+        config: Config of a Llama-like transformers model (gated feed-forward layers). Only the
+            active experts are counted.
+        new_tokens: Tokens to compute.
+        cached_tokens: Tokens whose keys and values are cached.
+    """
+    hidden, heads = config.hidden_size, config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or hidden // heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    attention = 2 * hidden * head_dim * (heads + kv_heads)  # q and output, k and v
+    weights = attention + 3 * hidden * _active_width(config)
+    pairs = new_tokens * cached_tokens + new_tokens * (new_tokens + 1) / 2
+    layer = 2 * new_tokens * weights + 4 * heads * head_dim * pairs
+    return float(config.num_hidden_layers * layer + 2 * hidden * config.vocab_size)
+
+
+def _active_width(config: Any) -> int:
+    """Total width of the active experts in a feed-forward layer."""
+    experts = getattr(config, "num_experts_per_tok", None)
+    if not experts:
+        return int(config.intermediate_size)
+    each = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+    return int(experts * each + (getattr(config, "shared_expert_intermediate_size", None) or 0))
 
 
 def plan(
@@ -191,9 +194,6 @@ def plan(
 ) -> Plan:
     """Estimate storage and times for a collection of passages.
 
-    Times are those of ``Clock``. Fetching blocks takes additional time. ``blockattn-rag bench``
-    measures real times.
-
     Args:
         config: Config of a model with gated feed-forward layers.
         dtype: Type of weights, keys and values.
@@ -203,32 +203,24 @@ def plan(
         question_tokens: Tokens of the question.
         kv_dtype: Type of stored keys and values; see ``kv.quantization``.
     """
-    check_sizes(passages=passages, passage_tokens=passage_tokens)
-    check_sizes(top_k=top_k, question_tokens=question_tokens)
     config = config.get_text_config(decoder=True)
     model = footprint(config, dtype, kv_dtype)
-    passage = model.block_bytes(passage_tokens)
-    context = top_k * passage_tokens
-    moved = top_k * passage
-    clock = Clock(config, model, machine)
-    full = clock.prefill_s(context + question_tokens)
-    reuse = clock.reuse_s(question_tokens, context, moved)
-    tiers: list[Tier] = []
-
-    def add(name: str, room: int, ttft_s: float) -> None:
-        tiers.append(Tier(name, max(0, room) // passage, ttft_s, ttft_s < full))
-
-    if machine.gpu_bytes is None:
-        room, from_memory = machine.memory_bytes - model.weight_bytes, reuse
-    else:
+    passage, context = model.block_bytes(passage_tokens), top_k * passage_tokens
+    moved = read = top_k * passage
+    if kv_dtype != "model":  # dequantized blocks are written and read again
+        read += 2 * context * footprint(config, dtype).bytes_per_token
+    full = machine.forward_s(prefill_flops(config, context + question_tokens), model.weight_bytes)
+    operations = prefill_flops(config, question_tokens, context)
+    ttft_s = machine.forward_s(operations, model.weight_bytes + read)
+    tiers, room = [], machine.memory_bytes - model.weight_bytes
+    if machine.gpu_bytes is not None:
         # A tenth of the GPU's memory is for activations and the allocator.
-        add("gpu", math.floor(0.9 * machine.gpu_bytes) - model.weight_bytes, reuse)
-        room, from_memory = machine.memory_bytes, reuse + moved / machine.transfer_bytes_per_s
-    add("memory", room, from_memory)
-    add("disk", machine.disk_bytes, from_memory + moved / machine.disk_bytes_per_s)
-    if machine.network_bytes_per_s is not None:
-        fetching = machine.network_latency_s + moved / machine.network_bytes_per_s
-        add("network", passage * passages, from_memory + fetching)
+        on_gpu = math.floor(0.9 * machine.gpu_bytes) - model.weight_bytes
+        tiers.append(Tier("gpu", max(0, on_gpu) // passage, ttft_s))
+        room, ttft_s = machine.memory_bytes, ttft_s + moved / machine.transfer_bytes_per_s
+    tiers.append(Tier("memory", max(0, room) // passage, ttft_s))
+    from_disk = ttft_s + moved / machine.disk_bytes_per_s
+    tiers.append(Tier("disk", machine.disk_bytes // passage, from_disk))
     return Plan(
         footprint=model,
         passage_bytes=passage,
@@ -236,15 +228,14 @@ def plan(
         # In batches, reading the weights hardly counts.
         ingest_s=passages * prefill_flops(config, passage_tokens) / machine.operations_per_s,
         full_ttft_s=full,
-        break_even_bytes_per_s=moved / (full - from_memory) if full > from_memory else None,
+        break_even_bytes_per_s=moved / (full - ttft_s) if full > ttft_s else None,
         tiers=tuple(tiers),
-        machine=machine,
     )
 
 
 def measured_operations_per_s(dtype: torch.dtype, device: str) -> float:
-    """Operations per second of a matrix product on this machine, which a forward comes close to."""
-    size = 8192 if device == "cuda" else 1024  # a GPU would hardly notice the smaller one
+    """Operations per second of a matrix product on this machine, an upper bound of a forward's."""
+    size = 8192 if device == "cuda" else 1024  # the smaller one is too short to time on a GPU
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     best = math.inf
     for _ in range(6):

@@ -14,7 +14,6 @@ from blockattn_rag.prompts.formats import (
     BLANK_LINE,
     BLOCK_ATTENTION,
     CHAT,
-    KVLINK,
     LLAMA3_BLOCK,
     TULU3_BLOCK,
     TURBORAG,
@@ -26,14 +25,13 @@ from blockattn_rag.prompts.formats import (
     prompt_format,
 )
 from blockattn_rag.prompts.markers import segment, strip_markers, wrap
-from blockattn_rag.prompts.segmentation import conversation, few_shot, split_json
+from blockattn_rag.prompts.segmentation import conversation
 
 __all__ = [
     "BLANK_LINE",
     "BLOCK_ATTENTION",
     "CHAT",
     "CHECKPOINTS",
-    "KVLINK",
     "LLAMA3_BLOCK",
     "TULU3_BLOCK",
     "TURBORAG",
@@ -47,14 +45,12 @@ __all__ = [
     "Span",
     "answer_end",
     "conversation",
-    "few_shot",
     "follow_up",
     "format_for",
     "handle_of",
     "known_checkpoint",
     "prompt_format",
     "segment",
-    "split_json",
     "strip_markers",
     "wrap",
 ]

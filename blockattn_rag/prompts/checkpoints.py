@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from blockattn_rag.prompts.formats import CHAT, KVLINK_LINKS, PromptFormat, prompt_format
+from blockattn_rag.prompts.formats import CHAT, PromptFormat, prompt_format
 from blockattn_rag.prompts.sinks import NO_SINK
 
 AUTO = "auto"
@@ -32,7 +32,6 @@ class Checkpoint:
         format: Name of the prompt format of its training. None: the format is not published.
         confirmed: Whether the format comes from the authors' own code.
         block_tuned: Whether it was trained in block mode. False for a control.
-        link_tokens: Tokens after each passage that attend to everything before them.
         bos: Whether prompts start with the tokenizer's BOS token.
     """
 
@@ -40,7 +39,6 @@ class Checkpoint:
     format: str | None
     confirmed: bool = True
     block_tuned: bool = True
-    link_tokens: int = 0
     bos: bool = True
 
     @property
@@ -50,12 +48,6 @@ class Checkpoint:
 
     def unmet(self, positions: str, sink: str) -> str:
         """Explain in a sentence why block mode is worse than published. Empty if it is not."""
-        if self.link_tokens:
-            return (
-                f"{self.hub_id} was trained with {self.link_tokens} link tokens after each "
-                "passage, which attend to everything before them; block mode does not "
-                "support them yet, so answers will be worse than published; use mode='full'"
-            )
         return other_switches(self.hub_id, self.switches, {"positions": positions, "sink": sink})
 
 
@@ -88,10 +80,6 @@ CHECKPOINTS: dict[str, Checkpoint] = {
         Checkpoint("hxia7/Llama-3.1-8B-Block-FT", "llama3-block", confirmed=False),
         Checkpoint("hxia7/Llama-3-8B-block", "llama3-block"),
         Checkpoint("hxia7/Qwen3-8B-Block-FT", None, confirmed=False),
-        # This is the format of the authors' evaluation. The training data have other system
-        # messages, and the question in a separate turn.
-        Checkpoint("Shiyu-Lab/Llama1B-KVLink5", "kvlink", link_tokens=KVLINK_LINKS),
-        Checkpoint("Shiyu-Lab/Llama3B-KVLink5", "kvlink", link_tokens=KVLINK_LINKS),
     )
 }
 """The known checkpoints by hub id."""

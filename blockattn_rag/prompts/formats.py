@@ -31,13 +31,11 @@ class Frame:
 
     Args:
         start: Text before everything else.
-        passages: Text between ``PromptFormat.before`` and the first passage.
         turn: Text at the start of the final block.
         answer: Text between the question and the answer.
     """
 
     start: str
-    passages: str
     turn: str
     answer: str
 
@@ -54,8 +52,6 @@ class PromptFormat:
         template: Text before and after each canonical text.
         after: Text after the last passage, with ``{question}``.
         frame: Control text that replaces the tokenizer's chat template. Default: none.
-        numbered: Templates of the first, second, ... passage, which replace ``template``. The same
-            passage at two places then makes two different blocks.
     """
 
     name: str
@@ -65,7 +61,6 @@ class PromptFormat:
     template: BlockTemplate
     after: str
     frame: Frame | None = None
-    numbered: tuple[BlockTemplate, ...] = ()
 
     def canonical_text(self, passage: Passage) -> str:
         """Text of a passage without the template. The handle is the digest of this text."""
@@ -78,25 +73,9 @@ class PromptFormat:
 
         The control text comes from the format's frame, or from the chat template of the tokenizer.
         Without either, the prompt has no control text.
-
-        Raises:
-            ValueError: There are more passages than ``numbered`` templates.
         """
-        if self.numbered and len(passages) > len(self.numbered):
-            raise ValueError(
-                f"Found {len(passages)} passages, expected at most {len(self.numbered)} in the "
-                f"prompt format {self.name!r}: retrieve fewer."
-            )
         user = self.user_spans([Span(question, "conversation")], passages)
-        prompt = BlockPrompt.from_spans(self._with_control(user, tokenizer), self.template)
-        if not self.numbered:
-            return prompt
-        templates = iter(self.numbered)
-        context = (
-            replace(block, template=next(templates)) if block.is_passage else block
-            for block in prompt.context
-        )
-        return replace(prompt, context=tuple(context))
+        return BlockPrompt.from_spans(self._with_control(user, tokenizer), self.template)
 
     def user_spans(self, question: Sequence[Span], passages: Sequence[Passage]) -> tuple[Span, ...]:
         """The user's message: text before the passages, the passages, and text with the question.
@@ -115,10 +94,11 @@ class PromptFormat:
     def _with_control(self, user: tuple[Span, ...], tokenizer: Any) -> tuple[Span, ...]:
         """Add control text around the text of a prompt."""
         if frame := self.frame:
-            before, *passages, after = user
-            opening = (Span(frame.start, "template"), before, Span(frame.passages, "template"))
-            turn, answer = Span(frame.turn, "template"), Span(frame.answer, "template")
-            return (*opening, *passages, turn, after, answer)
+            *context, after = user
+            start, turn, answer = (
+                Span(text, "template") for text in (frame.start, frame.turn, frame.answer)
+            )
+            return (start, *context, turn, after, answer)
         if not has_chat_template(tokenizer):
             head = f"{self.system}\n\n" if self.system else ""
             return (Span(head, "system"), *user)
@@ -201,7 +181,7 @@ TULU3_BLOCK = replace(
     # README of that repository has no blank line before the instruction.
     BLOCK_ATTENTION,
     name="tulu3-block",
-    frame=Frame(start="<|user|>\n", passages="", turn="", answer="\n<|assistant|>\n"),
+    frame=Frame(start="<|user|>\n", turn="", answer="\n<|assistant|>\n"),
 )
 
 _LLAMA3_SYSTEM = "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\n"
@@ -214,7 +194,7 @@ LLAMA3_BLOCK = replace(
     BLOCK_ATTENTION,
     name="llama3-block",
     after=_INSTRUCTION,
-    frame=Frame(start=_LLAMA3_SYSTEM, passages="", turn=_LLAMA3_USER, answer=_LLAMA3_ASSISTANT),
+    frame=Frame(start=_LLAMA3_SYSTEM, turn=_LLAMA3_USER, answer=_LLAMA3_ASSISTANT),
 )
 
 TURBORAG = PromptFormat(
@@ -233,47 +213,8 @@ TURBORAG = PromptFormat(
     after="\n\nQuestion: {question}",
 )
 
-KVLINK_LINKS = 5
-"""Number of link tokens after each passage of KVLink5."""
-
-# Reserved token 3 of Llama 3.2 has the id 128011. There are enough tokens for 48 passages.
-_LINKED = tuple(
-    BlockTemplate(
-        before=f"Document [{number + 1}]",
-        after="\n"
-        + "".join(
-            f"<|reserved_special_token_{n}|>"
-            for n in range(3 + KVLINK_LINKS * number, 3 + KVLINK_LINKS * (number + 1))
-        ),
-    )
-    for number in range(48)
-)
-
-KVLINK = PromptFormat(
-    # From the evaluation scripts of KVLink (arXiv 2502.16002), including its typo "a intelligent".
-    # Link tokens attend to everything before them, so this format is exact only in full mode.
-    # Reserved tokens 246 and 247 open and close the passages.
-    name="kvlink",
-    system="",
-    before=(
-        "You are a intelligent AI assistant. Please answer questions based on the user's "
-        "instruction. Below are some reference documents that may help you in answering the "
-        "user's question."
-    ),
-    titled="(Title: {title}) {text}",
-    template=BlockTemplate(after="\n"),
-    after="{question}",
-    frame=Frame(
-        start=_LLAMA3_SYSTEM,
-        passages=f"{_LLAMA3_USER}<|reserved_special_token_246|>",
-        turn="<|reserved_special_token_247|>",
-        answer=_LLAMA3_ASSISTANT,
-    ),
-    numbered=_LINKED,
-)
-
 FORMATS: dict[str, PromptFormat] = {
-    one.name: one for one in (CHAT, BLOCK_ATTENTION, TURBORAG, TULU3_BLOCK, LLAMA3_BLOCK, KVLINK)
+    one.name: one for one in (CHAT, BLOCK_ATTENTION, TURBORAG, TULU3_BLOCK, LLAMA3_BLOCK)
 }
 
 

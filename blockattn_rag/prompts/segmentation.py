@@ -1,15 +1,10 @@
-"""Splits other text than passages into blocks: conversations, few-shot examples, JSON state.
-
-There is one function per use case in "Block-Attention for Efficient Prefilling" (arXiv 2409.15355):
-``conversation`` and ``few_shot`` (section 3.1), ``split_json`` (appendix A, the state of a game).
-"""
+"""Splits conversations into blocks (Block-Attention, arXiv 2409.15355, section 3.1)."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -135,82 +130,3 @@ def _split(text: str, limit: int) -> list[str]:
         shares = (len(text) * part / limit for part in range(1, limit))
         cuts = sorted({min(cuts, key=lambda end: abs(end - share)) for share in shares})
     return [text[start:end] for start, end in pairwise([0, *cuts, len(text)])]
-
-
-def few_shot(examples: Sequence[str], query: str, *, separator: str = "\n\n") -> BlockPrompt:
-    """Create a prompt with one block per non-empty example. The query is the final block."""
-    template = BlockTemplate(after=separator)
-    return BlockPrompt(tuple(Block(e, template) for e in examples if e.strip()), query)
-
-
-_JSON_DEPTH = 2
-
-
-def split_json(state: Any) -> list[str]:
-    """Split a JSON value into lines, one per block, so that a changed field changes only one line.
-
-    Plain fields of an object share a line. Nested objects and lists get their own lines, up to two
-    levels deep. A line starts with its path, so it does not depend on its place::
-
-        state: {"tick": 7, "map": "desert"}
-        state.units[id=3]: {"id": 3, "hp": 20, "at": [4, 9]}
-        state.units[id=8]: {"id": 8, "hp": 35, "at": [1, 2]}
-
-    The path of an object in a list uses its ``id``, so items can be added, removed or moved without
-    changing other lines. Items without an id, or with a duplicate id, use their index.
-
-    Args:
-        state: A value as returned by ``json.loads``.
-
-    Raises:
-        SegmentationError: The value is not JSON. NaN, infinities, tuples and keys that are not
-            strings are not JSON.
-    """
-    try:
-        is_json = json.loads(json.dumps(state, allow_nan=False)) == state
-    except (TypeError, ValueError, RecursionError) as error:
-        raise SegmentationError(f"Expected a state that is JSON: {error}.") from error
-    if not is_json:
-        raise SegmentationError(
-            "Expected a state that is JSON: keys must be strings, and sequences lists."
-        )
-    return list(_lines(state, "state", _JSON_DEPTH))
-
-
-def _lines(value: Any, path: str, depth: int) -> Iterator[str]:
-    """Split a value into lines, up to ``depth`` levels deep."""
-    if depth == 0 or _is_plain(value):
-        yield _line(path, value)
-    elif isinstance(value, dict):
-        if plain := {key: child for key, child in value.items() if _is_plain(child)}:
-            yield _line(path, plain)
-        for key, child in value.items():
-            if key not in plain:
-                name = f".{key}" if key.isidentifier() else f"[{json.dumps(key)}]"
-                yield from _lines(child, path + name, depth - 1)
-    else:
-        for name, child in zip(_item_names(value), value, strict=True):
-            yield from _lines(child, path + name, depth - 1)
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether a value is a scalar, a list of scalars, or an empty object."""
-    if isinstance(value, dict):
-        return not value
-    return not (isinstance(value, list) and any(isinstance(item, (dict, list)) for item in value))
-
-
-def _item_names(items: Sequence[Any]) -> Iterator[str]:
-    """``[id=7]`` for objects with an id that no earlier item has, else the index: ``[0]``."""
-    seen: set[Any] = set()
-    for index, item in enumerate(items):
-        identity = item.get("id") if isinstance(item, dict) else None
-        if type(identity) in (str, int) and identity not in seen:  # excludes bool
-            seen.add(identity)
-            yield f"[id={json.dumps(identity)}]"
-        else:
-            yield f"[{index}]"
-
-
-def _line(path: str, value: Any) -> str:
-    return f"{path}: {json.dumps(value, ensure_ascii=False)}\n"

@@ -21,7 +21,7 @@ from blockattn_rag.prompts.tokenization import BlockTokenizer
 from tests.models import shared_tiny_llama, tiny_tokenizer
 
 TULU, LLAMA = "ldsjmdy/Tulu3-Block-FT", "hxia7/Llama-3.2-1B-Block-FT"
-QWEN, KVLINK = "hxia7/Qwen3-8B-Block-FT", "Shiyu-Lab/Llama1B-KVLink5"
+QWEN = "hxia7/Qwen3-8B-Block-FT"
 PASSAGES = [Passage("Halden", "214 metres. "), Passage("Orm", "Is it {tall}?")]
 PREAMBLE = (
     "You are an intelligent AI assistant. Please answer questions based on the user's "
@@ -34,10 +34,10 @@ INSTRUCTION = (
 )
 
 
-def rendered(model: str, passages: list[Passage] = PASSAGES) -> list[str]:
+def rendered(model: str) -> list[str]:
     """The prompt's blocks as the model sees them, the final one last."""
     # The tokenizer has a chat template of its own, which these formats leave alone.
-    prompt = own_format(model).prompt("How tall?", passages, tiny_tokenizer())
+    prompt = own_format(model).prompt("How tall?", PASSAGES, tiny_tokenizer())
     return [*(block.rendered for block in prompt.context), prompt.final]
 
 
@@ -69,31 +69,6 @@ def test_llama_block_ft_has_passages_in_the_system_turn(model: str) -> None:
         f"<|eot_id|><|start_header_id|>user<|end_header_id|>\n\n{INSTRUCTION}"
         "<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
     ]
-
-
-def test_kvlink_numbers_its_passages_and_puts_five_link_tokens_after_each() -> None:
-    assert rendered(KVLINK) == [
-        "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\n"
-        "You are a intelligent AI assistant. Please answer questions based on the user's "
-        "instruction. Below are some reference documents that may help you in answering the "
-        "user's question.<|eot_id|><|start_header_id|>user<|end_header_id|>\n\n"
-        "<|reserved_special_token_246|>",
-        "Document [1](Title: Halden) 214 metres.\n"
-        "<|reserved_special_token_3|><|reserved_special_token_4|><|reserved_special_token_5|>"
-        "<|reserved_special_token_6|><|reserved_special_token_7|>",
-        "Document [2](Title: Orm) Is it {tall}?\n"
-        "<|reserved_special_token_8|><|reserved_special_token_9|><|reserved_special_token_10|>"
-        "<|reserved_special_token_11|><|reserved_special_token_12|>",
-        "<|reserved_special_token_247|>How tall?"
-        "<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
-    ]
-
-
-def test_kvlink_has_tokens_for_48_passages() -> None:
-    passages = [Passage("T", f"{n}") for n in range(49)]
-    assert rendered(KVLINK, passages[:48])[48].endswith("<|reserved_special_token_242|>")
-    with pytest.raises(ValueError, match="Found 49 passages, expected at most 48"):
-        rendered(KVLINK, passages)
 
 
 def test_control_tokens_are_parsed_in_a_frame_and_nowhere_else() -> None:
@@ -185,20 +160,6 @@ def test_bos_follows_the_checkpoint(model: str, bos: bool, tmp_path: Path) -> No
     assert bool(BlockTokenizer(load_tokenizer(folder)).prefix_ids) == bos
 
 
-def test_reports_missing_link_tokens(caplog: pytest.LogCaptureFixture) -> None:
-    prompt = BlockPrompt.from_texts(["One.", "Two."])
-    model = BlockModel(copy.deepcopy(shared_tiny_llama()), tiny_tokenizer(), name=KVLINK)
-    engine = BlockAttentionEngine(model)
-    for _ in range(2):
-        engine.generate(prompt, mode="block", max_new_tokens=1)
-        BlockAttentionEngine(model)
-    assert caplog.messages == [
-        f"{KVLINK} was trained with 5 link tokens after each passage, which attend to everything "
-        "before them; block mode does not support them yet, so answers will be worse than "
-        "published; use mode='full'"
-    ]
-
-
 def test_reports_settings_other_than_in_training(caplog: pytest.LogCaptureFixture) -> None:
     prompt = BlockPrompt.from_texts(["One.", "Two."])
     model = BlockModel(copy.deepcopy(shared_tiny_llama()), tiny_tokenizer(), name=LLAMA)
@@ -209,7 +170,7 @@ def test_reports_settings_other_than_in_training(caplog: pytest.LogCaptureFixtur
     assert "sink='none', found positions='reordered' and sink='head:4'" in caplog.messages[0]
 
 
-def test_all_but_kvlink_run_with_the_engines_own_defaults() -> None:
+def test_all_checkpoints_run_with_the_default_settings() -> None:
     plain = Recipe()
-    unmet = {one.hub_id for one in CHECKPOINTS.values() if one.unmet(plain.positions, plain.sink)}
-    assert unmet == {KVLINK, "Shiyu-Lab/Llama3B-KVLink5"}
+    unmet = [one.hub_id for one in CHECKPOINTS.values() if one.unmet(plain.positions, plain.sink)]
+    assert unmet == []

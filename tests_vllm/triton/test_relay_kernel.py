@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 from blockattn_rag.attention import device_relay
 from blockattn_rag.attention.device_relay import DeviceRelay
@@ -167,9 +169,8 @@ def model(monkeypatch: pytest.MonkeyPatch, tokenizer: Any) -> BlockModel:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    from blockattn_rag.lab.efficiency.shapes import counting_tokenizer
-
-    return counting_tokenizer(VOCABULARY)
+    words = Tokenizer(WordLevel({f"t{i}": i for i in range(VOCABULARY)}, unk_token="t0"))
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="t0")
 
 
 def ids(count: int, seed: int) -> list[int]:

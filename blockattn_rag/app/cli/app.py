@@ -13,7 +13,6 @@ from typer.core import TyperGroup
 from blockattn_rag import __version__
 from blockattn_rag.app.cli import (
     ask,
-    bench,
     check,
     demo,
     evaluate,
@@ -118,7 +117,6 @@ app.command()(check.check)
 app.command()(plan.plan)
 app.add_typer(store.app, name="store")
 app.command(cls=serve.WithVllmOptions)(serve.serve)
-app.command()(bench.bench)
 
 
 def _show_version(wanted: bool) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from pathlib import Path
 from typing import Annotated, Literal
@@ -11,7 +10,6 @@ import typer
 
 from blockattn_rag import store as kv_store
 from blockattn_rag.app.rag.database import MANIFEST, Manifest
-from blockattn_rag.lazy import missing_extra
 
 DatabaseOption = Annotated[Path, typer.Option("--db", help="Database folder, made by `ingest`.")]
 DtypeOption = Annotated[
@@ -24,9 +22,6 @@ KV_DTYPE_HELP = (
 KVDtypeName = Literal["model", "int8"]  # importing kv.KVDtype would load torch
 KVDtypeOption = Annotated[KVDtypeName, typer.Option(help=KV_DTYPE_HELP)]
 MODEL_HELP = "Model name or folder. [bold]bundled[/bold] is the test model inside this package."
-PlotOption = Annotated[
-    Path | None, typer.Option(help="Plot the results to this .svg, .png or .pdf file.")
-]
 RecipeOption = Annotated[
     str | None,
     typer.Option(
@@ -86,22 +81,6 @@ def file_in_folder(file: Path | None) -> Path | None:
     if file is not None and not file.absolute().parent.is_dir():
         raise typer.BadParameter(f"no such folder: {file.absolute().parent}")
     return file
-
-
-def check_plot(file: Path | None) -> None:
-    """Check the file of a plot before anything is measured.
-
-    Raises:
-        BadParameter: The file has another extension, its folder does not exist, or matplotlib is
-            not installed.
-    """
-    if file is None:
-        return
-    if file.suffix not in (".svg", ".png", ".pdf"):
-        raise typer.BadParameter(f"found {file}, expected a name ending in .svg, .png or .pdf")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise typer.BadParameter(f"plots need {missing_extra('matplotlib', 'train')}")
-    file_in_folder(file)
 
 
 def seconds_of(text: str, option: str) -> float:

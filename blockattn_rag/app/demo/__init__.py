@@ -1,1 +1,1 @@
-"""The demo: articles and questions, the encyclopedia of the bundled test model, and a web page."""
+"""The demo: articles and questions, a web page, and the data of the bundled test model."""

@@ -42,7 +42,7 @@ class Question:
 
 @cache
 def bundled_corpus() -> tuple[Passage, ...]:
-    """The encyclopedia that the demo ingests: 150 passages on invented entities."""
+    """The encyclopedia: 150 passages on invented entities."""
     return tuple(Passage(**record) for record in _records("encyclopedia"))
 
 

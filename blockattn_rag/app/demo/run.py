@@ -1,7 +1,7 @@
 """The demo: ingests a collection into Chroma, and answers questions about it in both modes.
 
-The collection is the 40 articles of ``demo.facts``, or for the bundled model the encyclopedia that
-it was trained for.
+The collection is the 40 articles of ``demo.facts``. Only the bundled model, the fallback where
+SmolLM2 cannot be installed, cannot read them: it answers about the encyclopedia of its training.
 """
 
 from __future__ import annotations

@@ -176,8 +176,7 @@ def estimate(database: Database, blocks: Sequence[Block]) -> Estimate | None:
     If the store is not a folder, all blocks count as new, because each look-up is a request.
     """
     from blockattn_rag.engine.engine import BlockAttentionEngine
-    from blockattn_rag.lab.efficiency.shapes import prefill_flops
-    from blockattn_rag.lab.planning import footprint, measured_operations_per_s
+    from blockattn_rag.lab.planning import footprint, measured_operations_per_s, prefill_flops
     from blockattn_rag.store import DirectoryStore
 
     engine = database.engine

@@ -27,7 +27,6 @@ COMMANDS = (
     "check",
     "plan",
     "store",
-    "bench",
 )
 
 

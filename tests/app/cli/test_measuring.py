@@ -1,4 +1,4 @@
-"""The commands that measure: eval, bench, plan."""
+"""The commands that measure: eval and plan."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from transformers import LlamaConfig
 
 from blockattn_rag.engine.recipe import Recipe
-from blockattn_rag.lab.efficiency.shapes import SHAPES
+from blockattn_rag.lab.planning import shape_config
 from tests.app.cli.conftest import Command
 from tests.lab.evaluation.samples import record, write_jsonl
 
@@ -115,35 +114,8 @@ def test_eval_names_bad_lines_and_recipes(cli: Command, model: Path, tmp_path: P
     assert (output.status, "data.jsonl, line 1: " in output.stderr) == (1, True)
 
 
-TINY = ("--model", "tiny", "--repeats", 1)
-
-
-def test_bench_prints_one_json_object_with_a_row_for_each_length(cli: Command) -> None:
-    report = cli("bench", "ttft", *TINY, "--lengths", "32,64", "--block-tokens", 16, "--json")
-    assert report.status == 0, report.stderr
-    assert [row["length"] for row in report.json["rows"]] == [32, 64]
-    assert {"full_s", "copy_s", "floor_s", "full_over_copy"} <= report.json["rows"][0].keys()
-    assert (report.json["dtype"], report.json["repeats"]) == ("float32", 1)
-    assert "torch" in report.json["machine"]["versions"]
-
-
-@pytest.mark.parametrize(
-    ("command", "options", "column"),
-    [
-        ("decode", ("--lengths", 32, "--block-tokens", "8,16"), "relay/copy"),
-        ("batch", ("--lengths", 32, "--batch-sizes", 1, "--block-tokens", 16), "full/relay"),
-        ("memory", ("--lengths", 32, "--block-tokens", 16), "stored blocks"),
-    ],
-)
-def test_bench_rows(cli: Command, command: str, options: tuple[object, ...], column: str) -> None:
-    output = cli("bench", command, *TINY, *options)
-    assert output.status == 0, output.stderr
-    assert column in output.stdout
-    assert "torch" in output.stdout
-
-
 def test_plan_estimates_a_collection_without_weights(cli: Command, tmp_path: Path) -> None:
-    LlamaConfig(**SHAPES["tiny"]).save_pretrained(tmp_path)
+    shape_config("tiny").save_pretrained(tmp_path)
     command = ("plan", "--passages", 10, "--tokens", 100, "--model", tmp_path, "--tflops", 1)
     output = cli(*command, "--json")
     assert output.status == 0, output.stderr
@@ -184,40 +156,7 @@ def test_plan_needs_the_speed_of_an_absent_gpu(
     assert (output.status, "--tflops" in output.stderr) == (status, True)
 
 
-def test_plan_replays_a_trace(cli: Command, tmp_path: Path) -> None:
-    passages = [{"id": id_, "tokens": 64, "kind": "passage"} for id_ in "ab"]
-    question = {"id": "q", "tokens": 8, "kind": "question"}
-    orders = (passages, passages[::-1])
-    lines = [json.dumps({"segments": [*order, question]}) + "\n" for order in orders]
-    trace = tmp_path / "trace.jsonl"
-    trace.write_text("".join(lines), encoding="utf-8")
-    command = ("plan", "--trace", trace, "--model", "8b", "--tflops", 1, "--memory", 64)
-    plot = tmp_path / "rooms.svg"
-    output = cli(*command, "--room", 1, "--plot", plot, "--json")
-    assert output.status == 0, output.stderr
-    assert output.json["requests"] == 2
-    hits = {
-        (one["policy"], one["room_bytes"]): one["passage_hits"] for one in output.json["outcomes"]
-    }
-    assert hits == {("full", None): 0} | {
-        (policy, room): share
-        for room in (None, 1 << 30)
-        for policy, share in (
-            ("prefix", 0), ("prefix-sorted", 0.5), ("blocks", 0.5), ("blocks-ingested", 1),
-        )
-    }  # fmt: skip
-    assert plot.is_file()
-    shown = cli(*command)
-    assert shown.status == 0, shown.stderr
-    assert "blocks, ingested before" in shown.stdout
-    assert "1.00 GiB" not in shown.stdout
-    trace.write_text('{"segments": 3}\n', encoding="utf-8")
-    refused = cli(*command)
-    assert (refused.status, "line 1: found 'segments' of a number" in refused.stderr) == (1, True)
-
-
 EVAL = ("eval", "--model", "no/model")
-BENCH = ("bench", "--model", "no/model")
 PLAN = ("plan", "--model", "8b", "--tflops", 1)
 
 
@@ -227,16 +166,9 @@ PLAN = ("plan", "--model", "8b", "--tflops", 1)
         (EVAL, (), "expected --data FILE or --log FILE"),
         (EVAL, ("--data", "d", "--log", "l"), "expected --data FILE or --log FILE"),
         (EVAL, ("--log", "l", "--closed-book"), "--closed-book needs --data"),
-        (BENCH, ("ttft", "--lengths", "512,4k"), "expected whole numbers above 0"),
-        (BENCH, ("ttft", "--lengths", "0"), "expected whole numbers above 0"),
-        (BENCH, ("ttft", "--batch-sizes", "2"), "ttft does not support this option"),
-        (BENCH, ("ttft", "--block-tokens", "8,16"), "but ttft accepts only one number"),
-        (BENCH, ("ttfx",), "'ttfx' is not one of"),
-        (PLAN, (), "found neither --passages nor --trace"),
-        (PLAN, ("--passages", 3, "--room", 1), "cannot be combined with --passages"),
-        (PLAN, ("--trace", "t.jsonl", "--passages", 3), "cannot be combined with --trace"),
-        (PLAN, ("--trace", "t.jsonl", "--top-k", 10), "cannot be combined with --trace"),
-        (PLAN, ("--trace", "t.jsonl", "--plot", "x.txt"), "expected a name ending in .svg"),
+        (PLAN, (), "Missing option '--passages'"),
+        (PLAN, ("--passages", 0), "greater than or equal to 1"),
+        (PLAN, ("--passages", 3, "--tflops", 0), "found 0, expected above 0"),
     ],
 )
 def test_refuses_invalid_options(
@@ -245,10 +177,3 @@ def test_refuses_invalid_options(
     output = cli(*command, *options)
     shown = " ".join(output.stderr.replace("│", " ").split())
     assert (output.status, message in shown) == (2, True), shown
-
-
-def test_bench_measures_any_model(cli: Command, model: Path) -> None:
-    command = ("bench", "ttft", "--model", model, "--lengths", 32, "--repeats", 1)
-    output = cli(*command, "--block-tokens", 16)
-    assert output.status == 0, output.stderr
-    assert "FLOPs" in output.stdout

@@ -5,7 +5,6 @@ import time
 import pytest
 from rich.console import Console
 
-from blockattn_rag.app.cli.bench import spread
 from blockattn_rag.app.cli.evaluate import accuracy_table
 from blockattn_rag.app.cli.output import (
     count,
@@ -167,13 +166,6 @@ def test_an_unknown_width_is_not_80_columns(
     monkeypatch.setattr("os.isatty", lambda fd: fd == terminal)
     monkeypatch.setenv("COLUMNS", columns)
     assert output_width() == width
-
-
-def test_a_spread_has_its_unit_once_if_both_ends_share_it() -> None:
-    row = {"copy_s": 0.101, "copy_min_s": 0.093, "copy_max_s": 0.177}
-    assert spread(row, "copy") == "101 ms\n93-177 ms"
-    assert spread(row | {"copy_max_s": 1.5}, "copy") == "101 ms\n93 ms-1.50 s"
-    assert spread(dict.fromkeys(row), "copy") == "-\n---"
 
 
 def test_long_paths_fold_and_numbers_do_not() -> None:

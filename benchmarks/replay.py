@@ -1,34 +1,103 @@
-"""Replay of a trace, which estimates what prefix caching and block reuse save."""
+"""Replay a log of requests, and estimate what prefix caching and block reuse save on it.
+
+    python benchmarks/replay.py requests.jsonl --model 8b --dtype bfloat16 --tflops 1 --room 16
+
+A log is a JSON Lines file with one request per line. Its segments are in prompt order::
+
+    {"segments": [{"id": "rules", "tokens": 212, "kind": "system"},
+                  {"id": "doc-17", "tokens": 254, "kind": "passage"},
+                  {"id": "q-1", "tokens": 19, "kind": "question"}]}
+
+Segments with equal ids have equal text. Segments of kind ``passage`` are passages; all other kinds
+are treated alike. The last segment is the final block, and every other segment is a context block.
+
+``prefix``: a prefix cache as in vLLM, prompts as sent. ``prefix-sorted``: the blocks of each prompt
+are sorted, first those that continue the longest cached prefix, then the others by their total
+number of tokens in the log (ContextPilot's idea, with knowledge of later requests). System prompts
+and history are sorted too, as if their order did not affect answers. ``blocks``: block reuse,
+starting with an empty store. ``blocks-ingested``: with all passages encoded in advance. Times to
+first token are estimates, one request at a time. They favor prefix caching: its pages are always on
+the device, while blocks are read from main memory, or from disk if they exceed ``--memory``.
+Answers take no room. The result is printed as JSON.
+"""
 
 from __future__ import annotations
 
 import itertools
+import json
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal, get_args
 
 import numpy as np
+import typer
 
-from blockattn_rag.lab.efficiency.shapes import prefill_flops
-from blockattn_rag.lab.planning import Clock, Footprint
-from blockattn_rag.lab.trace import Request, Segment, distinct_blocks
-from blockattn_rag.lazy import missing_extra
+from blockattn_rag.errors import DataError
+from blockattn_rag.lab.json_lines import Record, parsed_lines
+from blockattn_rag.lab.planning import (
+    Footprint,
+    Machine,
+    floating_type,
+    footprint,
+    prefill_flops,
+    shape_config,
+)
 
+GIB = 1 << 30
 PAGE_TOKENS = 16
 """Tokens of a page of a prefix cache: vLLM's default."""
 _BEAM = 8
 """Width of the beam search for the longest cached prefix."""
 
 Policy = Literal["full", "prefix", "prefix-sorted", "blocks", "blocks-ingested"]
-LABELS: dict[Policy, str] = {
-    "full": "full prefill",
-    "prefix": "prefix cache",
-    "prefix-sorted": "prefix cache, best order",
-    "blocks": "blocks",
-    "blocks-ingested": "blocks, ingested before",
-}
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A part of a prompt.
+
+    Args:
+        id: Identity of the text.
+        tokens: Number of tokens.
+        kind: ``"passage"``, or any other string.
+    """
+
+    id: str
+    tokens: int
+    kind: str
+
+
+Request = tuple[Segment, ...]
+
+
+def read_log(path: Path) -> list[Request]:
+    """Read a log. To save memory, equal segments are one object, which all requests share.
+
+    Raises:
+        DataError: A line is not a JSON object, or an id has different numbers of tokens (the
+            message gives file and line); or the file is missing, damaged or empty.
+    """
+    known: dict[str, Segment] = {}
+    return [request for _, request in parsed_lines(path, lambda line, _: _request(line, known))]
+
+
+def _request(record: Record, known: dict[str, Segment]) -> Request:
+    parts = [Segment(part["id"], part["tokens"], part["kind"]) for part in record["segments"]]
+    for part in parts:
+        if (first := known.setdefault(part.id, part)).tokens != part.tokens:
+            raise DataError(
+                f"found {part.tokens} tokens for the id {part.id!r}, which had {first.tokens} "
+                "before; give each text its own id"
+            )
+    return tuple(known[part.id] for part in parts)
+
+
+def distinct_blocks(requests: Sequence[Request], kind: str | None = None) -> list[Segment]:
+    """The distinct context blocks of a trace, or only the blocks of one kind."""
+    blocks = {block.id: block for request in requests for block in request[:-1]}
+    return [block for block in blocks.values() if kind in (None, block.kind)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +127,7 @@ class PrefixCache:
     A page is reused if an earlier request had the same tokens up to the end of the page. The last
     token of a request is always computed. The pages of a request are evicted from last to first.
     Only full pages of prompts take room. vLLM also needs room for answers and partial pages, so the
-    simulation slightly favours the prefix cache.
+    simulation slightly favors the prefix cache.
 
     Pages are counted in runs. A run consists of the pages that end in the same segment after the
     same prefix. They are always used together, so counting runs is exact, and takes time and memory
@@ -182,41 +251,47 @@ class BlockCache:
 
 
 @dataclass(frozen=True, slots=True)
-class ReplayClock(Clock):
-    """Estimates the time to first token of a served request."""
+class ReplayClock:
+    """Estimates the time to first token of a served request.
+
+    Args:
+        config: Config of a model with gated feed-forward layers.
+        footprint: Sizes of the model and its blocks.
+        machine: The machine. Without a GPU, blocks are read from the memory that weights leave.
+    """
+
+    config: Any
+    footprint: Footprint
+    machine: Machine
 
     @property
     def page_bytes(self) -> int:
-        """Size of a page of the prefix cache in bytes. Pages are not quantised."""
-        model = self.footprint
-        return PAGE_TOKENS * (model.dequantised_bytes_per_token or model.bytes_per_token)
-
-    @property
-    def block_room_bytes(self) -> int:
-        """Main memory that is available for blocks, in bytes."""
-        weights = self.footprint.weight_bytes if self.machine.gpu_bytes is None else 0
-        return self.machine.memory_bytes - weights
+        """Size of a page of the prefix cache in bytes."""
+        return PAGE_TOKENS * self.footprint.bytes_per_token
 
     def prefix_s(self, served: Served) -> float:
         """Seconds with a prefix cache on the device."""
         cached = sum(served.reused)
         new = sum(segment.tokens for segment in served.request) - cached
-        return self.prefill_s(new, cached, cached * self.page_bytes // PAGE_TOKENS)
+        return self._prefill_s(new, cached)
 
     def blocks_s(self, served: Served, *, from_disk: bool) -> float:
         """Seconds if blocks are read from memory or disk, or encoded."""
         *blocks, final = served.request
         hits = [tokens > 0 for tokens in served.reused[:-1]]
         computed = [block.tokens for block, hit in zip(blocks, hits, strict=True) if not hit]
-        placed = sum(self.footprint.block_bytes(block.tokens) for block in blocks)
-        seconds = self.reuse_s(final.tokens, sum(block.tokens for block in blocks), placed)
+        seconds = self._prefill_s(final.tokens, sum(block.tokens for block in blocks))
         if computed:
-            seconds += self.forward_s(sum(prefill_flops(self.config, one) for one in computed))
-        if self.machine.gpu_bytes is not None:
-            seconds += served.read_bytes / self.machine.transfer_bytes_per_s
+            operations = sum(prefill_flops(self.config, tokens) for tokens in computed)
+            seconds += self.machine.forward_s(operations, self.footprint.weight_bytes)
         if from_disk:
             seconds += served.read_bytes / self.machine.disk_bytes_per_s
         return seconds
+
+    def _prefill_s(self, new_tokens: int, cached_tokens: int) -> float:
+        """Seconds of a prefill that reads the keys and values of cached tokens."""
+        read = self.footprint.weight_bytes + cached_tokens * self.footprint.bytes_per_token
+        return self.machine.forward_s(prefill_flops(self.config, new_tokens, cached_tokens), read)
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +299,7 @@ class Outcome:
     """Result of replaying a trace under one policy.
 
     Args:
-        policy: The policy; see ``LABELS``.
+        policy: The policy; see the top of this file.
         room_bytes: Capacity of the cache in bytes. None: no limit.
         passage_hits: Share of passage tokens that were reused. None: the trace has no passages.
         hits: Share of all tokens that were reused.
@@ -263,7 +338,7 @@ def replay(
             for passage in distinct_blocks(requests, "passage"):
                 blocks.put(passage)
         served = [blocks.serve(request) for request in requests]
-        from_disk = blocks.used_bytes > clock.block_room_bytes
+        from_disk = blocks.used_bytes > clock.machine.memory_bytes - clock.footprint.weight_bytes
         times = [clock.blocks_s(one, from_disk=from_disk) for one in served]
     else:
         room_pages = None if room_bytes is None else room_bytes // clock.page_bytes
@@ -310,31 +385,29 @@ def _gains(requests: Sequence[Request]) -> dict[str, int]:
     return gains
 
 
-def plot_rooms(requests: Sequence[Request], clock: ReplayClock, file: Path) -> None:
-    """Plot the share of reused passage tokens over the capacity of the cache.
+def main(
+    log: Annotated[Path, typer.Argument(help="Log of requests, .jsonl or .jsonl.gz.")],
+    model: Annotated[str, typer.Option(help="Llama shape.")] = "8b",
+    dtype: Annotated[str, typer.Option(help="Type of keys and values.")] = "bfloat16",
+    tflops: Annotated[float, typer.Option(help="10^12 operations per second.")] = 1.0,
+    memory: Annotated[float, typer.Option(help="Main memory in GiB.")] = 64.0,
+    room: Annotated[
+        float | None, typer.Option(help="Also replay with caches of this size in GiB.")
+    ] = None,
+) -> None:
+    """Replay a log under all policies, and print the outcomes as JSON."""
+    requests, config = read_log(log), shape_config(model)
+    machine = Machine(int(memory * GIB), 1 << 50, operations_per_s=1e12 * tflops)
+    clock = ReplayClock(config, footprint(config, floating_type(dtype)), machine)
+    rooms = [None] if room is None else [None, int(room * GIB)]
+    outcomes = [
+        asdict(replay(requests, policy, clock, room_bytes))
+        for room_bytes in rooms
+        for policy in get_args(Policy)
+        if policy != "full" or room_bytes is None
+    ]
+    print(json.dumps({"requests": len(requests), "outcomes": outcomes, "machine": asdict(machine)}))
 
-    Args:
-        clock: Provides the sizes of blocks.
-        file: File to write. Its extension determines the format.
 
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(f"plots need {missing_extra('matplotlib', 'train')}") from error
-    figure = Figure(figsize=(6.4, 4.0), layout="constrained")
-    axes = figure.subplots()
-    all_bytes = sum(
-        clock.footprint.block_bytes(block.tokens) for block in distinct_blocks(requests)
-    )
-    rooms = [all_bytes >> halvings for halvings in range(5)]
-    policies: list[Policy] = ["prefix", "prefix-sorted", "blocks"]
-    for policy in policies:
-        shares = [100 * (replay(requests, policy, clock, room).passage_hits or 0) for room in rooms]
-        axes.plot([room / (1 << 30) for room in rooms], shares, marker="o", label=LABELS[policy])
-    axes.set(xscale="log", ylim=(0, 100), xlabel="GiB of room", ylabel="% of passage tokens reused")
-    axes.legend(loc="upper left")
-    axes.grid(alpha=0.3)
-    figure.savefig(file)
+if __name__ == "__main__":
+    typer.run(main)

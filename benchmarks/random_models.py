@@ -1,0 +1,65 @@
+"""Llama shapes with random weights, a tokenizer of numbered words, and random prompts."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+from blockattn_rag.lab.planning import SHAPES, floating_type, shape_config
+from blockattn_rag.model.loading import default_device
+from blockattn_rag.prompts.blocks import Block, BlockPrompt
+
+
+def random_llama(
+    shape: str, *, max_tokens: int, device: str = "auto", dtype: str = "float32", seed: int = 0
+) -> PreTrainedModel:
+    """Create a Llama with random weights, which is as fast and as large as a trained model.
+
+    Args:
+        shape: Key of ``SHAPES``.
+        max_tokens: Size of the context window.
+        device: Torch device. ``"auto"``: an accelerator if there is one.
+        dtype: Name of a torch floating type.
+        seed: Random seed of the weights.
+    """
+    if shape not in SHAPES:
+        raise ValueError(f"Unknown shape {shape!r}: expected one of {', '.join(SHAPES)}.")
+    kind = floating_type(dtype)
+    config = shape_config(shape, max_position_embeddings=max_tokens)
+    # Without end and padding tokens, every answer has its full length and no padding.
+    config.bos_token_id = config.eos_token_id = config.pad_token_id = None
+    with torch.random.fork_rng(), torch.device(default_device() if device == "auto" else device):
+        torch.manual_seed(seed)
+        factory: Any = AutoModelForCausalLM
+        model: PreTrainedModel = factory.from_config(config, dtype=kind).eval()
+    return model
+
+
+def counting_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
+    """Create a tokenizer that maps each word ``t0``, ``t1``, ... to the token id in its name."""
+    words = {f"t{i}": i for i in range(vocab_size)}
+    backend = Tokenizer(models.WordLevel(words, unk_token="t0"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    factory: Any = PreTrainedTokenizerFast
+    tokenizer: PreTrainedTokenizerFast = factory(tokenizer_object=backend, pad_token="t0")
+    return tokenizer
+
+
+def random_text(num_tokens: int, vocab_size: int, rng: random.Random) -> str:
+    """Random text of exactly ``num_tokens`` tokens of the counting tokenizer, without t0."""
+    return " ".join(f"t{rng.randrange(1, vocab_size)}" for _ in range(num_tokens))
+
+
+def random_prompt(
+    context_tokens: int, block_tokens: int, question_tokens: int, vocab_size: int, seed: int = 0
+) -> BlockPrompt:
+    """Random prompt with exactly these numbers of tokens. The last context block may be shorter."""
+    rng = random.Random(f"{seed}/{context_tokens}/{block_tokens}")
+    starts = range(0, context_tokens, block_tokens)
+    sizes = [min(block_tokens, context_tokens - start) for start in starts]
+    blocks = tuple(Block(random_text(size, vocab_size, rng)) for size in sizes)
+    return BlockPrompt(blocks, random_text(question_tokens, vocab_size, rng))
