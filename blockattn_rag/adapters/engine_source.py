@@ -247,7 +247,7 @@ class EngineSource:
             model = self.engine.model
             assert isinstance(model, BlockModel)
             # Each is measured on its first access, which takes as long as several answers.
-            _ = (model.fingerprint, model.supports_relay, model.has_causal_kernel, model.rules)
+            _ = (model.fingerprint, model.rules, model.graph_runner, model.has_causal_kernel)
 
     @property
     def engine(self) -> Engine:

@@ -64,16 +64,16 @@ class DeviceRelay:
             }
             self._chunks = self._zeros(MOST_CHUNKS, 3, dtype=torch.int32)
             self._counts = self._zeros(2, dtype=torch.int32)
-            self._tail = self._new_tail(TAIL_TOKENS)
-            self._places = self._zeros(TAIL_TOKENS, dtype=torch.int64)
+        self._make_tail(TAIL_TOKENS)
         self._addresses: WeakKeyDictionary[BlockKV, Tensor] = WeakKeyDictionary()
 
     def _zeros(self, *shape: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(*shape, dtype=dtype, device=self.device)
 
-    def _new_tail(self, tokens: int) -> Tensor:
-        shape = len(self._layouts), 2, self.kv_heads, tokens, self.size
-        return torch.zeros(shape, dtype=self.dtype, device=self.device)
+    @property
+    def tail_address(self) -> int:
+        """Address of the tail, which ``begin`` and ``load`` may change."""
+        return self._tail.data_ptr()
 
     @property
     def room(self) -> int:
@@ -111,6 +111,8 @@ class DeviceRelay:
 
     def load(self, context: Context) -> None:
         """Begin a request after ``context``, which ``reads`` accepts. Its tail is empty."""
+        if self.room > TAIL_TOKENS:  # after a long answer
+            self._make_tail(TAIL_TOKENS)
         blocks = context.blocks
         addresses: Any = [self._address(kv) for kv, *_ in blocks]
         tail = torch.tensor([[s.data_ptr() for s in layer] for layer in self._tail])
@@ -132,7 +134,7 @@ class DeviceRelay:
     def begin(self, start: int, tokens: int) -> None:
         """Prepare a forward over new tokens after ``start`` tail tokens.
 
-        May move the tail (``room`` then changes), which invalidates graphs.
+        May move the tail, which invalidates graphs.
         """
         if start + tokens > self.room:
             self._grow(start + tokens)
@@ -140,14 +142,19 @@ class DeviceRelay:
         torch.arange(start, start + tokens, out=self._places[:tokens])
 
     def _grow(self, tokens: int) -> None:
+        """Move the tail to where it has room for twice as many tokens."""
         old = self._tail
-        with torch.inference_mode(mode=False):
-            self._tail = self._new_tail(2 * tokens)
-            self._places = self._zeros(self.room, dtype=torch.int64)
+        self._make_tail(2 * tokens)
         self._tail[:, :, :, : old.shape[3]] = old
         tail = torch.tensor([[s.data_ptr() for s in layer] for layer in self._tail])
         self._pointers[:, :, 0] = tail.to(self.device)
         self._block_tokens[0] = self.room
+
+    def _make_tail(self, tokens: int) -> None:
+        shape = len(self.layouts), 2, self.kv_heads, tokens, self.size
+        with torch.inference_mode(mode=False):
+            self._tail = torch.zeros(shape, dtype=self.dtype, device=self.device)
+            self._places = self._zeros(tokens, dtype=torch.int64)
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Write the states ``[1, K, T, D]`` of the new tokens that ``begin`` announced."""

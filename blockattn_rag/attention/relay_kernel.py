@@ -70,7 +70,7 @@ def attend_blocks(
         chunks.shape[0],
         heads // kv_heads, splits, size, columns, rotary_dim, interleaved,
         chunk_tokens, max(16, min(_ROWS, triton.next_power_of_2(rows))), _KEYS,
-        num_warps=_WARPS if rows > 16 else 4, num_stages=_STAGES,
+        num_warps=_WARPS, num_stages=_STAGES,
     )  # fmt: skip
     merged = torch.empty(tokens, heads, size, dtype=query.dtype, device=query.device)
     _merge_splits[(tokens, heads)](

@@ -29,6 +29,9 @@ _LOCK = ".lock"
 _TEMPORARY = re.compile(
     rf"\.+({'|'.join(map(re.escape, (RECIPE_FILE, *_PARTS)))})(\.[0-9a-f]{{16}}\.tmp)+"
 )
+_OF_DESKTOPS = {".DS_Store", "Thumbs.db", "desktop.ini"}
+"""Files that file managers create in every folder. They are neither refused nor deleted."""
+
 _SHA256 = re.compile("[0-9a-f]{64}")
 
 MOST_JSON_BYTES = 16 << 20
@@ -193,7 +196,7 @@ def _own_names(folder: Path) -> set[str]:
         if os.path.lexists(folder):
             raise ValueError(f"{folder} is not a folder: choose a new or empty folder.")
         return set()
-    entries = sorted(folder.iterdir())
+    entries = sorted(entry for entry in folder.iterdir() if entry.name not in _OF_DESKTOPS)
     if others := [repr(entry.name) for entry in entries if not _is_own(entry)]:
         shown = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
         raise ValueError(

@@ -22,6 +22,7 @@ from blockattn_rag.errors import ContextOverflowError
 from blockattn_rag.kv.context import Assembly, Context, place
 from blockattn_rag.model import BlockModel
 from blockattn_rag.model.caches import empty_cache
+from blockattn_rag.model.decoding import fills_in_order
 from blockattn_rag.model.recompute import recompute, tokens_to_recompute
 from blockattn_rag.prompts.blocks import BlockPrompt
 
@@ -163,7 +164,7 @@ class Runner:
         with self._model.lock:
             prepared = self._recomputed(prepared, options)
         context_ids, final_ids, *_ = prepared
-        cache = self._cache([prepared], len(final_ids) + len(answer_ids) - 1)
+        cache = self._cache([prepared], len(final_ids) + len(answer_ids) - 1, options)
         return self._model.answer_logits(context_ids, final_ids, answer_ids, cache)
 
     # -- answering ---------------------------------------------------------------------------
@@ -220,7 +221,8 @@ class Runner:
             # Only the statistics, because the answer outlives a recomputed context.
             answer.prepared = answer.prepared._replace(stats=prepared.after(start.tokens).stats)
             with _assembling([answer]):
-                cache = self._cache([prepared], len(prepared.final_ids) - start.tokens)
+                tokens = len(prepared.final_ids) - start.tokens
+                cache = self._cache([prepared], tokens, answer.options)
                 if cache is None and start.base is not None:
                     cache = empty_cache(self._model.config)
                 if cache is not None:
@@ -254,7 +256,7 @@ class Runner:
                 answer.prepared = answer.prepared._replace(stats=prompt.stats)
             with _assembling(answers):
                 longest = max(len(one.final_ids) for one in prompts)
-                cache = self._cache(prompts, longest)
+                cache = self._cache(prompts, longest, answers[0].options)
             return self._model.generate_batch(
                 [(one.context_ids, one.final_ids) for one in prompts],
                 sampling,
@@ -265,18 +267,23 @@ class Runner:
                 on_failure=lambda place, error: answers[place].pending.fail(error),
             )
 
-    def _cache(self, prompts: Sequence[Prepared], final_tokens: int) -> Any:
+    def _cache(
+        self, prompts: Sequence[Prepared], final_tokens: int, options: GenerateOptions
+    ) -> Any:
         """Assemble the KV cache of prompts' contexts, for final blocks of up to ``final_tokens``.
 
         Returns:
-            None if the model creates its own cache: in full mode, and for prompts without blocks.
+            None if the model creates its own cache: in full mode, and for prompts without blocks,
+            unless a GPU runs these as graphs.
         """
         contexts = [one.context for one in prompts]
-        if not any(context.blocks for context in contexts) and (
-            any(one.context_ids for one in prompts) or self._model.graph_runner is None
+        if not any(context.blocks for context in contexts) and not (
+            options.mode == "block"
+            and self._model.graph_runner is not None
+            and fills_in_order(self._model.hf_model, options.sampling)
         ):
             return None
-        assembly = self._model.choose_assembly(self._assembly, final_tokens, len(contexts))
+        assembly = self._model.choose_assembly(self._assembly, final_tokens, contexts)
         return self._model.cache_for(*contexts, assembly=assembly)
 
 

@@ -226,9 +226,9 @@ class BlockModel:
     @cached_property
     def has_causal_kernel(self) -> bool:
         """Whether a GPU's flash kernel attends exactly to copied contexts, as measured."""
-        probe = relay_attention.causal_is_exact
         with self.lock:
-            return self.supports_relay and probe(self.hf_model, self.profile)
+            exact = relay_attention.causal_is_exact
+            return self.supports_relay and exact(self.hf_model, self.profile)
 
     @cached_property
     def graph_runner(self) -> GraphRunner | None:
@@ -239,7 +239,7 @@ class BlockModel:
             return relay_attention.graph_runner(self.hf_model, self.profile)
 
     def choose_assembly(
-        self, assembly: Assembly, final_tokens: int, requests: int = 1
+        self, assembly: Assembly, final_tokens: int, contexts: Sequence[Context] = (Context(()),)
     ) -> Literal["relay", "copy"]:
         """Resolve ``assembly`` for this model and a batch with final blocks of ``final_tokens``.
 
@@ -255,9 +255,10 @@ class BlockModel:
             return assembly
         if final_tokens > RELAY_FINAL_TOKENS or not self.supports_relay:
             return "copy"
-        if requests == 1 and self.graph_runner is None and self.has_causal_kernel:
-            return "copy"  # relay joins small blocks, and launches more kernels
-        return "relay"
+        runner = self.graph_runner
+        is_read = runner is not None and all(map(runner.relay.reads, contexts))
+        # Without the runner, relay would join the blocks, and launch more kernels.
+        return "relay" if len(contexts) > 1 or is_read or not self.has_causal_kernel else "copy"
 
     def cache_for(
         self, *contexts: Context, assembly: Literal["relay", "copy"] = "copy"
@@ -389,9 +390,9 @@ class BlockModel:
         """Logits that predict each token of a given answer, ``[answer tokens, vocab]``. ``cache``:
         see ``generate``."""
         given = [*([] if cache is not None else context_ids), *final_ids, *answer_ids[:-1]]
-        ids, answers = torch.tensor([given]), len(answer_ids)
         with self.lock:
-            return relay_attention.last_logits(self.hf_model, ids, cache, answers)
+            ids = torch.tensor([given])
+            return relay_attention.last_logits(self.hf_model, ids, cache, len(answer_ids))
 
     def next_logits(self, ids: Tensor, cache: DynamicCache | None = None) -> Tensor:
         """Logits ``[vocab]`` after ``ids`` ``[1, n]``, which follow the tokens in ``cache``."""

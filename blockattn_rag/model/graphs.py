@@ -11,6 +11,8 @@ import inspect
 import logging
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -56,9 +58,12 @@ def record(compute: Callable[[], Tensor], device: torch.device, pool: Any) -> Re
         compute()
     current.wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    # Other threads may use the device meanwhile.
-    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-        result = compute()
+    try:
+        # Other threads may use the device meanwhile.
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            result = compute()
+    finally:
+        torch.cuda.set_stream(current)  # a failed capture leaves its own stream
     graph.replay()
     return Recording(graph.replay, result)
 
@@ -77,7 +82,9 @@ class _Inputs:
         tokens, width = ids.shape[1], self._ids.shape[1]
         self._ids[:, tokens:] = 0
         self._ids[:, :tokens] = ids
+        # Padding repeats a position, because LongRoPE's frequencies depend on the last one.
         torch.arange(start, start + width, out=self._positions[0])
+        self._positions.clamp_(max=start + tokens - 1)
         self._last.fill_(tokens - 1)
 
     def arguments(self, cache: ContextCache) -> dict[str, Any]:
@@ -106,7 +113,7 @@ class GraphRunner:
         self._pool: Any = None
         self._captured = GraphCache(Context(()), self)
         self._user: weakref.ref[GraphCache] | None = None
-        self._room = relay.room
+        self._address = relay.tail_address
 
     def cache_for(self, context: Context) -> GraphCache | None:
         """A cache over a context; None for blocks that the kernel cannot read."""
@@ -118,10 +125,11 @@ class GraphRunner:
         tokens = ids.shape[1]
         width = _captured_tokens(tokens)
         is_captured = self.captures and width <= MOST_TOKENS and _is_plain(kwargs, tokens)
-        self.begin(cache, width if is_captured else tokens)
-        out = self._replayed(forward, cache, ids, width) if is_captured else None
-        if out is None:
-            out = forward(**kwargs)
+        with _current(self.relay.device):
+            self.begin(cache, width if is_captured else tokens)
+            out = self._replayed(forward, cache, ids, width) if is_captured else None
+            if out is None:
+                out = forward(**kwargs)
         cache.tail_tokens += tokens
         return out
 
@@ -129,15 +137,15 @@ class GraphRunner:
         """Prepare new tokens of a cache. Releases the cache of the previous request."""
         previous = None if self._user is None else self._user()
         if previous is not cache:
-            self._user = None
             if previous is not None:
                 previous.release()
+            self._user = None
             self.relay.load(cache.context)
             self._user = weakref.ref(cache)
         self.relay.begin(cache.tail_tokens, tokens)
-        if self.relay.room != self._room:  # the tail has moved
+        if self.relay.tail_address != self._address:  # graphs write to the old tail
             self._graphs.clear()
-            self._room = self.relay.room
+            self._address = self.relay.tail_address
 
     def _replayed(self, forward: Forward, cache: GraphCache, ids: Tensor, width: int) -> Any:
         """The forward's output from a graph; None if the forward cannot be captured."""
@@ -158,7 +166,7 @@ class GraphRunner:
                 )
             except torch.OutOfMemoryError:
                 raise
-            except RuntimeError as error:  # such as a forward that waits for the device
+            except Exception as error:  # noqa: BLE001 -- such as a forward that waits for the device
                 self.captures = False
                 _logger.warning("Each kernel is launched, because a CUDA graph failed: %s", error)
                 return None
@@ -202,9 +210,13 @@ class GraphCache(ContextCache):
             return
         states = self.tail_states(self.tail_tokens)
         plain = RelayCache(RelayPlan([self.context], self.relay.layouts, self.relay.device))
-        self.attention, self.layers, self.runner = plain.attention, plain.layers, None
         if states and self.tail_tokens:
-            self.append(states, self.tail_tokens)
+            plain.append(states, self.tail_tokens)
+        self.attention, self.layers, self.runner = plain.attention, plain.layers, None
+
+    def crop(self, max_length: int) -> None:
+        self.release()
+        super().crop(max_length)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         self.release()
@@ -243,24 +255,49 @@ def _is_plain(kwargs: dict[str, Any], tokens: int) -> bool:
 class _Forward:
     """``forward`` of a model that leaves forwards over a ``GraphCache`` to its runner.
 
-    An object instead of a closure, because copies of the model need one of their own.
+    Args:
+        hf_model: The model. Not kept alive.
+        own: The ``forward`` that the model had as an attribute. None: that of its class.
     """
 
-    def __init__(self, hf_model: PreTrainedModel) -> None:
-        self._hf_model = hf_model
-        self.__signature__ = inspect.signature(hf_model.forward)
+    def __init__(self, hf_model: PreTrainedModel, own: Forward | None) -> None:
+        self._hf_model = weakref.ref(hf_model)
+        self._own = own
+        self.__signature__ = inspect.signature(own or hf_model.forward)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles of the model have a ``forward`` of their own."""
+        return _Forward, (self._hf_model(), self._own)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        forward = type(self._hf_model).forward
+        forward = self._own
+        if forward is None:
+            hf_model: Any = self._hf_model()
+            forward = partial(type(hf_model).forward, hf_model)
         cache = kwargs.get("past_key_values")
-        if isinstance(cache, GraphCache) and (torch.is_grad_enabled() or args):
+        if isinstance(cache, GraphCache) and cache.runner is not None:
+            if not args and not torch.is_grad_enabled() and _has_ids(kwargs):
+                return cache.runner.run(forward, cache, kwargs)
             cache.release()
-        if not isinstance(cache, GraphCache) or cache.runner is None:
-            return forward(self._hf_model, *args, **kwargs)
-        return cache.runner.run(lambda **own: forward(self._hf_model, **own), cache, kwargs)
+        return forward(*args, **kwargs)
+
+
+def _has_ids(kwargs: dict[str, Any]) -> bool:
+    """Whether a forward's input is token ids, and nothing but them."""
+    return kwargs.get("input_ids") is not None and not any(
+        kwargs.get(name) is not None for name in ("inputs_embeds", "labels")
+    )
+
+
+def _current(device: torch.device) -> AbstractContextManager[Any]:
+    """Make a GPU the current one, to which kernels are launched."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def install(hf_model: PreTrainedModel) -> None:
     """Make forwards over a ``GraphCache`` run by its runner."""
-    if not isinstance(hf_model.forward, _Forward):
-        vars(hf_model)["forward"] = _Forward(hf_model)
+    # The wrapped model, because `generate` of a PEFT model runs it alone.
+    inner = next(one for one in hf_model.modules() if isinstance(one, PreTrainedModel))
+    own = vars(inner).get("forward")
+    if not isinstance(own, _Forward):
+        vars(inner)["forward"] = _Forward(inner, own)

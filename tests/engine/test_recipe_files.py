@@ -48,6 +48,14 @@ def is_complete(found: Recipe, *expected: Recipe) -> bool:
     return any(found == one and found.report == one.report for one in expected)
 
 
+def test_files_of_file_managers_stay(tmp_path: Path) -> None:
+    PLAIN.save(tmp_path)
+    (tmp_path / ".DS_Store").write_bytes(b"icons")
+    NEW.save(tmp_path)
+    assert is_complete(Recipe.load(tmp_path), NEW)
+    assert (tmp_path / ".DS_Store").read_bytes() == b"icons"
+
+
 # -- what is replaced ----------------------------------------------------------------------------
 
 

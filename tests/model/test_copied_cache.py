@@ -107,7 +107,7 @@ def test_one_kernel_attends_to_context_and_question(
 
 def test_a_gpu_copies_for_one_request_and_relays_for_several(on_gpu: BlockModel) -> None:
     assert on_gpu.choose_assembly("auto", 5) == "copy"
-    assert on_gpu.choose_assembly("auto", 5, requests=2) == "relay"
+    assert on_gpu.choose_assembly("auto", 5, [Context(())] * 2) == "relay"
     cache: Any = on_gpu.cache_for(*[context_of(on_gpu)] * 2)
     assert cache.attention is None  # rows may have padding
 

@@ -9,6 +9,7 @@ import copy
 import logging
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from blockattn_rag.attention.device_relay import DeviceRelay
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.kv.context import Context, place
 from blockattn_rag.kv.rope import RotaryLayout, relative_error, rotate
-from blockattn_rag.model import BlockModel, graphs
+from blockattn_rag.model import BlockModel, graphs, relay_attention
 from blockattn_rag.model.encoding import EncodeRequest, encode_batch
 from blockattn_rag.model.probe import LOGITS
 from blockattn_rag.model.relay_attention import enable_relay
@@ -132,11 +133,8 @@ def recorded(compute: Callable[[], Tensor], device: torch.device, pool: Any) -> 
     return graphs.Recording(lambda: result.copy_(compute()), result)
 
 
-@pytest.fixture
-def model(monkeypatch: pytest.MonkeyPatch, tokenizer: Any) -> BlockModel:
-    """A Llama in float16 that answers single requests by the runner."""
-    monkeypatch.setattr(graphs, "record", recorded)
-    monkeypatch.setattr(device_relay, "TAIL_TOKENS", 48)
+def llama(tokenizer: Any) -> BlockModel:
+    """A Llama in float16 whose attention is far from uniform."""
     make: Any = LlamaConfig
     config = make(
         vocab_size=VOCABULARY,
@@ -146,7 +144,7 @@ def model(monkeypatch: pytest.MonkeyPatch, tokenizer: Any) -> BlockModel:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=16,
-        max_position_embeddings=8192,
+        max_position_embeddings=512,
         bos_token_id=None,
         eos_token_id=None,
         pad_token_id=0,
@@ -157,14 +155,25 @@ def model(monkeypatch: pytest.MonkeyPatch, tokenizer: Any) -> BlockModel:
         hf_model = factory.from_config(config, dtype=HALF).eval()
         for parameter in hf_model.parameters():
             if parameter.dim() > 1:
-                parameter.mul_(4)  # attention is far from uniform
-    model = BlockModel(hf_model, tokenizer, pack_weights=False)
+                parameter.mul_(4)
+    return BlockModel(hf_model, tokenizer, pack_weights=False)
+
+
+def with_runner(monkeypatch: pytest.MonkeyPatch, model: BlockModel) -> BlockModel:
+    """The model, answering single requests by a runner with a small tail."""
+    monkeypatch.setattr(graphs, "record", recorded)
+    monkeypatch.setattr(device_relay, "TAIL_TOKENS", 48)
     assert model.supports_relay
-    enable_relay(hf_model)
+    enable_relay(model.hf_model)
     outline = model.profile.layer_outlines[0][0]
     relay = DeviceRelay(model.profile.layouts, outline, CPU, programs=4)
-    vars(model)["graph_runner"] = graphs.GraphRunner(hf_model, relay)
+    vars(model)["graph_runner"] = graphs.GraphRunner(model.hf_model, relay)
     return model
+
+
+@pytest.fixture
+def model(monkeypatch: pytest.MonkeyPatch, tokenizer: Any) -> BlockModel:
+    return with_runner(monkeypatch, llama(tokenizer))
 
 
 @pytest.fixture(scope="module")
@@ -295,3 +304,106 @@ def test_a_copy_of_the_model_has_a_forward_of_its_own(model: BlockModel) -> None
     with torch.inference_mode():
         assert not other(input_ids=question).logits.any()
         assert model.hf_model(input_ids=question).logits.any()
+
+
+class Wrapped(torch.nn.Module):
+    """Like ``PeftModel``: its ``generate`` is that of the model inside."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inner"), name)
+
+
+def test_the_model_inside_a_wrapper_uses_the_runner(
+    monkeypatch: pytest.MonkeyPatch, tokenizer: Any
+) -> None:
+    wrapped: Any = Wrapped(llama(tokenizer).hf_model).eval()
+    model = with_runner(monkeypatch, BlockModel(wrapped, tokenizer, pack_weights=False))
+    context = context_of(model, 12, 9)
+    found, expected = (
+        model.generate(
+            context.token_ids,
+            ids(11, 1),
+            Sampling(max_new_tokens=6),
+            cache=model.cache_for(context, assembly=assembly),
+        )
+        for assembly in ("relay", "copy")
+    )
+    assert found == expected
+
+
+def test_padding_has_no_positions_beyond_the_question(model: BlockModel) -> None:
+    positions: list[int] = []
+    rotary: Any = model.hf_model.model.rotary_emb
+    rotary.register_forward_pre_hook(
+        lambda _, __, kwargs: positions.append(int(kwargs["position_ids"].max())),
+        with_kwargs=True,
+    )
+    context = context_of(model, 12, 9)
+    for _ in range(2):
+        model.next_logits(torch.tensor([ids(6, 1)]), model.cache_for(context, assembly="relay"))
+    assert set(positions) == {12 + 9 + 6 - 1}
+
+
+@pytest.mark.parametrize("name", ["labels", "inputs_embeds"])
+def test_forwards_of_other_inputs_leave_the_runner(model: BlockModel, name: str) -> None:
+    context, question = context_of(model, 12, 9), torch.tensor([ids(6, 1)])
+    cache: Any = model.cache_for(context, assembly="relay")
+    inputs: dict[str, Any] = {"input_ids": question, "labels": question}
+    if name == "inputs_embeds":
+        inputs = {name: model.hf_model.get_input_embeddings()(question)}
+    with torch.inference_mode():
+        out = model.hf_model(**inputs, past_key_values=cache, use_cache=True)
+    assert cache.runner is None
+    expected = model.next_logits(question, model.cache_for(context, assembly="copy"))
+    assert close(out.logits[0, -1], expected)
+
+
+def test_a_long_answer_does_not_keep_its_memory(model: BlockModel) -> None:
+    relay: Any = model.graph_runner.relay if model.graph_runner else None
+    context = context_of(model, 12)
+    model.next_logits(torch.tensor([ids(60, 1)]), model.cache_for(context, assembly="relay"))
+    assert relay.room > 48
+    question = torch.tensor([ids(6, 1)])
+    found = model.next_logits(question, model.cache_for(context, assembly="relay"))
+    assert relay.room == 48
+    assert close(found, model.next_logits(question, model.cache_for(context, assembly="copy")))
+
+
+def test_int8_blocks_are_copied(monkeypatch: pytest.MonkeyPatch, model: BlockModel) -> None:
+    vars(model)["has_causal_kernel"] = True
+    plain = context_of(model, 12)
+    small = place([plain.blocks[0].kv.quantised()])
+    assert model.choose_assembly("auto", 5, [plain]) == "relay"
+    assert model.choose_assembly("auto", 5, [small]) == "copy"
+    assert model.choose_assembly("auto", 5, [plain, small]) == "relay"
+
+
+@pytest.mark.parametrize("kind", ["right", "constant", "failing"])
+def test_only_an_exact_runner_is_used(
+    monkeypatch: pytest.MonkeyPatch, tokenizer: Any, kind: str
+) -> None:
+    def constant(compute: Callable[[], Tensor], *_: Any) -> graphs.Recording:
+        return graphs.Recording(lambda: None, compute().clone())
+
+    def failing(*_: Any, **__: Any) -> Tensor:
+        raise OSError("no C compiler")
+
+    monkeypatch.setattr(graphs, "record", constant if kind == "constant" else recorded)
+    if kind == "failing":
+        monkeypatch.setattr("blockattn_rag.attention.relay_kernel.attend_blocks", failing)
+    monkeypatch.setattr(relay_attention, "takes_flash", lambda *_: True)
+    properties = SimpleNamespace(multi_processor_count=2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    model = llama(tokenizer)
+    runner = relay_attention.graph_runner(model.hf_model, model.profile)
+    assert (runner is not None) == (kind == "right")
