@@ -35,6 +35,7 @@ _EXTRA_OF = {
     "llama_index": "llama-index",
     "llama_index_instrumentation": "llama-index",
     "sklearn": "llama-index",
+    "turbohtml": "llama-index",
     "webencodings": "llama-index",
     "accelerate": "train",
     "datasets": "train",
