@@ -34,6 +34,7 @@ _EXTRA_OF = {
     "llama_index": "llama-index",
     "llama_index_instrumentation": "llama-index",
     "sklearn": "llama-index",
+    "turbohtml": "llama-index",
     "webencodings": "llama-index",
     "accelerate": "train",
     "datasets": "train",
