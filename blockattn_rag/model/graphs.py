@@ -145,6 +145,7 @@ class GraphRunner:
         self.relay.begin(cache.tail_tokens, tokens)
         if self.relay.tail_address != self._address:  # graphs write to the old tail
             self._graphs.clear()
+            self._pool = None  # PyTorch frees a pool with its last graph
             self._address = self.relay.tail_address
 
     def _replayed(self, forward: Forward, cache: GraphCache, ids: Tensor, width: int) -> Any:
