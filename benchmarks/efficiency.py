@@ -21,7 +21,7 @@ import logging
 import random
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -575,13 +575,13 @@ def main(
     elif measured == "ingest":
         rows = measure_ingest(engine.model, sizes, **options)
     else:
-        measure = {
+        measures: Mapping[str, Callable[..., list[dict[str, Any]]]] = {
             "ttft": measure_ttft,
             "decode": measure_decode,
             "memory": measure_memory,
             "recompute": measure_recompute,
-        }[measured]
-        rows = measure(engine, sizes, **options)
+        }
+        rows = measures[measured](engine, sizes, **options)
     device = engine.model.device
     data = {"model": model, "dtype": dtype, "device": str(device), **options}
     data["layers"] = loaded.config.num_hidden_layers

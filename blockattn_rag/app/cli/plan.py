@@ -136,7 +136,7 @@ def _lines(title: str, passages: int, estimate: Plan, machine: Machine) -> list[
         f"{duration(estimate.ingest_s)}. Full prefill: {duration(estimate.full_ttft_s)}.",
         "Computing is faster than reuse here, wherever the blocks are stored."
         if speed is None
-        else f"Below {speed / 1e9:.2f} GB/s, reading a store is slower than computing.",
+        else f"Below {size(speed)}/s, reading a store is slower than computing.",
         f"Estimated at {machine.operations_per_s / 1e12:.2f} * 10^12 operations/s, "
         f"{machine.device_bytes_per_s / 1e9:.0f} GB/s of the device's memory, "
         f"{machine.transfer_bytes_per_s / 1e9:.0f} GB/s to a GPU, "
