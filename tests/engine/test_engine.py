@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import hashlib
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -285,6 +287,21 @@ def test_abandoned_batch_ends_after_its_step(engine: BlockAttentionEngine, held:
     held.let_go()
     assert engine.generate([A, Q], max_new_tokens=NEW).token_ids == oracle(engine.model, [A, Q])
     assert held.tokens == 2 + NEW
+
+
+def test_a_waiting_request_does_not_need_its_engine(
+    engine: BlockAttentionEngine, held: Held
+) -> None:
+    first = engine.submit([A, Q], max_new_tokens=NEW)
+    held.wait_for_token()  # the queue waits from here on
+    other = BlockAttentionEngine(engine.model)
+    waiting, reference = other.submit([B, Q], max_new_tokens=NEW), weakref.ref(other)
+    del other
+    gc.collect()
+    assert reference() is None
+    held.let_go()
+    assert waiting.result(LONGEST_S).token_ids == oracle(engine.model, [B, Q])
+    assert first.result(LONGEST_S).token_ids == oracle(engine.model, [A, Q])
 
 
 def test_a_batch_that_all_have_left_is_not_begun(engine: BlockAttentionEngine, held: Held) -> None:
