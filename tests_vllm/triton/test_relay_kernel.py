@@ -343,12 +343,12 @@ def test_the_model_inside_a_wrapper_uses_the_runner(
 
 def test_padding_has_no_positions_beyond_the_question(model: BlockModel) -> None:
     positions: list[int] = []
+    context = context_of(model, 12, 9)
     rotary: Any = model.hf_model.model.rotary_emb
     rotary.register_forward_pre_hook(
         lambda _, __, kwargs: positions.append(int(kwargs["position_ids"].max())),
         with_kwargs=True,
     )
-    context = context_of(model, 12, 9)
     for _ in range(2):
         model.next_logits(torch.tensor([ids(6, 1)]), model.cache_for(context, assembly="relay"))
     assert set(positions) == {12 + 9 + 6 - 1}
@@ -405,5 +405,6 @@ def test_only_an_exact_runner_is_used(
     properties = SimpleNamespace(multi_processor_count=2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     model = llama(tokenizer)
+    assert model.supports_relay
     runner = relay_attention.graph_runner(model.hf_model, model.profile)
     assert (runner is not None) == (kind == "right")
