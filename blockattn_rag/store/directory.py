@@ -34,7 +34,6 @@ from blockattn_rag.store.eviction import SizeBound
 from blockattn_rag.store.format import check_found_under, decoded, encoded
 from blockattn_rag.store.header import FORMAT, VERSION, Header, read_header
 from blockattn_rag.store.layout import ByteRange
-from blockattn_rag.store.retention import forget_expired, retention
 
 T = TypeVar("T")
 
@@ -274,13 +273,11 @@ class DirectoryStore(MaintainedStore):
                 path.unlink(missing_ok=True)
                 bound.refusals.add(self, nbytes)
                 return
-            evicted = bound.make_room(
+            bound.make_room(
                 nbytes,
                 lambda: (entry for entry in self.entries() if entry.key != path.stem),
                 self.discard,
-                lambda: retention(self),
             )
-            forget_expired(self, evicted)
             self._write(path, buffers)
 
     def _make(self, create: bool) -> None:

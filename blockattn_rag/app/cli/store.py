@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from blockattn_rag import store as kv_store
-from blockattn_rag.app.cli import store_gc, store_retention
+from blockattn_rag.app.cli import store_gc
 from blockattn_rag.app.cli.options import (
     FolderArgument,
     StoreArgument,
@@ -36,9 +36,6 @@ _COLUMNS = ("model", "namespace", "kept in", "entries", "tokens", "size")
 app = typer.Typer(no_args_is_help=True, help="Inspect and clean a KV store.")
 app.command()(store_gc.gc)
 app.command()(store_gc.live)
-app.command()(store_retention.pin)
-app.command()(store_retention.unpin)
-app.command()(store_retention.ttl)
 
 
 @app.command()

@@ -67,10 +67,6 @@ def gc(
             "them. In object stores, the time since an entry was written counts."
         ),
     ] = None,
-    expired: Annotated[
-        bool,
-        typer.Option("--expired", help="Delete only entries whose time to live (`ttl`) has ended."),
-    ] = False,
     namespace: Annotated[
         list[str] | None,
         typer.Option(
@@ -90,28 +86,22 @@ def gc(
     Passages are in use if they are in Chroma (--db) or in a list (--handles). Nothing is deleted
     unless every list was read completely. For the store of a database folder, the passages of the
     database always count. Entries without a passage, such as the instructions before passages, are
-    also deleted after the grace period, and recomputed when needed. With --ttl or --expired alone,
-    only the age of entries matters.
+    also deleted after the grace period, and recomputed when needed. With --ttl alone, only the age
+    of entries matters.
     """
-    if expired and (db or handles or ttl or force):
-        raise typer.BadParameter(
-            "with --expired, passages in use do not matter; leave out --db, --handles, --ttl and "
-            "--force",
-            param_hint="--expired",
-        )
     grace_s, ttl_s = seconds_of(grace, "--grace"), None if ttl is None else seconds_of(ttl, "--ttl")
     users, files = list(db or []), handles or []
     opened = open_maintained(store)
     if (Path(store) / MANIFEST).is_file():
         users.insert(0, store)
     judged = namespaces_of(namespace or [], users)
-    kept, names = _live_handles([] if expired else users)
+    kept, names = _live_handles(users)
     lists = [_listed(path) for path in files]
     if not force:
         _refuse_empty(files, lists)
     if lists:
         kept = _joined([kept, *lists])
-    by_age = expired or (ttl_s is not None and not users and not files)
+    by_age = ttl_s is not None and not users and not files
     if not by_age and not kept and not force:
         raise ValueError(
             f"found no handle in {count(len(names), 'collection')} of "

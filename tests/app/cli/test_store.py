@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -302,66 +301,3 @@ def test_index_restores_the_index_of_a_database(cli: Command, database: Path) ->
     assert written[0].read_bytes() == content
     entries(database)[0].unlink()
     assert cli("store", "index", database / "kv", "--json").json["dropped"] == 1
-
-
-def test_pinned_passages_survive_gc_and_shrink(cli: Command, database: Path) -> None:
-    [entry] = entries(database)
-    orphan = add_orphan(database)
-    (handle,) = cli("store", "live", database).stdout.splitlines()[1:2]
-    assert cli("store", "pin", database, handle, "--json").json["pinned"] == [entry.stem]
-    cli("store", "gc", database, "--grace", "0", "--force")
-    cli("store", "shrink", database, "--max-bytes", "1")
-    assert entries(database) == [entry]
-    assert not orphan.exists()
-    assert cli("store", "unpin", database, handle, "--json").json["unpinned"] == 1
-    cli("store", "shrink", database, "--max-bytes", "1")
-    assert entries(database) == []
-
-
-def test_pin_takes_sources_and_a_time(cli: Command, database: Path, filled: Path) -> None:
-    source = filled.parent / "tower.txt"
-    (key,) = cli("store", "pin", database, "--source", source, "--json").json["pinned"]
-    assert [path.stem for path in entries(database)] == [key]
-    assert cli("store", "pin", database, "--source", source, "--for", "7d").status == 0
-    (name,) = (path.name for path in (database / "kv" / "sidecar" / "pins-1").iterdir())
-    assert 0 <= time.time() + 7 * 86400 - int(name.partition("-")[2]) < 600
-
-
-def test_passages_expire(cli: Command, database: Path, filled: Path) -> None:
-    source = filled.parent / "tower.txt"
-    (key,) = cli("store", "ttl", database, "--source", source, "--for", "0s", "--json").json[
-        "entries"
-    ]
-    assert cli("store", "gc", database, "--expired", "--dry-run", "--json").json["expired"] == 1
-    kept = cli("store", "ttl", database, "--source", source, "--for", "always", "--json").json
-    assert (kept["entries"], kept["expires_at"]) == ([key], None)
-    assert cli("store", "gc", database, "--expired", "--json").json["expired"] == 0
-    cli("store", "ttl", database, "--source", source, "--for", "0s")
-    assert cli("store", "gc", database, "--expired", "--json").json["expired"] == 1
-    assert entries(database) == []
-    assert "leave out --db" in cli("store", "gc", database, "--expired", "--force").stderr
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--source", "nowhere"], "has no passages from nowhere"),
-        ([], "expected handles or --source, found neither"),
-        (["0" * 32], "found no entry of 1 handle, the first is 00000000"),
-    ],
-)
-def test_unknown_pin_fails(
-    cli: Command, database: Path, arguments: list[str], message: str
-) -> None:
-    output = cli("store", "pin", database, *arguments)
-    assert output.status == 1
-    assert message in " ".join(output.stderr.split())
-
-
-def test_a_tenant_pins_only_own_entries(cli: Command, database: Path) -> None:
-    store = DirectoryStore(database / "kv")
-    kv = replace(make_kv("theirs"), namespace="theirs", handle="ab" * 16)
-    store.put(kv.key, kv)
-    assert cli("store", "pin", database, kv.handle).status == 1
-    named = cli("store", "pin", database, kv.handle, "--namespace", "theirs", "--json")
-    assert named.json["pinned"] == [kv.key]
