@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     )
     from blockattn_rag.store.directory import DirectoryStore
     from blockattn_rag.store.eviction import ShrinkReport, shrink
-    from blockattn_rag.store.live import LiveHandles
     from blockattn_rag.store.maintenance import (
         GcReport,
         Tally,
@@ -43,7 +42,6 @@ _HOMES = {
     "base": "EntryInfo EntryPart KVStore MaintainedStore StoreStats StoredEntry TierStats",
     "directory": "DirectoryStore",
     "eviction": "ShrinkReport shrink",
-    "live": "LiveHandles",
     "maintenance": "GcReport Tally VerifyReport describe_all gc verify",
     "memory": "MemoryStore",
     "objects": "ObjectStore",
@@ -60,7 +58,6 @@ __all__ = [
     "EntryPart",
     "GcReport",
     "KVStore",
-    "LiveHandles",
     "MaintainedStore",
     "MemoryStore",
     "ObjectStore",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Container, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -244,13 +244,14 @@ def _part(sample: float, seed: int) -> Callable[[str], bool]:
 
 def gc(
     store: MaintainedStore,
-    live_handles: Container[str] | None,
+    live_handles: Collection[str] | None,
     progress: Callable[[int], None] | None = None,
     *,
     grace_s: float = GRACE_S,
     ttl_s: float | None = None,
     namespaces: Collection[str] | None = None,
     dry_run: bool = False,
+    force: bool = False,
     deleted: Callable[[str], None] | None = None,
 ) -> GcReport:
     """Delete unreferenced entries (mark and sweep). Safe to run alongside an ingestion.
@@ -268,8 +269,8 @@ def gc(
     ingestion has found, if the ingestion refers to it only after ``live_handles`` were read.
 
     Args:
-        live_handles: Handles (``BlockKV.handle``) of all referenced blocks, as a set or
-            ``LiveHandles``. None: all blocks are referenced, so only ``ttl_s`` deletes entries.
+        live_handles: Set of the handles (``BlockKV.handle``) of all referenced blocks. None: all
+            blocks are referenced, so only ``ttl_s`` deletes entries.
         progress: Called after each entry with the number of processed entries.
         grace_s: Grace period in seconds. Must exceed the age of ``live_handles``, and the time
             between storing a block and referring to it in an ingestion. 0 also deletes the
@@ -278,13 +279,19 @@ def gc(
         namespaces: Namespaces to process, each including its private blocks; entries of others are
             ignored. None: all namespaces.
         dry_run: Delete nothing.
+        force: Accept an empty ``live_handles``, which may delete every entry that has a handle.
         deleted: Called with the key of each deleted entry. The report names only the first
             ``MOST_NAMES``.
 
     Raises:
         StoreError: The store cannot be listed.
-        ValueError: ``ttl_s`` is less than ``grace_s``.
+        ValueError: ``ttl_s`` is less than ``grace_s``, or ``live_handles`` is empty.
     """
+    if live_handles is not None and not live_handles and not force:
+        raise ValueError(
+            "Found no live handle, so every entry would be deleted: check that the handles were "
+            "collected from all vector stores that use this store, or pass force=True"
+        )
     if ttl_s is not None and ttl_s < grace_s:
         raise ValueError(
             f"the time to live ({ttl_s:g} s) is shorter than the grace period ({grace_s:g} s), "
@@ -332,7 +339,7 @@ def gc(
 
 
 def _outcome(
-    info: EntryInfo, live_handles: Container[str] | None, grace_s: float, ttl_s: float | None
+    info: EntryInfo, live_handles: Collection[str] | None, grace_s: float, ttl_s: float | None
 ) -> tuple[str, str]:
     """Counter of ``gc`` that an entry belongs to, and the reason if the entry is to be deleted."""
     handles = info.handles  # none for entries that a server encoded

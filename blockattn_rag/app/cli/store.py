@@ -35,7 +35,6 @@ _COLUMNS = ("model", "namespace", "kept in", "entries", "tokens", "size")
 
 app = typer.Typer(no_args_is_help=True, help="Inspect and clean a KV store.")
 app.command()(store_gc.gc)
-app.command()(store_gc.live)
 
 
 @app.command()
