@@ -12,7 +12,6 @@ from blockattn_rag.lazy import lazy_names
 if TYPE_CHECKING:
     from blockattn_rag.store.base import (
         EntryInfo,
-        EntryPart,
         KVStore,
         MaintainedStore,
         StoredEntry,
@@ -39,7 +38,7 @@ DEFAULT_RESIDENT_BYTES = 1 << 30
 """Size of an engine's cache of blocks on the model's device: 1 GiB."""
 
 _HOMES = {
-    "base": "EntryInfo EntryPart KVStore MaintainedStore StoreStats StoredEntry TierStats",
+    "base": "EntryInfo KVStore MaintainedStore StoreStats StoredEntry TierStats",
     "directory": "DirectoryStore",
     "eviction": "ShrinkReport shrink",
     "maintenance": "GcReport Tally VerifyReport describe_all gc verify",
@@ -55,7 +54,6 @@ __all__ = [
     "DEFAULT_RESIDENT_BYTES",
     "DirectoryStore",
     "EntryInfo",
-    "EntryPart",
     "GcReport",
     "KVStore",
     "MaintainedStore",

@@ -160,9 +160,7 @@ def verify(
     seed: int = 0,
     found: Callable[[str, str], None] | None = None,
 ) -> VerifyReport:
-    """Read and verify complete entries. Does not count as a use.
-
-    Safe to run alongside readers and writers.
+    """Read and verify complete entries, alongside readers and writers. Does not count as a use.
 
     Args:
         progress: Called after each entry with the number of checked entries.
@@ -256,17 +254,16 @@ def gc(
 ) -> GcReport:
     """Delete unreferenced entries (mark and sweep). Safe to run alongside an ingestion.
 
-    An entry is deleted if none of its handles is in ``live_handles`` and its last *use* was more
-    than ``grace_s`` seconds ago. Uses are writes, reads (recorded once a minute), and being found
-    by an ingestion. An entry that is used in the meantime is kept. If a deleted entry is needed
-    later, its block is computed again.
+    An entry is deleted if none of its handles is in ``live_handles``, or if an earlier release
+    wrote it in another format, and its last *use* was more than ``grace_s`` seconds ago. Uses are
+    writes, reads (recorded once a minute), and being found by an ingestion. An entry that is used
+    in the meantime is kept. If a deleted entry is needed later, its block is computed again.
 
     Texts with the same tokens share an entry, which has the handles of all ingested texts
     (``KVStore.claim``). Entries without a handle, encoded by a server or shared by many texts, are
-    deleted only by ``ttl_s``.
-
-    An object store records only writes. There, ``gc`` may delete an old entry that a running
-    ingestion has found, if the ingestion refers to it only after ``live_handles`` were read.
+    deleted only by ``ttl_s``. An object store records only writes. There, ``gc`` may delete an old
+    entry that a running ingestion has found, if the ingestion refers to it only after
+    ``live_handles`` were read.
 
     Args:
         live_handles: Set of the handles (``BlockKV.handle``) of all referenced blocks. None: all
@@ -289,15 +286,14 @@ def gc(
     """
     if live_handles is not None and not live_handles and not force:
         raise ValueError(
-            "Found no live handle, so every entry would be deleted: check that the handles were "
-            "collected from all vector stores that use this store, or pass force=True"
+            "Found no live handle, so every entry would be deleted: collect the handles from all "
+            "vector stores that use this store, or pass force=True"
         )
     if ttl_s is not None and ttl_s < grace_s:
         raise ValueError(
             f"the time to live ({ttl_s:g} s) is shorter than the grace period ({grace_s:g} s), "
             "within which nothing is deleted; shorten the grace period too"
         )
-
     gone = Tally()
 
     def judge(key: str) -> _Verdict:
@@ -345,10 +341,12 @@ def _outcome(
     handles = info.handles  # none for entries that a server encoded
     is_live = live_handles is None or not handles or any(one in live_handles for one in handles)
     is_unused = ttl_s is not None and info.age_s >= ttl_s
-    if is_live and not is_unused:
+    if is_live and not is_unused and not info.header.is_outdated:
         return "kept", ""
     if info.age_s < grace_s:
         return "young", ""
+    if info.header.is_outdated:
+        return "dead", f"format version {info.header.version}"
     reason = "not used for ttl_s" if is_unused else "nothing refers to it"
     return ("expired" if is_live else "dead"), reason
 

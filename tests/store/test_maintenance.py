@@ -199,7 +199,8 @@ def test_survives_forged_headers(store: DirectoryStore, name: str, lie: object) 
     content = path.read_bytes()
     fields = fields_of(content)
     fields["__metadata__"][name] = lie
-    path.write_bytes(resealed(fields, content))
+    end = 8 + int.from_bytes(content[:8], "little")
+    path.write_bytes(resealed(fields, content[end:]))
     assert list(verify(store).damaged.first) == [KEYS[0]]
     report = gc(store, OTHERS)
     assert sorted(report.deleted.first) == sorted(KEYS[1:])
@@ -259,6 +260,19 @@ def test_entries_without_a_handle_go_by_their_age_alone(store: DirectoryStore) -
     assert (gc(store, OTHERS).kept, list(store.keys())) == (1, [unnamed.key])
     assert gc(store, OTHERS, ttl_s=2 * DAY_S).kept == 1
     assert gc(store, OTHERS, ttl_s=DAY_S / 2).deleted.count == 1
+
+
+def test_gc_deletes_entries_of_an_earlier_format_version(new: Raw[MaintainedStore]) -> None:
+    store = new.store
+    for key in KEYS[:2]:
+        new.write(key, new.read(key).replace(b'"version":"3"', b'"version":"2"'))
+    assert [store.get(key) for key in KEYS[:2]] == [None, None]
+    assert (store.touch(KEYS[0]), store.claim(KEYS[0], HANDLES[:1])) == (False, False)
+    live = {kv.handle for kv in MANY}
+    assert gc(store, live).kept_young == 2
+    report = gc(store, live, grace_s=0)
+    assert set(report.deleted.first) == set(KEYS[:2])
+    assert (report.kept, report.errors.count, verify(store).damaged.count) == (10, 0, 0)
 
 
 def test_gc_removes_old_leftovers_and_leaves_new_ones(store: DirectoryStore) -> None:
