@@ -206,21 +206,16 @@ def _layout(about: Mapping[str, str], places: Mapping[str, TensorSpec]) -> Layou
     """Layout of the tensors. The caller checks that it has these tensors and no others."""
     quantised = {"model": False, "int8": True}[about["kv_dtype"]]
     (num_tokens,) = places[TOKEN_IDS].shape
-    shapes: list[LayerShape] = []
-    while tensor_name(0, "keys", len(shapes)) in places:
-        number, heads = len(shapes), 1
+    shapes, keys, values = list[LayerShape](), list[TensorSpec](), list[TensorSpec]()
+    while tensor_name(0, "keys", number := len(shapes)) in places:
+        heads = 1
         while tensor_name(heads, "keys", number) in places:
             heads += 1
-        keys, values = (places[tensor_name(0, kind, number)] for kind in ("keys", "values"))
-        shapes.append(LayerShape(heads, keys.shape[-1], values.shape[-1], keys.dtype, values.dtype))
-    states = [
-        [TensorSpec(dtype, (shape.heads, num_tokens, size), 0, 0) for size, dtype in sizes]
-        for shape in shapes
-        for sizes in [((shape.key_size, shape.key_dtype), (shape.value_size, shape.value_dtype))]
-    ]
-    keys_of_groups, values_of_groups = [k for k, _ in states], [v for _, v in states]
-    ids = TensorSpec(torch.int64, (num_tokens,), 0, 0)
-    checks.check_states(ids, keys_of_groups, values_of_groups, quantised=quantised)
+        k, v = (places[tensor_name(0, kind, number)] for kind in ("keys", "values"))
+        shapes.append(LayerShape(heads, k.shape[-1], v.shape[-1], k.dtype, v.dtype))
+        keys.append(k._replace(shape=(heads, num_tokens, k.shape[-1])))
+        values.append(v._replace(shape=(heads, num_tokens, v.shape[-1])))
+    checks.check_states(places[TOKEN_IDS], keys, values, quantised=quantised)
     layers = about["layers"].split(",", checks.MOST_LAYERS)
     if len(layers) > checks.MOST_LAYERS:
         raise ValueError(f"found more than {checks.MOST_LAYERS} layers")
