@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 from blockattn_rag.kv.block_kv import BlockKV
-from blockattn_rag.store import DirectoryStore, LiveHandles, describe_all, gc, verify
+from blockattn_rag.store import DirectoryStore, describe_all, gc, verify
 
 
 def digest_of(number: int) -> str:
@@ -46,17 +46,13 @@ def commands(path: Path, entries: int) -> dict[str, Callable[[], object]]:
     """The measured commands by name. Half of the entries are in use."""
 
     def collect() -> object:
-        live = LiveHandles(digest_of(number)[:32] for number in range(0, entries, 2))
+        live = {digest_of(number)[:32] for number in range(0, entries, 2)}
         report = gc(DirectoryStore(path), live, grace_s=0, dry_run=True)
         return {"kept": report.kept, "deleted": report.deleted.count}
 
     def sample() -> object:
         report = verify(DirectoryStore(path), sample=0.01)
         return {"ok": report.ok, "skipped": report.skipped}
-
-    def handles() -> object:
-        live = LiveHandles(digest_of(number)[:32] for number in range(10**6))
-        return {"handles": len(live)}
 
     return {
         "import": lambda: None,
@@ -65,7 +61,6 @@ def commands(path: Path, entries: int) -> dict[str, Callable[[], object]]:
         "stats": lambda: sum(1 for _ in describe_all(DirectoryStore(path))),
         "gc --dry-run": collect,
         "verify --sample 1%": sample,
-        "a million handles": handles,
     }
 
 

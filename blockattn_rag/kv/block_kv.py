@@ -172,7 +172,7 @@ def joined_handles(handles: Iterable[str]) -> str:
     """``BlockKV.handle`` of texts that share one entry because their tokens are equal.
 
     The distinct handles, separated by commas. Empty if there are more than ``MOST_HANDLES``:
-    ``store gc`` then cannot identify the entry's users, and the entry expires by its time to live.
+    ``store gc`` then cannot identify the entry's users, and only ``ttl_s`` deletes the entry.
     """
     distinct = list(dict.fromkeys(handles))
     return ",".join(distinct) if len(distinct) <= MOST_HANDLES else ""

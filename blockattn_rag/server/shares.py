@@ -1,7 +1,7 @@
 """Share of each block that one rank of a server reads: its heads and layers.
 
 Tensor-parallel ranks split the heads of each layer, pipeline-parallel ranks split the layers. A
-rank reads only its share, which is one or few byte ranges of an entry.
+rank reads only the tensors of its heads, and keeps its layers of them.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import NoReturn
 
 import torch
@@ -18,15 +17,12 @@ from blockattn_rag.errors import FingerprintMismatchError, StoreError
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.model.correction import Correction, LayerCorrection
 from blockattn_rag.server.profile import ModelProfile
-from blockattn_rag.store.base import EntryPart, Found, KVStore, MaintainedStore, StoreStats
-from blockattn_rag.store.format import damage_reported, decode_part
+from blockattn_rag.store.base import Found, KVStore, MaintainedStore, StoreStats
 from blockattn_rag.store.header import Header
-from blockattn_rag.store.layout import ByteRange, LayerShape, Layout, Piece, ranges, share_of
+from blockattn_rag.store.layout import LayerShape, Layout, share_of
 
 # Bytes read together with the header, to save a request: the ids of 1024 tokens.
 _IDS_BYTES = 8 << 10
-
-_MOST_LAYOUTS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +77,6 @@ class Share:
         outline = self.token_outline(profile)
         return sum(heads * size * dtype.itemsize for heads, size, dtype in outline)
 
-    def pieces(self, layout: Layout) -> list[Piece]:
-        """Pieces of an entry that make up this share."""
-        each = zip(self.layers, self.heads, strict=True)
-        return [piece for layer, heads in each for piece in layout.pieces(heads, [layer])]
-
     def cut(self, kv: BlockKV) -> BlockKV:
         """Copy this share out of a complete block."""
         for layer in self.layers:
@@ -115,7 +106,7 @@ class ShareStore(KVStore):
     """Read-only view of another store, which returns one rank's share of each block.
 
     Blocks contain only the heads and layers of the share, and are verified like complete entries. A
-    ``MaintainedStore`` reads only the bytes of the share. From other stores, complete entries are
+    ``MaintainedStore`` reads only the heads of the share. From other stores, complete entries are
     read and cut.
 
     Args:
@@ -127,9 +118,7 @@ class ShareStore(KVStore):
         self.share = share
         self._profile = profile
         layouts = (_layout(profile, 1, quantised) for quantised in (False, True))
-        # Finding the pieces takes milliseconds, and blocks of the same length have the same layout.
-        self._pieces = lru_cache(_MOST_LAYOUTS)(share.pieces)
-        self._head_bytes = max(layout.data_start for layout in layouts) + _IDS_BYTES
+        self._head_bytes = max(layout.most_header_bytes for layout in layouts) + _IDS_BYTES
 
     def __repr__(self) -> str:
         heads = self.share.heads[0]
@@ -143,8 +132,7 @@ class ShareStore(KVStore):
         """
         if not isinstance(self.home, MaintainedStore):
             return [self._cut(found) for found in self.home.get_many(keys)]
-        parts = self.home.read_ranges(keys, self._places, self._head_bytes)
-        return [self._decoded(part) if isinstance(part, EntryPart) else part for part in parts]
+        return self.home.read_parts(keys, self._choose, self._head_bytes)
 
     def touch(self, key: str) -> bool:
         """Whether the home has an intact entry. Marks it as used."""
@@ -172,21 +160,13 @@ class ShareStore(KVStore):
     def _refuse(self, what: str) -> NoReturn:
         raise StoreError(f"cannot {what} in {self!r}: it is read-only; use {self.home!r} itself")
 
-    def _places(self, header: Header) -> list[ByteRange]:
-        """Byte ranges to read: the token ids and the share."""
+    def _choose(self, header: Header) -> dict[int, range]:
+        """Heads to read of each layer."""
         layout = header.layout
         expected = _layout(self._profile, layout.num_tokens, layout.quantised)
         if layout != expected or header.dtype != self._profile.torch_dtype:
             raise _other_shape(header.key)
-        return [layout.place("token_ids"), *ranges(self._pieces(layout))]
-
-    def _decoded(self, part: EntryPart) -> Found:
-        pieces = self._pieces(part.header.layout)
-        try:
-            with damage_reported(part.source):
-                return decode_part(part.header, pieces, part.places, part.data)
-        except StoreError as error:
-            return error
+        return dict(zip(self.share.layers, self.share.heads, strict=True))
 
     def _cut(self, found: Found) -> Found:
         if not isinstance(found, BlockKV):

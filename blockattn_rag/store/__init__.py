@@ -12,7 +12,6 @@ from blockattn_rag.lazy import lazy_names
 if TYPE_CHECKING:
     from blockattn_rag.store.base import (
         EntryInfo,
-        EntryPart,
         KVStore,
         MaintainedStore,
         StoredEntry,
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
     )
     from blockattn_rag.store.directory import DirectoryStore
     from blockattn_rag.store.eviction import ShrinkReport, shrink
-    from blockattn_rag.store.live import LiveHandles
     from blockattn_rag.store.maintenance import (
         GcReport,
         Tally,
@@ -40,10 +38,9 @@ DEFAULT_RESIDENT_BYTES = 1 << 30
 """Size of an engine's cache of blocks on the model's device: 1 GiB."""
 
 _HOMES = {
-    "base": "EntryInfo EntryPart KVStore MaintainedStore StoreStats StoredEntry TierStats",
+    "base": "EntryInfo KVStore MaintainedStore StoreStats StoredEntry TierStats",
     "directory": "DirectoryStore",
     "eviction": "ShrinkReport shrink",
-    "live": "LiveHandles",
     "maintenance": "GcReport Tally VerifyReport describe_all gc verify",
     "memory": "MemoryStore",
     "objects": "ObjectStore",
@@ -57,10 +54,8 @@ __all__ = [
     "DEFAULT_RESIDENT_BYTES",
     "DirectoryStore",
     "EntryInfo",
-    "EntryPart",
     "GcReport",
     "KVStore",
-    "LiveHandles",
     "MaintainedStore",
     "MemoryStore",
     "ObjectStore",

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, NamedTuple, TypeAlias
 
-from torch import Tensor
-
 from blockattn_rag.errors import CorruptEntryError, FingerprintMismatchError, StoreError
 from blockattn_rag.kv.block_kv import BlockKV, joined_handles, split_handles
 from blockattn_rag.store.header import Header
-from blockattn_rag.store.layout import ByteRange
 
 Found: TypeAlias = BlockKV | StoreError | None
 """Result of reading one of several entries: the entry, None if it does not exist, or the StoreError
@@ -119,10 +116,12 @@ class KVStore(ABC):
     def get(self, key: str) -> BlockKV | None:
         """Return the entry of a key, or None. Counts as a use of the entry.
 
+        An entry that an earlier release wrote in another format counts as absent.
+
         The returned tensors do not change if the entry is later replaced, deleted or damaged.
 
         Raises:
-            CorruptEntryError: The entry is damaged, truncated, or of another format version.
+            CorruptEntryError: The entry is damaged, truncated, or of a later format version.
             FingerprintMismatchError: The entry belongs to another text, model or tenant.
             StoreError: The entry cannot be read, or the deadline passed.
         """
@@ -229,21 +228,6 @@ class EntryInfo(NamedTuple):
         return split_handles(self.header.handle)
 
 
-class EntryPart(NamedTuple):
-    """Byte ranges read from an entry. Only the header has been verified.
-
-    Args:
-        places: Byte ranges of the entry.
-        data: Concatenated bytes of all ranges, uint8, in newly allocated memory.
-        source: Name of the entry in messages.
-    """
-
-    header: Header
-    places: Sequence[ByteRange]
-    data: Tensor
-    source: str
-
-
 class MaintainedStore(KVStore):
     """Base class of stores whose entries can be listed, described, swept, and read in part."""
 
@@ -272,25 +256,26 @@ class MaintainedStore(KVStore):
         """
 
     @abstractmethod
-    def read_ranges(
+    def read_parts(
         self,
         keys: Sequence[str],
-        wanted: Callable[[Header], Sequence[ByteRange]],
+        choose: Callable[[Header], Mapping[int, range]],
         head_bytes: int,
-    ) -> list[EntryPart | StoreError | None]:
-        """Read byte ranges of entries. A remote store sends two requests per entry, concurrently.
+    ) -> list[Found]:
+        """Read some heads of some layers of entries, verified like complete entries.
 
-        Counts as a use.
+        Counts as a use. A remote store reads the headers of all entries concurrently, and then the
+        rest.
 
         Args:
-            wanted: Function that selects the byte ranges, given the header. If it raises a
-                StoreError, that error is returned.
-            head_bytes: Number of bytes to read first. Ranges within them are not read again. A
+            choose: Function that returns the heads of each layer to read, given the header. If it
+                raises a StoreError, that error is returned.
+            head_bytes: Number of bytes to read first. Bytes within them are not read again. A
                 remote store rejects entries with a longer header.
 
         Returns:
-            For each key: the bytes, None if there is no entry, or the StoreError that ``get`` would
-            raise because of the header.
+            For each key: the part as a block with the key of the entry, None if there is no entry,
+            or the StoreError that ``get`` would raise.
         """
 
     def listed(self) -> Iterator[tuple[str, int | None]]:
@@ -306,8 +291,10 @@ class MaintainedStore(KVStore):
             return False
         try:
             info = self.describe(key)
-            if info is None or not info.handles or set(handles) <= set(info.handles):
-                return info is not None
+            if info is None or info.header.is_outdated:
+                return False
+            if not info.handles or set(handles) <= set(info.handles):
+                return True
             kv = self.peek(key)
         except (CorruptEntryError, FingerprintMismatchError):
             return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from typing import NamedTuple, TypeGuard
@@ -94,12 +95,17 @@ def check_finite(kv: BlockKV, place: object) -> None:
 
 
 class TensorSpec(NamedTuple):
-    """Header fields of a tensor. ``start`` and ``stop`` count from the end of the header."""
+    """Dtype, shape and byte range of a tensor. The range counts from the start of the entry."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     start: int
     stop: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a tensor of this dtype and shape."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 _Shaped = Tensor | TensorSpec

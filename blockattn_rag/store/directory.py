@@ -1,4 +1,4 @@
-"""Store on disk: one safetensors file with checksums per block (``docs/format.md``)."""
+"""Store on disk: one safetensors file per block (``docs/format.md``)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from io import FileIO
@@ -22,7 +22,6 @@ from blockattn_rag.store import files
 from blockattn_rag.store.base import (
     SIDECAR,
     EntryInfo,
-    EntryPart,
     Found,
     MaintainedStore,
     StoredEntry,
@@ -31,10 +30,14 @@ from blockattn_rag.store.base import (
 from blockattn_rag.store.checks import check_key, is_key
 from blockattn_rag.store.concurrency import Readers
 from blockattn_rag.store.eviction import SizeBound
-from blockattn_rag.store.format import check_found_under, decoded, encoded
+from blockattn_rag.store.format import (
+    check_found_under,
+    decode_part,
+    decoded,
+    encoded,
+    ranges,
+)
 from blockattn_rag.store.header import FORMAT, VERSION, Header, read_header
-from blockattn_rag.store.layout import ByteRange
-from blockattn_rag.store.retention import forget_expired, retention
 
 T = TypeVar("T")
 
@@ -73,7 +76,7 @@ class DirectoryStore(MaintainedStore):
             limit.
 
     Raises:
-        StoreError: ``path`` is not a store, is a store of another format version, or cannot be
+        StoreError: ``path`` is not a store, is a store of a later format version, or cannot be
             created.
         ValueError: ``max_bytes`` is not positive.
     """
@@ -96,7 +99,7 @@ class DirectoryStore(MaintainedStore):
             with files.explained("open a store at", self.path):
                 if not self._mark.exists():
                     self._make(create)
-                _check_mark(self._mark)
+                self._is_outdated = _check_mark(self._mark) < VERSION
         except ValueError as error:  # a path with a NUL, or with half a surrogate pair
             raise StoreError(f"no folder can have the name {str(path)!r}: {error}") from error
 
@@ -122,14 +125,14 @@ class DirectoryStore(MaintainedStore):
     def peek(self, key: str) -> BlockKV | None:
         return self._load(key, use=False)
 
-    def read_ranges(
+    def read_parts(
         self,
         keys: Sequence[str],
-        wanted: Callable[[Header], Sequence[ByteRange]],
+        choose: Callable[[Header], Mapping[int, range]],
         head_bytes: int,
-    ) -> list[EntryPart | StoreError | None]:
-        """Read byte ranges of entries with headers of any length (see ``MaintainedStore``)."""
-        return self._at_once(partial(self._part, wanted), keys)
+    ) -> list[Found]:
+        """Read parts of entries with headers of any length (see ``MaintainedStore``)."""
+        return self._at_once(partial(self._part, choose), keys)
 
     def touch(self, key: str) -> bool:
         """Mark an entry as used now. Returns whether it exists and looks intact.
@@ -142,7 +145,8 @@ class DirectoryStore(MaintainedStore):
             with files.opened(path) as file:
                 if file is None:
                     return False
-                _read_header(path, file)
+                if _read_header(path, file).is_outdated:
+                    return False
                 files.mark_used(file.fileno(), _MARK_TOUCHED_S)
                 # A deletion renames the file first, so check that the path still names this file.
                 return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
@@ -151,12 +155,12 @@ class DirectoryStore(MaintainedStore):
 
     def put(self, key: str, kv: BlockKV) -> None:
         path = self.entry_path(kv.key)
-        buffers = encoded(key, kv, path)
+        content = encoded(key, kv, path)
         with files.explained("write", path):
             if self._bound is None:
-                self._write(path, buffers)
+                self._write(path, content)
             else:
-                self._write_within(self._bound, path, buffers)
+                self._write_within(self._bound, path, content)
 
     def __contains__(self, key: object) -> bool:
         if not is_key(key):
@@ -225,7 +229,7 @@ class DirectoryStore(MaintainedStore):
             if file is None:
                 return None
             kv = decoded(key, files.read_whole(file), path)
-            if use:
+            if use and kv is not None:
                 files.mark_used(file.fileno(), _MARK_READ_S)
         return kv
 
@@ -237,25 +241,27 @@ class DirectoryStore(MaintainedStore):
         started = [self._readers.start(read, key) for key in keys]
         return [one.result() for one in started]
 
-    def _part(
-        self, wanted: Callable[[Header], Sequence[ByteRange]], key: str
-    ) -> EntryPart | StoreError | None:
+    def _part(self, choose: Callable[[Header], Mapping[int, range]], key: str) -> Found:
         path = self.entry_path(key)
         try:
             with files.opened(path) as file:
                 if file is None:
                     return None
                 header = _read_header(path, file)
-                places = wanted(header)
-                data = files.read_places(file, places)
+                if header.is_outdated:
+                    return None
+                part = choose(header)
+                kv = decode_part(header, part, files.read_places(file, ranges(header, part)))
                 files.mark_used(file.fileno(), _MARK_READ_S)
+                return kv
         except StoreError as error:
             return error
-        return EntryPart(header, places, data, str(path))
 
-    def _write(self, path: Path, buffers: list[memoryview]) -> None:
+    def _write(self, path: Path, content: bytes) -> None:
         if not self._mark.exists():  # the folder was deleted since it was opened
             self._make(create=True)
+        elif self._is_outdated:
+            self._write_mark()
         if not path.parent.exists():
             files.make_folder(self._objects)
             files.make_folder(path.parent)
@@ -263,25 +269,23 @@ class DirectoryStore(MaintainedStore):
                 sync(self._objects)
                 sync(self.path)
         with replacing(path, mode=files.FILE_MODE, fsync=self.fsync) as file:
-            file.writelines(buffers)
+            file.write(content)
             file.flush()
             files.mark_used(file.fileno())
 
-    def _write_within(self, bound: SizeBound, path: Path, buffers: list[memoryview]) -> None:
-        nbytes = sum(buffer.nbytes for buffer in buffers)
+    def _write_within(self, bound: SizeBound, path: Path, content: bytes) -> None:
+        nbytes = len(content)
         with bound.lock:
             if nbytes > bound.max_bytes:
                 path.unlink(missing_ok=True)
                 bound.refusals.add(self, nbytes)
                 return
-            evicted = bound.make_room(
+            bound.make_room(
                 nbytes,
                 lambda: (entry for entry in self.entries() if entry.key != path.stem),
                 self.discard,
-                lambda: retention(self),
             )
-            forget_expired(self, evicted)
-            self._write(path, buffers)
+            self._write(path, content)
 
     def _make(self, create: bool) -> None:
         """Turn this directory into a store, unless another process has just done so.
@@ -300,8 +304,12 @@ class DirectoryStore(MaintainedStore):
                 f"{self.path} is not a store: it has no {_MARK}, and contains {foreign!r}; "
                 "choose an empty or new directory"
             )
+        self._write_mark()
+
+    def _write_mark(self) -> None:
         with replacing(self._mark, mode=files.FILE_MODE, fsync=self.fsync) as file:
             file.write(json.dumps(_MARKED).encode() + b"\n")
+        self._is_outdated = False
 
     def _foreign(self) -> Iterator[str]:
         """Names that do not belong to a store."""
@@ -338,20 +346,27 @@ def _status(path: Path) -> os.stat_result | None:
 
 def _read_header(path: Path, file: FileIO) -> Header:
     header = read_header(file, os.fstat(file.fileno()).st_size)
-    check_found_under(path.stem, header, path)
+    if not header.is_outdated:
+        check_found_under(path.stem, header, path)
     return header
 
 
-def _check_mark(mark: Path) -> None:
-    """Raise StoreError if a folder is not a store of this format version."""
+def _check_mark(mark: Path) -> int:
+    """Format version of a store. Its entries of earlier versions are misses, and are replaced.
+
+    Raises:
+        StoreError: The folder is not a store of this or an earlier version.
+    """
     with files.opened(mark) as file:
         content = file.read() if file is not None else b""
     try:
         found = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise StoreError(f"{mark} is not readable JSON: {error}") from error
-    if found != _MARKED:
-        raise StoreError(
-            f"{mark.parent} is a store of another format: found {found}, expected {_MARKED}; "
-            "use another directory, or ingest again"
-        )
+    for version in range(1, VERSION + 1):
+        if found == {**_MARKED, "version": version}:
+            return version
+    raise StoreError(
+        f"{mark.parent} is a store of another format: found {found}, expected {_MARKED}; "
+        "use another directory, or ingest again"
+    )

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from blockattn_rag.store.base import KVStore, MaintainedStore, StoredEntry, age_s
-from blockattn_rag.store.retention import Retention, forget_expired, retention
 
 logger = logging.getLogger("blockattn_rag")
 
@@ -60,15 +59,12 @@ def evict(
     entries: Iterable[StoredEntry],
     max_bytes: int,
     remove: Remove,
-    read_marks: Callable[[], Retention],
     *,
     more_bytes: int = 0,
 ) -> tuple[int, tuple[StoredEntry, ...]]:
-    """Delete entries until the rest take at most ``max_bytes``: expired ones first, then the least
-    recently used. Pinned entries are kept.
+    """Delete the least recently used entries until the rest take at most ``max_bytes``.
 
     Args:
-        read_marks: Function that reads the pins and times to live. Called only if needed.
         more_bytes: Extra bytes to free, in complete entries, if any entry must be deleted.
 
     Returns:
@@ -79,9 +75,8 @@ def evict(
     deleted: list[StoredEntry] = []
     if left <= max_bytes:
         return left, ()
-    now_ns, (pinned, expired) = time.time_ns(), read_marks()
-    known = [entry for entry in known if entry.key not in pinned]
-    known.sort(key=lambda entry: (entry.key not in expired, -age_s(entry.used_ns, now_ns)))
+    now_ns = time.time_ns()
+    known.sort(key=lambda entry: -age_s(entry.used_ns, now_ns))
     for entry in known:
         if left <= max_bytes:
             spare -= entry.nbytes
@@ -117,29 +112,21 @@ class SizeBound:
         nbytes: int,
         entries: Callable[[], Iterable[StoredEntry]],
         remove: Remove,
-        read_marks: Callable[[], Retention],
-    ) -> list[str]:
+    ) -> None:
         """Evict entries, if needed, before a write of ``nbytes`` (at most ``max_bytes``).
 
         Args:
             entries: Function that lists all other entries. Called only if needed.
-            read_marks: As for ``evict``.
-
-        Returns:
-            Keys of the evicted entries.
         """
-        evicted: list[str] = []
         if nbytes > self._room:
             share, most = self.max_bytes // _SHARE, self.max_bytes - nbytes
             for _ in range(_LOOKS):
-                left, deleted = evict(entries(), most, remove, read_marks, more_bytes=share)
-                evicted += [entry.key for entry in deleted]
+                left, deleted = evict(entries(), most, remove, more_bytes=share)
+                self.evictions += len(deleted)
                 if left <= most:
                     break
             self._room = nbytes + min(share, most - left)
         self._room -= nbytes
-        self.evictions += len(evicted)
-        return evicted
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,19 +145,16 @@ class ShrinkReport:
 
 
 def shrink(store: MaintainedStore, max_bytes: int) -> ShrinkReport:
-    """Delete entries until the rest take at most ``max_bytes``: expired ones first, then the least
-    recently used.
+    """Delete the least recently used entries until the rest take at most ``max_bytes``.
 
-    Pinned entries are kept, even if they take more. To limit the size permanently, use
-    ``DirectoryStore(path, max_bytes=...)``. Deleted entries are computed again when they are
-    needed. Temporary files are ignored.
+    To limit the size permanently, use ``DirectoryStore(path, max_bytes=...)``. Deleted entries are
+    computed again when they are needed. Temporary files are ignored.
 
     Raises:
         StoreError: The store cannot be listed, or an entry cannot be deleted.
         ValueError: ``max_bytes`` is not positive.
     """
     check_max_bytes(max_bytes)
-    left_bytes, deleted = evict(store.entries(), max_bytes, store.discard, lambda: retention(store))
-    forget_expired(store, [entry.key for entry in deleted])
+    left_bytes, deleted = evict(store.entries(), max_bytes, store.discard)
     freed_bytes = sum(entry.nbytes for entry in deleted)
     return ShrinkReport(left_bytes, tuple(entry.key for entry in deleted), freed_bytes)

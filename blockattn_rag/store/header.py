@@ -1,40 +1,32 @@
-"""Header of an entry: encoding and parsing.
+"""Header of an entry: metadata and places of the tensors in a safetensors file.
 
-This module writes the header itself, because the safetensors library orders metadata at random. The
-header's checksum must be at a fixed offset, so that it can be verified before anything is parsed.
+The safetensors library writes files. It cannot read the metadata or single tensors of a file that
+is not on a local disk, so headers are parsed here.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping
 from io import FileIO
 from typing import Any, BinaryIO, NamedTuple
 
 import torch
 import xxhash
 
-from blockattn_rag.kv.block_kv import store_key
+from blockattn_rag.kv.block_kv import BlockKV, store_key
 from blockattn_rag.store import checks
 from blockattn_rag.store.checks import TensorSpec
-from blockattn_rag.store.layout import (
-    CHECKSUM_DIGITS,
-    KINDS,
-    LENGTH_BYTES,
-    Kind,
-    LayerShape,
-    Layout,
-)
+from blockattn_rag.store.layout import TOKEN_IDS, LayerShape, Layout, tensor_name
 
 FORMAT = "blockattn_rag.kv"
-VERSION = 2
+VERSION = 3
 
-MAGIC = f'{{"__metadata__":{{"format":"{FORMAT}","version":"'.encode()
-_PREFIX = MAGIC + f'{VERSION}","xxh3_128":"'.encode()
-_CHECKSUM = slice(LENGTH_BYTES + len(_PREFIX), LENGTH_BYTES + len(_PREFIX) + CHECKSUM_DIGITS)
-_BLANK = b"0" * CHECKSUM_DIGITS
-
+_LENGTH_BYTES = 8
 _MOST_HEADER_BYTES = 1 << 22
+_MOST_TEXT_BYTES = 1024
+_TEXTS = ("fingerprint", "digest", "handle", "namespace")
+_HEADER = "header"  # name of the header's own checksum
 
 Buffer = bytes | bytearray | memoryview
 
@@ -48,7 +40,9 @@ class Header(NamedTuple):
 
     Args:
         dtype: Dtype of keys and values. In an int8 entry: their dtype before quantization.
-        checksums: Checksums of the token ids and of ``layout.pieces()``, 32 digits each.
+        places: Dtype, shape and place of each tensor. Offsets count from the start of the entry.
+        checksums: Checksum of each tensor.
+        version: Format version. An outdated entry has the names alone.
     """
 
     fingerprint: str
@@ -57,7 +51,9 @@ class Header(NamedTuple):
     namespace: str
     dtype: torch.dtype
     layout: Layout
-    checksums: str
+    places: Mapping[str, TensorSpec]
+    checksums: Mapping[str, str]
+    version: int = VERSION
 
     @property
     def key(self) -> str:
@@ -69,186 +65,179 @@ class Header(NamedTuple):
         return self.layout.num_tokens
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of the complete entry."""
-        return self.layout.nbytes
-
-    @property
     def kv_dtype(self) -> str:
         """``"int8"``, or ``"model"`` for keys and values as the model computes them."""
         return "int8" if self.layout.quantised else "model"
 
+    @property
+    def is_outdated(self) -> bool:
+        """Whether an earlier release wrote the entry. It is a miss, and ``gc`` deletes it."""
+        return self.version < VERSION
+
 
 def read_header(file: BinaryIO | FileIO, size: int) -> Header:
-    """Read the header of an entry of ``size`` bytes, and verify its checksum.
+    """Read and verify the header of an entry of ``size`` bytes.
 
     Raises:
-        FormatError: The file does not start with a header of this format version, or the header
-            describes an entry of another size.
+        FormatError: The file does not start with a header of this or an earlier format version, or
+            the header describes an entry of another size.
     """
-    start = file.read(LENGTH_BYTES) or b""
+    start = file.read(_LENGTH_BYTES) or b""
     end = header_end(start)
     if end > size:
         raise FormatError("it ends within its header")
     return parse_header(start + (file.read(end - len(start)) or b""), size)
 
 
-def parse_header(head: Buffer, size: int) -> Header:
-    """Parse the first ``Layout.data_start`` bytes of an entry of ``size`` bytes.
-
-    Raises:
-        FormatError: See ``read_header``.
-    """
-    head = bytes(head)
-    _check_version(head[: _CHECKSUM.start])
-    found = head[_CHECKSUM]
-    expected = checksum([head[: _CHECKSUM.start], _BLANK, head[_CHECKSUM.stop :]])
-    if found != expected.encode():
-        raise FormatError(
-            f"the checksum of its header is {expected}, but the file contains "
-            f"{found.decode(errors='backslashreplace')}"
-        )
-    try:
-        header = _described(json.loads(head[LENGTH_BYTES:]))
-        is_written_so = bytes(header_bytes(header)) == head
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise FormatError(f"its header cannot be read: {error!r:.200}") from error
-    if not is_written_so:
-        raise FormatError("its header cannot be read: it is not in the canonical encoding")
-    if header.nbytes != size:
-        raise FormatError(f"its header describes {header.nbytes} bytes, found {size}")
-    return header
-
-
-def header_bytes(header: Header) -> bytearray:
-    """Encode a header: length, JSON and padding."""
-    layout = header.layout
-    about = {
-        "fingerprint": header.fingerprint,
-        "digest": header.digest,
-        "handle": header.handle,
-        "namespace": header.namespace,
-        "kv_dtype": header.kv_dtype,
-        "dtype": checks.DTYPE_NAMES[header.dtype],
-        "checksums": header.checksums,
-    }
-    fields = {
-        name: {
-            "dtype": checks.DTYPE_NAMES[spec.dtype],
-            "shape": spec.shape,
-            "data_offsets": [spec.start, spec.stop],
-        }
-        for name, spec in layout.tensors.items()
-    }
-    head = _PREFIX + _BLANK + b'",' + _json(about)[1:] + b"," + _json(fields)[1:]
-    length = layout.data_start - LENGTH_BYTES
-    if len(head) > length or length > _MOST_HEADER_BYTES:
-        raise ValueError(
-            f"a header of {len(head)} bytes does not fit in {min(length, _MOST_HEADER_BYTES)}: "
-            "fingerprint, digest, handle and namespace may take about 700 bytes together"
-        )
-    content = bytearray(length.to_bytes(LENGTH_BYTES, "little") + head.ljust(length))
-    content[_CHECKSUM] = checksum([content]).encode()
-    return content
-
-
-def _json(value: object) -> bytes:
-    return json.dumps(value, separators=(",", ":")).encode()
-
-
-def checksum(buffers: Sequence[Buffer]) -> str:
-    digest = xxhash.xxh3_128()
-    for buffer in buffers:
-        digest.update(buffer)
-    return digest.hexdigest()
-
-
-def _check_version(start: bytes) -> None:
-    """Raise FormatError for another version, or another kind of file."""
-    start = start[LENGTH_BYTES:]
-    if start == _PREFIX:
-        return
-    if not MAGIC.startswith(start[: len(MAGIC)]):
-        raise FormatError(f"it does not start like a {FORMAT} entry")
-    if len(start) < len(_PREFIX):
-        raise FormatError("it ends within its header")
-    version = start[len(MAGIC) :].split(b'"')[0].decode(errors="replace")
-    raise FormatError(f"it has format version {version!r}; this package reads {str(VERSION)!r}")
-
-
 def header_end(head: Buffer) -> int:
-    """Number of bytes before the token ids.
+    """Number of bytes before the tensors.
 
     Raises:
         FormatError: The entry is too short, or the header too long.
     """
-    if len(head) < LENGTH_BYTES:
-        raise FormatError(f"found {len(head)} bytes, expected at least {LENGTH_BYTES}")
-    length = int.from_bytes(head[:LENGTH_BYTES], "little")
+    if len(head) < _LENGTH_BYTES:
+        raise FormatError(f"found {len(head)} bytes, expected at least {_LENGTH_BYTES}")
+    length = int.from_bytes(head[:_LENGTH_BYTES], "little")
     if length > _MOST_HEADER_BYTES:
         raise FormatError(
             f"found a header of {length} bytes, expected at most {_MOST_HEADER_BYTES}"
         )
-    return LENGTH_BYTES + length
+    return _LENGTH_BYTES + length
 
 
-def _described(fields: dict[str, Any]) -> Header:
-    """Build a header from its JSON fields. The caller checks the redundant fields."""
-    about = fields["__metadata__"]
-    num_tokens = _whole(fields["token_ids"]["shape"][0])
-    keys, values = (_layer_specs(fields, kind, num_tokens) for kind in KINDS)
-    quantised = about["kv_dtype"] == "int8"
-    ids = TensorSpec(torch.int64, (num_tokens,), 0, 0)
-    checks.check_states(ids, keys, values, quantised=quantised)
-    layers = tuple(
-        LayerShape(k.shape[0], k.shape[2], v.shape[2], k.dtype, v.dtype)
-        for k, v in zip(keys, values, strict=True)
+def parse_header(head: Buffer, size: int) -> Header:
+    """Parse and verify the first ``header_end`` bytes of an entry of ``size`` bytes.
+
+    Raises:
+        FormatError: See ``read_header``.
+    """
+    if len(head) < header_end(head):
+        raise FormatError("it ends within its header")
+    try:
+        fields = json.loads(bytes(head[_LENGTH_BYTES:]), object_pairs_hook=_distinct)
+        about = fields.pop("__metadata__", {})
+        if about.get("format") != FORMAT:
+            raise FormatError(f"it is not a {FORMAT} entry")
+        version = str(about.get("version"))
+        if version.isascii() and version.isdecimal() and int(version) < VERSION:
+            return _outdated(about, int(version))
+        if version != str(VERSION):
+            raise FormatError(
+                f"it has format version {version!r:.20}; this package reads {str(VERSION)!r}"
+            )
+        return _described(about, fields, len(head), size)
+    except FormatError:
+        raise
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise FormatError(f"its header cannot be read: {error!r:.200}") from error
+
+
+def metadata(kv: BlockKV, layout: Layout, checksums: Mapping[str, str]) -> dict[str, str]:
+    """Metadata of a block's entry.
+
+    Raises:
+        ValueError: The names are too long.
+    """
+    texts = {name: getattr(kv, name) for name in _TEXTS}
+    if (length := len(json.dumps(texts))) > _MOST_TEXT_BYTES:
+        raise ValueError(
+            f"fingerprint, digest, handle and namespace take {length} bytes, which does not fit in "
+            f"a header: expected at most {_MOST_TEXT_BYTES}"
+        )
+    groups = {layer: n for n, group in enumerate(layout.groups) for layer in group.layers}
+    dtype = kv.keys[0].dtype if kv.scales is None else kv.scales.dtype
+    about = {
+        "format": FORMAT,
+        "version": str(VERSION),
+        **texts,
+        "kv_dtype": "int8" if layout.quantised else "model",
+        "dtype": checks.DTYPE_NAMES[dtype],
+        "layers": ",".join(str(groups[layer]) for layer in range(len(layout.layers))),
+        **checksums,
+    }
+    return {**about, _HEADER: _header_checksum(about, layout)}
+
+
+def checksum(content: Buffer) -> str:
+    return xxhash.xxh3_128_hexdigest(content)
+
+
+def _header_checksum(about: Mapping[str, str], layout: Layout) -> str:
+    """Checksum of the metadata, and of the names, dtypes and shapes of the tensors."""
+    shapes = {name: [checks.DTYPE_NAMES[d], *shape] for name, (d, shape) in layout.tensors.items()}
+    return checksum(json.dumps([about, shapes], sort_keys=True, separators=(",", ":")).encode())
+
+
+def _outdated(about: Mapping[str, Any], version: int) -> Header:
+    """Header of an entry of an earlier version. It is not verified."""
+    fingerprint, digest, handle, namespace = (
+        checks.check_text(about.get(name, "")) for name in _TEXTS
     )
-    dtype = checks.DTYPES[about["dtype"]] if quantised else keys[0].dtype
-    if not dtype.is_floating_point:
-        raise ValueError(f"found {dtype}, expected a floating-point type")
-    checksums = checks.check_text(about["checksums"])
-    pieces = 1 + sum(len(KINDS) * layer.heads for layer in layers)
-    if len(checksums) != CHECKSUM_DIGITS * pieces:
-        raise ValueError(f"found {len(checksums)} checksum digits for {pieces} pieces")
-    return Header(
-        fingerprint=checks.check_text(about["fingerprint"]),
-        digest=checks.check_text(about["digest"]),
-        handle=checks.check_text(about["handle"]),
-        namespace=checks.check_text(about["namespace"]),
-        dtype=dtype,
-        layout=Layout(num_tokens, layers, quantised),
-        checksums=checksums,
-    )
+    empty = Layout(0, ())
+    return Header(fingerprint, digest, handle, namespace, torch.float32, empty, {}, {}, version)
 
 
-def _layer_specs(fields: dict[str, Any], kind: Kind, num_tokens: int) -> list[TensorSpec]:
-    """Specs of the layers of keys or values, each ``[heads, tokens, size]``."""
+def _described(about: dict[str, Any], fields: dict[str, Any], start: int, size: int) -> Header:
+    """Build a header from its JSON fields."""
+    about = {name: checks.check_text(value) for name, value in about.items()}
+    expected = about.pop(_HEADER)
+    places = {name: _place(field, start) for name, field in fields.items()}
+    layout = _layout(about, places)
+    if {name: (place.dtype, place.shape) for name, place in places.items()} != layout.tensors:
+        raise ValueError("its tensors are not the tensors of a block")
+    end = start
+    for place in sorted(places.values(), key=lambda place: place.start):
+        if place.start != end or place.stop - end != place.nbytes:
+            raise ValueError("its tensors overlap, leave gaps, or have sizes other than their data")
+        end = place.stop
+    if end != size:
+        raise FormatError(f"its header describes {end} bytes, found {size}")
+    if _header_checksum(about, layout) != expected:
+        raise FormatError("its header is damaged: its checksum does not match")
+    dtype = checks.DTYPES[about["dtype"]]
+    if not dtype.is_floating_point or not (layout.quantised or dtype == layout.layers[0].key_dtype):
+        raise ValueError(f"found the dtype {dtype}, which is not the dtype of its keys")
+    checksums = {name: about[name] for name in places}
+    fingerprint, digest, handle, namespace = (about[name] for name in _TEXTS)
+    return Header(fingerprint, digest, handle, namespace, dtype, layout, places, checksums)
 
-    def heads(suffix: str) -> int:
-        count = 0
-        while f"head.{count}.{kind}{suffix}" in fields:
-            count += 1
-        return count
 
-    def spec(suffix: str, shape: Sequence[object]) -> TensorSpec:
-        dtype = checks.DTYPES[fields[f"head.0.{kind}{suffix}"]["dtype"]]
-        size = _whole(shape[-1])
-        return TensorSpec(dtype, (heads(suffix), num_tokens, size), 0, 0)
+def _layout(about: Mapping[str, str], places: Mapping[str, TensorSpec]) -> Layout:
+    """Layout of the tensors. The caller checks that it has these tensors and no others."""
+    quantised = {"model": False, "int8": True}[about["kv_dtype"]]
+    (num_tokens,) = places[TOKEN_IDS].shape
+    shapes, keys, values = list[LayerShape](), list[TensorSpec](), list[TensorSpec]()
+    while tensor_name(0, "keys", number := len(shapes)) in places:
+        heads = 1
+        while tensor_name(heads, "keys", number) in places:
+            heads += 1
+        k, v = (places[tensor_name(0, kind, number)] for kind in ("keys", "values"))
+        shapes.append(LayerShape(heads, k.shape[-1], v.shape[-1], k.dtype, v.dtype))
+        keys.append(k._replace(shape=(heads, num_tokens, k.shape[-1])))
+        values.append(v._replace(shape=(heads, num_tokens, v.shape[-1])))
+    checks.check_states(places[TOKEN_IDS], keys, values, quantised=quantised)
+    layers = about["layers"].split(",", checks.MOST_LAYERS)
+    if len(layers) > checks.MOST_LAYERS:
+        raise ValueError(f"found more than {checks.MOST_LAYERS} layers")
+    return Layout(num_tokens, tuple(shapes[_whole(int(one))] for one in layers), quantised)
 
-    if f"head.0.{kind}" in fields:
-        shape = fields[f"head.0.{kind}"]["shape"]
-        layers = _whole(shape[0])
-        if layers > checks.MOST_LAYERS:
-            raise ValueError(f"found {layers} layers, expected at most {checks.MOST_LAYERS}")
-        return [spec("", shape)] * layers
-    found: list[TensorSpec] = []
-    while (field := fields.get(f"head.0.{kind}.{len(found)}")) is not None:
-        found.append(spec(f".{len(found)}", field["shape"]))
-    return found
+
+def _place(field: Any, start: int) -> TensorSpec:
+    if field.keys() != {"dtype", "shape", "data_offsets"}:
+        raise ValueError(f"found the fields {[*field]!r:.80} of a tensor")
+    first, last = map(_whole, field["data_offsets"])
+    shape = tuple(map(_whole, field["shape"]))
+    return TensorSpec(checks.DTYPES[field["dtype"]], shape, start + first, start + last)
 
 
 def _whole(number: object) -> int:
     if type(number) is not int or number < 0:
         raise ValueError(f"found the size {number!r:.80}, expected a whole number")
     return number
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        raise ValueError("found a name twice")
+    return fields

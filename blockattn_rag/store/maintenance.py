@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Container, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,7 +18,7 @@ from typing import NamedTuple, TypeVar
 
 from blockattn_rag.errors import StoreError
 from blockattn_rag.store.base import EntryInfo, MaintainedStore, age_s, is_damage
-from blockattn_rag.store.retention import GarbageRule, forget_expired, retention
+from blockattn_rag.store.namespaces import is_of
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -84,11 +84,10 @@ class GcReport:
     """Result of ``gc``. With ``dry_run``, what ``gc`` would have done.
 
     Args:
-        kept: Number of entries that are referenced or pinned.
+        kept: Number of entries that are referenced.
         kept_young: Number of unreferenced entries that were used within the grace period.
         deleted: Deleted entries, and why.
-        expired: Number of deleted entries that were referenced, but whose time to live had ended
-            or that were not used for ``ttl_s``.
+        expired: Number of deleted entries that were referenced, but not used for ``ttl_s``.
         freed_bytes: Size of everything deleted.
         leftovers: Deleted temporary files.
         errors: Entries and files that could not be read or deleted, and why.
@@ -161,9 +160,7 @@ def verify(
     seed: int = 0,
     found: Callable[[str, str], None] | None = None,
 ) -> VerifyReport:
-    """Read and verify complete entries. Does not count as a use.
-
-    Safe to run alongside readers and writers.
+    """Read and verify complete entries, alongside readers and writers. Does not count as a use.
 
     Args:
         progress: Called after each entry with the number of checked entries.
@@ -245,33 +242,32 @@ def _part(sample: float, seed: int) -> Callable[[str], bool]:
 
 def gc(
     store: MaintainedStore,
-    live_handles: Container[str] | None,
+    live_handles: Collection[str] | None,
     progress: Callable[[int], None] | None = None,
     *,
     grace_s: float = GRACE_S,
     ttl_s: float | None = None,
     namespaces: Collection[str] | None = None,
     dry_run: bool = False,
+    force: bool = False,
     deleted: Callable[[str], None] | None = None,
 ) -> GcReport:
     """Delete unreferenced entries (mark and sweep). Safe to run alongside an ingestion.
 
-    Pinned entries are kept, and expired ones are deleted (``store.retention``). Any other entry is
-    deleted if none of its handles is in ``live_handles`` and its last *use* was more than
-    ``grace_s`` seconds ago. Uses are writes, reads (recorded once a minute), and being found
-    by an ingestion. An entry that is used in the meantime is kept. If a deleted entry is needed
-    later, its block is computed again.
+    An entry is deleted if none of its handles is in ``live_handles``, or if an earlier release
+    wrote it in another format, and its last *use* was more than ``grace_s`` seconds ago. Uses are
+    writes, reads (recorded once a minute), and being found by an ingestion. An entry that is used
+    in the meantime is kept. If a deleted entry is needed later, its block is computed again.
 
     Texts with the same tokens share an entry, which has the handles of all ingested texts
     (``KVStore.claim``). Entries without a handle, encoded by a server or shared by many texts, are
-    deleted only by ``ttl_s``.
-
-    An object store records only writes. There, ``gc`` may delete an old entry that a running
-    ingestion has found, if the ingestion refers to it only after ``live_handles`` were read.
+    deleted only by ``ttl_s``. An object store records only writes. There, ``gc`` may delete an old
+    entry that a running ingestion has found, if the ingestion refers to it only after
+    ``live_handles`` were read.
 
     Args:
-        live_handles: Handles (``BlockKV.handle``) of all referenced blocks, as a set or
-            ``LiveHandles``. None: delete only expired entries, and by ``ttl_s``.
+        live_handles: Set of the handles (``BlockKV.handle``) of all referenced blocks. None: all
+            blocks are referenced, so only ``ttl_s`` deletes entries.
         progress: Called after each entry with the number of processed entries.
         grace_s: Grace period in seconds. Must exceed the age of ``live_handles``, and the time
             between storing a block and referring to it in an ingestion. 0 also deletes the
@@ -280,28 +276,33 @@ def gc(
         namespaces: Namespaces to process, each including its private blocks; entries of others are
             ignored. None: all namespaces.
         dry_run: Delete nothing.
+        force: Accept an empty ``live_handles``, which may delete every entry that has a handle.
         deleted: Called with the key of each deleted entry. The report names only the first
             ``MOST_NAMES``.
 
     Raises:
         StoreError: The store cannot be listed.
-        ValueError: ``ttl_s`` is less than ``grace_s``.
+        ValueError: ``ttl_s`` is less than ``grace_s``, or ``live_handles`` is empty.
     """
+    if live_handles is not None and not live_handles and not force:
+        raise ValueError(
+            "Found no live handle, so every entry would be deleted: collect the handles from all "
+            "vector stores that use this store, or pass force=True"
+        )
     if ttl_s is not None and ttl_s < grace_s:
         raise ValueError(
             f"the time to live ({ttl_s:g} s) is shorter than the grace period ({grace_s:g} s), "
             "within which nothing is deleted; shorten the grace period too"
         )
-
-    rule = GarbageRule(retention(store), live_handles, grace_s, ttl_s, namespaces)
-    expired, gone = rule.marks.expired, Tally()
-    removed: list[str] = []
+    gone = Tally()
 
     def judge(key: str) -> _Verdict:
         try:
             if (info := store.describe(key)) is None:
                 return _Verdict(key)
-            outcome, reason = rule.judge(key, info)
+            if namespaces is not None and not is_of(info.header.namespace, namespaces):
+                return _Verdict(key, "other")
+            outcome, reason = _outcome(info, live_handles, grace_s, ttl_s)
             if not reason:
                 return _Verdict(key, outcome)
             if dry_run or store.discard(key, info.used_ns):
@@ -312,20 +313,12 @@ def gc(
 
     def note(one: _Verdict) -> None:
         gone.add(one.key, one.reason)
-        if one.key in expired:
-            removed.append(one.key)
         if deleted is not None:
             deleted(one.key)
 
     counts, freed_bytes, errors = _added_up(
         _at_once(judge, store.keys(), _HEADERS_AT_ONCE), note, progress
     )
-    if not dry_run:
-        removed += [key for key in expired.difference(removed) if key not in store]
-        try:
-            forget_expired(store, removed)
-        except StoreError as error:
-            errors.add("times to live", str(error))
     leftovers = Tally()
     freed_bytes += _sweep_leftovers(store.leftovers(), grace_s, dry_run, leftovers, errors)
     return GcReport(
@@ -339,6 +332,23 @@ def gc(
         dry_run=dry_run,
         other=counts["other"],
     )
+
+
+def _outcome(
+    info: EntryInfo, live_handles: Collection[str] | None, grace_s: float, ttl_s: float | None
+) -> tuple[str, str]:
+    """Counter of ``gc`` that an entry belongs to, and the reason if the entry is to be deleted."""
+    handles = info.handles  # none for entries that a server encoded
+    is_live = live_handles is None or not handles or any(one in live_handles for one in handles)
+    is_unused = ttl_s is not None and info.age_s >= ttl_s
+    if is_live and not is_unused and not info.header.is_outdated:
+        return "kept", ""
+    if info.age_s < grace_s:
+        return "young", ""
+    if info.header.is_outdated:
+        return "dead", f"format version {info.header.version}"
+    reason = "not used for ttl_s" if is_unused else "nothing refers to it"
+    return ("expired" if is_live else "dead"), reason
 
 
 def _sweep_leftovers(

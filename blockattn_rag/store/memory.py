@@ -12,7 +12,6 @@ from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.store.base import KVStore, Sidecar, StoreStats
 from blockattn_rag.store.checks import check_entry
 from blockattn_rag.store.eviction import Refusals, check_max_bytes
-from blockattn_rag.store.retention import forget_expired, retention
 
 
 class MemorySidecar(Sidecar):
@@ -85,9 +84,9 @@ class MemoryStore(KVStore):
             if nbytes > self.max_bytes:
                 self._refusals.add(self, nbytes)
                 return
-            if not self._make_room(nbytes):
-                self._refusals.count += 1
-                return
+            while self._total_bytes + nbytes > self.max_bytes:
+                self._remove(next(iter(self._entries)))
+                self._evictions += 1
             self._entries[key] = kv
             self._total_bytes += nbytes
 
@@ -116,24 +115,6 @@ class MemoryStore(KVStore):
         with self._lock:
             refused = self._refusals.count
             return StoreStats(len(self._entries), self._total_bytes, self._evictions, refused)
-
-    def _make_room(self, nbytes: int) -> bool:
-        """Evict entries that are not pinned: expired ones first, then the least recently used.
-        Returns whether it fits.
-
-        Unlike ``eviction.evict``, it needs no sizes, which take long to add up for each ``put``.
-        """
-        if self._total_bytes + nbytes > self.max_bytes:
-            pinned, expired = retention(self)
-            keys = [key for key in self._entries if key not in pinned]
-            for key in sorted(keys, key=lambda key: key not in expired):
-                self._remove(key)
-                self._evictions += 1
-                if key in expired:
-                    forget_expired(self, [key])
-                if self._total_bytes + nbytes <= self.max_bytes:
-                    break
-        return self._total_bytes + nbytes <= self.max_bytes
 
     def _remove(self, key: str) -> bool:
         kv = self._entries.pop(key, None)

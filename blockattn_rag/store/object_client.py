@@ -18,7 +18,7 @@ from blockattn_rag.errors import CorruptEntryError, StoreError
 from blockattn_rag.lazy import missing_extra
 from blockattn_rag.store.base import SIDECAR, Sidecar
 from blockattn_rag.store.concurrency import Readers, deadline, outcome, remaining
-from blockattn_rag.store.layout import ByteRange
+from blockattn_rag.store.format import ByteRange
 from blockattn_rag.store.urls import reason
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,6 @@ from blockattn_rag.errors import CorruptEntryError, FingerprintMismatchError, St
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.store.base import (
     EntryInfo,
-    EntryPart,
     Found,
     MaintainedStore,
     StoredEntry,
@@ -22,9 +21,16 @@ from blockattn_rag.store.base import (
 )
 from blockattn_rag.store.checks import check_key, is_key
 from blockattn_rag.store.concurrency import check_seconds
-from blockattn_rag.store.format import check_found_under, damage_reported, decoded, encoded
+from blockattn_rag.store.format import (
+    ByteRange,
+    check_found_under,
+    damage_reported,
+    decode_part,
+    decoded,
+    encoded,
+    ranges,
+)
 from blockattn_rag.store.header import Header, header_end, read_header
-from blockattn_rag.store.layout import ByteRange
 from blockattn_rag.store.object_client import ObjectClient, ObjectSidecar, connect
 from blockattn_rag.store.urls import check_no_credentials
 
@@ -109,28 +115,34 @@ class ObjectStore(MaintainedStore):
     def peek(self, key: str) -> BlockKV | None:
         return self.get(key)
 
-    def read_ranges(
+    def read_parts(
         self,
         keys: Sequence[str],
-        wanted: Callable[[Header], Sequence[ByteRange]],
+        choose: Callable[[Header], Mapping[int, range]],
         head_bytes: int,
-    ) -> list[EntryPart | StoreError | None]:
-        """Read byte ranges of entries, with one deadline (see ``MaintainedStore``)."""
-        chosen: dict[str, tuple[Header, Sequence[ByteRange]]] = {}
+    ) -> list[Found]:
+        """Read parts of entries, with one deadline (see ``MaintainedStore``)."""
+        chosen: dict[str, tuple[Header, Mapping[int, range]]] = {}
 
-        def choose(key: str, first: memoryview, size: int) -> Sequence[ByteRange]:
+        def places(key: str, first: memoryview, size: int) -> Sequence[ByteRange]:
             header = self._header(key, first, size)
-            chosen[key] = header, wanted(header)
-            return chosen[key][1]
+            if header.is_outdated:
+                return []
+            chosen[key] = header, choose(header)
+            return ranges(*chosen[key])
 
-        wishes = [(entry_path(key), partial(choose, key)) for key in keys]
-        found = self._client.read_ranges(wishes, head_bytes)
-        return [
-            EntryPart(*chosen[key], data, self._client.place(entry_path(key)))
-            if isinstance(data, Tensor)
-            else data
-            for key, data in zip(keys, found, strict=True)
-        ]
+        def part(key: str, data: Tensor | StoreError | None) -> Found:
+            if not isinstance(data, Tensor) or key not in chosen:
+                return None if isinstance(data, Tensor) else data
+            try:
+                with damage_reported(self._client.place(entry_path(key))):
+                    return decode_part(*chosen[key], data)
+            except StoreError as error:
+                return error
+
+        wishes = [(entry_path(key), partial(places, key)) for key in keys]
+        contents = self._client.read_ranges(wishes, head_bytes)
+        return [part(*each) for each in zip(keys, contents, strict=True)]
 
     def touch(self, key: str) -> bool:
         """Whether an entry exists whose header and size are intact.
@@ -141,13 +153,14 @@ class ObjectStore(MaintainedStore):
             StoreError: The server does not answer.
         """
         try:
-            return self.describe(key) is not None
+            info = self.describe(key)
         except (CorruptEntryError, FingerprintMismatchError):
             return False
+        return info is not None and not info.header.is_outdated
 
     def put(self, key: str, kv: BlockKV) -> None:
         path = entry_path(kv.key)
-        self._client.write(path, b"".join(encoded(key, kv, self._client.place(path))))
+        self._client.write(path, encoded(key, kv, self._client.place(path)))
 
     def __contains__(self, key: object) -> bool:
         return is_key(key) and self._client.head(entry_path(key)) is not None
@@ -209,7 +222,8 @@ class ObjectStore(MaintainedStore):
                     "belongs to another model or format"
                 )
             header = read_header(BytesIO(first), size)
-        check_found_under(key, header, place)
+        if not header.is_outdated:
+            check_found_under(key, header, place)
         return header
 
     def _entry(self, key: str, content: Tensor | StoreError | None) -> Found:

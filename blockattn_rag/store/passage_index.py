@@ -194,7 +194,9 @@ def compact(
     stored: dict[str, set[bytes]] = {name: set() for name in indexes}
     unknown: set[str] = set()
     for done, (_, info) in enumerate(describe_all(store), start=1):
-        if isinstance(info, EntryInfo) and info.header.namespace in indexes:
+        if not isinstance(info, EntryInfo) or info.header.is_outdated:
+            continue
+        if info.header.namespace in indexes:
             stored[info.header.namespace] |= {bytes.fromhex(one) for one in info.handles}
             if not info.handles:
                 unknown.add(info.header.namespace)

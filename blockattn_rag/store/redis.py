@@ -116,7 +116,7 @@ class RedisStore(KVStore):
         """Store an entry. An entry larger than ``max_entry_bytes`` is not stored but counted in
         ``stats().refused``. The first such entry is logged."""
         name = self._name(kv.key)
-        content = b"".join(encoded(key, kv, f"{self.url} {name}"))
+        content = encoded(key, kv, f"{self.url} {name}")
         if len(content) > self._max_entry_bytes:
             with self._explained("write an entry"):
                 self._server.delete(name)

@@ -146,7 +146,7 @@ def test_entry_of_too_many_texts_goes_by_age(model: BlockModel, tmp_path: Path) 
     blocks = [Block(text[cut:], BlockTemplate(text[:cut])) for cut in range(MOST_HANDLES + 1)]
     ingest(BlockFetcher(model, store), blocks)
     assert len(collected(store, [A])) == 1
-    gc(store, set(), grace_s=0, ttl_s=60)
+    gc(store, set(), grace_s=0, ttl_s=60, force=True)
     assert list(store.keys()) == []
 
 

@@ -259,7 +259,7 @@ def test_share_takes_two_requests(quantised: bool, more_heads: int, tokens: int)
         found = ShareStore(home, share, profile).get(kv.key)
         assert found is not None
         assert same(found, share.cut(kv))
-        assert backend.asked <= 2
+        assert backend.asked <= (3 if quantised else 2)  # scales are a range of their own
 
 
 # -- damage ----------------------------------------------------------------------------------------
@@ -294,7 +294,7 @@ def test_reports_damage(ranges: MaintainedStore, folder: DirectoryStore, quantis
     first, second = (ShareStore(ranges, Share.of(PROFILE, rank, 2), PROFILE) for rank in (0, 1))
     damaged, sound = second.get_many([kv.key, other.key])
     assert isinstance(damaged, CorruptEntryError)
-    assert "values of head 1 in layer 1 are damaged" in str(damaged)
+    assert "its head.0001.values.00 is damaged" in str(damaged)
     assert kv.key in str(damaged)
     assert isinstance(sound, BlockKV)
     assert first.get(kv.key) is not None
@@ -307,7 +307,7 @@ def test_every_rank_finds_damaged_ids(ranges: MaintainedStore, folder: Directory
     start = folder.entry_path(KV.key).stat().st_size - KV.nbytes - 8 * KV.num_tokens
     flip(folder, KV.key, start)
     for rank in (0, 1):
-        with pytest.raises(CorruptEntryError, match="token ids are damaged"):
+        with pytest.raises(CorruptEntryError, match="its token_ids is damaged"):
             ShareStore(ranges, Share.of(PROFILE, rank, 2), PROFILE).get(KV.key)
 
 

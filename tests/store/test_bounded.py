@@ -36,7 +36,7 @@ KINDS: list[type[Bounded]] = [MemoryStore, DirectoryStore]
 def size_of(kind: type[Bounded], kv: BlockKV = KV[0]) -> int:
     """What a block takes of a store."""
     in_memory = kind is MemoryStore
-    return kv.nbytes if in_memory else sum(buffer.nbytes for buffer in encode(kv))
+    return kv.nbytes if in_memory else len(encode(kv))
 
 
 SIZE = size_of(DirectoryStore)

@@ -15,7 +15,6 @@ from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.store import (
     DirectoryStore,
     EntryInfo,
-    LiveHandles,
     MaintainedStore,
     ObjectStore,
     Tally,
@@ -33,6 +32,7 @@ MANY = [make_kv(f"passage {i}") for i in range(12)]
 KV = MANY[:4]
 KEYS = [kv.key for kv in KV]
 HANDLES = [kv.handle for kv in KV]
+OTHERS = {"0" * 32}  # live handles, but of no block in these stores
 TENANTS = ["a", "a/private", "ab", "b"]
 
 
@@ -185,7 +185,7 @@ def test_what_is_no_file_stops_neither_verify_nor_gc(store: DirectoryStore) -> N
     assert (report.ok, list(report.damaged.first), report.deleted) == (1, [KEYS[0]], 1)
     assert set(report.unread.first) == {KEYS[1], KEYS[2]}
     assert not pipe.exists()
-    collected = gc(store, set())
+    collected = gc(store, OTHERS)
     assert list(collected.deleted.first) == [sound.stem]
     assert collected.errors.count == 2
 
@@ -199,9 +199,10 @@ def test_survives_forged_headers(store: DirectoryStore, name: str, lie: object) 
     content = path.read_bytes()
     fields = fields_of(content)
     fields["__metadata__"][name] = lie
-    path.write_bytes(resealed(fields, content))
+    end = 8 + int.from_bytes(content[:8], "little")
+    path.write_bytes(resealed(fields, content[end:]))
     assert list(verify(store).damaged.first) == [KEYS[0]]
-    report = gc(store, set())
+    report = gc(store, OTHERS)
     assert sorted(report.deleted.first) == sorted(KEYS[1:])
     assert report.errors.count == 1
     assert verify(store, delete_damaged=True).deleted == 1
@@ -220,7 +221,7 @@ def test_future_modification_time_does_not_protect(store: DirectoryStore) -> Non
 
 def test_gc_deletes_what_nothing_refers_to(new: Raw[MaintainedStore]) -> None:
     store = new.store
-    live = LiveHandles(kv.handle for kv in MANY[:5])
+    live = {kv.handle for kv in MANY[:5]}
     young, seen, gone = gc(store, live), list[int](), list[str]()
     assert (young.kept, young.kept_young, young.deleted.count) == (5, 7, 0)
     told = gc(store, live, grace_s=0, dry_run=True)
@@ -232,24 +233,46 @@ def test_gc_deletes_what_nothing_refers_to(new: Raw[MaintainedStore]) -> None:
     assert sorted(store.keys()) == sorted(kv.key for kv in MANY[:5])
 
 
+def test_gc_refuses_an_empty_set_unless_forced(new: Raw[MaintainedStore]) -> None:
+    store = new.store
+    for empty in (set[str](), frozenset[str](), list[str]()):
+        with pytest.raises(ValueError, match=r"Found no live handle, .*force=True"):
+            gc(store, empty, grace_s=0)
+    assert gc(store, None, grace_s=0).kept == len(list(store.keys())) == 12
+    assert gc(store, set(), grace_s=0, force=True).deleted.count == 12
+
+
 def test_entries_of_namespaces_that_are_not_judged_are_left_alone(store: DirectoryStore) -> None:
     others = [make_kv(f"passage {n}", namespace=name) for n, name in enumerate(TENANTS)]
     for one in others:
         store.put(one.key, one)
-    report = gc(store, set(), grace_s=0, namespaces={"a"})
+    report = gc(store, OTHERS, grace_s=0, namespaces={"a"})
     assert set(report.deleted.first) == {others[0].key, others[1].key}
     assert (report.other, report.deleted.count) == (4 + 2, 2)
-    assert gc(store, set(), grace_s=0, namespaces={""}).deleted.count == 4
-    assert gc(store, set(), grace_s=0).deleted.count == 2
+    assert gc(store, OTHERS, grace_s=0, namespaces={""}).deleted.count == 4
+    assert gc(store, OTHERS, grace_s=0).deleted.count == 2
 
 
 def test_entries_without_a_handle_go_by_their_age_alone(store: DirectoryStore) -> None:
     unnamed = replace(make_kv("of a server"), handle="")
     store.put(unnamed.key, unnamed)
     make_old(store.entry_path(unnamed.key))
-    assert (gc(store, set()).kept, list(store.keys())) == (1, [unnamed.key])
-    assert gc(store, set(), ttl_s=2 * DAY_S).kept == 1
-    assert gc(store, set(), ttl_s=DAY_S / 2).deleted.count == 1
+    assert (gc(store, OTHERS).kept, list(store.keys())) == (1, [unnamed.key])
+    assert gc(store, OTHERS, ttl_s=2 * DAY_S).kept == 1
+    assert gc(store, OTHERS, ttl_s=DAY_S / 2).deleted.count == 1
+
+
+def test_gc_deletes_entries_of_an_earlier_format_version(new: Raw[MaintainedStore]) -> None:
+    store = new.store
+    for key in KEYS[:2]:
+        new.write(key, new.read(key).replace(b'"version":"3"', b'"version":"2"'))
+    assert [store.get(key) for key in KEYS[:2]] == [None, None]
+    assert (store.touch(KEYS[0]), store.claim(KEYS[0], HANDLES[:1])) == (False, False)
+    live = {kv.handle for kv in MANY}
+    assert gc(store, live).kept_young == 2
+    report = gc(store, live, grace_s=0)
+    assert set(report.deleted.first) == set(KEYS[:2])
+    assert (report.kept, report.errors.count, verify(store).damaged.count) == (10, 0, 0)
 
 
 def test_gc_removes_old_leftovers_and_leaves_new_ones(store: DirectoryStore) -> None:
@@ -267,7 +290,7 @@ def test_gc_removes_old_leftovers_and_leaves_new_ones(store: DirectoryStore) -> 
 
 def test_gc_reports_what_it_cannot_read_and_goes_on(store: DirectoryStore) -> None:
     store.entry_path(KEYS[0]).write_bytes(b"")
-    report = gc(store, set())
+    report = gc(store, OTHERS)
     assert report.errors.count == 1
     assert str(store.entry_path(KEYS[0])) in report.errors.first[KEYS[0]]
     assert report.deleted.count == 3
@@ -289,7 +312,7 @@ def test_gc_survives_errors(store: DirectoryStore, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(os, "rename", refuse_entry)
     monkeypatch.setattr(Path, "unlink", refuse_leftover)
-    report = gc(store, set())
+    report = gc(store, OTHERS)
     assert sorted(report.deleted.first) == sorted(KEYS[1:])
     assert not report.leftovers
     assert [error.split(":")[0] for error in report.errors.first.values()] == [
@@ -306,13 +329,13 @@ def test_gc_ignores_vanished_entry(store: DirectoryStore, monkeypatch: pytest.Mo
         return discard(self, key, used_ns)
 
     monkeypatch.setattr(DirectoryStore, "discard", vanish)
-    report = gc(store, set())
+    report = gc(store, OTHERS)
     assert (report.deleted.count, report.errors.count) == (0, 0)
 
 
 def test_a_store_that_cannot_be_listed_is_an_error(store: DirectoryStore) -> None:
     (store.path / "objects" / "00").touch()
-    for look in (verify, lambda store: gc(store, set())):
+    for look in (verify, lambda store: gc(store, OTHERS)):
         with pytest.raises(StoreError, match="cannot list"):
             look(store)
 
@@ -333,7 +356,7 @@ def test_expired_entries_are_deleted_even_if_referenced(tmp_path: Path) -> None:
 
 def test_a_time_to_live_within_the_grace_period_is_refused() -> None:
     with pytest.raises(ValueError, match="shorter than the grace period"):
-        gc(objects_in_memory(), set(), ttl_s=60)
+        gc(objects_in_memory(), OTHERS, ttl_s=60)
 
 
 def test_an_object_written_anew_since_gc_looked_stays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,7 +369,7 @@ def test_an_object_written_anew_since_gc_looked_stays(monkeypatch: pytest.Monkey
         return info._replace(used_ns=info.used_ns - 7200 * 10**9)
 
     monkeypatch.setattr(ObjectStore, "describe", an_older_one)
-    report = gc(store, set())
+    report = gc(store, OTHERS)
     assert (report.deleted.count, report.kept, report.kept_young) == (0, 0, 0)
     assert KV[0].key in store
 

@@ -149,7 +149,7 @@ def test_late_use_protects(
         return info
 
     monkeypatch.setattr(DirectoryStore, "describe", use_then)
-    report = gc(store, set(), grace_s=3600)
+    report = gc(store, set(), grace_s=3600, force=True)
     assert (report.deleted.count, report.errors.count) == (0, 0)
     assert same(store.get(KEY) or make_kv("none"), KV)
     assert not list(store.leftovers())

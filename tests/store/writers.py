@@ -7,15 +7,16 @@ import os
 import random
 import signal
 import time
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, NoReturn
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NoReturn
 from unittest import mock
 
 import torch
 
-from blockattn_rag.store import DirectoryStore, verify
-from blockattn_rag.store import format as entry_format
-from blockattn_rag.store.format import encode
+from blockattn_rag.files import replacing
+from blockattn_rag.store import DirectoryStore, directory, verify
 from tests.store.kvs import make_kv, same
 
 if TYPE_CHECKING:
@@ -107,10 +108,16 @@ def _die(*args: object) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _half(kv: BlockKV) -> Iterator[memoryview]:
-    buffers = encode(kv)
-    yield from buffers[: len(buffers) // 2]
-    _die()
+@contextmanager
+def _half(path: Path, **options: Any) -> Iterator[SimpleNamespace]:
+    with replacing(path, **options) as file:
+
+        def write(content: bytes) -> None:
+            file.write(content[: len(content) // 2])
+            file.flush()
+            _die()
+
+        yield SimpleNamespace(write=write)
 
 
 def _replace(old: Path, new: Path) -> None:
@@ -119,7 +126,7 @@ def _replace(old: Path, new: Path) -> None:
 
 
 STEPS: dict[str, tuple[object, str, Callable[..., object]]] = {
-    "half written": (entry_format, "encode", _half),
+    "half written": (directory, "replacing", _half),
     "written": (os, "fsync", _die),
     "flushed": (os, "replace", _die),
     "renamed": (os, "replace", _replace),

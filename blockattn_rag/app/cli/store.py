@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from blockattn_rag import store as kv_store
-from blockattn_rag.app.cli import store_gc, store_retention
+from blockattn_rag.app.cli import store_gc
 from blockattn_rag.app.cli.options import (
     FolderArgument,
     StoreArgument,
@@ -35,10 +35,6 @@ _COLUMNS = ("model", "namespace", "kept in", "entries", "tokens", "size")
 
 app = typer.Typer(no_args_is_help=True, help="Inspect and clean a KV store.")
 app.command()(store_gc.gc)
-app.command()(store_gc.live)
-app.command()(store_retention.pin)
-app.command()(store_retention.unpin)
-app.command()(store_retention.ttl)
 
 
 @app.command()
@@ -77,6 +73,8 @@ def _kinds(
             tick(done)
             if isinstance(info, StoreError):
                 unreadable.add(key, str(info))
+            elif info is not None and info.header.is_outdated:
+                unreadable.add(key, f"format version {info.header.version}; `store gc` deletes it")
             elif info is not None:
                 header = info.header
                 kind = (header.fingerprint, header.namespace, header.kv_dtype)

@@ -1,9 +1,8 @@
-"""``blockattn-rag store gc`` and ``store live``: delete entries that no passage refers to."""
+"""``blockattn-rag store gc``: deletes entries that no passage refers to."""
 
 from __future__ import annotations
 
-import contextlib
-import sys
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
@@ -15,7 +14,7 @@ import typer
 from blockattn_rag import store as kv_store
 from blockattn_rag.adapters.handles import handles_in
 from blockattn_rag.app.cli.options import StoreArgument, open_maintained, seconds_of
-from blockattn_rag.app.cli.output import count, emit, json_file, note, size
+from blockattn_rag.app.cli.output import count, emit, note, size
 from blockattn_rag.app.cli.progress import counter
 from blockattn_rag.app.rag.database import MANIFEST, Manifest, chroma_client
 from blockattn_rag.store.namespaces import check_namespace
@@ -24,24 +23,8 @@ if TYPE_CHECKING:
     from chromadb.api import ClientAPI
 
 _ALL = "*"
+_HANDLE = re.compile(r"[0-9a-f]{32}")
 _USERS = "a database folder, a folder of embedded Chroma, or a Chroma server (http://host:8000)"
-
-
-def live(
-    users: Annotated[
-        list[str], typer.Argument(metavar="USER...", help=f"User of the store: {_USERS}.")
-    ],
-) -> None:
-    """Print the handles of all passages in Chroma, for `store gc --handles FILE` elsewhere.
-
-    The output has one handle per line. The first line is the time of the look-up, and the last line
-    is the number of handles.
-    """
-    with contextlib.redirect_stdout(sys.stderr):
-        handles, names = _live_handles(users)
-    for line in handles.lines():
-        typer.echo(line, json_file())
-    note(f"{count(len(handles), 'handle')} in {count(len(names), 'collection')}")
 
 
 def gc(
@@ -49,13 +32,6 @@ def gc(
     db: Annotated[
         list[str] | None,
         typer.Option(help=f"User of the store: {_USERS}. Its passages are kept. Repeatable."),
-    ] = None,
-    handles: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="File with handles to keep, one per line, or - for standard input: the kv_handle "
-            "values of any vector store, or the output of `store live`. Repeatable.",
-        ),
     ] = None,
     grace: Annotated[
         str, typer.Option(help="Keep entries used within this time: 90s, 30m, 24h, 7d.")
@@ -67,10 +43,6 @@ def gc(
             "them. In object stores, the time since an entry was written counts."
         ),
     ] = None,
-    expired: Annotated[
-        bool,
-        typer.Option("--expired", help="Delete only entries whose time to live (`ttl`) has ended."),
-    ] = False,
     namespace: Annotated[
         list[str] | None,
         typer.Option(
@@ -87,41 +59,31 @@ def gc(
 ) -> None:
     """Delete entries that no passage refers to, or that are old.
 
-    Passages are in use if they are in Chroma (--db) or in a list (--handles). Nothing is deleted
-    unless every list was read completely. For the store of a database folder, the passages of the
-    database always count. Entries without a passage, such as the instructions before passages, are
-    also deleted after the grace period, and recomputed when needed. With --ttl or --expired alone,
-    only the age of entries matters.
+    Passages are in use if they are in Chroma (--db). For the store of a database folder, the
+    passages of the database always count. Entries without a passage, such as the instructions
+    before passages, are also deleted after the grace period, and recomputed when needed. With --ttl
+    alone, only the age of entries matters. For other vector stores, use blockattn_rag.store.gc in
+    Python.
     """
-    if expired and (db or handles or ttl or force):
-        raise typer.BadParameter(
-            "with --expired, passages in use do not matter; leave out --db, --handles, --ttl and "
-            "--force",
-            param_hint="--expired",
-        )
     grace_s, ttl_s = seconds_of(grace, "--grace"), None if ttl is None else seconds_of(ttl, "--ttl")
-    users, files = list(db or []), handles or []
+    users = list(db or [])
     opened = open_maintained(store)
     if (Path(store) / MANIFEST).is_file():
         users.insert(0, store)
-    judged = namespaces_of(namespace or [], users)
-    kept, names = _live_handles([] if expired else users)
-    lists = [_listed(path) for path in files]
-    if not force:
-        _refuse_empty(files, lists)
-    if lists:
-        kept = _joined([kept, *lists])
-    by_age = expired or (ttl_s is not None and not users and not files)
+    judged = _namespaces_of(namespace or [], users)
+    looked_up_s = time.time()
+    kept, names = _live_handles(users)
+    by_age = ttl_s is not None and not users
     if not by_age and not kept and not force:
         raise ValueError(
             f"found no handle in {count(len(names), 'collection')} of "
             f"{count(len(users), 'Chroma database')}, so every entry would be deleted; name "
-            "the databases that use this store (--db), list the handles of another vector "
-            "store (--handles), or pass --force"
+            "the databases that use this store (--db), use blockattn_rag.store.gc in Python for "
+            "another vector store, or pass --force"
         )
     # Passages added after the look-up may refer to stored entries, so the grace period starts
     # at the look-up.
-    young_s = grace_s + max(0.0, time.time() - kept.looked_up)
+    young_s = grace_s + max(0.0, time.time() - looked_up_s)
     if ttl_s is not None and ttl_s >= grace_s:
         ttl_s = max(ttl_s, young_s)
     with counter("entries judged") as tick:
@@ -133,6 +95,7 @@ def gc(
             ttl_s=ttl_s,
             namespaces=judged,
             dry_run=dry_run,
+            force=force,
         )
     for error in report.errors.first.values():
         note(f"note: {error}")
@@ -145,8 +108,6 @@ def gc(
         f"({size(report.freed_bytes)}); kept {report.kept} referred to and {report.kept_young} "
         f"used recently; {count(len(kept), 'handle')} in {count(len(names), 'collection')}"
     )
-    if lists:
-        summary += f" and {count(len(lists), 'list')}"
     if report.other:
         summary += f"; {count(report.other, 'entry')} in other namespaces not judged"
     emit(data, summary)
@@ -154,13 +115,12 @@ def gc(
         raise typer.Exit(1)
 
 
-def _live_handles(users: list[str]) -> tuple[kv_store.LiveHandles, list[str]]:
+def _live_handles(users: list[str]) -> tuple[set[str], list[str]]:
     """The handles in use, and the names of the Chroma collections."""
-    looked_up = time.time()
     clients = [_chroma(user) for user in users]
     collections = [each for client in clients for each in client.list_collections()]
     with counter("handles read") as tick:
-        found = kv_store.LiveHandles(_counted(handles_in(collections), tick), looked_up)
+        found = set(_counted(handles_in(collections), tick))
     return found, [each.name for each in collections]
 
 
@@ -182,7 +142,7 @@ def _chroma(user: str) -> ClientAPI:
     return chroma_client(folder / "chroma" if Manifest.read(folder) else folder)
 
 
-def namespaces_of(named: list[str], users: list[str]) -> set[str] | None:
+def _namespaces_of(named: list[str], users: list[str]) -> set[str] | None:
     """Namespaces to clean: the given ones, or else the namespaces of the databases. None: all.
 
     Raises:
@@ -195,39 +155,10 @@ def namespaces_of(named: list[str], users: list[str]) -> set[str] | None:
     return {check_namespace(name) for name in named or own or [""]}
 
 
-def _listed(path: Path) -> kv_store.LiveHandles:
-    """Read the handles in a file, or from standard input."""
-    if str(path) == "-":
-        return kv_store.LiveHandles.parse(sys.stdin, "standard input", looked_up=time.time())
-    return kv_store.LiveHandles.read(path)
-
-
-def _refuse_empty(paths: list[Path], lists: list[kv_store.LiveHandles]) -> None:
-    """Refuse empty lists, which failed programs may leave behind.
-
-    Raises:
-        ValueError: A list is empty.
-    """
-    if empty := [str(path) for path, handles in zip(paths, lists, strict=True) if not handles]:
-        raise ValueError(
-            f"found no handle in the list {', '.join(empty)}, so every entry that the list should "
-            "keep would be deleted; check that the program that wrote the list succeeded, leave "
-            "out the list, or pass --force"
-        )
-
-
-def _joined(parts: list[kv_store.LiveHandles]) -> kv_store.LiveHandles:
-    """Merge lists of handles. The result has the earliest time of look-up."""
-    handles = (handle for part in parts for handle in part)
-    return kv_store.LiveHandles(handles, min(part.looked_up for part in parts))
-
-
 def _counted(handles: Iterable[str], tick: Callable[[int], None]) -> Iterator[str]:
     """Yield the valid handles, because metadata from other programs may contain anything."""
-    from blockattn_rag.store.live import is_handle
-
     for done, handle in enumerate(handles, start=1):
-        if is_handle(handle):
+        if _HANDLE.fullmatch(handle):
             yield handle
         if done % 1000 == 0:
             tick(done)

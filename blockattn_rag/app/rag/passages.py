@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import blockattn_rag.llama_index as adapter
-from blockattn_rag.adapters.handles import HANDLE_KEY, records_of
+from blockattn_rag.adapters.handles import records_of
 from blockattn_rag.app.rag.database import Database
 from blockattn_rag.app.rag.documents import SOURCE_KEY
 from blockattn_rag.prompts.blocks import BlockPrompt
@@ -49,13 +49,6 @@ def sources_at(path: Path, sources: Sequence[str]) -> list[str]:
         if found := [source for source in sources if Path(source).is_relative_to(place)]:
             return found
     return []
-
-
-def handles_of_sources(collection: Collection, sources: Sequence[str]) -> set[str]:
-    """Handles of the passages of these sources."""
-    records = (metadata or {} for (metadata,) in records_of(collection, "metadatas"))
-    found = (one.get(HANDLE_KEY) for one in records if one.get(SOURCE_KEY) in set(sources))
-    return {str(handle) for handle in found if handle}
 
 
 def orphaned_sources(collection: Collection, unread: Container[str]) -> list[str]:
