@@ -34,7 +34,7 @@ async def test_ingestion_runs_asynchronously_and_shows_progress(
     transformer = BlockKVTransformer(engine=chat.engine, show_progress=True, document_prompt=TITLED)
     stamped = await transformer.atransform_documents(passages(2))
     assert stamped[0].metadata["kv_handle"] == handle_of(TITLED.canonical_text(passages(1)[0]))
-    assert "Encoding blocks" in capsys.readouterr().err
+    assert "Encoding tokens" in capsys.readouterr().err
 
 
 def test_the_compressor_replaces_and_logs_stale_handles(caplog: pytest.LogCaptureFixture) -> None:

@@ -151,7 +151,7 @@ def test_splits_long_documents(cli: Command, model: Path, tmp_path: Path) -> Non
         (
             ("--model", "{model}", "--embedding", "./nowhere"),
             1,
-            "no such embedding: ./nowhere; expected the folder of a",
+            "No such embedding: ./nowhere; expected the folder of a",
         ),
         (
             ("--model", "{model}", "--embedding", "BAAI/bge-small-en-v1.5"),

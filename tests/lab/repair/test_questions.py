@@ -88,7 +88,7 @@ def test_no_more_passages_are_tried_than_are_needed(writer: Any, tmp_path: Path)
 
 
 def test_stops_at_the_limit(writer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data, "_BATCH", 2)
+    monkeypatch.setattr(data, "WRITTEN_AT_ONCE", 2)
     calls = iter([False, True])
     few = write(writer, tmp_path, time_is_up=lambda: next(calls))
     assert len(writer.shown) == 2
