@@ -52,8 +52,9 @@ def fingerprint_of(hf_model: PreTrainedModel, tokenizer: BlockTokenizer) -> str:
 class Snapshot:
     """Snapshot of a model's config, active adapters and weights, which detects later changes.
 
-    Cheap enough for every batch, because weights are compared by address and write count. Writes
-    that bypass PyTorch's write count (``weight.data.add_(...)``) are not detected.
+    Cheap enough for every batch, because weights are compared by address and write count. Not
+    detected: writes that bypass PyTorch's write count (``weight.data.add_(...)``), and writes to
+    buffers that are not saved with the model, such as rotary frequencies.
     """
 
     def __init__(self, hf_model: PreTrainedModel) -> None:
@@ -103,11 +104,14 @@ def _places(hf_model: nn.Module) -> list[tuple[int, int]]:
         if (module := modules.pop()) is None:
             continue
         modules += module._modules.values()
-        for tensor in (*module._parameters.values(), *module._buffers.values()):
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is None or tensor.is_meta:  # offloaded tensors have no address
                 places.append((0, 0))
-            else:  # inference tensors do not count writes
-                writes = 0 if tensor.is_inference() else tensor._version
+            else:
+                # Inference tensors do not count writes. Tables that are not saved may be written by
+                # the model itself: LongRoPE writes its frequencies in each forward pass.
+                is_table = name in module._non_persistent_buffers_set
+                writes = 0 if is_table or tensor.is_inference() else tensor._version
                 places.append((tensor.data_ptr(), writes))
     return places
 

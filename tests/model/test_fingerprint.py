@@ -88,11 +88,11 @@ def test_a_change_gives_another_fingerprint(model: Any, change: Callable[[Any], 
     assert fingerprint(model) != ORIGINAL
 
 
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_a_model_that_changes_in_use_is_refused(model: Any, change: Callable[[Any], Any]) -> None:
+@pytest.mark.parametrize("name", sorted(CHANGES.keys() - {"buffer"}))  # LongRoPE writes its own
+def test_a_model_that_changes_in_use_is_refused(model: Any, name: str) -> None:
     in_use = block_model(model)
     assert in_use.fingerprint == ORIGINAL
-    change(model)
+    CHANGES[name](model)
     assert in_use.fingerprint == ORIGINAL
     with pytest.raises(UnsupportedModelError, match="have changed since it was loaded"):
         states(in_use)
