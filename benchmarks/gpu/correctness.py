@@ -69,8 +69,12 @@ class Sizes(NamedTuple):
     recomputed: Sequence[tuple[int, int]] = ((128, 4), (64, 8))
     """Head sizes and ratios of the models that recompute tokens. The last has one key head."""
 
+    turns: Sequence[int] = (1, 16, 33, 70, 300, 512, 600, 1, 500, 600, 1)
+    """Tokens of the forwards over one cache: one of each captured length, and more than the room
+    for new tokens."""
 
-DRY = Sizes((16,), (4,), ("float32", "bfloat16"), {"mixed": (16, 1, 7)}, ((16, 8),))
+
+DRY = Sizes((16,), (4,), ("float32", "bfloat16"), {"mixed": (16, 1, 7)}, ((16, 8),), (3, 1, 5))
 SHARES = (0.1, 0.5, 1.0)
 """Shares of the tokens to recompute."""
 
@@ -83,6 +87,8 @@ def cases(campaign: Campaign) -> Iterator[Case]:
     for (size, ratio), dtype in itertools.product(sizes.recomputed, sizes.dtypes):
         run = partial(recomputed, campaign, size, ratio, dtype, sizes.contexts["mixed"])
         yield Case(f"recompute, head {size}, ratio {ratio}, {dtype}", partial(_judged, run))
+        run = partial(in_turns, campaign, size, ratio, dtype, sizes)
+        yield Case(f"turns, head {size}, ratio {ratio}, {dtype}", partial(_judged, run))
     for ratio, size, dtype in itertools.product(sizes.ratios, sizes.head_sizes, sizes.dtypes):
 
         def measure(size: int = size, ratio: int = ratio, dtype: str = dtype) -> Record:
@@ -124,6 +130,36 @@ def compare(
                 yield where | judge.logits(engine, extra)
                 if recipe == plain:
                     yield where | {"path": f"{path}, batch"} | judge.batch(engine, extra)
+
+
+def in_turns(
+    campaign: Campaign, size: int, ratio: int, dtype: str, sizes: Sizes
+) -> Iterator[Record]:
+    """One row per path: the largest error of the logits after each of several forwards over one
+    cache, which a GPU replays as graphs."""
+    lengths = sizes.contexts["mixed"]
+    most = sum(lengths) + sum(sizes.turns)
+    hf_model = random_model(size, HEADS // ratio, most, floating_type(dtype)).to(campaign.device)
+    exact, model = block_model(copy.deepcopy(hf_model).double()), block_model(hf_model)
+    blocks = random_ids(lengths, VOCABULARY)
+    turns = [torch.tensor([ids]) for ids in random_ids(sizes.turns, VOCABULARY, seed=1)]
+
+    def logits(model: BlockModel, path: Any) -> Tensor:
+        cache = model.cache_for(placed_context(model, blocks), assembly=path)
+        return torch.stack([model.next_logits(ids, cache) for ids in turns])
+
+    expected = logits(exact, "copy")
+    found = {path: logits(model, path).double() for path in ("copy", "relay")}
+    rounding = relative_error(found["copy"], expected)
+    for path, answer in found.items():
+        yield {
+            "context": f"mixed, {len(turns)} turns",
+            "recipe": str(Recipe()),
+            "path": f"{path}, turns",
+            "error": relative_error(answer, expected),
+            "budget": max(LOGITS[torch.float32], ROUNDING * rounding),
+            "rounding": rounding,
+        }
 
 
 def recomputed(

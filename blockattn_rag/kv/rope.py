@@ -17,6 +17,8 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
+from blockattn_rag.errors import UnsupportedModelError
+
 Pairing = Literal["half", "interleaved"]
 
 _logger = logging.getLogger(__name__)
@@ -35,6 +37,12 @@ class RotaryLayout:
 
     frequencies: Tensor
     pairing: Pairing
+
+    def __post_init__(self) -> None:
+        if self.pairing not in get_args(Pairing):
+            raise ValueError(
+                f"Unknown pairing {self.pairing!r}: expected one of {', '.join(get_args(Pairing))}"
+            )
 
     @property
     def rotary_dim(self) -> int:
@@ -111,11 +119,10 @@ def rotate_into(
     """
     is_trained = torch.is_grad_enabled() and states.requires_grad
     if states.is_cuda and not is_trained:
-        is_interleaved = layout.pairing == "interleaved"
-        kind = states.dtype, out.dtype, states.shape[-1], layout.rotary_dim, is_interleaved
+        size, rotary_dim = states.shape[-1], layout.rotary_dim
+        kind = states.dtype, out.dtype, size, rotary_dim, layout.pairing
         if (fused := fused_rotation(states.device, *kind)) is not None:
-            with torch.cuda.device(states.device):
-                fused(out, states, cos, sin, interleaved=is_interleaved)
+            fused(out, states, cos, sin)
             return
     out[..., : layout.rotary_dim] = _rotated(states, cos, sin, layout)
     out[..., layout.rotary_dim :] = states[..., layout.rotary_dim :]
@@ -127,6 +134,10 @@ def _rotated(states: Tensor, cos: Tensor, sin: Tensor, layout: RotaryLayout) -> 
     return (rotary * cos).addcmul_(_partners(rotary, layout.pairing), sin)
 
 
+_PROBE_SHAPE = 3, 37
+"""Heads and tokens of the keys that check the fused rotation: more than one program handles."""
+
+
 @cache
 def fused_rotation(
     device: torch.device,
@@ -134,21 +145,31 @@ def fused_rotation(
     out_dtype: torch.dtype,
     size: int,
     rotary_dim: int,
-    is_interleaved: bool,
-) -> Callable[..., None] | None:
-    """``rotation.rotate_fused``, compiled for such keys.
+    pairing: Pairing,
+) -> Callable[[Tensor, Tensor, Tensor, Tensor], None] | None:
+    """``rotation.rotate_fused`` for such keys, compiled and compared with :func:`rotate`.
 
     None if Triton is not installed, or cannot compile it.
+
+    Raises:
+        UnsupportedModelError: the results differ.
     """
     try:
         from blockattn_rag.kv.rotation import rotate_fused
     except ImportError:
         return None
-    keys, turn = torch.ones(1, 1, size, device=device), torch.ones(1, rotary_dim, device=device)
-    sample, out = keys.to(dtype), keys.to(out_dtype)
-    try:
+
+    def fused(out: Tensor, states: Tensor, cos: Tensor, sin: Tensor) -> None:
         with torch.cuda.device(device):
-            rotate_fused(out, sample, turn, turn, interleaved=is_interleaved)
+            rotate_fused(out, states, cos, sin, interleaved=pairing == "interleaved")
+
+    layout = RotaryLayout(1 / torch.arange(1.0, rotary_dim / 2 + 1), pairing)
+    generator = torch.Generator().manual_seed(0)
+    keys = torch.randn(*_PROBE_SHAPE, size, generator=generator).to(device, dtype)
+    cos, sin = layout.cos_sin(7 * torch.arange(_PROBE_SHAPE[1]), device)
+    out = torch.empty_like(keys, dtype=out_dtype)
+    try:
+        fused(out, keys, cos, sin)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # noqa: BLE001 -- Triton passes on what compilers raise
@@ -156,7 +177,15 @@ def fused_rotation(
             "PyTorch rotates keys, which takes longer, because Triton failed: %s", error
         )
         return None
-    return rotate_fused
+    expected = rotate(keys.double(), cos.double(), sin.double(), layout)
+    difference, allowed = relative_error(out.double(), expected), 2 * torch.finfo(out_dtype).eps
+    if not difference <= allowed:
+        raise UnsupportedModelError(
+            f"Triton's rotation of {dtype} keys of size {size} ({pairing}, {rotary_dim} rotating) "
+            f"on {device} differs from PyTorch's by {difference:.2g}, expected at most {allowed:.2g}. "
+            "Update PyTorch and Triton, or uninstall Triton: PyTorch then rotates the keys"
+        )
+    return fused
 
 
 def _partners(states: Tensor, pairing: Pairing) -> Tensor:

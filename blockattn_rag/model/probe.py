@@ -6,7 +6,7 @@ in a known way. Both are measured once, when the model is loaded.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,7 +17,13 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from blockattn_rag.errors import UnsupportedModelError
 from blockattn_rag.kv.block_kv import outline
-from blockattn_rag.kv.rope import LayoutFit, RotaryLayout, fit_layout, relative_error
+from blockattn_rag.kv.rope import (
+    LayoutFit,
+    RotaryLayout,
+    fit_layout,
+    fused_rotation,
+    relative_error,
+)
 
 # Maximum relative error, by dtype, between two computations that are equal in exact arithmetic.
 # Rounding errors are far smaller, and wrong computations have errors near 1. Tolerances of 16-bit
@@ -84,6 +90,7 @@ def profile_attention(hf_model: PreTrainedModel) -> AttentionProfile:
             "ALiBi), which this package does not support",
         )
     layouts = [fit.layout for fit in fits]
+    _check_fused_rotations(layouts, [keys for keys, _ in home])
     return AttentionProfile(
         layouts=tuple(next(first for first in layouts if first.same_as(own)) for own in layouts),
         windows=windows,
@@ -92,6 +99,20 @@ def profile_attention(hf_model: PreTrainedModel) -> AttentionProfile:
         key_error=max(fit.error for fit in fits),
         value_error=value_error,
     )
+
+
+def _check_fused_rotations(layouts: Sequence[RotaryLayout], keys: Sequence[Tensor]) -> None:
+    """Compare the rotation that a GPU uses with PyTorch's, once for each kind of keys.
+
+    Raises:
+        UnsupportedModelError: they differ.
+    """
+    for layout, states in zip(layouts, keys, strict=True):
+        if layout.rotates and states.is_cuda:
+            kind = states.shape[-1], layout.rotary_dim, layout.pairing
+            # Keys of int8 blocks are in float32 until they have been rotated.
+            for dtype in (states.dtype, torch.float32):
+                fused_rotation(states.device, dtype, states.dtype, *kind)
 
 
 def _layer_windows(hf_model: PreTrainedModel) -> tuple[int | None, ...]:
