@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import re
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
+
+logger = logging.getLogger("blockattn_rag")
+
+LOCK_WARNING_S, LOCK_TIMEOUT_S = 10.0, 60.0
+"""Seconds to wait for a lock before a warning is logged, and in total."""
 
 
 def state_folder() -> Path:
@@ -72,27 +78,28 @@ def replacing(path: Path, *, mode: int = 0o666, fsync: bool = True) -> Iterator[
 def locked(path: Path) -> Iterator[None]:
     """Hold an exclusive lock on a file, against other processes and other threads.
 
-    Waits for the current holder. The file is created, and deleted at the end. Needs POSIX.
+    Waits for the current holder. The file is created, and stays.
 
     Raises:
+        TimeoutError: the lock is held for longer than ``LOCK_TIMEOUT_S``.
         OSError: the file cannot be created or locked.
     """
-    import fcntl
+    from filelock import FileLock, Timeout
 
-    while True:
-        with path.open("ab") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            try:
-                is_current = os.path.samestat(os.fstat(file.fileno()), path.stat())
-            except FileNotFoundError:
-                is_current = False
-            if not is_current:  # its last holder deleted it
-                continue
-            try:
-                yield
-            finally:
-                path.unlink(missing_ok=True)
-            return
+    lock = FileLock(path, poll_interval=0.01)
+    try:
+        held = lock.acquire(LOCK_WARNING_S)
+    except Timeout:
+        logger.warning("Waiting for another process that has locked %s.", path)
+        try:
+            held = lock.acquire(LOCK_TIMEOUT_S - LOCK_WARNING_S)
+        except Timeout as error:
+            raise TimeoutError(
+                f"{path} is still locked by another process after {LOCK_TIMEOUT_S:.0f} seconds: "
+                "wait until that process ends, or stop it, and try again."
+            ) from error
+    with held:
+        yield
 
 
 def write_json(path: Path, value: Any) -> None:

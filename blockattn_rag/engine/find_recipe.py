@@ -63,6 +63,7 @@ def resolve_recipe(
 
     Raises:
         ValueError: the recipe is missing or damaged, or does not belong to the model.
+        OSError: the recipe cannot be read.
         TypeError: ``given`` has another type.
     """
     if given is None or given == AUTO:
@@ -233,8 +234,20 @@ def _places(store: Path | None, models: Iterable[str], folder: Path | None) -> I
         if one is None or (resolved := one.resolve()) in seen:
             continue
         seen.add(resolved)
-        if os.path.isfile(one / RECIPE_FOLDER / RECIPE_FILE):  # False for unreadable folders
-            yield one / RECIPE_FOLDER
+        place = one / RECIPE_FOLDER
+        if os.path.isfile(place / RECIPE_FILE) or (one == folder and _is_unreadable(place)):
+            yield place
+
+
+def _is_unreadable(place: Path) -> bool:
+    """Whether a recipe may exist but cannot be accessed. Loading it then raises an error."""
+    try:
+        (place / RECIPE_FILE).stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        return True
+    return False
 
 
 def known_digests(
@@ -247,6 +260,7 @@ def known_digests(
 
     Raises:
         ValueError: ``given`` is not a recipe, or the recipe in ``folder`` is damaged.
+        OSError: the recipe cannot be read.
     """
     if isinstance(given, Recipe):
         return [given.digest]

@@ -165,7 +165,7 @@ class Recipe:
 
         Raises:
             ValueError: the report is not plain JSON or too large, or ``folder`` has other files.
-            OSError: the folder cannot be written.
+            OSError: the folder cannot be written, or another process locks it for a minute.
         """
         report = json.dumps(dict(self.report), indent=2, allow_nan=False).encode() + b"\n"
         if len(report) > MOST_JSON_BYTES:
@@ -188,6 +188,7 @@ class Recipe:
 
         Raises:
             ValueError: the folder has no recipe, or the recipe is damaged.
+            OSError: the recipe cannot be read.
         """
         folder = Path(folder).expanduser()
         return read_consistently(folder, lambda saved: cls._read(folder, saved))

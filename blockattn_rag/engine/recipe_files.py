@@ -3,18 +3,21 @@
 ``recipe.json`` names the sha256 of every other file, its *parts*. A writer first writes the new
 parts under pending names that contain their sha256, then replaces ``recipe.json``, which commits
 them, and then renames the parts. So at every moment, each part that ``recipe.json`` names is
-complete under one of two names. Readers take no lock: they start again if ``recipe.json`` was
-replaced while they read. Writers exclude each other with a lock file, which they delete.
+complete under one of two names. Parts of the old recipe that the new one does not have get pending
+names before the commit, so no part without a name in ``recipe.json`` is the work of a writer.
+Readers take no lock: they start again if ``recipe.json`` was replaced while they read. Writers
+exclude each other with a lock file, which is empty and stays.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -52,8 +55,10 @@ _OPTIONAL: dict[str, tuple[type, ...]] = {"recompute": (int, float)}
 _HEADS = [b'{\n  "version": %d,\n  "digest": "' % version for version in (1, VERSION)]
 
 _MADE_BY = "`blockattn-rag repair`"
-_READS = len(_PARTS) + 1  # each failure can be due to the renaming of one part
+_READS = 2 * len(_PARTS) + 1  # each failure can be due to the renaming of one part, twice
 _REPLACED = 1000
+_MISSING = {errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP}
+"""Codes of the errors that prove that there is no file. The others may be transient."""
 
 T = TypeVar("T")
 
@@ -63,6 +68,7 @@ def read_fields(folder: Path) -> dict[str, Any]:
 
     Raises:
         ValueError: the file is missing or damaged, or has another version.
+        OSError: the file cannot be read.
     """
     with _opened(folder) as file:
         return _fields(folder / RECIPE_FILE, file)
@@ -77,6 +83,7 @@ def read_consistently(folder: Path, read: Callable[[dict[str, Any]], T]) -> T:
 
     Raises:
         ValueError: the recipe is missing or damaged.
+        OSError: the recipe cannot be read.
     """
     path = folder / RECIPE_FILE
     for attempt in range(1, _REPLACED + 1):
@@ -142,27 +149,31 @@ def write_recipe(folder: Path, fields: Mapping[str, Any], parts: Mapping[str, by
         ValueError: the folder contains anything else.
         OSError: the folder cannot be written.
     """
-    _own_names(folder)  # before anything is created there
+    if _LOCK not in _own_names(folder):
+        check_replaceable(folder)  # before anything is created there
     files = {name: hashlib.sha256(content).hexdigest() for name, content in parts.items()}
     saved = {"version": VERSION, **fields, "files": files}
     is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
-    try:
-        with locked(folder / _LOCK):
-            check_replaceable(folder)
-            _settle(folder)
-            try:
-                for name, content in parts.items():
-                    with replacing(_pending(folder, name, files[name])) as file:
-                        file.write(content)
-                write_json(folder / RECIPE_FILE, saved)
-            finally:
-                _settle(folder)
-    except BaseException:
-        if is_new:
-            with suppress(OSError):  # not empty: the recipe is complete
-                folder.rmdir()
-        raise
+    with locked(folder / _LOCK):
+        check_replaceable(folder)
+        before = _saved_files(folder)
+        _settle(folder, before)
+        obsolete = [name for name in _PARTS if name not in parts and (folder / name).exists()]
+        try:
+            for name, content in parts.items():
+                with replacing(_pending(folder, name, files[name])) as file:
+                    file.write(content)
+            for name in obsolete:
+                if name in before:
+                    os.replace(folder / name, _pending(folder, name, before[name]))
+            write_json(folder / RECIPE_FILE, saved)
+        except BaseException:
+            with suppress(OSError):  # Keep the original error. The next save repeats this.
+                found = _saved_files(folder)  # it may have been committed
+                _settle(folder, found, obsolete if found == files else ())
+            raise
+        _settle(folder, files, obsolete)
     sync(folder)
     if is_new:
         sync(folder.parent)
@@ -184,6 +195,25 @@ def check_replaceable(folder: Path) -> None:
             f"{folder / RECIPE_FILE} is not of a recipe of this package: choose a new or empty "
             "folder, or move the file away."
         )
+    if others := _unnamed(folder):
+        raise ValueError(
+            f"{folder} contains {', '.join(others)}, which its {RECIPE_FILE} does not name: choose "
+            "a new or empty folder, or move the other files away."
+        )
+
+
+def _unnamed(folder: Path) -> list[str]:
+    """Files with the names of parts that the recipe does not have. Empty if it is damaged."""
+
+    def unnamed(fields: Mapping[str, Any]) -> list[str]:
+        if fields["version"] != VERSION:  # version 1 does not name all of its parts
+            return []
+        return [name for name in _PARTS if name not in fields["files"] and (folder / name).exists()]
+
+    try:
+        return read_consistently(folder, unnamed)
+    except ValueError:
+        return []
 
 
 def _own_names(folder: Path) -> set[str]:
@@ -220,10 +250,18 @@ def _too_large(path: Path) -> ValueError:
 
 
 def _opened(folder: Path) -> BinaryIO:
-    with suppress(OSError, ValueError):  # ValueError: an invalid file name
-        path = folder / RECIPE_FILE
-        if path.is_file():  # opening a FIFO would block
+    path = folder / RECIPE_FILE
+    try:
+        if stat.S_ISREG(path.stat().st_mode):  # opening a FIFO would block
             return path.open("rb")
+    except PermissionError as error:
+        raise PermissionError(
+            f"Cannot read the recipe {path}: make its folder and all files in it readable for this "
+            "user."
+        ) from error
+    except (OSError, ValueError) as error:  # ValueError: a null character in the name
+        if isinstance(error, OSError) and error.errno not in _MISSING:
+            raise
     raise ValueError(
         f"Found no recipe at {folder}: expected a folder with {RECIPE_FILE}, which {_MADE_BY} "
         "or `Recipe.save` writes, or one of 'auto', 'none', 'bos' and 'head:N'."
@@ -284,25 +322,33 @@ def _parsed(path: Path, file: BinaryIO) -> dict[str, Any]:
     return found
 
 
-def _settle(folder: Path) -> None:
-    """Rename the pending parts of the recipe, and delete what no recipe needs.
+def _saved_files(folder: Path) -> dict[str, str]:
+    """The sha256 of each part of the recipe. Empty if there is no recipe, or a damaged one."""
+    try:
+        return dict(read_fields(folder)["files"])
+    except ValueError:
+        return {}
+
+
+def _settle(folder: Path, files: Mapping[str, str], obsolete: Iterable[str] = ()) -> None:
+    """Rename the pending parts of the recipe, and delete the other temporary files.
 
     The lock must be held. Needed before a save, because an earlier one may have been interrupted
     after its commit.
+
+    Args:
+        files: The sha256 of each part of the recipe.
+        obsolete: Parts to delete: those of a damaged recipe or one of version 1, whose sha256 is
+            unknown.
     """
-    with suppress(ValueError):  # no recipe, or a damaged one
-        fields = read_fields(folder)
-        for name in _PARTS if fields["version"] == VERSION else ():
-            if name not in fields["files"]:
-                (folder / name).unlink(missing_ok=True)
-            elif (pending := _pending(folder, name, fields["files"][name])).is_file():
-                os.replace(pending, folder / name)
-    for path in _leftovers(folder):
-        path.unlink(missing_ok=True)
-
-
-def _leftovers(folder: Path) -> Iterator[Path]:
-    return (path for path in [*folder.iterdir()] if _TEMPORARY.fullmatch(path.name))
+    for name in obsolete:
+        (folder / name).unlink(missing_ok=True)
+    for name, digest in files.items():
+        with suppress(FileNotFoundError):  # it has its name already
+            os.replace(_pending(folder, name, digest), folder / name)
+    for path in [*folder.iterdir()]:
+        if _TEMPORARY.fullmatch(path.name):
+            path.unlink(missing_ok=True)
 
 
 def _pending(folder: Path, name: str, digest: str) -> Path:
@@ -313,21 +359,21 @@ def _is_own(path: Path) -> bool:
     if path.name not in (RECIPE_FILE, *_PARTS, _LOCK) and not _TEMPORARY.fullmatch(path.name):
         return False
     try:
-        return stat.S_ISREG(path.stat().st_mode)
+        status = path.stat()
     except FileNotFoundError:  # deleted by another writer, or a link to nothing
         return not path.is_symlink()
+    return stat.S_ISREG(status.st_mode) and (path.name != _LOCK or status.st_size == 0)
 
 
 def _is_recipe(path: Path) -> bool:
     """Whether a ``recipe.json`` is of a recipe, possibly a damaged one or of another version."""
     with path.open("rb") as file:
         content = file.read(MOST_JSON_BYTES)
-    if any(head.startswith(content[: len(head)]) for head in _HEADS):  # also a truncated one
-        return True
     try:
-        return bool({"version", "digest", "sink", "fingerprints"} <= json.loads(content).keys())
-    except (ValueError, RecursionError, AttributeError):
-        return False
+        found = json.loads(content)
+    except (ValueError, RecursionError):  # maybe a truncated one
+        return any(head.startswith(content[: len(head)]) for head in _HEADS)
+    return isinstance(found, dict) and {"version", "digest", "sink", "fingerprints"} <= found.keys()
 
 
 def _is_at(file: BinaryIO, path: Path) -> bool:

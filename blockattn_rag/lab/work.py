@@ -24,6 +24,8 @@ logger = logging.getLogger("blockattn_rag")
 
 RUN, CHECKPOINTS = "run.json", "checkpoints"
 _LOCK = "lock"
+_FIELDS = ({"model", "training data"}, {"model", "passages"})
+"""Some settings of every run of ``train``, and of every run of ``repair``."""
 
 
 def work_of(output: str | Path) -> Path:
@@ -50,15 +52,18 @@ def interrupted_run(work: Path) -> dict[str, Any] | None:
         FileExistsError: The folder exists, but is not the work folder of a run.
         DataError: The settings are damaged.
     """
-    _check_own(work)
-    return read_json(work / RUN) if (work / RUN).is_file() else None
-
-
-def _check_own(work: Path) -> None:
-    if not os.path.lexists(work) or (work / RUN).is_file():
-        return
+    if not os.path.lexists(work):
+        return None
+    if (work / RUN).is_file():
+        settings = read_json(work / RUN)
+        if not any(fields <= settings.keys() for fields in _FIELDS):
+            raise FileExistsError(
+                f"{work} is not the work folder of a run (its {RUN} has other fields); move it away"
+            )
+        return settings
     if not work.is_dir() or {path.name for path in work.iterdir()} - {_LOCK}:
         raise FileExistsError(f"{work} is not the work folder of a run (no {RUN}); move it away")
+    return None
 
 
 def check_same(work: Path, before: Mapping[str, Any], now: Mapping[str, Any], advice: str) -> None:
@@ -100,10 +105,10 @@ def held(work: Path) -> Iterator[None]:
     """Lock a work folder against other processes. The folder is created if it does not exist.
 
     Raises:
-        DataError: Another process uses the folder.
+        DataError: Another process uses the folder, or the settings in it are damaged.
         FileExistsError: The folder exists, but is not the work folder of a run.
     """
-    _check_own(work)
+    interrupted_run(work)
     work.mkdir(parents=True, exist_ok=True)
     try:
         lock = FileLock(work / _LOCK).acquire(blocking=False)
@@ -182,7 +187,7 @@ def read_json(path: Path) -> dict[str, Any]:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except (TypeError, ValueError) as error:
         raise DataError(
-            f"{path} is damaged ({error}); delete {path.parent} to start again"
+            f"{path} is damaged ({error}); move {path.parent} away to start again"
         ) from error
 
 

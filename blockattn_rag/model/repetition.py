@@ -10,8 +10,10 @@ An answer repeats itself when it ends with consecutive copies of one unit of at 
   after ``TEXT_COPIES`` copies that fill ``TEXT_TOKENS`` tokens of free text, or after
   ``STRING_COPIES`` copies that fill ``STRING_TOKENS`` tokens of one JSON string. The copies must
   also fill ``CHARACTERS`` characters per required token.
+- Words without a sentence, such as ``the`` or ``Berlin,``, count like prose, but after
+  ``TEXT_WORD_COPIES`` or ``STRING_WORD_COPIES`` copies (``is_words``).
 - Other text with a word counts after ``DATA_COPIES`` copies that fill ``DATA_TOKENS`` tokens. Rows
-  of tables, lines of code and constants are often equal, and one word may be a constant.
+  of tables, lines of code and constants are often equal.
 - Text without a word never counts: numbers (``0x00`` and ``0.0f`` too), rules, blanks, empty cells.
 
 - Free text ends at the repetition.
@@ -61,6 +63,9 @@ times."""
 STRING_COPIES = 2
 """Copies of prose that count as a loop in a JSON string."""
 
+TEXT_WORD_COPIES, STRING_WORD_COPIES = 64, 32
+"""Copies of words without a sentence that count as a loop in free text, and in a JSON string."""
+
 DATA_TOKENS = 2048
 """Tokens that the copies of other text must fill."""
 
@@ -73,6 +78,9 @@ LATER_TOKENS = 16
 LONGEST_UNIT = 128
 """Maximum length of a unit in tokens."""
 
+_IN_TEXT = (TEXT_TOKENS, TEXT_COPIES, TEXT_WORD_COPIES)
+_IN_STRING = (STRING_TOKENS, STRING_COPIES, STRING_WORD_COPIES)
+
 _OUTSIDE_STRINGS = frozenset('{}[]:,"+-.0123456789Eetruefalsn \t\r\n')
 """Characters of JSON outside strings: punctuation, numbers, ``true``, ``false`` and ``null``."""
 
@@ -82,6 +90,9 @@ _MARKS = ".,;:!?…\"'“”‘’«»()[]*_-–—。，、；：！？「」�
 """Punctuation of prose. Other characters, such as ``|``, ``=`` and ``<``, make a token data."""
 
 _WORD = re.compile(r"[^\W\d_](?:[^\W\d_]|[^\x00-\x7f]|['-](?=[^\W\d_]))*")
+_PAUSES = ".,;:!?…،؛。、，；：！？"
+_CONSTANT = re.compile(r"null|none|nil|true|false|nan|inf|na|nop|[0-9a-f]+", re.IGNORECASE)
+_BASES = re.compile("[ACGTUN]+")  # of DNA and RNA
 _SENTENCE_END = re.compile(r"[.!?…।؟۔][*_”’»]*(?!\S)|[。！？][”’」』]*")
 
 _UNSPACED = r"\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3000-\u30ff\u3400-\u9fff\uff00-\uff0f"
@@ -118,6 +129,25 @@ def _is_sentence(line: str) -> bool:
     return has_phrase and 2 * len(words) > len(tokens) and len(set(words)) >= least
 
 
+@lru_cache(maxsize=4 * LONGEST_UNIT)
+def is_words(copies: str) -> bool:
+    """Whether the text of three copies of a unit is nothing but words in one line.
+
+    Constants, quoted words and lists of different words are data.
+    """
+    tokens = copies.split()[1:-1]  # the first and the last word may be incomplete
+    words = [token.strip(_PAUSES) for token in tokens]
+    is_list = len(set(words)) > 1 and not any(map(_WORD.fullmatch, tokens))
+    is_line = len(copies.splitlines()) == 1
+    return is_line and not is_list and bool(words) and all(map(_is_plain, words))
+
+
+def _is_plain(word: str) -> bool:
+    """Whether a word has at least two letters and is not a constant."""
+    is_data = _CONSTANT.fullmatch(word) or _BASES.fullmatch(word)
+    return bool(_WORD.fullmatch(word)) and sum(map(str.isalpha, word)) > 1 and not is_data
+
+
 def _words(text: str) -> list[str]:
     """The tokens between spaces that are words. ``0x00``, ``n/a`` and ``<td>`` are not words."""
     tokens = (token.strip(_MARKS) for token in text.split())
@@ -132,10 +162,12 @@ class Repetition:
     Args:
         least_tokens: Minimum number of tokens that the copies of prose must fill.
         copies: Minimum number of copies of prose.
+        word_copies: Minimum number of copies of a few words.
     """
 
-    def __init__(self, decode: Decode, least_tokens: int, copies: int) -> None:
+    def __init__(self, decode: Decode, least_tokens: int, copies: int, word_copies: int) -> None:
         self._decode = decode
+        self._word_copies = word_copies
         self._needed = np.maximum(_PERIODS * copies, least_tokens)
         self._needed_characters = CHARACTERS * least_tokens
         self._recent = np.full(LONGEST_UNIT, -1)  # newest token first
@@ -156,7 +188,7 @@ class Repetition:
     def _counts(self, unit: tuple[int, ...], tokens: int) -> bool:
         """Whether copies of a unit that fill this number of tokens are a loop."""
         text = self._decode(3 * unit)
-        if is_prose(text):
+        if is_prose(text) or (tokens >= self._word_copies * len(unit) and is_words(text)):
             return tokens * len(text) >= self._needed_characters * len(3 * unit)
         return tokens >= max(DATA_COPIES * len(unit), DATA_TOKENS) and bool(_words(text))
 
@@ -186,12 +218,12 @@ class JsonStrings:
         self._begin_text()
 
     def _begin_string(self) -> None:
-        self._repetition = Repetition(self._decode, STRING_TOKENS, STRING_COPIES)
+        self._repetition = Repetition(self._decode, *_IN_STRING)
         self._string: list[int] = []
         self._repeats = False
 
     def _begin_text(self) -> None:
-        self._text = Repetition(self._decode, TEXT_TOKENS, TEXT_COPIES)
+        self._text = Repetition(self._decode, *_IN_TEXT)
         self._text_repeats = self._has_data = False
 
     @property
@@ -329,7 +361,7 @@ class LoopGuard:
     """
 
     def __init__(self, decode: Decode, grammar: Grammar | None) -> None:
-        self._text = Repetition(decode, TEXT_TOKENS, TEXT_COPIES) if grammar is None else None
+        self._text = Repetition(decode, *_IN_TEXT) if grammar is None else None
         self._strings = None
         if holds_json(grammar):
             self._strings = JsonStrings(decode, among_text=has_text(grammar))

@@ -217,7 +217,7 @@ def check_paths(out: Path, base: Path | None, overwrite: bool) -> None:
         FileExistsError: something is there and ``overwrite`` is False, or ``out`` is no model of
             ours.
     """
-    from blockattn_rag.lab.training.finetune import check_output
+    from blockattn_rag.lab.training.output import check_output
     from blockattn_rag.lab.work import work_of
 
     check_output(out, overwrite=overwrite)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import errno
 import json
 import logging
+import os
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -168,7 +171,8 @@ def test_saving_replaces_a_recipe_and_nothing_else(model: BlockModel, tmp_path: 
     recipe_of(model).save(tmp_path / "recipe", plot=b"png")
     Recipe("bos").save(tmp_path / "recipe")
     assert Recipe.load(tmp_path / "recipe") == Recipe("bos")
-    assert sorted(p.name for p in (tmp_path / "recipe").iterdir()) == ["recipe.json", "report.json"]
+    names = sorted(path.name for path in (tmp_path / "recipe").iterdir())
+    assert names == [".lock", "recipe.json", "report.json"]
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "cat.png").write_bytes(b"cat")
     with pytest.raises(ValueError, match=r"contains 'cat\.png', expected nothing but"):
@@ -518,3 +522,31 @@ def test_recipes_outside_of_the_database_that_cannot_run_are_skipped(
     Recipe("head:9999").save(tmp_path / "recipe")
     assert resolve_recipe("auto", stock, store) == Recipe("head:4")
     assert "head of a prompt has" in caplog.text
+
+
+@pytest.mark.parametrize("unreadable", ["folder", "file"])
+def test_an_unreadable_recipe_of_the_database_is_an_error(
+    stock: BlockModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unreadable: str
+) -> None:
+    Recipe("bos").save(tmp_path / "recipe")
+
+    def denied(call: Callable[..., Any]) -> Callable[..., Any]:
+        def access(path: Any, *args: Any, **options: Any) -> Any:
+            if str(path).endswith("recipe.json"):
+                raise PermissionError(errno.EACCES, "Permission denied", str(path))
+            return call(path, *args, **options)
+
+        return access
+
+    if unreadable == "folder":
+        monkeypatch.setattr(os, "stat", denied(os.stat))
+    monkeypatch.setattr(Path, "open", denied(Path.open))
+    message = r"Cannot read the recipe .*recipe\.json: .*readable"
+    store = open_store("memory:")
+    with pytest.raises(PermissionError, match=message):
+        resolve_recipe("auto", stock, store, tmp_path)
+    with pytest.raises(PermissionError, match=message):
+        known_digests("auto", None, "stock", tmp_path)
+    # The recipe next to a store that is not in this database may belong to someone else.
+    other = DirectoryStore(tmp_path / "kv")
+    assert resolve_recipe("auto", stock, other).source == "stock model"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -12,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from filelock import FileLock
 
 import blockattn_rag.engine.recipe as recipe_module
-from blockattn_rag import Recipe
+from blockattn_rag import Recipe, files
 from blockattn_rag.model import BlockModel
 from tests.models import shared_tiny_llama, tiny_tokenizer
 from tests.recipes import recipe_of
@@ -40,7 +42,10 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
+    """Names in a folder, except the empty lock file of a recipe."""
+    lock = folder / ".lock"
+    assert not lock.exists() or lock.read_bytes() == b""
+    return sorted(path.name for path in folder.iterdir() if path != lock)
 
 
 def is_complete(found: Recipe, *expected: Recipe) -> bool:
@@ -94,6 +99,25 @@ def foreign_temporary(folder: Path) -> None:
     (folder / ".thesis.txt.0123456789abcdef.tmp").write_text("thesis")
 
 
+def part_of_another_program(folder: Path) -> None:
+    PLAIN.save(folder)
+    (folder / "adapter.safetensors").write_bytes(b"mine")
+
+
+def plot_of_another_program(folder: Path) -> None:
+    NEW.save(folder)
+    (folder / "report.png").write_bytes(b"mine")
+
+
+def foreign_lock(folder: Path) -> None:
+    PLAIN.save(folder)
+    (folder / ".lock").write_text("process 7")
+
+
+def similar_json(folder: Path) -> None:
+    (folder / "recipe.json").write_text('{\n  "version": 2,\n  "digest": "abc"\n}\n')
+
+
 @pytest.mark.parametrize(
     ("fill", "message"),
     [
@@ -104,6 +128,10 @@ def foreign_temporary(folder: Path) -> None:
         (without_recipe, "has no recipe.json"),
         (folder_of_that_name, "contains 'recipe.json', expected"),
         (foreign_temporary, "expected nothing but the files of a recipe"),
+        (part_of_another_program, "contains adapter.safetensors, which its recipe.json does not"),
+        (plot_of_another_program, "contains report.png, which its recipe.json does not name"),
+        (foreign_lock, "contains '.lock', expected nothing but the files of a recipe"),
+        (similar_json, "is not of a recipe of this package"),
     ],
 )
 def test_saving_deletes_no_file_that_is_not_its_own(
@@ -159,8 +187,8 @@ def test_recipes_of_the_first_version_are_loaded_and_replaced(tmp_path: Path) ->
 def test_saving_cleans_up_after_a_killed_writer(tmp_path: Path) -> None:
     folder = tmp_path / "recipe"
     OLD.save(folder)
-    for name in (".report.json.0123456789abcdef.tmp", ".lock"):
-        (folder / name).write_bytes(b"left behind")
+    (folder / ".report.json.0123456789abcdef.tmp").write_bytes(b"left behind")
+    (folder / ".lock").touch()
     assert is_complete(Recipe.load(folder), OLD)
     NEW.save(folder)
     assert names(folder) == FILES
@@ -275,6 +303,65 @@ def test_a_recipe_survives_interruptions_of_saving_it_twice(
             assert is_complete(Recipe.load(folder), OLD, NEW)
 
 
+def unsettled(folder: Path) -> None:
+    """As after an interruption right after the commit."""
+    for name, digest in json.loads((folder / "recipe.json").read_bytes())["files"].items():
+        (folder / name).rename(folder / f".{name}.{digest[:16]}.tmp")
+
+
+def settled(_: Path) -> None:
+    """As after a complete save."""
+
+
+@pytest.mark.parametrize("before", [settled, unsettled])
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.EIO, errno.ESTALE])
+def test_a_transient_error_while_reading_deletes_no_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: Callable[[Path], None], code: int
+) -> None:
+    for number in range(1, 100):
+        folder = tmp_path / str(number)
+        OLD.save(folder)
+        before(folder)
+        calls = 0
+
+        def fails_once(call: Callable[..., Any], number: int = number) -> Callable[..., Any]:
+            def access(path: Path, *args: Any, **options: Any) -> Any:
+                nonlocal calls
+                calls += path.name == "recipe.json"
+                if path.name == "recipe.json" and calls == number:
+                    raise OSError(code, os.strerror(code), str(path))
+                return call(path, *args, **options)
+
+            return access
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Path, "open", fails_once(Path.open))
+            patched.setattr(Path, "stat", fails_once(Path.stat))
+            try:
+                NEW.save(folder)
+                expected = [NEW]
+            except OSError:
+                expected = [OLD, NEW]
+        assert is_complete(Recipe.load(folder), *expected), number
+        if calls < number:
+            break
+    assert number > 2
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.EACCES])
+def test_an_unreadable_recipe_does_not_count_as_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    PLAIN.save(tmp_path)
+
+    def fails(path: Path, *_: Any) -> None:
+        raise OSError(code, os.strerror(code), str(path))
+
+    monkeypatch.setattr(Path, "open", fails)
+    with pytest.raises(OSError, match=r"recipe\.json"):
+        Recipe.load(tmp_path)
+
+
 # -- at the same time ----------------------------------------------------------------------------
 
 
@@ -339,3 +426,18 @@ def test_loads_and_saves_at_the_same_time_see_complete_recipes(tmp_path: Path) -
     assert found.report["name"].encode() == (folder / "report.png").read_bytes()
     assert names(folder) == sorted([*FILES, "report.png"])
     assert names(tmp_path) == ["recipe"]
+
+
+def test_saving_gives_up_if_the_lock_stays_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(files, "LOCK_WARNING_S", 0.01, raising=False)
+    monkeypatch.setattr(files, "LOCK_TIMEOUT_S", 0.02, raising=False)
+    folder = tmp_path / "recipe"
+    PLAIN.save(folder)
+    with FileLock(folder / ".lock"), pytest.raises(TimeoutError, match=r"recipe/\.lock is still"):
+        NEW.save(folder)
+    assert f"Waiting for another process that has locked {folder / '.lock'}" in caplog.text
+    assert is_complete(Recipe.load(folder), PLAIN)
+    NEW.save(folder)
+    assert is_complete(Recipe.load(folder), NEW)

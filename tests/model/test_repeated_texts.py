@@ -19,6 +19,7 @@ ROWS = (
     # Numbers and constants
     *("0x00, ", "0.0f, ", "1e5, ", "1.0f, 0.0f, 0.0f, 0.0f,\n", "NaN,NaN,NaN\n", "null, "),
     *("None, ", "true,\n", "ff ", "AT", "CAG", "nop\n", "nop ", "true false "),
+    *("CAG TTG ", "face, ", "NaN ", "A ", "'berlin', ", "[berlin] ", "x=berlin ", "(berlin) "),
     # Cells, lists and markup
     *("x & ", "x & y & z \\\\\n", "<td></td>", "<p>It is a text.</p>\n", "- yes\n"),
     *("- [ ] todo\n", "| n/a | n/a |\n", "| yes | no |\n", "| No data. | No more. |\n"),
@@ -27,7 +28,15 @@ ROWS = (
     # Code
     *("    return None\n", "x = 1\n", "if x is not None:\n    return x\n", "import os\n"),
     *('print("Hello, dear world!")\n', '    log.info("It was received.")\n', "end if\n"),
-    *("mov eax, ebx\n", "INSERT INTO t VALUES (NULL, NULL);\n", 'echo "He is here!"\n'),
+    *(
+        "foo() ",
+        "<pad> ",
+        "berlin | ",
+        "\\berlin ",
+        "mov eax, ebx\n",
+        "INSERT INTO t VALUES (NULL, NULL);\n",
+        'echo "He is here!"\n',
+    ),
 )
 DATA = {**dict.fromkeys(ROWS, 300), "A": 1_200, "0123456789abcdeffedcba9876543210": 40}
 PROSE = (
@@ -41,6 +50,7 @@ PROSE = (
     ),
     *("Я иду в школу сегодня. ", "मैं आज स्कूल जाता हूँ। ", "วันนี้ฉันไปโรงเรียน ", LETTER),
 )
+WORDS = ("the ", "no ", "Berlin, ", "and the ", "don't ", "naïve… ", "нет ", "No! ")
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +79,8 @@ def test_equal_rows_of_data_are_no_loop(rules: AnswerRules, unit: str, in_json: 
 
 
 @pytest.mark.parametrize(
-    ("unit", "copies"), [(LETTER, 4), ("我今天去学校。", 40), ("He sat. ", 40)]
+    ("unit", "copies"),
+    [(LETTER, 4), ("我今天去学校。", 40), ("He sat. ", 40), ("Berlin, ", 60), ("no ", 120)],
 )
 def test_prose_that_people_repeat_is_no_loop(rules: AnswerRules, unit: str, copies: int) -> None:
     assert loop_at(rules, unit * copies) is None
@@ -82,3 +93,15 @@ def test_prose_that_repeats_itself_is_a_loop(rules: AnswerRules, unit: str, in_j
     assert found is not None
     needed = 192 if in_json else 384
     assert 0.9 * needed < found <= max(2 * needed, 5 * len(unit) + 9)
+
+
+@pytest.mark.parametrize("unit", WORDS)
+@pytest.mark.parametrize("in_json", [False, True], ids=["text", "json"])
+def test_words_that_repeat_themselves_are_a_loop(
+    rules: AnswerRules, unit: str, in_json: bool
+) -> None:
+    found = loop_at(rules, unit * 400, in_json=in_json)
+    assert found is not None
+    copies, needed = (32, 192) if in_json else (64, 384)
+    least = max(needed, copies * len(unit))
+    assert 0.9 * least < found <= 2.1 * least

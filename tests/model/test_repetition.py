@@ -21,6 +21,7 @@ from blockattn_rag.model.repetition import (
     STRING_TOKENS,
     TEXT_COPIES,
     TEXT_TOKENS,
+    TEXT_WORD_COPIES,
     Decode,
     JsonStrings,
     LoopEndingMatcher,
@@ -70,7 +71,7 @@ class Words:
 
 def first_found(ids: Sequence[int], decode: Decode = letters) -> int | None:
     """Tokens after which a loop of free text is found."""
-    repetition = Repetition(decode, TEXT_TOKENS, TEXT_COPIES)
+    repetition = Repetition(decode, TEXT_TOKENS, TEXT_COPIES, TEXT_WORD_COPIES)
     found = (at for at, token in enumerate(ids, 1) if repetition.push(token))
     return next(found, None)
 
@@ -116,7 +117,7 @@ def test_prose_is_a_loop_once_it_fills_the_end(words: int) -> None:
     assert first_found(before + unit * 200, word) == len(before) + needed
 
 
-@pytest.mark.parametrize("unit", ["x", "| yes | no |\n", "    return None\n", "very "])
+@pytest.mark.parametrize("unit", ["x", "| yes | no |\n", "    return None\n", "null, "])
 def test_other_text_is_a_loop_after_many_more_copies(unit: str) -> None:
     needed = max(len(unit) * DATA_COPIES, DATA_TOKENS)
     assert first_found(codes(unit * (DATA_TOKENS + 1))) == needed
@@ -153,7 +154,7 @@ def test_the_rule_holds_at_each_token(
     before: list[int], unit: list[int], times: int, after: list[int], least: int, copies: int
 ) -> None:
     ids = before + unit * times + after
-    repetition = Repetition(spoken, least, copies)
+    repetition = Repetition(spoken, least, copies, copies)
     for at, token in enumerate(ids, 1):
         found = repetition.push(token)
         assert bool(found) == repeats(ids[:at], least, copies)

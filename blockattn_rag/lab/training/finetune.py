@@ -12,11 +12,9 @@ import hashlib
 import json
 import logging
 import shutil
-import stat
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,6 +33,7 @@ from blockattn_rag.lab.trainer import LabTrainer, training_arguments
 from blockattn_rag.lab.training.batches import Collator, ModeDataset, ModelMasks, batch_loss
 from blockattn_rag.lab.training.config import FinetuneConfig
 from blockattn_rag.lab.training.data import DataReport, SampleEncoder, read_samples
+from blockattn_rag.lab.training.output import LOG, check_output, foreign_names, replace_result
 from blockattn_rag.lab.training.report import FinetuneReport, write_card, write_plot
 from blockattn_rag.lazy import missing_extra
 from blockattn_rag.model.gguf import SMOLLM2, is_gguf
@@ -51,17 +50,6 @@ from blockattn_rag.prompts.sinks import sink_ids
 
 logger = logging.getLogger("blockattn_rag")
 
-LOG = "training_log.json"
-"""File of losses by step in a result. A folder with this file counts as an earlier result."""
-
-_RESULT = (
-    *("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json"),
-    *("adapter_config.json", SIDECAR, "tokenizer*", "special_tokens_map.json"),
-    *("added_tokens.json", "vocab*", "merges.txt", "*.model", "*.jinja"),
-    *("additional_chat_templates", LOG, "training_curves.png", "README.md"),
-)
-"""Patterns of the names of everything in a result."""
-
 _LORA_RANK = 16
 _LORA_ALPHA = 32  # twice the rank: the usual choice
 LOGGING_STEPS = 10
@@ -69,15 +57,15 @@ LOGGING_STEPS = 10
 # Settings that have the same names in TrainingArguments.
 _SAME_NAMES = ("learning_rate", "warmup_steps", "adam_beta2", "bf16", "save_steps", "seed")
 
-_AGAIN = "Give the same ones, or start again (overwrite=True, --overwrite)"
-
 
 def finetune(config: FinetuneConfig) -> FinetuneReport:
     """Fine-tune a model according to ``config``, and write it to ``config.output``.
 
     Raises:
         FileExistsError: ``output`` or an interrupted run exists, and neither ``resume`` nor
-            ``overwrite`` is set; or ``overwrite`` would replace something other than a result.
+            ``overwrite`` is set; or ``overwrite`` would replace something other than a result; or
+            other files appeared in ``output`` during the run. The message then names the folder of
+            the new result.
         DataError: A line is invalid (the message gives file and line), no sample has a context but
             block mode is to be trained, or the interrupted run had other settings.
         DivergedError: A loss or weights are not finite.
@@ -125,56 +113,13 @@ def check_folders(config: FinetuneConfig) -> dict[str, Any]:
             raise ValueError(
                 f"{output} contains {path}, which this run reads; choose another output"
             )
-    if others := _foreign(output):
+    if others := foreign_names(output):
         raise FileExistsError(
-            f"{output} contains {', '.join(others[:3])}, which no training writes, so it is not "
-            "overwritten; move it away, or choose another output"
+            f"{output} contains {others}, which no training writes, so it is not overwritten; move "
+            "it away, or choose another output"
         )
     # A resumed run replaces an earlier result if the interrupted one was to.
     return {**settings, "overwrite": config.overwrite}
-
-
-def check_output(
-    output: str | Path,
-    *,
-    overwrite: bool,
-    resume: bool = False,
-    settings: dict[str, Any] | None = None,
-) -> None:
-    """Check that a result may be written to ``output``, and its work folder used.
-
-    Raises:
-        DataError: The interrupted run had other settings, or its settings are damaged.
-        FileExistsError: See ``finetune``.
-    """
-    folder, result = work.work_of(output), Path(output)
-    work.check_idle(folder)
-    is_interrupted = (folder / work.RUN).is_file()
-    if is_interrupted and not (resume or overwrite):
-        raise FileExistsError(
-            f"{folder} has an interrupted run; continue it (resume=True, --resume) or discard "
-            "it (overwrite=True, --overwrite)"
-        )
-    # A run to be discarded is not read, because it may be damaged.
-    before = None if is_interrupted and overwrite else work.interrupted_run(folder)
-    if before is not None:
-        overwrite = before.pop("overwrite", False)
-        work.check_same(folder, before, settings or {}, _AGAIN)
-    if work.is_foreign(result, LOG) or result.is_symlink():
-        raise FileExistsError(
-            f"{output} is not an earlier result (a folder with {LOG}), so it is not overwritten; "
-            "choose another output"
-        )
-    if result.exists() and not overwrite:
-        raise FileExistsError(
-            f"{output} exists; choose another output, or overwrite it (overwrite=True, --overwrite)"
-        )
-
-
-def _foreign(result: Path) -> list[str]:
-    """Names in the folder of an earlier result that are not part of a result."""
-    names = sorted(path.name for path in result.iterdir()) if result.is_dir() else []
-    return [name for name in names if not any(fnmatch(name, own) for own in _RESULT)]
 
 
 def _digest(path: str | Path) -> str:
@@ -365,7 +310,7 @@ def publish(
     write_json(staging / LOG, report.history)
     write_plot(report.history, staging / "training_curves.png")
     write_card(config, report, staging / "README.md")
-    _replace(Path(config.output), staging, folder)
+    replace_result(Path(config.output), staging, folder)
 
 
 def _base_of_adapter(model: str) -> dict[str, str]:
@@ -375,22 +320,3 @@ def _base_of_adapter(model: str) -> dict[str, str]:
     if model in (BUNDLED, SMOLLM2):
         return {"base_model": model}
     return {"base_model": str(path.resolve())} if is_gguf(path) else {}
-
-
-def _replace(output: Path, result: Path, folder: Path) -> None:
-    """Move a finished result to ``output``. An earlier result stays complete until then."""
-    # safetensors writes weights that only their owner can read; the log has the default mode.
-    mode = stat.S_IMODE((result / LOG).stat().st_mode)
-    for path in result.rglob("*"):
-        if path.is_file():
-            path.chmod(mode)
-    aside = folder / "replaced"
-    try:
-        if output.exists():
-            output.rename(aside)
-        result.rename(output)
-    except BaseException:
-        if aside.exists() and not output.exists():
-            aside.rename(output)
-        raise
-    work.remove(folder)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -48,7 +49,9 @@ def test_nothing_is_written_over_without_being_told(
         (tmp_path / there).touch()
     else:
         (tmp_path / there).mkdir()
-        (tmp_path / there / ("run.json" if there == "out.work" else "training_log.json")).touch()
+        noted = json.dumps({"model": "m", "training data": []})
+        name = "run.json" if there == "out.work" else "training_log.json"
+        (tmp_path / there / name).write_text(noted)
     with pytest.raises(typer.BadParameter, match=there):
         main(out)
     assert not trained

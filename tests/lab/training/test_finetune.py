@@ -214,7 +214,7 @@ class TestResume:
     @pytest.mark.parametrize(
         ("noted", "message"),
         [
-            ("{}", "other settings: .*learning_rate"),
+            ('{"model": "m", "training data": []}', "other settings: .*learning_rate"),
             *((text, r"run\.json is damaged .* start again") for text in ("", "null", "[1]")),
         ],
     )
@@ -246,10 +246,10 @@ class TestRefusals:
 
     def test_an_earlier_result_is_replaced_if_asked(self, folder: Path) -> None:
         (folder / "out").mkdir()
-        for name in ("old.safetensors", "training_log.json"):
+        for name in ("adapter_model.safetensors", "training_log.json"):
             (folder / "out" / name).touch()
         finetune(config(settings(folder, max_steps=1, overwrite=True)))
-        assert not (folder / "out" / "old.safetensors").exists()
+        assert not (folder / "out" / "adapter_model.safetensors").exists()
         assert not (folder / "out.work").exists()
         # Everything in a result counts as a part of it.
         check_folders(config(settings(folder, overwrite=True)))
@@ -265,11 +265,55 @@ class TestRefusals:
         assert (folder / "out" / "notes.txt").is_file()
         assert not (folder / "out.work").exists()
 
+    @pytest.mark.parametrize(
+        "name",
+        [
+            *("tokenizer_experiments/mine.txt", "my.model", "old.safetensors", "vocabulary.md"),
+            *("tokenizer.json/mine.txt", "additional_chat_templates/mine.txt", "page.jinja"),
+        ],
+    )
+    def test_names_that_no_training_writes_are_foreign(self, folder: Path, name: str) -> None:
+        mine = folder / "out" / name
+        mine.parent.mkdir(parents=True)
+        mine.write_text("mine")
+        (folder / "out" / "training_log.json").touch()
+        with pytest.raises(FileExistsError, match=f"contains {name.partition('/')[0]}, which no"):
+            finetune(config(settings(folder, max_steps=1, overwrite=True)))
+        assert mine.read_text() == "mine"
+
+    @pytest.mark.parametrize("overwrite", [False, True])
+    def test_files_that_appear_during_the_run_are_kept(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch, overwrite: bool
+    ) -> None:
+        out = folder / "out"
+        if overwrite:
+            out.mkdir()
+            (out / "training_log.json").write_text("before")
+        step = LabTrainer.training_step
+
+        def noting(self: LabTrainer, *args: Any, **options: Any) -> Any:
+            out.mkdir(exist_ok=True)
+            (out / "NOTES.md").write_text("mine")
+            return step(self, *args, **options)
+
+        monkeypatch.setattr(LabTrainer, "training_step", noting)
+        (folder / "out.new").mkdir()
+        with pytest.raises(FileExistsError, match=r"kept.* new result is in .*out\.new2"):
+            finetune(config(settings(folder, max_steps=1, overwrite=overwrite)))
+        kept = {path.name: path.read_text() for path in out.iterdir()}
+        assert kept == {
+            "NOTES.md": "mine",
+            **({"training_log.json": "before"} if overwrite else {}),
+        }
+        assert not list((folder / "out.new").iterdir())
+        assert BlockModel.from_pretrained(folder / "out.new2").is_block_tuned
+        assert not (folder / "out.work").exists()
+
     def test_an_interruption_of_the_replacement_keeps_the_earlier_result(
         self, folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         (folder / "out").mkdir()
-        (folder / "out" / "old.safetensors").touch()
+        (folder / "out" / "model.safetensors").touch()
         (folder / "out" / "training_log.json").touch()
         rename = Path.rename
 
@@ -281,12 +325,12 @@ class TestRefusals:
         monkeypatch.setattr(Path, "rename", interrupted)
         with pytest.raises(KeyboardInterrupt):
             finetune(config(settings(folder, max_steps=1, overwrite=True)))
-        assert (folder / "out" / "old.safetensors").is_file()
+        assert (folder / "out" / "model.safetensors").read_bytes() == b""
 
     def test_a_run_in_progress_is_reported_as_such(self, folder: Path) -> None:
         work = folder / "out.work"
         with (
-            work_folder(work, {}, lambda _: False, resume=False),
+            work_folder(work, {"model": "m", "training data": []}, lambda _: False, resume=False),
             pytest.raises(DataError, match=r"Another run is in progress and uses .*out\.work"),
         ):
             finetune(config(settings(folder, max_steps=1)))
@@ -328,6 +372,23 @@ class TestRefusals:
         with pytest.raises(FileExistsError, match="move it away"):
             finetune(config(settings(folder, overwrite=overwrite)))
         assert (folder / "out.work" / "mine").is_file()
+
+    @pytest.mark.parametrize("noted", ['{"tool": "other"}', "[1]", "thesis"])
+    @pytest.mark.parametrize("how", ["overwrite", "resume", "neither"])
+    def test_a_work_folder_of_another_tool_is_kept(
+        self, folder: Path, noted: str, how: str
+    ) -> None:
+        work = folder / "out.work"
+        (work / "photos").mkdir(parents=True)
+        for name in ("photos/cat.png", "thesis.txt"):
+            (work / name).write_text("mine")
+        (work / "run.json").write_text(noted)
+        changes: dict[str, Any] = {} if how == "neither" else {how: True}
+        with pytest.raises((FileExistsError, DataError), match=r"out\.work.* away"):
+            finetune(config(settings(folder, max_steps=1, **changes)))
+        for name in ("photos/cat.png", "thesis.txt"):
+            assert (work / name).read_text() == "mine"
+        assert (work / "run.json").read_text() == noted
 
     def test_failed_run_leaves_nothing(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         before = sorted(folder.iterdir())
