@@ -23,7 +23,7 @@ FLOORS = {
     "lazy": "",
     "files": "",
     "hub": "",
-    "kv": "",
+    "kv": "errors",
     "attention": "kv",
     "prompts": "errors files",
     "output": "errors lazy prompts",

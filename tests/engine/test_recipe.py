@@ -401,7 +401,7 @@ def test_the_warning_names_what_helps_this_kind_of_model(caplog: pytest.LogCaptu
     assert "blockattn-rag repair" not in qwen  # no recipe of repair gave it more right answers
     llama = stock_warning(caplog, "llama")
     assert llama.index("blockattn-rag repair") < llama.index("recompute=0.1")
-    no_relay = stock_warning(caplog, "gemma3")
+    no_relay = stock_warning(caplog, "gemma2")
     assert "blockattn-rag repair" in no_relay
     assert "recompute" not in no_relay
 
