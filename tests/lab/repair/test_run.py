@@ -396,7 +396,7 @@ class TestChecks:
     ) -> None:
         usage = shutil.disk_usage(tmp_path)._replace(free=1000)
         monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
-        with pytest.raises(OSError, match=r"found 0.0 GB free .* of 6 passages"):
+        with pytest.raises(OSError, match=r"Found 0.0 GB free .* of 6 passages"):
             repaired(model, tmp_path / "recipe", passages=PASSAGES)
 
 
