@@ -289,8 +289,8 @@ class TestMaterial:
     @pytest.mark.parametrize(
         ("questions", "message"),
         [
-            (QUESTIONS[:1], "found 1 distinct questions, expected"),
-            (QUESTIONS[:4], "found 4 distinct questions, expected"),
+            (QUESTIONS[:1], "Found 1 distinct questions, expected"),
+            (QUESTIONS[:4], "Found 4 distinct questions, expected"),
             (None, "no questions, and no passages to write"),
         ],
     )
