@@ -166,7 +166,7 @@ def test_nothing_is_encoded_for_a_store_that_takes_nothing(
             with pytest.raises(ServingError, match="not stored within"):
                 await ensurer.ensure([one], must_store=True)
         told = len(client.asked)
-        with pytest.raises(ServingError, match="the store accepted none"):
+        with pytest.raises(ServingError, match="The store accepted none"):
             await ensurer.ensure(blocks[:1], must_store=True)
         assert len(client.asked) == told
         monkeypatch.setattr(store, "put", put)

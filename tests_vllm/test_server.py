@@ -220,7 +220,7 @@ def test_private_is_per_tenant(reference: Reference, server: Server, store: Dire
         ({"prompt_logprobs": 1}, "prompt_logprobs is not possible"),
         ({"use_beam_search": True}, "use_beam_search is not possible"),
         ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens is not possible"),
-        ({"prompt": [10**30] * 300}, "a block has invalid token ids"),
+        ({"prompt": [10**30] * 300}, "A block has invalid token ids"),
         ({"prompt": "text"}, "one prompt as a list of token ids"),
         ({"prompt": [[1, 2], [3, 4]]}, "one prompt as a list of token ids"),
         ({"kv_transfer_params": {"blockattn": {"v": 1}}}, "no field 'op'"),
@@ -245,7 +245,7 @@ def test_refusal_encodes_none(reference: Reference, server: Server, store: Direc
     long = [*fresh.ids, *fresh.ids[-1:] * 2048]
     for changed, message in (
         ({"prompt": long}, "expected at most 2047: the server's max_model_len is 2048"),
-        ({"model": "another"}, "found the model 'another', expected one of bundled"),
+        ({"model": "another"}, "Found the model 'another', expected one of bundled"),
     ):
         response = server.post(COMPLETIONS, fresh.body(**changed))
         assert response.status_code == 400
@@ -262,7 +262,7 @@ def test_a_body_that_is_nested_too_deeply_is_refused(server: Server) -> None:
 def test_a_bad_tenant_or_model_is_refused(server: Server) -> None:
     bad = server.post(ENCODE, {"blocks": [[5]]}, **{"x-tenant-id": "a b/"})
     assert bad.status_code == 400
-    assert "a namespace consists" in bad.json()["error"]["message"]
+    assert "A namespace consists" in bad.json()["error"]["message"]
     for tenants in (["a", "b"], [""]):
         headers = [("Authorization", f"Bearer {KEY}"), *(("x-tenant-id", one) for one in tenants)]
         unclear = httpx.post(

@@ -42,6 +42,6 @@ def check_items(given: Iterable[Any], kind: type, advice: str) -> None:
     for number, one in enumerate(given):
         if not isinstance(one, kind):
             raise TypeError(
-                f"expected a list of {kind.__name__}, found {type(one).__name__} {one!r:.60} at "
+                f"Expected a list of {kind.__name__}, found {type(one).__name__} {one!r:.60} at "
                 f"index {number}; {advice}"
             )

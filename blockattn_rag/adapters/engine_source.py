@@ -43,7 +43,7 @@ def source_of(llm: Any, expected: str, *others: Any) -> EngineSource:
         TypeError: ``llm`` is not an LLM of this package.
     """
     if any(value is not None for value in others):
-        raise ValueError("give either llm=, or the model, store and recipe, not both")
+        raise ValueError("Give either llm=, or the model, store and recipe, not both")
     source = getattr(llm, "source", None)
     if not isinstance(source, EngineSource):
         raise TypeError(
@@ -103,7 +103,7 @@ class EngineSource:
         has_name = model_name is not None or api_base is not None
         if (engine is None) != has_name:
             raise ValueError(
-                "expected either engine= or a model: model_name= (or model= with tokenizer=), "
+                "Expected either engine= or a model: model_name= (or model= with tokenizer=), "
                 f"with or without the address of a server; found "
                 f"{'both' if has_name else 'none'}"
             )
@@ -111,7 +111,7 @@ class EngineSource:
         has_device = device_map != "auto" or "device" in (model_kwargs or {})
         if api_base is not None and not (is_name and kv_store is None and not has_device):
             raise ValueError(
-                "a server has its own model, device and store: with the address of a server, pass "
+                "A server has its own model, device and store: with the address of a server, pass "
                 "the name of its model, and no kv_store, device or loaded model"
             )
         self._engine = engine
@@ -122,7 +122,7 @@ class EngineSource:
         self._tokenizer = tokenizer_name if own is None else own
         if self._tokenizer is None and not is_name:
             raise ValueError(
-                "found a loaded model without its tokenizer; pass model_kwargs={'tokenizer': ...}"
+                "Found a loaded model without its tokenizer; pass model_kwargs={'tokenizer': ...}"
             )
         self._kv_store = engine.store if isinstance(engine, BlockAttentionEngine) else kv_store
         self._recipe = str(recipe) if isinstance(recipe, Path) else recipe
@@ -232,7 +232,7 @@ class EngineSource:
     def __reduce__(self) -> tuple[Any, ...]:
         if live := self.live_parts:
             raise pickle.PicklingError(
-                f"this was built from a live {' and '.join(live)}, which cannot be sent to another "
+                f"This was built from a live {' and '.join(live)}, which cannot be sent to another "
                 "process; pass the model by name, and the store as a directory or an address"
             )
         # Sends the store itself, which may have a size limit, and never the API key.
@@ -325,7 +325,7 @@ class EngineSource:
         if parse_special_tokens:
             if holds_orphans(prompt):
                 raise SegmentationError(
-                    "found a passage that a text splitter cut, in a prompt whose control tokens "
+                    "Found a passage that a text splitter cut, in a prompt whose control tokens "
                     "are parsed: control tokens in the passage could end the turn. Keep passages "
                     "whole with configure(llm) or block_query_engine, or use chat messages"
                 )
@@ -338,7 +338,7 @@ class EngineSource:
         ):
             self._has_warned = True
             logger.warning(
-                "found control tokens of the model in a prompt string. They are treated as text, "
+                "Found control tokens of the model in a prompt string. They are treated as text, "
                 "because passages and questions may contain them too. If your prompt template "
                 "writes them, pass parse_special_tokens=True (docs/security.md)"
             )

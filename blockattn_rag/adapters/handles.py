@@ -72,7 +72,7 @@ def _records(place: Any) -> Iterable[tuple[Any, ...]]:
     if isinstance(metadata := getattr(place, "metadata", None), Mapping):
         return [(metadata, getattr(place, "page_content", None))]
     raise TypeError(
-        "expected a Chroma collection, a document, a node or its metadata, found "
+        "Expected a Chroma collection, a document, a node or its metadata, found "
         f"{type(place).__name__}; for another vector store, pass its documents"
     )
 

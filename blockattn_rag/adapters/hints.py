@@ -36,7 +36,7 @@ class ReuseHints:
             self._unmarked += 1
             if self._unmarked == _UNMARKED_PROMPTS:
                 logger.warning(
-                    "none of the last %d prompts had a marked passage, so no stored passage can "
+                    "None of the last %d prompts had a marked passage, so no stored passage can "
                     "be reused. LlamaIndex: put BlockKVPostprocessor() last in "
                     "node_postprocessors, call configure(llm) so that passages are not cut, and "
                     "use BlockCitationQueryEngine for citations. "
@@ -56,7 +56,7 @@ class ReuseHints:
         if self._new_heads == _NEW_HEADS and not self._told_of_heads:
             self._told_of_heads = True
             logger.warning(
-                "text that changes with every question comes before the passages: it was "
+                "Text that changes with every question comes before the passages: it was "
                 "recomputed for each of the last %d prompts, and is never stored. Put the passages "
                 "before the question and the history in your prompt template",
                 _NEW_HEADS,

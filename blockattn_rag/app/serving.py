@@ -164,7 +164,7 @@ def _measure(served: Served, dtype: str, file: Path) -> None:
     report = check_model(model, recipe)
     if failed := [row for row in report.rows if not row.passed]:
         raise UnsupportedModelError(
-            f"block mode is not exact for {served.model}: {failed[0].name}, {failed[0].detail}; "
+            f"Block mode is not exact for {served.model}: {failed[0].name}, {failed[0].detail}; "
             f"see `blockattn-rag check {served.model}`"
         )
     profile = profile_of(model, recipe)

@@ -153,11 +153,11 @@ class Asker:
                         tokens += new
                 except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
                     raise ProtocolError(
-                        f"found {shown(event)} in the server's answer, expected a completion "
+                        f"Found {shown(event)} in the server's answer, expected a completion "
                         "chunk with token_ids and logprobs"
                     ) from error
         if not likely:
-            raise ProtocolError("found no token_ids in the server's answer, expected some")
+            raise ProtocolError("Found no token_ids in the server's answer, expected some")
         is_block = "kv_transfer_params" in body
         served = ServedBlocks.from_dict(told) if is_block else ServedBlocks(0, 0, 0)
         return Answer(tuple(tokens), likely, ttft_s, served)

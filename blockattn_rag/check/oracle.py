@@ -161,7 +161,7 @@ class RecipeOracle:
 
     def __init__(self, model: BlockModel, prompt: BlockPrompt, recipe: Recipe) -> None:
         if recipe.recompute:
-            raise ValueError(f"found recipe {recipe}: the oracle recomputes no tokens")
+            raise ValueError(f"Found recipe {recipe}: the oracle recomputes no tokens")
         self._hf_model = model.hf_model
         self._end_ids = sorted(model.end_token_ids)
         ids = model.tokenizer.prompt_ids(prompt)

@@ -162,7 +162,7 @@ class Pending(Generic[T]):
     def fail(self, error: BaseException) -> None:
         """Raise an error in the caller, unless the result is set already."""
         if isinstance(error, StopIteration):  # asyncio futures refuse StopIteration
-            named = RuntimeError(f"making the prompt or its answer raised {error!r}")
+            named = RuntimeError(f"Making the prompt or its answer raised {error!r}")
             named.__cause__ = error
             error = named
         if not self.answer.done():

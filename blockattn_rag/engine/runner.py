@@ -158,7 +158,7 @@ class Runner:
         prepared = self.prepare(prompt, options)
         if prepared.limit < len(answer_ids):
             raise ContextOverflowError(
-                f"prompt and answer do not fit in the model's {self._model.max_context_tokens} "
+                f"Prompt and answer do not fit in the model's {self._model.max_context_tokens} "
                 f"tokens: there is room for {prepared.limit} of {len(answer_ids)} answer tokens"
             )
         with self._model.lock:

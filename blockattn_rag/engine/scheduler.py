@@ -119,7 +119,7 @@ class Scheduler:
 
     def _start(self) -> None:
         if self._has_ended:
-            raise RuntimeError("the interpreter is shutting down: no more answers can be computed")
+            raise RuntimeError("The interpreter is shutting down: no more answers can be computed")
         if self._thread is None:
             self._thread = start_thread(self._work, "blockattn-model", self._end)
 

@@ -76,7 +76,7 @@ def quantise(
     kinds = {states.dtype for states in (*keys, *values)}
     if len(kinds) != 1 or not all(kind.is_floating_point for kind in kinds):
         raise ValueError(
-            f"expected keys and values of one floating-point type to quantise, found "
+            f"Expected keys and values of one floating-point type to quantise, found "
             f"{sorted(map(str, kinds))}"
         )
     key_codes, key_scales = zip(*(_quantised(k, _KEY_DIM) for k in keys), strict=True)

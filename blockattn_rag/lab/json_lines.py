@@ -50,7 +50,7 @@ def parsed_lines(
 def require_file(path: Path) -> None:
     """Raise ``DataError`` if ``path`` is not a file."""
     if not path.is_file():
-        raise DataError(f"found no file {path}, expected a JSON Lines file")
+        raise DataError(f"Found no file {path}, expected a JSON Lines file")
 
 
 def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:

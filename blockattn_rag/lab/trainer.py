@@ -33,7 +33,7 @@ _REMEDY = (
 )
 
 _ALL_WARM_UP = (
-    "the run has %d steps and the warm-up has %d: the learning rate of %g is not reached; "
+    "The run has %d steps and the warm-up has %d: the learning rate of %g is not reached; "
     "use fewer warm-up steps (warmup_steps), smaller batches (batch_size, --batch-size) or more "
     "epochs"
 )
@@ -133,7 +133,7 @@ class LabTrainer(Trainer):
         model: Any = self.model
         finite = torch.tensor(all(bool(p.isfinite().all()) for p in model.parameters()))
         if not self.accelerator.gather(finite.to(self.args.device)).all():
-            raise DivergedError(f"some of the trained weights are not finite; {_REMEDY}")
+            raise DivergedError(f"Some of the trained weights are not finite; {_REMEDY}")
 
     def compute_loss(
         self,

@@ -44,7 +44,7 @@ class _Query(BaseModel):
 def _check_runnable(given: Any, what: str, hint: str) -> None:
     """Raise a TypeError with a hint if the object has no ``invoke``."""
     if not hasattr(given, "invoke"):
-        raise TypeError(f"expected {what}, found {type(given).__name__}; pass {hint}")
+        raise TypeError(f"Expected {what}, found {type(given).__name__}; pass {hint}")
 
 
 def _lookups(retriever: BaseRetriever, document_prompt: BasePromptTemplate[str] | None) -> Any:

@@ -230,7 +230,7 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
     ) -> BlockPrompt:
         if not has_chat_template(self.source.tokenizer.tokenizer):
             raise ValueError(
-                f"the tokenizer of {self.model_name} has no chat template: set its chat_template. "
+                f"The tokenizer of {self.model_name} has no chat template: set its chat_template. "
                 "For a base model, a template that joins the contents of the messages is enough"
             )
         variables = template_variables(self, chat_template_kwargs)

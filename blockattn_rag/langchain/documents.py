@@ -167,7 +167,7 @@ class BlockKVCompressor(BaseDocumentCompressor):
         )
         if stale:
             logger.warning(
-                "the text of %d of %d retrieved documents differs from the ingested text, "
+                "The text of %d of %d retrieved documents differs from the ingested text, "
                 "so their KV is recomputed. If a previous step shortens or rewrites documents, use "
                 "a filter or reranker that keeps them whole. Otherwise, their text was replaced in "
                 "the vector store: pass changed documents through BlockKVTransformer before "
@@ -205,5 +205,5 @@ def _warm(llm: EngineFields, blocks: list[Block]) -> EncodeStats:
         return llm.engine.precompute(blocks)
     except Exception as error:
         # Logged, not raised, because the answer computes missing blocks anyway.
-        logger.warning("warming the KV store failed: %s", error)
+        logger.warning("Warming the KV store failed: %s", error)
         raise

@@ -122,7 +122,7 @@ def _with_client(model_kwargs: dict[str, Any], asking: dict[str, Any]) -> dict[s
     given = {name: value for name, value in asking.items() if value is not None}
     if twice := [name for name in given if _OF_CLIENTS[name] in model_kwargs]:
         raise ValueError(
-            f"found both {twice[0]} and model_kwargs={{{_OF_CLIENTS[twice[0]]!r}: ...}}, expected "
+            f"Found both {twice[0]} and model_kwargs={{{_OF_CLIENTS[twice[0]]!r}: ...}}, expected "
             "only one of them"
         )
     return {**model_kwargs, **{_OF_CLIENTS[name]: value for name, value in given.items()}}

@@ -77,7 +77,7 @@ def _role_of(message: BaseMessage) -> str:
     for kind, role in _ROLES.items():
         if isinstance(message, kind):
             return role
-    raise ValueError(f"found a {type(message).__name__}; chat templates have no role for it")
+    raise ValueError(f"Found a {type(message).__name__}; chat templates have no role for it")
 
 
 def _text_of(message: BaseMessage) -> str:
@@ -119,7 +119,7 @@ def _text_of_part(part: str | dict[str, Any], message: BaseMessage) -> str:
     if isinstance(message, AIMessage) and part.get("type") in _UNSEEN_PARTS:
         return ""
     raise ValueError(
-        f"this model reads text only, found the part {json.dumps(part, default=str)[:80]} in a "
+        f"This model reads text only, found the part {json.dumps(part, default=str)[:80]} in a "
         f"{message.type} message; remove the part"
     )
 
@@ -230,7 +230,7 @@ def without_markers(value: Any) -> Any:
         return value.model_copy(update=changed)
     if isinstance(value, Sequence):
         return [without_markers(message) for message in convert_to_messages(value)]
-    raise TypeError(f"expected a prompt or messages, found {type(value).__name__}")
+    raise TypeError(f"Expected a prompt or messages, found {type(value).__name__}")
 
 
 def _cleaned(value: Any) -> Any:

@@ -102,7 +102,7 @@ def named_schema(schema: Any) -> dict[str, Any]:
         function = convert_to_openai_function(schema)
     except (TypeError, ValueError) as error:
         raise ValueError(
-            "a schema is a pydantic class, a TypedDict, a JSON schema, or a function definition; "
+            "A schema is a pydantic class, a TypedDict, a JSON schema, or a function definition; "
             f"found {schema!r:.60}. Wrap a plain type in a class with one field ({error})"
         ) from error
     return {"name": function["name"], "schema": function["parameters"]}

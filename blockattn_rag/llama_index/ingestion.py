@@ -150,7 +150,7 @@ class BlockKVTransform(EngineComponent, TransformComponent):
         if self.metadata_key and nodes and all(self.metadata_key not in n.metadata for n in nodes):
             found = sorted({key for node in nodes for key in node.metadata})
             logger.warning(
-                "no node has the metadata key %r, so the nodes' own texts are encoded; found %s",
+                "No node has the metadata key %r, so the nodes' own texts are encoded; found %s",
                 self.metadata_key,
                 ", ".join(found) or "none",
             )
@@ -188,7 +188,7 @@ class BlockKVTransform(EngineComponent, TransformComponent):
     def __getstate__(self) -> dict[str, Any]:
         if self.source.lasting_store is None:
             raise pickle.PicklingError(
-                "this BlockKVTransform stores in the memory of this process, where other processes "
+                "This BlockKVTransform stores in the memory of this process, where other processes "
                 "cannot write; pass a directory or an address as kv_store=, or run the pipeline "
                 "without num_workers"
             )
@@ -201,7 +201,7 @@ def _shown(node: BaseNode, metadata_key: str | None) -> BaseNode:
         return node
     if not isinstance(text, str):
         raise ValueError(
-            f"expected text in the metadata key {metadata_key!r} of node {node.node_id}, found "
+            f"Expected text in the metadata key {metadata_key!r} of node {node.node_id}, found "
             f"{text!r:.60}"
         )
     shown = node.model_copy()

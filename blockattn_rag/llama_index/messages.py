@@ -74,7 +74,7 @@ def _call_of(block: ToolCallBlock) -> ToolCall:
             arguments = json.loads(arguments or "{}")
         except ValueError as error:
             raise ValueError(
-                f"found an earlier call of {block.tool_name} whose arguments are not JSON "
+                f"Found an earlier call of {block.tool_name} whose arguments are not JSON "
                 f"({error}): {arguments[:80]!r}; remove it from the history"
             ) from error
     return ToolCall(block.tool_name, arguments, block.tool_call_id or "")
@@ -210,10 +210,10 @@ def tool_selections(response: ChatResponse, *, required: bool) -> list[ToolSelec
     calls = [block for block in message.blocks if isinstance(block, ToolCallBlock)]
     if required and invalid:
         found = "; ".join(f"{one['error']}: {one['text'][:200]!r}" for one in invalid)
-        raise ToolCallError(f"the model wrote a malformed tool call. {found}")
+        raise ToolCallError(f"The model wrote a malformed tool call. {found}")
     if required and not calls:
         raise ToolCallError(
-            f"expected a tool call, but the model answered {(message.content or '')[:200]!r}. Pass "
+            f"Expected a tool call, but the model answered {(message.content or '')[:200]!r}. Pass "
             "tool_required=True to enforce a call with a grammar"
         )
     return [

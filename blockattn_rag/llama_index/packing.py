@@ -196,7 +196,7 @@ class BlockPromptHelper(PromptHelper):
         size = self._get_available_chunk_size(prompt, num_chunks, padding, llm, tools)
         if size <= 0:
             raise ValueError(
-                f"the question, the prompt template and the answer leave no room for passages "
+                f"The question, the prompt template and the answer leave no room for passages "
                 f"({1 - size} tokens too many); shorten the question or max_new_tokens, or "
                 "use a larger context_window"
             )

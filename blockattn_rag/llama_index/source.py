@@ -43,7 +43,7 @@ class EngineComponent(BaseComponent):
     def __getstate__(self) -> dict[str, Any]:
         if live := self._source.live_parts:
             raise pickle.PicklingError(
-                f"this {type(self).__name__} was built from a live {' and '.join(live)}, which "
+                f"This {type(self).__name__} was built from a live {' and '.join(live)}, which "
                 "cannot be sent to another process; pass model_name= and kv_store= (a directory or "
                 "an address), or run the ingestion pipeline without num_workers"
             )

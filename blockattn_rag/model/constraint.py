@@ -210,7 +210,7 @@ def _is_padded(row: Sequence[int], matcher: Matching, pad: int | None) -> bool:
 
 def _stray(row: Sequence[int]) -> GrammarError:
     return GrammarError(
-        f"an answer of {len(row)} tokens has one that its grammar forbids, and is not returned: "
+        f"An answer of {len(row)} tokens has one that its grammar forbids, and is not returned: "
         "another option, such as custom_generate, bypassed the grammar; remove that option"
     )
 
@@ -220,7 +220,7 @@ def _forced_end(allowed: np.ndarray, ends: Collection[int], scores: Tensor) -> T
     possible = set(np.flatnonzero(allowed).tolist())
     if not possible or possible - set(ends):
         raise GrammarError(
-            "no token is left for the answer: other settings, such as eos_token_id, bad_words_ids "
+            "No token is left for the answer: other settings, such as eos_token_id, bad_words_ids "
             "or suppress_tokens, forbid every token that the grammar allows"
         )
     return scores.index_fill(0, torch.tensor(sorted(ends), device=scores.device), 0.0)

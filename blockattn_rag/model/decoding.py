@@ -256,7 +256,7 @@ def _add_grammars(
         return None
     ends = end_token_ids(hf_model, tokenizer, arguments)
     if not ends:
-        raise ValueError("found no eos_token_id, but a grammar needs a token that ends the answer")
+        raise ValueError("Found no eos_token_id, but a grammar needs a token that ends the answer")
     constraint = GrammarConstraint(
         matchers,
         prompt_width,

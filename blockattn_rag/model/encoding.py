@@ -44,7 +44,7 @@ def batches(
         first = order[0]
         sink = f" after a sink of {len(first.sink_ids)} tokens" if first.sink_ids else ""
         raise ContextOverflowError(
-            f"a block has {len(first.token_ids)} tokens{sink}, but the model accepts at most "
+            f"A block has {len(first.token_ids)} tokens{sink}, but the model accepts at most "
             f"{limit}; split the passage into smaller chunks{', or shorten the sink' * bool(sink)}"
         )
     while order:

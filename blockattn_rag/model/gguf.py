@@ -56,7 +56,7 @@ def dequantised(file: Path) -> Path:
         ValueError: transformers cannot read the file.
     """
     if not file.is_file():
-        raise FileNotFoundError(f"no such GGUF file: {file}")
+        raise FileNotFoundError(f"No such GGUF file: {file}")
     with file.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
     folder = state_folder() / "gguf" / digest
@@ -68,7 +68,7 @@ def dequantised(file: Path) -> Path:
 def _dequantise(file: Path, folder: Path) -> None:
     for package in ("gguf", "accelerate"):  # transformers imports them to read GGUF files
         if importlib.util.find_spec(package) is None:
-            raise ImportError(f"reading {file.name} needs {missing_extra(package, 'gguf')}")
+            raise ImportError(f"Reading {file.name} needs {missing_extra(package, 'gguf')}")
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary_name(folder)
     logger.info("Dequantising %s into %s. Later runs skip this step.", file.name, folder)

@@ -59,7 +59,7 @@ def resolve_name(model: str | Path) -> str:
         )
     if not folder.exists() and (meant := get_close_matches(str(model), SHORT_NAMES, 1, 0.8)):
         raise FileNotFoundError(
-            f"found no model {str(model)!r}; did you mean {meant[0]!r}? Pass the folder of a local "
+            f"Found no model {str(model)!r}; did you mean {meant[0]!r}? Pass the folder of a local "
             "model, or the full hub id, such as 'organisation/name'"
         )
     return os.path.expanduser(model)

@@ -285,7 +285,7 @@ def check_ready(hf_model: PreTrainedModel) -> None:
     if torch.is_autocast_enabled(kind):
         precision = torch.get_autocast_dtype(kind)
         raise ValueError(
-            f"autocast to {precision} is on, but keys and values must be computed in the model's "
+            f"Autocast to {precision} is on, but keys and values must be computed in the model's "
             f"dtype, {hf_model.dtype}. Leave the torch.autocast context, or load the model with "
             f"dtype={precision}"
         )

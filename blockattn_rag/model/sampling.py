@@ -74,7 +74,7 @@ def room_for(prompt_tokens: int, max_context_tokens: int) -> int:
     room = max_context_tokens - prompt_tokens
     if room < 1:
         raise ContextOverflowError(
-            f"the prompt has {prompt_tokens} tokens, but the model accepts at most "
+            f"The prompt has {prompt_tokens} tokens, but the model accepts at most "
             f"{max_context_tokens}, including the answer; retrieve fewer or shorter passages"
         )
     return room

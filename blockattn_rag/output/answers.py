@@ -38,7 +38,7 @@ def complete_json(text: str, finish_reason: str | None) -> Any:
         value = json.loads(text)
     except RecursionError:
         raise IncompleteAnswerError(
-            "a JSON answer is nested too deeply to be read; limit the depth of the schema. Found "
+            "A JSON answer is nested too deeply to be read; limit the depth of the schema. Found "
             f"{_shown(text)}",
             text,
         ) from None
@@ -59,7 +59,7 @@ def incomplete(text: str, finish_reason: str | None, found: str = "") -> Incompl
     """
     ended = f"ended before it was complete; remove stop strings that it may contain ({found})"
     why = _REASONS.get(finish_reason or "", ended)
-    return IncompleteAnswerError(f"a JSON answer {why}. Found {_shown(text)}", text)
+    return IncompleteAnswerError(f"A JSON answer {why}. Found {_shown(text)}", text)
 
 
 def _shown(text: str) -> str:

@@ -217,7 +217,7 @@ class GrammarCompiler:
             from llguidance import LLMatcher
         except ImportError as error:
             needed = missing_extra("llguidance", "structured")
-            raise ImportError(f"structured output needs {needed}") from error
+            raise ImportError(f"Structured output needs {needed}") from error
         with self._known_lock:
             if self._known is None:
                 self._known = _ll_tokenizer(self._tokenizer, self._ends, self._name)
@@ -275,7 +275,7 @@ def _ll_tokenizer(tokenizer: Any, ends: Sequence[int], name: str) -> LLTokenizer
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise UnsupportedModelError(
-            f"the tokenizer of {name} is a {type(tokenizer).__name__}; grammars need one of the "
+            f"The tokenizer of {name} is a {type(tokenizer).__name__}; grammars need one of the "
             "tokenizers library"
         )
     backend = copy.copy(backend)
@@ -285,7 +285,7 @@ def _ll_tokenizer(tokenizer: Any, ends: Sequence[int], name: str) -> LLTokenizer
         return LLTokenizer(backend.to_str(), eos_token=list(ends) or None)
     except ValueError as error:
         raise UnsupportedModelError(
-            f"grammars cannot be compiled for the tokenizer of {name}: {error}"
+            f"Grammars cannot be compiled for the tokenizer of {name}: {error}"
         ) from error
 
 
@@ -301,7 +301,7 @@ def _ll_grammar(grammar: Grammar) -> str:
         given = json.loads(grammar.text)
         if not isinstance(given, dict) or not {"triggers", "structures"} <= {*given}:
             raise ValueError(
-                "expected {'triggers': [...], 'structures': [{'begin': ..., 'schema': ..., "
+                "Expected {'triggers': [...], 'structures': [{'begin': ..., 'schema': ..., "
                 f"'end': ...}}]}}, found {grammar.text[:200]}"
             )
         return StructTag.to_grammar(

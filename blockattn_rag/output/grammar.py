@@ -71,7 +71,7 @@ def parse_grammar(response_format: Any, structured_outputs: Any) -> Grammar | No
     if structured_outputs is None:
         return None if response_format is None else _of_format(response_format)
     if response_format is not None:
-        raise ValueError("pass either response_format or structured_outputs, not both")
+        raise ValueError("Pass either response_format or structured_outputs, not both")
     return _of_outputs(structured_outputs)
 
 
@@ -102,7 +102,7 @@ def _of_format(given: Any) -> Grammar | None:
                 )
             return _of_schema(named["schema"], asked, named.get("name"))
     raise ValueError(
-        "the type of response_format must be json_schema, json_object or text; found "
+        "The type of response_format must be json_schema, json_object or text; found "
         f"{_shown(given['type'])}"
     )
 
@@ -122,7 +122,7 @@ def _of_outputs(given: Any) -> Grammar:
         case "json":
             schema = _read(value) if isinstance(value, str) else value
             if not isinstance(schema, Mapping):
-                raise TypeError(f"a JSON schema must be an object; found {_shown(value)}")
+                raise TypeError(f"A JSON schema must be an object; found {_shown(value)}")
             return _of_schema(schema, asked)
         case "json_object":
             return _any_object(asked)
@@ -161,7 +161,7 @@ def _read(text: str) -> Any:
     except RecursionError:
         raise _too_deep() from None
     except ValueError as error:
-        raise ValueError(f"a JSON schema is not JSON: {error}; found {_shown(text)}") from error
+        raise ValueError(f"A JSON schema is not JSON: {error}; found {_shown(text)}") from error
 
 
 def _json(value: Any) -> str:
@@ -170,12 +170,12 @@ def _json(value: Any) -> str:
     except RecursionError:
         raise _too_deep() from None
     except (TypeError, ValueError) as error:
-        raise TypeError(f"a grammar must be plain JSON; found {_shown(value)}") from error
+        raise TypeError(f"A grammar must be plain JSON; found {_shown(value)}") from error
 
 
 def _too_deep() -> GrammarError:
     return GrammarError(
-        "a grammar is nested too deeply, expected fewer than 100 levels: flatten the schema, or "
+        "A grammar is nested too deeply, expected fewer than 100 levels: flatten the schema, or "
         "make it recursive with $ref"
     )
 

@@ -51,12 +51,12 @@ def prepared(schema: dict[str, Any]) -> dict[str, Any]:
         result: dict[str, Any] = _mapped(schema, change)
     except RecursionError:
         raise GrammarError(
-            "a JSON schema is nested too deeply, expected fewer than 100 levels: flatten it, or "
+            "A JSON schema is nested too deeply, expected fewer than 100 levels: flatten it, or "
             "make it recursive with $ref"
         ) from None
     if len(nodes) > MOST_SCHEMAS:
         raise GrammarError(
-            f"a JSON schema contains {len(nodes):,} schemas, expected at most "
+            f"A JSON schema contains {len(nodes):,} schemas, expected at most "
             f"{MOST_SCHEMAS:,}: use enum instead of anyOf of constants, or offer fewer options"
         )
     for node in nodes:
@@ -71,7 +71,7 @@ def _check_optional(node: dict[str, Any]) -> None:
     optional = len(properties.keys() - set(required if isinstance(required, list) else ()))
     if optional > MOST_OPTIONAL:
         raise GrammarError(
-            f"an object has {optional:,} optional properties, expected at most {MOST_OPTIONAL:,}: "
+            f"An object has {optional:,} optional properties, expected at most {MOST_OPTIONAL:,}: "
             "make some required, or split the object"
         )
 

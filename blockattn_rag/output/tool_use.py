@@ -85,7 +85,7 @@ class ToolUse:
             )  # a grammar enforces the format
         if template is None:
             raise ValueError(
-                f"the chat template of {model_name or 'this model'} supports no tools, or writes "
+                f"The chat template of {model_name or 'this model'} supports no tools, or writes "
                 "calls in an unknown format (known: Hermes and Qwen, Llama 3, Mistral, Granite, "
                 "SmolLM3). Use another model, set the tokenizer's chat_template to one that "
                 "supports tools, require a call (tool_choice), or leave out the tools: "
@@ -119,7 +119,7 @@ class ToolUse:
         grammar = _grammar_of(given)
         if grammar is not None and not _is_json(grammar):
             raise ValueError(
-                f"found {grammar} with tools whose calls are required or constrained: an answer "
+                f"Found {grammar} with tools whose calls are required or constrained: an answer "
                 "cannot satisfy both; remove structured_outputs, or tool_choice and tool_calls"
             )
         may = self.tools
@@ -276,7 +276,7 @@ def with_default_calls(defaults: Mapping[str, Any], call: Mapping[str, Any]) -> 
     given = {name: value for name, value in defaults.items() if name in TOOL_OPTIONS}
     if others := [name for name in given if name != "tool_calls"]:
         raise ValueError(
-            f"found {others[0]} in generate_kwargs, which accepts no option for tools except "
+            f"Found {others[0]} in generate_kwargs, which accepts no option for tools except "
             f"tool_calls; pass {others[0]} with each call, or bind it"
         )
     return {**given, **call}
@@ -301,6 +301,6 @@ def _check_definitions(tools: Sequence[Any]) -> None:
         name = function.get("name") if isinstance(function, Mapping) else None
         if not isinstance(name, str) or not name:
             raise TypeError(
-                "a tool's definition must be {'type': 'function', 'function': {'name': ..., "
+                "A tool's definition must be {'type': 'function', 'function': {'name': ..., "
                 f"'description': ..., 'parameters': ...}}}}; found {tool!r:.200}"
             )

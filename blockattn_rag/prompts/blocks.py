@@ -135,12 +135,12 @@ class Block:
 
     def __post_init__(self) -> None:
         if not isinstance(self.text, str):
-            raise TypeError(f"a block's text must be a str, found {type(self.text).__name__}")
+            raise TypeError(f"A block's text must be a str, found {type(self.text).__name__}")
         if not self.rendered:
-            raise ValueError("a block's text is empty; remove empty passages from the prompt")
+            raise ValueError("A block's text is empty; remove empty passages from the prompt")
         spans = merged(self.spans or [Span(self.text, "passage")])
         if text_of(spans) != self.text:
-            raise ValueError("a block's spans must concatenate to its text")
+            raise ValueError("A block's spans must concatenate to its text")
         object.__setattr__(self, "spans", spans)
         object.__setattr__(self, "handle", handle_of(self.text))
 
@@ -201,7 +201,7 @@ class BlockPrompt:
         if not isinstance(self.final, str):
             raise TypeError(f"final must be a str, found {type(self.final).__name__}")
         if not self.context and not self.final:
-            raise ValueError("the prompt is empty: it has no context block and no final text")
+            raise ValueError("The prompt is empty: it has no context block and no final text")
         spans = merged(self.final_spans or [Span(self.final, "prompt")])
         if text_of(spans) != self.final:
             raise ValueError("final_spans must concatenate to the final text")
@@ -217,12 +217,12 @@ class BlockPrompt:
         is_list = isinstance(texts, Iterable) and not isinstance(texts, (str, bytes, Mapping))
         if not is_list or not texts:
             raise ValueError(
-                "expected a non-empty list of texts whose last item is the final block, "
+                "Expected a non-empty list of texts whose last item is the final block, "
                 f"found {texts!r:.60}"
             )
         *context, final = texts
         if isinstance(final, Block):
-            raise TypeError("the last item of a prompt is its final block and must be a str")
+            raise TypeError("The last item of a prompt is its final block and must be a str")
         blocks = (one if isinstance(one, Block) else Block(one) for one in context if one != "")
         return cls(tuple(blocks), final)
 

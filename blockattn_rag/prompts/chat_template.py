@@ -151,10 +151,10 @@ def _trace(
         # contents, so that no part of them is attributed to the template.
         if not set(slots.of_turn.values()) <= shown:
             raise SegmentationError(
-                "the chat template changes contents so that they cannot be found in its output, or "
+                "The chat template changes contents so that they cannot be found in its output, or "
                 "drops some; use a template that renders every message's content unchanged"
             )
-        logger.debug("the chat template changes contents; using the original contents")
+        logger.debug("The chat template changes contents; using the original contents")
         contents = [
             _escaped(spans) if before.endswith('"') else spans
             for before, spans in zip(template, asked, strict=False)
@@ -171,7 +171,7 @@ def _check_passages_are_shown(turns: Sequence[Message], slots: _Slots, shown: se
         number = slots.of_turn.get(id(turn))
         if number not in shown and any(span.origin in PASSAGES for span in turn["content"]):
             raise SegmentationError(
-                f"the chat template renders no message of the role {turn['role']!r}, so its "
+                f"The chat template renders no message of the role {turn['role']!r}, so its "
                 "passages are lost; use another template, or put the passages into a user message"
             )
 
@@ -180,7 +180,7 @@ def _with_spans(message: Message) -> dict[str, Any]:
     """Convert the content of a message to spans."""
     role = message["role"]
     if not isinstance(role, str) or not _HARMLESS.fullmatch(role):
-        raise ValueError(f"found the role {role!r:.60}; a role is a plain word such as 'user'")
+        raise ValueError(f"Found the role {role!r:.60}; a role is a plain word such as 'user'")
     return {**_plain_ids(message), "content": spans_of(message)}
 
 
@@ -230,7 +230,7 @@ def origin_of(role: str) -> Origin:
 
 def _merge_same_role(messages: Sequence[Message]) -> list[dict[str, Any]]:
     if not messages:
-        raise ValueError("expected at least one chat message, found none")
+        raise ValueError("Expected at least one chat message, found none")
     turns: list[dict[str, Any]] = []
     for message in map(_with_spans, messages):
         last = turns[-1] if turns else {}

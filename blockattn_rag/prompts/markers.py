@@ -173,7 +173,7 @@ def _digest(text: str) -> str:
 def _warn_of_foreign_markers() -> None:
     """Warn once about foreign markers, which may be typed or from another installation."""
     logger.warning(
-        "found block markers that this installation did not create; they are treated as text. If "
+        "Found block markers that this installation did not create; they are treated as text. If "
         "they come from another of your machines, set the same %s on both (docs/security.md)",
         KEY_VARIABLE,
     )
@@ -203,7 +203,7 @@ def _found_key() -> bytes:
     try:
         return _key_in(state_folder() / "marker.key")
     except (OSError, RuntimeError) as error:  # RuntimeError: there is no home folder
-        logger.info("markers are valid in this process only: the key cannot be saved (%s)", error)
+        logger.info("Markers are valid in this process only: the key cannot be saved (%s)", error)
         return secrets.token_bytes(_KEY_BYTES)
 
 
@@ -246,7 +246,7 @@ def content_spans(content: str, origin: Origin) -> list[Span]:
     passages, gaps = parse(content)
     if len(passages) > MAX_MARKED:
         raise SegmentationError(
-            f"found {len(passages)} marked passages in one message, expected at most {MAX_MARKED}; "
+            f"Found {len(passages)} marked passages in one message, expected at most {MAX_MARKED}; "
             "retrieve fewer"
         )
     spans = [Span(without_orphans(content, gaps[0]), origin)]

@@ -91,7 +91,7 @@ class BlockTokenizer:
         while context and not final:
             final = self.block_ids(context.pop(), first=not context)
         if not final:
-            raise ValueError("the prompt has no tokens; add a question")
+            raise ValueError("The prompt has no tokens; add a question")
         return context, final
 
     def prompt_ids(self, prompt: BlockPrompt, promote: int = 0) -> PromptIds:

@@ -129,12 +129,12 @@ class ServingConfig:
             try:
                 found = Recipe.load(self.recipe)
             except ValueError as error:
-                raise ServingError(f"cannot read the recipe of the server: {error}") from error
+                raise ServingError(f"Cannot read the recipe of the server: {error}") from error
             profile.check_recipe(found)
         adapter = None if found is None else found.adapter
         if adapter is None and profile.adapter and self.encodes:
             raise ServingError(
-                f"the profile {self.profile} was written with the adapter {profile.adapter[:6]}, "
+                f"The profile {self.profile} was written with the adapter {profile.adapter[:6]}, "
                 "but the connector has no option recipe; set it to the folder of that recipe"
             )
         return adapter

@@ -106,7 +106,7 @@ def block_keys(
         opens_prompt, start = plan.opens_prompt, len(token_ids) - plan.lengths[0]
         if tuple(token_ids[:start]) != (() if opens_prompt else profile.sink_ids):
             raise ProtocolError(
-                f"found {start} tokens before the block to be encoded, expected the "
+                f"Found {start} tokens before the block to be encoded, expected the "
                 f"{len(profile.sink_ids)} tokens of the server's sink ({profile.sink}), or none "
                 "with opens_prompt"
             )

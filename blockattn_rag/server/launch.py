@@ -83,7 +83,7 @@ def require_vllm() -> None:
     """Raise ImportError if vLLM is not installed."""
     if importlib.util.find_spec("vllm") is None:
         raise ImportError(
-            "serving needs vLLM, which is not installed: make an environment of its own, and run "
+            "Serving needs vLLM, which is not installed: make an environment of its own, and run "
             '`pip install ".[vllm,serving]"` in the folder that blockattn-rag was installed '
             "from. Without a GPU, run `pip install --no-deps -r constraints-vllm.txt` and `pip "
             'install -c constraints-vllm.txt ".[llama-index,langchain,serving]"` instead; see '
@@ -101,7 +101,7 @@ def require_port(host: str, port: int) -> None:
         except (OSError, OverflowError) as error:
             why = getattr(error, "strerror", None) or error
             raise ServingError(
-                f"cannot listen on {host}, port {port}: {why}; choose another --host or --port"
+                f"Cannot listen on {host}, port {port}: {why}; choose another --host or --port"
             ) from error
 
 

@@ -80,7 +80,7 @@ class BlockLoader:
         self._outline = share.token_outline(profile)
         self._deadline_s = check_seconds("deadline_s", deadline_s)
         if most_waiting < 1:
-            raise ValueError(f"expected room for at least one load, found {most_waiting}")
+            raise ValueError(f"Expected room for at least one load, found {most_waiting}")
         self._most_waiting = most_waiting
         # A store may hang, so some threads read, and others wait for them until the deadline.
         self._readers = Readers(threads, "blockattn-rag-loader")
@@ -111,7 +111,7 @@ class BlockLoader:
         refused: Future[list[BlockKV]] = Future()
         why = "the loader is closed" if is_closed else f"{waiting} loads are running or waiting"
         places = tuple(one.place for one in blocks)
-        refused.set_exception(LoadError(f"the blocks of the prompt were not loaded: {why}", places))
+        refused.set_exception(LoadError(f"The blocks of the prompt were not loaded: {why}", places))
         return refused
 
     def stats(self) -> LoaderStats:
@@ -134,10 +134,10 @@ class BlockLoader:
         except Exception as error:
             if not isinstance(error, StoreError):
                 # An unexpected error must not stop the engine, which serves other requests.
-                logger.exception("unexpected error while loading blocks")
+                logger.exception("Unexpected error while loading blocks")
             self._count(failures=1, load_s=self._since(until))
             places = tuple(one.place for one in blocks)
-            raise LoadError(f"the blocks of the prompt were not loaded: {error}", places) from error
+            raise LoadError(f"The blocks of the prompt were not loaded: {error}", places) from error
         self._count(
             loads=1,
             blocks=len(blocks),
@@ -226,7 +226,7 @@ def _failure(
     first = next(one for one in blocks if one.place in missing)
     others = f", and {len(missing) - 1} more" if len(missing) > 1 else ""
     return LoadError(
-        f"block {first.place} of the prompt ({len(first.ids)} tokens from token {first.start} on)"
+        f"Block {first.place} of the prompt ({len(first.ids)} tokens from token {first.start} on)"
         f"{others} cannot be loaded: {missing[first.place]}",
         tuple(sorted(missing)),
         tuple(dict.fromkeys(damaged)),

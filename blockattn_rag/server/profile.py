@@ -198,7 +198,7 @@ class ModelProfile:
             found.append(str(error).rstrip("."))
         if found:
             raise ServingError(
-                f"the recipe {recipe.source or recipe} is not the one that the profile of "
+                f"The recipe {recipe.source or recipe} is not the one that the profile of "
                 f"{self.name} was written with: found {'; '.join(found)}. Write the profile with "
                 "`blockattn-rag check MODEL --recipe FOLDER --profile FILE`"
             )
@@ -220,7 +220,7 @@ class ModelProfile:
         except (OSError, ValueError, RecursionError) as error:
             why = error.strerror if isinstance(error, OSError) else error
             raise ServingError(
-                f"cannot read a model's profile from {path}: {why}; make one with `blockattn-rag "
+                f"Cannot read a model's profile from {path}: {why}; make one with `blockattn-rag "
                 f"check MODEL --profile {path}`"
             ) from error
 
@@ -245,12 +245,12 @@ def profile_of(model: BlockModel, recipe: Recipe | None = None) -> ModelProfile:
     check_fits(recipe, model)
     if recipe.positions != "reordered":
         raise ValueError(
-            f"found recipe {recipe}, but a server rotates keys to their positions in the prompt; "
+            f"Found recipe {recipe}, but a server rotates keys to their positions in the prompt; "
             "pass a recipe with positions='reordered'"
         )
     if recipe.recompute:
         raise ValueError(
-            f"found recipe {recipe}, but a server cannot recompute tokens of passages; pass a "
+            f"Found recipe {recipe}, but a server cannot recompute tokens of passages; pass a "
             "recipe with recompute=0, for example with promote=1"
         )
     with model.lock:  # the fingerprint may measure the layouts again

@@ -274,7 +274,7 @@ class BlockPlan:
             fields |= {"namespace": self.namespace, "mac": self._mac(secret)}
         elif self.namespace != default:
             raise ValueError(
-                f"the namespace {self.namespace!r} can be named only with the server's tenant "
+                f"The namespace {self.namespace!r} can be named only with the server's tenant "
                 "secret; clients send plans without a namespace"
             )
         return {FIELD: fields}
@@ -328,7 +328,7 @@ def parse_plan(
     plan = parse(BlockPlan, fields, FIELD)
     if is_named and (secret is None or not plan.is_signed(mac, secret)):
         raise ProtocolError(
-            "a client may not name its namespace: only the server's endpoint may, which signs it "
+            "A client may not name its namespace: only the server's endpoint may, which signs it "
             "with the secret from the environment variable given by the option tenant_secret_env"
         )
     plan.check_fits(num_prompt_tokens)

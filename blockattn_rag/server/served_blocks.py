@@ -71,12 +71,12 @@ class ServedBlocks:
         tokens = expected if self.cut_short else self.loaded_tokens + self.local_tokens
         if (self.blocks, tokens) != (len(lengths), expected):
             raise ProtocolError(
-                f"the server answered from {self.blocks} blocks of {tokens} tokens, expected "
+                f"The server answered from {self.blocks} blocks of {tokens} tokens, expected "
                 f"{len(lengths)} of {expected}"
             )
         if self.encoded > self.blocks or self.encoded_tokens > tokens:
             raise ProtocolError(
-                f"the server reports {self.encoded} of {self.blocks} blocks as encoded, and "
+                f"The server reports {self.encoded} of {self.blocks} blocks as encoded, and "
                 f"{self.encoded_tokens} of {tokens} tokens"
             )
 
@@ -94,13 +94,13 @@ class ServedBlocks:
         params = kv_transfer_params
         if not isinstance(params, Mapping) or FIELD not in params:
             raise ProtocolError(
-                f"found kv_transfer_params {shown(params)} in the server's answer, expected the "
+                f"Found kv_transfer_params {shown(params)} in the server's answer, expected the "
                 f"field {FIELD!r}: it was not computed in block mode. Configure this package's "
                 "connector on the server"
             )
         fields = check_version(params[FIELD], "v", VERSION, FIELD)
         if (mode := fields.pop("mode", None)) != "block":
-            raise ProtocolError(f"found mode {shown(mode)} in {FIELD}, expected 'block'")
+            raise ProtocolError(f"Found mode {shown(mode)} in {FIELD}, expected 'block'")
         return parse(cls, fields, FIELD)
 
 

@@ -47,7 +47,7 @@ class Share:
         every = range(profile.num_layers)
         layers = every if layers is None else layers
         if not layers or layers.step != 1 or layers[0] not in every or layers[-1] not in every:
-            raise ValueError(f"found layers {layers}, expected a part of {every}")
+            raise ValueError(f"Found layers {layers}, expected a part of {every}")
         heads = (share_of(rank, ranks, profile.layers[layer].kv_heads) for layer in layers)
         return cls(layers, tuple(heads))
 
@@ -158,7 +158,7 @@ class ShareStore(KVStore):
         return self.home.stats()
 
     def _refuse(self, what: str) -> NoReturn:
-        raise StoreError(f"cannot {what} in {self!r}: it is read-only; use {self.home!r} itself")
+        raise StoreError(f"Cannot {what} in {self!r}: it is read-only; use {self.home!r} itself")
 
     def _choose(self, header: Header) -> dict[int, range]:
         """Heads to read of each layer."""
@@ -188,6 +188,6 @@ def _layout(profile: ModelProfile, num_tokens: int, quantised: bool) -> Layout:
 
 def _other_shape(key: str) -> FingerprintMismatchError:
     return FingerprintMismatchError(
-        f"the store has keys and values of another shape or dtype under {key} than the model's "
+        f"The store has keys and values of another shape or dtype under {key} than the model's "
         "profile says; use the profile of the model that filled the store"
     )

@@ -80,7 +80,7 @@ def check_version(value: object, field: str, version: int, name: str) -> dict[st
     found = fields.pop(field, None)
     if type(found) is not int or found != version:
         raise ProtocolError(
-            f"found version {shown(found)} of {name}, expected {version}: use releases of this "
+            f"Found version {shown(found)} of {name}, expected {version}: use releases of this "
             "package with the same version on both sides"
         )
     return fields
@@ -119,10 +119,10 @@ async def read_json(chunks: AsyncIterable[bytes], max_tokens: int) -> Any:
         body += chunk
         if len(body) > most:
             raise ProtocolError(
-                f"the body has more than {most:,} bytes, the limit for {max_tokens:,} tokens "
+                f"The body has more than {most:,} bytes, the limit for {max_tokens:,} tokens "
                 "(max_model_len); send fewer or shorter texts or blocks, and media by URL"
             )
     try:
         return await asyncio.to_thread(json.loads, body)
     except (ValueError, RecursionError) as error:
-        raise ProtocolError(f"the body is not valid JSON: {error}") from error
+        raise ProtocolError(f"The body is not valid JSON: {error}") from error

@@ -47,7 +47,7 @@ def check_key(key: str) -> str:
         ValueError: The key is malformed.
     """
     if not is_key(key):
-        raise ValueError(f"a store key is 64 hex digits (kv.store_key), found {key!r}")
+        raise ValueError(f"A store key is 64 hex digits (kv.store_key), found {key!r}")
     return key
 
 
@@ -55,7 +55,7 @@ def check_entry(key: str, kv: BlockKV) -> None:
     """Raise ValueError if ``kv`` is malformed or does not belong under ``key``."""
     if key != kv.key:
         raise ValueError(
-            f"found the key {key!r}, expected {kv.key!r}: put a block under "
+            f"Found the key {key!r}, expected {kv.key!r}: put a block under "
             "store_key(kv.fingerprint, kv.digest)"
         )
     check_storable(kv)
@@ -88,7 +88,7 @@ def check_finite(kv: BlockKV, place: object) -> None:
     """Raise StoreError, which names ``place``, if keys or values are NaN or infinite."""
     if not is_finite(kv):
         raise StoreError(
-            f"cannot write {place}: keys or values of the block contain NaN or infinity. The model "
+            f"Cannot write {place}: keys or values of the block contain NaN or infinity. The model "
             f"overflows {str(kv.keys[0].dtype).removeprefix('torch.')}; load it with "
             "dtype='float32' or 'bfloat16'"
         )
@@ -116,7 +116,7 @@ def check_states(
 ) -> None:
     if not keys or len(keys) != len(values) or len(keys) > MOST_LAYERS:
         raise ValueError(
-            f"a BlockKV needs the same number of key and value layers, 1 to {MOST_LAYERS}; "
+            f"A BlockKV needs the same number of key and value layers, 1 to {MOST_LAYERS}; "
             f"found {len(keys)} and {len(values)}"
         )
     if len(ids.shape) != 1 or ids.dtype != torch.int64 or not ids.shape[0]:
@@ -127,34 +127,34 @@ def check_states(
     for layer in (*keys, *values):
         if len(layer.shape) != 3 or layer.shape[1] != ids.shape[0] or 0 in layer.shape:
             raise ValueError(
-                f"keys and values must be [num_kv_heads, {ids.shape[0]} tokens, head_dim] and not "
+                f"Keys and values must be [num_kv_heads, {ids.shape[0]} tokens, head_dim] and not "
                 f"empty; found {list(layer.shape)}"
             )
         if quantised and layer.dtype != torch.int8:
-            raise ValueError(f"keys and values with scales must be int8; found {layer.dtype}")
+            raise ValueError(f"Keys and values with scales must be int8; found {layer.dtype}")
         if not quantised and not (layer.dtype.is_floating_point and layer.dtype in DTYPE_NAMES):
             raise ValueError(
-                f"keys and values must be of a floating-point dtype that safetensors supports; "
+                f"Keys and values must be of a floating-point dtype that safetensors supports; "
                 f"found {layer.dtype}"
             )
     for index, (k, v) in enumerate(zip(keys, values, strict=True)):
         if k.shape[0] != v.shape[0]:
             raise ValueError(
-                f"keys and values of a layer must have the same number of heads; "
+                f"Keys and values of a layer must have the same number of heads; "
                 f"found {k.shape[0]} and {v.shape[0]} in layer {index}"
             )
 
 
 def _check_scales(kv: BlockKV, scales: KVScales) -> None:
     if not scales.dtype.is_floating_point or scales.dtype not in DTYPE_NAMES:
-        raise ValueError(f"blocks cannot be dequantised to {scales.dtype}")
+        raise ValueError(f"Blocks cannot be dequantised to {scales.dtype}")
     found = [(t.dtype, tuple(t.shape)) for t in (*scales.keys, *scales.values)]
     shapes = [(k.shape[0], 1, k.shape[2]) for k in kv.keys]
     shapes += [(v.shape[0], v.shape[1], 1) for v in kv.values]
     expected = [(torch.float32, shape) for shape in shapes]
     if found != expected:
         raise ValueError(
-            "a quantised block needs float32 scales, of keys [num_kv_heads, 1, head_dim] and of "
+            "A quantised block needs float32 scales, of keys [num_kv_heads, 1, head_dim] and of "
             f"values [num_kv_heads, num_tokens, 1] in each layer; found {found}, "
             f"expected {expected}"
         )

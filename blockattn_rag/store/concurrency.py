@@ -60,7 +60,7 @@ class Readers(_ForkAware):
 
     def __init__(self, threads: int, name: str) -> None:
         if threads < 1:
-            raise ValueError(f"expected at least one thread, found {threads}")
+            raise ValueError(f"Expected at least one thread, found {threads}")
         self._threads, self._name = threads, name
         super().__init__()
 
@@ -90,14 +90,14 @@ def outcome(future: Future[T], until: float, doing: str) -> T:
     """Wait until the deadline for the result of a read. Cancels a read that is still queued then.
 
     Raises:
-        StoreError: The deadline passed. ``doing`` completes the message "cannot ...".
+        StoreError: The deadline passed. ``doing`` completes the message "Cannot ...".
         Exception: Any exception of the read.
     """
     try:
         return future.result(remaining(until))
     except TimeoutError:
         future.cancel()
-        raise StoreError(f"cannot {doing}: there was no answer before the deadline") from None
+        raise StoreError(f"Cannot {doing}: there was no answer before the deadline") from None
 
 
 def check_seconds(name: str, seconds: float) -> float:
@@ -146,7 +146,7 @@ class SingleFlight(_ForkAware):
         finally:
             for key in own:
                 if not awaited[key].done():  # read_many raised in this thread
-                    awaited[key].set_result(StoreError(f"the read of {key} was interrupted"))
+                    awaited[key].set_result(StoreError(f"The read of {key} was interrupted"))
                 self._end(key, awaited[key])
         return [_answer(awaited[key], until, key) for key in keys]
 
@@ -165,7 +165,7 @@ def _answer(read: Future[Found], until: float, key: str) -> Found:
     try:
         return read.result(remaining(until))
     except TimeoutError:
-        return StoreError(f"cannot read {key}: another thread's read did not end in time")
+        return StoreError(f"Cannot read {key}: another thread's read did not end in time")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

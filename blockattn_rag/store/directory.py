@@ -101,7 +101,7 @@ class DirectoryStore(MaintainedStore):
                     self._make(create)
                 self._is_outdated = _check_mark(self._mark) < VERSION
         except ValueError as error:  # a path with a NUL, or with half a surrogate pair
-            raise StoreError(f"no folder can have the name {str(path)!r}: {error}") from error
+            raise StoreError(f"No folder can have the name {str(path)!r}: {error}") from error
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle without the threads; another process starts its own."""
@@ -294,7 +294,7 @@ class DirectoryStore(MaintainedStore):
         for example while others wrote to it. Each entry has its format version in its header.
         """
         if not create:
-            raise StoreError(f"there is no store at {self.path}: it has no {_MARK}")
+            raise StoreError(f"There is no store at {self.path}: it has no {_MARK}")
         files.make_folder(self.path, parents=True)
         foreign = next(self._foreign(), None)
         if self._mark.exists():

@@ -47,7 +47,7 @@ class Refusals:
             is_first = self.count == 1
         if is_first:
             logger.warning(
-                "a block of %d bytes does not fit in %r and is not stored, so it is computed again "
+                "A block of %d bytes does not fit in %r and is not stored, so it is computed again "
                 "each time; raise %s. Further ones are only counted (stats().refused)",
                 nbytes,
                 store,

@@ -36,7 +36,7 @@ def explained(doing: str, path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise StoreError(f"cannot {doing} {path}: {error.strerror or error}") from error
+        raise StoreError(f"Cannot {doing} {path}: {error.strerror or error}") from error
 
 
 def names_in(folder: Path) -> list[str]:

@@ -117,7 +117,7 @@ def share_of(rank: int, ranks: int, count: int) -> range:
     """
     if not 0 <= rank < ranks or count < 1:
         raise ValueError(
-            f"expected a rank from 0 to {ranks - 1} and a count of at least 1, "
+            f"Expected a rank from 0 to {ranks - 1} and a count of at least 1, "
             f"found rank {rank} of {ranks} and count {count}"
         )
     start = rank * count // ranks

@@ -291,7 +291,7 @@ def gc(
         )
     if ttl_s is not None and ttl_s < grace_s:
         raise ValueError(
-            f"the time to live ({ttl_s:g} s) is shorter than the grace period ({grace_s:g} s), "
+            f"The time to live ({ttl_s:g} s) is shorter than the grace period ({grace_s:g} s), "
             "within which nothing is deleted; shorten the grace period too"
         )
     gone = Tally()
@@ -368,7 +368,7 @@ def _sweep_leftovers(
         except FileNotFoundError:  # its writer has finished
             continue
         except OSError as error:
-            errors.add(str(path), f"cannot delete {path}: {error.strerror or error}")
+            errors.add(str(path), f"Cannot delete {path}: {error.strerror or error}")
     return freed_bytes
 
 

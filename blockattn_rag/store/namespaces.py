@@ -23,7 +23,7 @@ def check_namespace(name: object) -> str:
     if isinstance(name, str) and (name == "" or _NAME.fullmatch(name)):
         return name
     raise ValueError(
-        "a namespace consists of 1 to 64 ASCII letters, digits, '.', '_' and '-', and starts with "
+        "A namespace consists of 1 to 64 ASCII letters, digits, '.', '_' and '-', and starts with "
         f"a letter or digit, such as 'customer-17'; found {name!r:.80}"
     )
 

@@ -133,7 +133,7 @@ class ObjectClient:
             return None
         if not remaining(until):
             raise StoreError(
-                f"cannot read {self.place(path)}: its first part arrived after the deadline"
+                f"Cannot read {self.place(path)}: its first part arrived after the deadline"
             )
         first, meta = memoryview(found[0]), found[1]
         places = choose(first, meta["size"])
@@ -142,7 +142,7 @@ class ObjectClient:
             raw = torch.empty(size, dtype=torch.uint8)
         except RuntimeError:  # raised by torch if an allocation fails
             place = self.place(path)
-            raise StoreError(f"cannot read {place}: not enough memory for {size} bytes") from None
+            raise StoreError(f"Cannot read {place}: not enough memory for {size} bytes") from None
         view, at = raw.numpy().data, 0
         fill = partial(self._fill, path, e_tag=meta["e_tag"])
         parts = []
@@ -159,10 +159,10 @@ class ObjectClient:
     def _fill(self, path: str, room: memoryview, start: int, stop: int, e_tag: str | None) -> None:
         found = self._range(path, start, stop, e_tag)
         if found is None:
-            raise StoreError(f"cannot read {self.place(path)}: it was deleted meanwhile")
+            raise StoreError(f"Cannot read {self.place(path)}: it was deleted meanwhile")
         if len(found[0]) != stop - start:
             raise StoreError(
-                f"cannot read {self.place(path)}: received {len(found[0])} of the bytes from "
+                f"Cannot read {self.place(path)}: received {len(found[0])} of the bytes from "
                 f"{start} to {stop}"
             )
         room[:] = memoryview(found[0])
@@ -221,14 +221,14 @@ class ObjectClient:
 
         if not _has_its_threads():
             raise StoreError(
-                f"cannot {doing} {self.place(path)}: this process was forked after its parent "
+                f"Cannot {doing} {self.place(path)}: this process was forked after its parent "
                 "used an object store, and lacks the parent's threads; start processes by 'spawn' "
                 "or 'forkserver', or fork before an object store is used"
             )
         try:
             yield
         except (BaseError, OSError, ValueError) as error:
-            raise StoreError(f"cannot {doing} {self.place(path)}: {reason(error)}") from None
+            raise StoreError(f"Cannot {doing} {self.place(path)}: {reason(error)}") from None
 
 
 class ObjectSidecar(Sidecar):
@@ -282,9 +282,9 @@ def connect(url: str, deadline_s: float, retries: int) -> Backend:
         from obstore.exceptions import BaseError
         from obstore.store import from_url
     except ModuleNotFoundError as error:
-        raise ImportError(f"a store at {url} needs {missing_extra('obstore', 's3')}") from error
+        raise ImportError(f"A store at {url} needs {missing_extra('obstore', 's3')}") from error
     if not urlsplit(url).netloc:
-        raise ValueError(f"found no bucket in {url}, expected an address such as s3://bucket/kv")
+        raise ValueError(f"Found no bucket in {url}, expected an address such as s3://bucket/kv")
     limit = timedelta(seconds=deadline_s)
     least, most = (timedelta(seconds=min(seconds, deadline_s)) for seconds in _BACKOFF_S)
     client: ClientConfig = {"timeout": limit, "connect_timeout": min(limit, timedelta(seconds=5))}
@@ -304,4 +304,4 @@ def connect(url: str, deadline_s: float, retries: int) -> Backend:
     try:
         return from_url(url, client_options=client, retry_config=retry)
     except (BaseError, OSError, ValueError) as error:
-        raise ValueError(f"cannot open a store at {url}: {reason(error)}") from None
+        raise ValueError(f"Cannot open a store at {url}: {reason(error)}") from None

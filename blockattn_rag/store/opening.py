@@ -82,4 +82,4 @@ def open_spec(spec: str | Path, *, on_host: bool = False) -> KVStore:
         from blockattn_rag.store.redis import RedisStore
 
         return RedisStore(text)
-    raise ValueError(f"unknown store address {scheme}://, expected {_KNOWN}")
+    raise ValueError(f"Unknown store address {scheme}://, expected {_KNOWN}")

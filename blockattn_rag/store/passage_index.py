@@ -124,7 +124,7 @@ class PassageIndex:
         try:
             self._update(namespace, segments)
         except Exception as error:
-            logger.exception("unexpected error while the index of passages is read: %s", error)
+            logger.exception("Unexpected error while the index of passages is read: %s", error)
 
     def _update(self, namespace: str, segments: _Segments) -> None:
         """Files are read and matchers are made outside of the lock, which all tenants share."""
@@ -133,7 +133,7 @@ class PassageIndex:
                 try:
                     segments.refresh(self._refresh_s)
                 except StoreError as error:
-                    logger.warning("the index of passages cannot be read: %s", error)
+                    logger.warning("The index of passages cannot be read: %s", error)
                 finally:
                     segments.lock.release()
             segments.make()
@@ -340,5 +340,5 @@ def _decoded(name: str, content: bytes) -> Entries:
             entries[column] = columns[column]
         return checked(entries)
     except (SafetensorError, ValueError, KeyError) as error:
-        logger.warning("the index file %s is damaged: %s; `store index` rebuilds it", name, error)
+        logger.warning("The index file %s is damaged: %s; `store index` rebuilds it", name, error)
         return np.empty(0, ENTRY)

@@ -172,7 +172,7 @@ class RedisStore(KVStore):
         place = f"{self.url} {self._name(key)}"
         if not isinstance(value, bytes):
             if not str(value).startswith("WRONGTYPE"):
-                return StoreError(f"cannot read {place}: {reason(value)}")
+                return StoreError(f"Cannot read {place}: {reason(value)}")
             return CorruptEntryError(
                 f"{place} is damaged: {reason(value)}; delete it, or put the block again"
             )
@@ -196,7 +196,7 @@ class RedisStore(KVStore):
         try:
             yield
         except (RedisError, OSError) as error:
-            raise StoreError(f"cannot {doing} in {self.url}: {reason(error)}") from None
+            raise StoreError(f"Cannot {doing} in {self.url}: {reason(error)}") from None
 
 
 def _connect(url: str, deadline_s: float) -> Redis:
@@ -206,10 +206,10 @@ def _connect(url: str, deadline_s: float) -> Redis:
         from redis.backoff import NoBackoff
         from redis.retry import Retry
     except ModuleNotFoundError as error:
-        raise ImportError(f"a store at {url} needs {missing_extra('redis', 'redis')}") from error
+        raise ImportError(f"A store at {url} needs {missing_extra('redis', 'redis')}") from error
     if not re.fullmatch(r"/?\d*", path := urlsplit(url).path):
         raise ValueError(
-            f"found the database {path[1:]!r} in {url}, expected a number, as in redis://host:6379/0"
+            f"Found the database {path[1:]!r} in {url}, expected a number, as in redis://host:6379/0"
         )
     try:
         client: Redis = Redis.from_url(
@@ -221,5 +221,5 @@ def _connect(url: str, deadline_s: float) -> Redis:
             retry=Retry(NoBackoff(), _MOST_RETRIES),  # for connections that the server has closed
         )
     except ValueError as error:
-        raise ValueError(f"cannot open a store at {url}: {reason(error)}") from None
+        raise ValueError(f"Cannot open a store at {url}: {reason(error)}") from None
     return client

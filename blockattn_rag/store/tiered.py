@@ -65,7 +65,7 @@ class TieredStore(KVStore):
         pause_s: float = 30.0,
     ) -> None:
         if not tiers:
-            raise ValueError("expected at least one tier, found none")
+            raise ValueError("Expected at least one tier, found none")
         if write not in get_args(Write):
             raise ValueError(f"write must be one of {get_args(Write)}, found {write!r}")
         self.write = write
@@ -253,4 +253,4 @@ def _opened(tier: KVStore | str | Path) -> KVStore:
         return open_spec(tier, on_host=True)
     if isinstance(tier, KVStore):
         return tier
-    raise TypeError(f"a tier must be a KVStore, an address or a path, found {type(tier).__name__}")
+    raise TypeError(f"A tier must be a KVStore, an address or a path, found {type(tier).__name__}")

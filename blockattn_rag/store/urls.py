@@ -59,14 +59,14 @@ def scheme_of(spec: str) -> str:
             ``pathlib.Path`` turns ``s3://bucket`` into the latter.
     """
     if not spec:
-        raise ValueError("found an empty store address, expected a path or s3://bucket/prefix")
+        raise ValueError("Found an empty store address, expected a path or s3://bucket/prefix")
     if spec.startswith("memory:"):
         return "memory"
     if (match := _SCHEME.match(spec)) is None:
         return ""
     if not spec.startswith(f"{match[0]}://"):
         raise ValueError(  # omits the rest, which may contain a password
-            f"expected two slashes after {match[0]}: in a store address; pass it as a str, because "
+            f"Expected two slashes after {match[0]}: in a store address; pass it as a str, because "
             "pathlib.Path removes one of them"
         )
     return match[0].lower()
@@ -91,7 +91,7 @@ def bytes_of(size: str) -> int:
     match = _SIZE.fullmatch(size)
     if match is None:
         raise ValueError(
-            f"expected a size such as 2GiB, or memory:2GiB for a store, found {size!r}"
+            f"Expected a size such as 2GiB, or memory:2GiB for a store, found {size!r}"
         )
     power = " kmgt".index((match[2] or " ").lower())
     return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
@@ -102,7 +102,7 @@ def folder_of(url: str) -> Path:
     check_no_credentials(url)
     parts = urlsplit(url)
     if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
-        raise ValueError(f"expected file:/// and an absolute path on this machine, found {url!r}")
+        raise ValueError(f"Expected file:/// and an absolute path on this machine, found {url!r}")
     return Path(unquote(parts.path))
 
 

@@ -49,5 +49,5 @@ def test_a_document_with_a_replaced_text_has_a_stale_handle() -> None:
 
 
 def test_places_without_passages_raise_type_error() -> None:
-    with pytest.raises(TypeError, match="expected a Chroma collection, a document, a node"):
+    with pytest.raises(TypeError, match="Expected a Chroma collection, a document, a node"):
         live_handles(["a" * 32])

@@ -103,7 +103,7 @@ def test_there_is_exactly_one_source_of_the_model(framework: Framework) -> None:
     engine, ready = tuned_engine(), tiny_model()
     chat: Any = framework.chat(engine)
     cases: list[tuple[dict[str, Any], str]] = [
-        ({}, "expected either engine= or a model.*found none"),
+        ({}, "Expected either engine= or a model.*found none"),
         ({"model_name": "bundled", "engine": engine}, "found both"),
         ({"model_name": ready}, "without its tokenizer; pass model_kwargs="),
     ]

@@ -283,5 +283,5 @@ def test_a_server_of_another_kind_or_release_is_refused(model: BlockModel, check
     assert {path for path, _ in plain.requests} == {INFO}
     newer = FakeServer(model)
     newer.info["v"] = 99
-    with pytest.raises(ServingError, match="found version 99 of info, expected 1"):
+    with pytest.raises(ServingError, match="Found version 99 of info, expected 1"):
         check(newer)

@@ -144,7 +144,7 @@ def test_blocks_after_another_sink_are_other_blocks(model: BlockModel) -> None:
 
 def test_a_block_that_is_too_long_by_its_sink_says_so(small: BlockAttentionEngine) -> None:
     room = small.model.max_context_tokens
-    with pytest.raises(ContextOverflowError, match=r"a block has \d+ tokens after a sink of 4 tok"):
+    with pytest.raises(ContextOverflowError, match=r"A block has \d+ tokens after a sink of 4 tok"):
         small.encode(["x" * (room - 3)], recipe="head:4")
 
 
@@ -172,7 +172,7 @@ def test_an_empty_final_text_makes_the_last_block_final(engine: BlockAttentionEn
 def test_empty_texts_before_the_final_one_are_left_out(engine: BlockAttentionEngine) -> None:
     answer = engine.generate(["", A, "", Q], max_new_tokens=NEW)
     assert answer.token_ids == oracle(engine.model, [A, Q])
-    with pytest.raises(ValueError, match="the prompt is empty"):
+    with pytest.raises(ValueError, match="The prompt is empty"):
         engine.generate(["", ""])
 
 

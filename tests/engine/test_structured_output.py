@@ -140,12 +140,12 @@ def test_one_that_is_refused_leaves_its_batch_alone(engine: BlockAttentionEngine
 
 def test_other_settings_that_leave_no_token_are_an_error(engine: BlockAttentionEngine) -> None:
     letters = engine.model.tokenizer.tokenizer.convert_tokens_to_ids(list("yn"))
-    with pytest.raises(GrammarError, match="no token is left"):
+    with pytest.raises(GrammarError, match="No token is left"):
         engine.generate(A, structured_outputs=OTHER, suppress_tokens=letters)
 
 
 def test_a_grammar_needs_an_end(engine: BlockAttentionEngine) -> None:
-    with pytest.raises(ValueError, match="found no eos_token_id"):
+    with pytest.raises(ValueError, match="Found no eos_token_id"):
         engine.generate(A, structured_outputs=OTHER, eos_token_id=[])
 
 
@@ -153,11 +153,11 @@ def test_another_end_is_taken(engine: BlockAttentionEngine) -> None:
     bang, s = engine.model.tokenizer.tokenizer.convert_tokens_to_ids(["!", "s"])
     answer = engine.generate(A, structured_outputs=OTHER, eos_token_id=bang)
     assert answer.text in ("yes!", "no!")
-    with pytest.raises(GrammarError, match="no token is left"):  # it would end the answer too soon
+    with pytest.raises(GrammarError, match="No token is left"):  # it would end the answer too soon
         engine.generate(A, structured_outputs={"choice": ["yes"]}, eos_token_id=s)
 
 
 def test_extra_is_required(engine: BlockAttentionEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(ImportError, match=r"structured output needs llguidance.*\[structured\]"):
+    with pytest.raises(ImportError, match=r"Structured output needs llguidance.*\[structured\]"):
         engine.generate(A, structured_outputs={"regex": "[a-c]{3}"})

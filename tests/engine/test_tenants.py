@@ -149,9 +149,9 @@ def test_a_damaged_shared_entry_is_computed_for_oneself(model: BlockModel, tmp_p
 
 @pytest.mark.parametrize("name", ["a:b", "a/b", ".", "-a", "ä", "a" * 65, "a b", None, 7, "a\n"])
 def test_what_is_no_name_is_refused(model: BlockModel, name: object) -> None:
-    with pytest.raises(ValueError, match="a namespace consists of"):
+    with pytest.raises(ValueError, match="A namespace consists of"):
         BlockAttentionEngine(model, namespace=name)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="a namespace consists of"):
+    with pytest.raises(ValueError, match="A namespace consists of"):
         BlockAttentionEngine(model, read_namespaces=[name])  # type: ignore[list-item]
 
 

@@ -44,7 +44,7 @@ def test_lines_before_the_damage_are_read(tmp_path: Path) -> None:
 
 
 def test_a_missing_file_is_reported(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="found no file"):
+    with pytest.raises(DataError, match="Found no file"):
         list(numbered_lines(tmp_path / "a.jsonl"))
 
 

@@ -285,7 +285,7 @@ def test_invalid_retrievers_and_models_raise_in_the_constructor(retriever: Numbe
     vectors: Any = InMemoryVectorStore(HashingEmbeddings(8))
     with pytest.raises(TypeError, match=r"found InMemoryVectorStore; pass .* as_retriever"):
         RetrieveFirst(vectors)
-    with pytest.raises(TypeError, match="expected a retriever"):
+    with pytest.raises(TypeError, match="Expected a retriever"):
         block_retriever_tool(vectors, "look_up", "Looks up.")
     name: Any = "bundled"
     with pytest.raises(TypeError, match="a chat model for condense, found str"):

@@ -70,7 +70,7 @@ def test_logs_a_failed_warming(chat: ChatBlockAttention, caplog: pytest.LogCaptu
         assert len(compressor.compress_documents([Document("x" * 9000)], "q")) == 1
         with pytest.raises(ContextOverflowError):
             compressor.wait_until_warm(60)
-    assert "warming the KV store failed" in caplog.text
+    assert "Warming the KV store failed" in caplog.text
 
 
 def test_warming_needs_a_model() -> None:

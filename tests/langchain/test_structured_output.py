@@ -76,7 +76,7 @@ def test_other_schemas_give_dicts(chat: ChatBlockAttention, schema: Any, keys: s
 
 @pytest.mark.parametrize("wrong", [int, 3, "a tower"])
 def test_an_invalid_schema_raises_value_error(chat: ChatBlockAttention, wrong: Any) -> None:
-    with pytest.raises(ValueError, match="a schema is a pydantic class, a TypedDict"):
+    with pytest.raises(ValueError, match="A schema is a pydantic class, a TypedDict"):
         chat.with_structured_output(wrong)
 
 

@@ -251,7 +251,7 @@ def test_a_node_without_the_metadata_key_keeps_its_text(llm: BlockAttentionLLM) 
     [node] = transform([TextNode(text="Alone.")])
     assert node.metadata[HANDLE_KEY] == handle_of("Alone.")
     assert transform.to_dict()["metadata_key"] == "window"
-    with pytest.raises(ValueError, match="expected text in the metadata key 'window' of node n1"):
+    with pytest.raises(ValueError, match="Expected text in the metadata key 'window' of node n1"):
         transform([TextNode(text="a", id_="n1", metadata={"window": ["not", "text"]})])
 
 

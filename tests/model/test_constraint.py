@@ -88,7 +88,7 @@ def test_a_complete_answer_ends_whatever_other_settings_forbid(matcher: Matcher)
 def test_settings_that_leave_no_token_are_an_error(matcher: Matcher) -> None:
     scores = torch.zeros(1, WIDTH)
     scores[0, A] = -torch.inf
-    with pytest.raises(GrammarError, match="no token is left"):
+    with pytest.raises(GrammarError, match="No token is left"):
         restricted(scores, [[]], [matcher], {END})
 
 

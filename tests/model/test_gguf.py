@@ -147,7 +147,7 @@ def test_it_is_dequantised_once_and_found_by_its_bytes(
 
 
 def test_what_cannot_be_read_is_named_and_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"no such GGUF file: .*lost\.gguf"):
+    with pytest.raises(FileNotFoundError, match=r"No such GGUF file: .*lost\.gguf"):
         resolve_name(tmp_path / "lost.gguf")
     text, strange = tmp_path / "text.gguf", tmp_path / "strange.gguf"
     cut = tmp_path / "cut.gguf"

@@ -215,8 +215,8 @@ def _deep(levels: int) -> dict[str, Any]:
         ({"json": {"title": "T", "not": {}}}, "the JSON schema 'T' cannot be compiled"),
         ({"regex": "(a"}, r"the regular expression '\(a' cannot be compiled"),
         ({"json": {"title": "T", **_deep(400)}}, "'T' cannot be compiled.*recursion"),
-        ({"structural_tag": {"x": 1}}, r"expected \{'triggers'.*found \{\"x\": 1\}"),
-        ({"structural_tag": [1]}, r"expected \{'triggers'.*found \[1\]"),
+        ({"structural_tag": {"x": 1}}, r"Expected \{'triggers'.*found \{\"x\": 1\}"),
+        ({"structural_tag": [1]}, r"Expected \{'triggers'.*found \[1\]"),
         ({"structural_tag": NUMBER}, "the structural tag cannot be compiled"),
         (
             {"structural_tag": {**TAGS, "triggers": ["<call"]}},
@@ -231,7 +231,7 @@ def test_what_cannot_be_compiled_is_refused_by_its_name(outputs: Any, said: str)
 
 
 def test_a_tokenizer_of_another_kind_is_refused() -> None:
-    with pytest.raises(UnsupportedModelError, match="the tokenizer of tiny is a SimpleNamespace"):
+    with pytest.raises(UnsupportedModelError, match="The tokenizer of tiny is a SimpleNamespace"):
         compiler(SimpleNamespace()).matcher(grammar(regex="a"))
 
 

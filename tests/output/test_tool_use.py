@@ -57,7 +57,7 @@ def test_two_tools_may_have_one_name() -> None:
 
 @pytest.mark.parametrize("definition", [{}, "add", {"function": {}}, {"name": "add"}])
 def test_what_defines_no_tool_is_refused(definition: Any) -> None:
-    with pytest.raises(TypeError, match=r"a tool's definition must be \{'type': 'function'.*found"):
+    with pytest.raises(TypeError, match=r"A tool's definition must be \{'type': 'function'.*found"):
         ToolUse.of_call({"tools": [definition]}, tiny_tokenizer, "small")
 
 

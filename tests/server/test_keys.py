@@ -131,7 +131,7 @@ def test_a_block_that_stands_after_anything_but_the_sink_is_not_encoded() -> Non
     for before in ([], [256, 8], [7, 256], [256], [1, 256, 7]):
         with pytest.raises(ProtocolError, match="tokens before the block to be encoded"):
             block_keys([*before, 1, 2], plan, profile)
-    with pytest.raises(ProtocolError, match="found 2 tokens before the block"):
+    with pytest.raises(ProtocolError, match="Found 2 tokens before the block"):
         block_keys([*SINK_IDS, 1, 2], plan, PROFILE)
 
 

@@ -196,12 +196,12 @@ def test_a_missing_block_is_named_by_its_place(loader: Make) -> None:
     one = loader(store)
     error = failure(one)
     assert str(error) == (
-        "block 1 of the prompt (2 tokens from token 3 on), and 1 more cannot be loaded: no "
+        "Block 1 of the prompt (2 tokens from token 3 on), and 1 more cannot be loaded: no "
         "reachable store has it"
     )
     assert (error.blocks, error.damaged) == ((1, 2), ())
     assert told(one) == (0, 1, 2)
-    assert "block 0 of the prompt (3 tokens from token 0 on) cannot" in str(
+    assert "Block 0 of the prompt (3 tokens from token 0 on) cannot" in str(
         failure(loader(MemoryStore(1)), BLOCKS[:1])
     )
 

@@ -183,7 +183,7 @@ BAD: list[tuple[Any, str]] = [
     ({"messages": [user("x")] * 4097}, "has 4,097 messages and content parts, expected at most 4,"),
     ({"messages": [user(text("a") * 4096)]}, "has 4,097 messages and content parts"),
     ({"documents": [{"title": "x"}]}, r"documents\[0\] has no field 'text'"),
-    ({"documents": [{"text": " "}]}, "the text is empty; remove empty documents"),
+    ({"documents": [{"text": " "}]}, "The text is empty; remove empty documents"),
     ({"documents": [{"text": "x", "url": "y"}]}, "unknown field 'url'; remove it"),
     ({"documents": [{"text": "x"}] * (MOST_BLOCKS + 1)}, "at most 256 items"),
     ({"documents": [{"text": "\ud800"}]}, r"lone surrogate, \\ud800"),
@@ -197,7 +197,7 @@ BAD: list[tuple[Any, str]] = [
     ({"documents": DOCUMENTS, "messages": [user("x"), {"role": "<|x|>"}]}, "cannot be rendered"),
     (
         {"messages": [user(text(*"ab" * MOST_BLOCKS))], "blockattn": {"parts": "passages"}},
-        "the prompt has 512 blocks, expected at most 256",
+        "The prompt has 512 blocks, expected at most 256",
     ),
 ]
 

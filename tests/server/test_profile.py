@@ -71,13 +71,13 @@ def test_a_file_that_holds_none_says_how_to_make_one(tmp_path: Path, content: by
         path.write_bytes(content)
     with pytest.raises(ServingError, match=r"model.json: .*check MODEL --profile") as caught:
         ModelProfile.read(path)
-    assert "None" not in str(caught.value).replace("found version None", "")
+    assert "None" not in str(caught.value).replace("Found version None", "")
 
 
 @pytest.mark.parametrize(
     ("fields", "why"),
     [
-        ({"version": 2}, "found version 2 of a profile, expected 1"),
+        ({"version": 2}, "Found version 2 of a profile, expected 1"),
         ({"windows": []}, "profile has the unknown field 'windows'"),
         ({"fingerprint": "F" * 64}, "fingerprint should match pattern"),
         ({"dtype": "int8"}, "dtype should match pattern .*float32"),
@@ -166,7 +166,7 @@ def test_a_recipe_of_another_model_or_that_no_server_applies_has_no_profile() ->
     other = BlockModel(tiny_model("llama", num_hidden_layers=1), tiny_tokenizer())
     with pytest.raises(ValueError, match=r"belongs to .* with the fingerprint"):
         profile_of(model, recipe_of(other))
-    with pytest.raises(ValueError, match="found recipe composite positions, but a server rotates"):
+    with pytest.raises(ValueError, match="Found recipe composite positions, but a server rotates"):
         profile_of(model, Recipe(positions="composite"))
     with pytest.raises(ValueError, match=r"recipe recompute 10 %, but a server .*promote=1"):
         profile_of(model, Recipe(recompute=0.1))

@@ -86,7 +86,7 @@ def test_parameters_of_others_hold_no_plan(params: Any) -> None:
         ({"blockattn": None}, "blockattn should be an object, found None"),
         ({**asked(), "remote_host": "10.0.0.1"}, "unknown field 'remote_host'"),
         (asked(lengths=None), "blockattn has no field 'lengths'; add it"),
-        (asked(v=2), "found version 2 of blockattn, expected 1"),
+        (asked(v=2), "Found version 2 of blockattn, expected 1"),
         (asked(op="delete"), "op should be 'complete' or 'encode', found 'delete'"),
         (asked(lengths="32"), "lengths should be a valid list, found '32'"),
         (asked(op="encode", lengths=[]), "takes one block, found 0"),
@@ -103,7 +103,7 @@ def test_parameters_of_others_hold_no_plan(params: Any) -> None:
         (asked(mac="0" * 64), "may not name its namespace"),
         (asked(namespace="a", mac="é" * 64), "may not name its namespace"),
         (asked(namespace="a", mac="0" * 64), "given by the option tenant_secret_env"),
-        (asked(namespace="../a", mac="0" * 64), "a namespace consists of"),
+        (asked(namespace="../a", mac="0" * 64), "A namespace consists of"),
     ],
 )  # fmt: skip
 def test_what_is_not_as_the_protocol_has_it_is_refused_with_a_reason(params: Any, why: str) -> None:
@@ -200,8 +200,8 @@ def test_an_answer_is_read_as_it_was_told() -> None:
 @pytest.mark.parametrize(
     ("changed", "why"),
     [
-        ({"mode": "full"}, "found mode 'full' in blockattn, expected 'block'"),
-        ({"v": 2}, "found version 2"),
+        ({"mode": "full"}, "Found mode 'full' in blockattn, expected 'block'"),
+        ({"v": 2}, "Found version 2"),
         ({"blocks": -1}, "blocks should be greater than or equal to 0, found -1"),
         ({"fetch_s": float("nan")}, "fetch_s should be a finite number, found nan"),
         ({"encoded_tokens": 0}, "found 1 encoded blocks of 0 tokens together"),
@@ -261,10 +261,10 @@ def test_what_is_not_asked_for_is_left_out() -> None:
 @pytest.mark.parametrize(
     ("said", "field", "value", "message"),
     [
-        (INFO, "v", 2, "found version 2 of info, expected 1"),
+        (INFO, "v", 2, "Found version 2 of info, expected 1"),
         (INFO, "fingerprint", "a", "info.fingerprint should match pattern .*, found 'a'"),
         (INFO, "models", [], "models should have at least 1 item, found"),
-        (INFO, "namespace", "../a", "a namespace consists of"),
+        (INFO, "namespace", "../a", "A namespace consists of"),
         (INFO, "more", 1, "info has the unknown field 'more'; remove it"),
         (BODY, "blocks", [], "body.blocks should have at least 1 item, found"),
         (BODY, "blocks", [[]], r"blocks\[0\] should have at least 1 item"),

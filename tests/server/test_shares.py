@@ -123,7 +123,7 @@ def test_shares_that_differ_have_names_that_differ() -> None:
 
 @pytest.mark.parametrize("layers", [range(0), range(1, 3), range(-1, 1), range(0, 2, 2)])
 def test_layers_that_the_model_does_not_have_are_refused(layers: range) -> None:
-    with pytest.raises(ValueError, match=r"found layers .*, expected a part of range\(0, 2\)"):
+    with pytest.raises(ValueError, match=r"Found layers .*, expected a part of range\(0, 2\)"):
         Share.of(make_profile(), 0, 1, layers)
 
 

@@ -32,5 +32,5 @@ def test_size_limit_grows_with_the_context_window(max_tokens: int) -> None:
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[" * 100_000, b"\xff", b"1" * 5000])
 def test_invalid_json_is_refused(body: bytes) -> None:
-    with pytest.raises(ProtocolError, match="the body is not valid JSON: "):
+    with pytest.raises(ProtocolError, match="The body is not valid JSON: "):
         read(body)

@@ -109,8 +109,8 @@ def test_memory_has_a_size(spec: str | None, nbytes: int) -> None:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("ftp://host/kv", "unknown store address ftp://, expected a path, s3://bucket/prefix"),
-        ("http://host/kv", "unknown store address http://"),
+        ("ftp://host/kv", "Unknown store address ftp://, expected a path, s3://bucket/prefix"),
+        ("http://host/kv", "Unknown store address http://"),
         ("memory:much", "a size such as 2GiB, or memory:2GiB for a store, found 'much'"),
         ("memory:0", "must be positive"),
         ("s3:/bucket/kv", "two slashes after s3:"),
@@ -118,8 +118,8 @@ def test_memory_has_a_size(spec: str | None, nbytes: int) -> None:
         ("redis:host", "two slashes after redis:"),
         ("file:kv", "two slashes after file:"),
         ("", "an empty store address, expected a path or s3://"),
-        ("s3://", "found no bucket in s3:, expected an address such as s3://bucket/kv"),
-        ("redis://host/cache", "found the database 'cache' in redis://host/cache, expected a num"),
+        ("s3://", "Found no bucket in s3:, expected an address such as s3://bucket/kv"),
+        ("redis://host/cache", "Found the database 'cache' in redis://host/cache, expected a num"),
         (Path("s3://bucket/kv"), "pathlib.Path removes one of them"),
     ],
 )

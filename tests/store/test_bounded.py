@@ -364,5 +364,5 @@ def test_shrink_enforces_a_bound_once(tmp_path: Path, monkeypatch: pytest.Monkey
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(os, "rename", refuse)
-    with pytest.raises(StoreError, match=r"cannot delete .*Permission denied"):
+    with pytest.raises(StoreError, match=r"Cannot delete .*Permission denied"):
         shrink(store, 1)

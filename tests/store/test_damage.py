@@ -64,7 +64,7 @@ def test_foreign_entry_is_refused(encoded: Raw[KVStore], other: BlockKV) -> None
 def test_a_block_that_is_not_finite_is_not_stored(encoded: Raw[KVStore], value: float) -> None:
     kv = make_kv()
     kv.values[1][0, 0, 0] = value
-    with pytest.raises(StoreError, match=r"cannot write .*NaN or infinity\. The model overflows"):
+    with pytest.raises(StoreError, match=r"Cannot write .*NaN or infinity\. The model overflows"):
         encoded.store.put(kv.key, kv)
     assert list(encoded.store.keys()) == []
 

@@ -154,9 +154,9 @@ def test_an_entry_that_cannot_be_read_is_told(store: DirectoryStore) -> None:
     path.unlink()
     path.mkdir()
     for look in (store.get, store.describe):
-        with pytest.raises(StoreError, match=f"cannot read {path}"):
+        with pytest.raises(StoreError, match=f"Cannot read {path}"):
             look(key)
-    with pytest.raises(StoreError, match=f"cannot delete {path}"):
+    with pytest.raises(StoreError, match=f"Cannot delete {path}"):
         store.delete(key)
 
 
@@ -185,7 +185,7 @@ def test_a_link_that_leads_nowhere_or_to_itself_stops_nobody(store: DirectorySto
     path.unlink()
     path.symlink_to(path)
     for look in (store.get, store.describe):
-        with pytest.raises(StoreError, match=f"cannot read {path}: Too many levels"):
+        with pytest.raises(StoreError, match=f"Cannot read {path}: Too many levels"):
             look(key)
     assert key not in store
     assert store.stats() == StoreStats(0, 0)
@@ -217,7 +217,7 @@ def test_no_memory_is_no_damage(store: DirectoryStore, monkeypatch: pytest.Monke
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
     monkeypatch.setattr(torch, "empty", refuse)
-    with pytest.raises(StoreError, match=r"cannot read .*: not enough memory for \d+ ") as caught:
+    with pytest.raises(StoreError, match=r"Cannot read .*: not enough memory for \d+ ") as caught:
         store.get(key)
     assert not isinstance(caught.value, CorruptEntryError)
 
@@ -240,7 +240,7 @@ def test_a_new_store_makes_its_directory_and_its_mark(tmp_path: Path) -> None:
 
 
 def test_a_store_that_must_exist_is_not_made(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match="there is no store at"):
+    with pytest.raises(StoreError, match="There is no store at"):
         DirectoryStore(tmp_path / "kv", create=False)
     assert not (tmp_path / "kv").exists()
 
@@ -292,14 +292,14 @@ def test_a_store_of_an_earlier_version_is_filled_again(store: DirectoryStore) ->
 
 def test_a_file_in_the_place_of_the_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "kv").touch()
-    with pytest.raises(StoreError, match="cannot open a store at"):
+    with pytest.raises(StoreError, match="Cannot open a store at"):
         DirectoryStore(tmp_path / "kv")
 
 
 @pytest.mark.parametrize("path", ["a\0b", "half a pair \ud83d"])
 def test_a_path_that_can_be_no_folders_is_refused(path: str) -> None:
     for open_it in (DirectoryStore, open_store):
-        with pytest.raises(StoreError, match="no folder can have the name"):
+        with pytest.raises(StoreError, match="No folder can have the name"):
             open_it(path)
 
 
@@ -366,7 +366,7 @@ def test_threads_bring_a_deleted_store_back_together(store: DirectoryStore) -> N
 )
 def test_listing_errors(store: DirectoryStore, look: Callable[[DirectoryStore], object]) -> None:
     (store.path / "objects").touch()
-    with pytest.raises(StoreError, match=r"cannot list .*objects: Not a directory"):
+    with pytest.raises(StoreError, match=r"Cannot list .*objects: Not a directory"):
         look(store)
 
 
@@ -386,7 +386,7 @@ def test_a_write_that_the_disk_cuts_short_leaves_nothing(store: DirectoryStore) 
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (kv.nbytes // 2, limits[1]))
     try:
-        with pytest.raises(StoreError, match=f"cannot write {store.entry_path(kv.key)}"):
+        with pytest.raises(StoreError, match=f"Cannot write {store.entry_path(kv.key)}"):
             store.put(kv.key, kv)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -411,7 +411,7 @@ def test_keeps_old_entry(store: DirectoryStore, monkeypatch: pytest.MonkeyPatch,
 def test_a_folder_that_cannot_be_written_is_named(store: DirectoryStore) -> None:
     (store.path / "objects").touch()
     kv = make_kv()
-    with pytest.raises(StoreError, match=f"cannot write {store.entry_path(kv.key)}: "):
+    with pytest.raises(StoreError, match=f"Cannot write {store.entry_path(kv.key)}: "):
         store.put(kv.key, kv)
 
 

@@ -41,7 +41,7 @@ def test_fails_in_time(s3: str, s3_url: str, monkeypatch: pytest.MonkeyPatch, fa
     with faulty(s3_url, {fault: 1.0}) as server:
         store = opened(s3, server.url, monkeypatch)
         started = time.monotonic()
-        with pytest.raises(StoreError, match="cannot read s3://bucket/store-") as told:
+        with pytest.raises(StoreError, match="Cannot read s3://bucket/store-") as told:
             store.get(kv.key)
         assert time.monotonic() - started < LATE_S
         assert not isinstance(told.value, CorruptEntryError)

@@ -26,5 +26,5 @@ def test_the_number_of_tensors_does_not_grow_with_the_layers() -> None:
 
 @pytest.mark.parametrize(("rank", "ranks", "count"), [(2, 2, 4), (-1, 2, 4), (0, 0, 4), (0, 1, 0)])
 def test_no_such_rank_is_refused(rank: int, ranks: int, count: int) -> None:
-    with pytest.raises(ValueError, match="expected a rank from 0"):
+    with pytest.raises(ValueError, match="Expected a rank from 0"):
         share_of(rank, ranks, count)

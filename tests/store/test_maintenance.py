@@ -316,8 +316,8 @@ def test_gc_survives_errors(store: DirectoryStore, monkeypatch: pytest.MonkeyPat
     assert sorted(report.deleted.first) == sorted(KEYS[1:])
     assert not report.leftovers
     assert [error.split(":")[0] for error in report.errors.first.values()] == [
-        f"cannot delete {store.entry_path(KEYS[0])}",
-        f"cannot delete {old}",
+        f"Cannot delete {store.entry_path(KEYS[0])}",
+        f"Cannot delete {old}",
     ]
 
 
@@ -336,7 +336,7 @@ def test_gc_ignores_vanished_entry(store: DirectoryStore, monkeypatch: pytest.Mo
 def test_a_store_that_cannot_be_listed_is_an_error(store: DirectoryStore) -> None:
     (store.path / "objects" / "00").touch()
     for look in (verify, lambda store: gc(store, OTHERS)):
-        with pytest.raises(StoreError, match="cannot list"):
+        with pytest.raises(StoreError, match="Cannot list"):
             look(store)
 
 

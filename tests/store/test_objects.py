@@ -164,7 +164,7 @@ def test_credentials_are_never_shown(monkeypatch: pytest.MonkeyPatch, s3: str) -
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")  # nobody listens there
     store = ObjectStore(s3, deadline_s=1, retries=0)
-    with pytest.raises(StoreError, match=f"cannot read {s3}/objects/") as told:
+    with pytest.raises(StoreError, match=f"Cannot read {s3}/objects/") as told:
         store.get(KEY)
     shown = [repr(store), str(store), repr(vars(store)), str(told.value), repr(told.value)]
     shown.append(pickle.dumps(store).decode(errors="replace"))
@@ -185,7 +185,7 @@ def test_pickles_without_backend(s3: str, store: ObjectStore) -> None:
 
 def test_a_bucket_that_is_not_there_is_an_error_when_it_is_written_or_listed(s3: str) -> None:
     store = ObjectStore("s3://no-such-bucket/kv", deadline_s=5, retries=0)
-    with pytest.raises(StoreError, match="cannot write s3://no-such-bucket/kv/objects"):
+    with pytest.raises(StoreError, match="Cannot write s3://no-such-bucket/kv/objects"):
         store.put(KEY, KV)
     with pytest.raises(StoreError, match="NoSuchBucket"):
         list(store.keys())

@@ -82,7 +82,7 @@ def test_unexpected_errors_of_a_background_read_are_logged(
 
     monkeypatch.setattr(index.sidecar, "names", fails)
     assert found(index, *TEXTS) == []
-    assert "unexpected error while the index of passages is read: no room" in caplog.text
+    assert "Unexpected error while the index of passages is read: no room" in caplog.text
 
 
 def test_background_index_delays_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,7 +153,7 @@ def test_an_unreadable_index_is_logged_and_leaves_what_is_known(
 
     monkeypatch.setattr(type(store.sidecar), "names", fail)
     assert found(index, *TEXTS) == [TEXTS[0]]
-    assert "the index of passages cannot be read: cannot list" in caplog.text
+    assert "The index of passages cannot be read: cannot list" in caplog.text
 
 
 def test_the_files_are_private_and_no_entries(tmp_path: Path) -> None:

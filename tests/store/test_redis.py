@@ -99,14 +99,14 @@ def test_what_the_server_refuses_is_no_damage(redis: RedisStore, client: Any) ->
 def test_a_server_that_is_not_there_is_an_error_at_once() -> None:
     store = RedisStore(f"redis://127.0.0.1:{free_port()}/0", deadline_s=5)
     started = time.monotonic()
-    with pytest.raises(StoreError, match="cannot read entries in redis:"):
+    with pytest.raises(StoreError, match="Cannot read entries in redis:"):
         store.get(KEY)
-    with pytest.raises(StoreError, match="cannot write an entry in redis:"):
+    with pytest.raises(StoreError, match="Cannot write an entry in redis:"):
         store.put(KEY, KV)
     assert all(isinstance(one, StoreError) for one in store.get_many([KEY, KEY]))
-    with pytest.raises(StoreError, match="cannot list"):
+    with pytest.raises(StoreError, match="Cannot list"):
         list(store.keys())
-    with pytest.raises(StoreError, match="cannot look up an entry"):
+    with pytest.raises(StoreError, match="Cannot look up an entry"):
         _ = KEY in store
     assert time.monotonic() - started < 4
 
@@ -117,7 +117,7 @@ def test_a_server_that_hangs_is_waited_for_no_longer_than_the_deadline() -> None
         silent.listen()
         store = RedisStore(f"redis://127.0.0.1:{silent.getsockname()[1]}/0", deadline_s=0.3)
         started = time.monotonic()
-        with pytest.raises(StoreError, match="cannot read entries in"):
+        with pytest.raises(StoreError, match="Cannot read entries in"):
             store.get(KEY)
         assert time.monotonic() - started < 2
 
@@ -147,5 +147,5 @@ def test_limits_are_checked() -> None:
         RedisStore("redis://localhost", ttl_s=0)
     with pytest.raises(ValueError, match="deadline_s must be a positive"):
         RedisStore("redis://localhost", deadline_s=0)
-    with pytest.raises(ValueError, match="cannot open a store at redis://localhost:port"):
+    with pytest.raises(ValueError, match="Cannot open a store at redis://localhost:port"):
         RedisStore("redis://localhost:port/0")

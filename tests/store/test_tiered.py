@@ -218,7 +218,7 @@ def test_what_overflows_goes_to_no_tier_and_no_tier_is_blamed(home: Remote, writ
     kv, fast = make_kv(), MemoryStore(ROOM)
     kv.keys[0][0, 0, 0] = float("nan")
     tiers = TieredStore(fast, home, write=write, failures=1)
-    with pytest.raises(StoreError, match=r"cannot write to TieredStore\(.*NaN"):
+    with pytest.raises(StoreError, match=r"Cannot write to TieredStore\(.*NaN"):
         tiers.put(kv.key, kv)
     tiers.close()
     assert kv.key not in fast
@@ -418,5 +418,5 @@ def test_an_unrecorded_use_is_no_sign_of_life(monkeypatch: pytest.MonkeyPatch) -
 def test_invalid_options(arguments: tuple[str, ...], options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         TieredStore(*arguments, **options)
-    with pytest.raises(TypeError, match="a tier must be a KVStore"):
+    with pytest.raises(TypeError, match="A tier must be a KVStore"):
         TieredStore(3)  # type: ignore[arg-type]

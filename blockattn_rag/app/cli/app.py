@@ -69,7 +69,7 @@ class _OneLineErrors(TyperGroup):
             with printing(ctx.params["as_json"]):
                 return super().invoke(ctx)
         except KeyboardInterrupt:
-            fail("interrupted")
+            fail("Interrupted")
             raise typer.Exit(INTERRUPTED) from None
         except BrokenPipeError:
             # The reader of the pipe has exited, as in ``| head``.
@@ -85,7 +85,7 @@ class _OneLineErrors(TyperGroup):
 
 def _message(error: Exception) -> str:
     if isinstance(error, ModuleNotFoundError) and (package := _top(error.name)) in _EXTRA_OF:
-        return f"this command needs {missing_extra(package, _EXTRA_OF[package])}"
+        return f"This command needs {missing_extra(package, _EXTRA_OF[package])}"
     expected = (BlockAttnError, OSError, ValueError, TypeError, ImportError)
     text = " ".join(str(error).split())
     if isinstance(error, expected) and text:

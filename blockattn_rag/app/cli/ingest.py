@@ -184,7 +184,7 @@ def ingest(
         listed = ", ".join(map(str, [*failed][:3])) + (", ..." if len(failed) > 3 else "")
         noun = "file or folder" if len(failed) == 1 else "files or folders"
         fail(
-            f"could not open {len(failed)} {noun}: {listed}; everything else was ingested. Check "
+            f"Could not open {len(failed)} {noun}: {listed}; everything else was ingested. Check "
             "permissions, and run the command again"
         )
         raise typer.Exit(INACCESSIBLE)

@@ -112,7 +112,7 @@ def open_maintained(store: str) -> kv_store.MaintainedStore:
         return kv_store.DirectoryStore(_store_folder(folder_of(store)), create=False)
     if scheme in ("memory", "redis", "rediss"):
         raise ValueError(
-            f"a store at {scheme}: is a cache, which evicts entries itself; pass the folder or the "
+            f"A store at {scheme}: is a cache, which evicts entries itself; pass the folder or the "
             "address of the store behind it"
         )
     opened = kv_store.open_store(store)
@@ -126,7 +126,7 @@ def open_folder(store: str) -> kv_store.DirectoryStore:
     opened = open_maintained(store)
     if not isinstance(opened, kv_store.DirectoryStore):
         raise ValueError(
-            f"found {opened!r}, expected a folder: other stores do not record when an entry was "
+            f"Found {opened!r}, expected a folder: other stores do not record when an entry was "
             "used last. Delete old entries with `blockattn-rag store gc --ttl 30d`"
         )
     return opened
@@ -135,5 +135,5 @@ def open_folder(store: str) -> kv_store.DirectoryStore:
 def _store_folder(path: Path) -> Path:
     folder = path / "kv" if (path / MANIFEST).is_file() else path
     if not folder.is_dir():
-        raise FileNotFoundError(f"no such KV store: {folder}")
+        raise FileNotFoundError(f"No such KV store: {folder}")
     return folder

@@ -176,7 +176,7 @@ def _check(url: str, address: str, served: Served) -> str:
         report = check_server(url, tokenizer=served.source, api_key=os.environ.get(_KEY))
     if not report.passed:
         stderr.print(rows_table(url, report))
-        raise ServingError("the server does not answer as it should, and is stopped")
+        raise ServingError("The server does not answer as it should, and is stopped")
     note(f"the server answers as it should: {count(len(report.rows), 'check')} passed")
     return report.info.models[0]
 

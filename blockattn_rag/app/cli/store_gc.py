@@ -76,7 +76,7 @@ def gc(
     by_age = ttl_s is not None and not users
     if not by_age and not kept and not force:
         raise ValueError(
-            f"found no handle in {count(len(names), 'collection')} of "
+            f"Found no handle in {count(len(names), 'collection')} of "
             f"{count(len(users), 'Chroma database')}, so every entry would be deleted; name "
             "the databases that use this store (--db), use blockattn_rag.store.gc in Python for "
             "another vector store, or pass --force"

@@ -90,7 +90,7 @@ class Race:
             gain = f"<p><b>First token {speedup(ratio)} in block mode.</b></p>"
             yield shown._replace(passages=gain + shown.passages)
         except Exception as error:
-            logger.exception("cannot answer %r", question)
+            logger.exception("Cannot answer %r", question)
             yield shown._replace(passages=f"<b>Error:</b> {escape(str(error))}")
 
     def retrieved(self, question: str) -> list[Retrieved]:
@@ -113,7 +113,7 @@ class Race:
 
         def on_text(piece: str) -> None:
             if closed.is_set():
-                raise InterruptedError("the page was closed")
+                raise InterruptedError("The page was closed")
             pieces.put(piece)
 
         started, first_s, text = time.perf_counter(), None, ""

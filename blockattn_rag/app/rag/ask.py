@@ -284,7 +284,7 @@ def _check_text(question: str) -> None:
         question.encode()
     except UnicodeEncodeError as error:  # Python turns invalid bytes into unpaired surrogates
         raise ValueError(
-            f"found a question with invalid UTF-8 after {error.start} characters of "
+            f"Found a question with invalid UTF-8 after {error.start} characters of "
             f"{question[:80]!a}; convert the input, or set the terminal's encoding"
         ) from error
 

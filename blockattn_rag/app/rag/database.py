@@ -313,6 +313,6 @@ def _load_engine(path: Path, wanted: Manifest, remembers: bool) -> Engine:
     )
     model = engine.model
     seconds = time.perf_counter() - started
-    logger.info("loaded %s in %.2f s: %s on %s", model.name, seconds, model.dtype, model.device)
-    logger.info("recipe: %s; store: %s; model: %s", engine.recipe, engine.store, model.fingerprint)
+    logger.info("Loaded %s in %.2f s: %s on %s", model.name, seconds, model.dtype, model.device)
+    logger.info("Recipe: %s; store: %s; model: %s", engine.recipe, engine.store, model.fingerprint)
     return engine

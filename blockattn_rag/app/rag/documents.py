@@ -71,7 +71,7 @@ def load_documents(
         try:
             is_file = stat.S_ISREG(path.stat().st_mode)
         except (FileNotFoundError, NotADirectoryError):
-            raise FileNotFoundError(f"no such file or folder: {path}") from None
+            raise FileNotFoundError(f"No such file or folder: {path}") from None
         except OSError as error:
             loaded.inaccessible.append((path, _reason(error)))
             continue
@@ -89,7 +89,7 @@ def load_documents(
         skipped = [*loaded.inaccessible, *loaded.skipped, *links]
         first = "".join(f"; {file}: {reason}" for file, reason in skipped[:1])
         raise UnreadableFileError(
-            f"found no readable document in {', '.join(map(str, paths))}, expected text, Markdown, "
+            f"Found no readable document in {', '.join(map(str, paths))}, expected text, Markdown, "
             f"HTML or PDF{first}"
         )
     return loaded

@@ -147,7 +147,7 @@ def evaluate(
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, found {batch_size}")
     if not samples:
-        raise ValueError("expected at least one sample, found none")
+        raise ValueError("Expected at least one sample, found none")
     rows = rows_of(engine, Row(FULL), recipes, closed_book)
     form = format_for(AUTO, engine.model.name)
     noted = {

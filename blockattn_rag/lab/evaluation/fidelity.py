@@ -205,7 +205,7 @@ def measure_fidelity(
         ContextOverflowError: A prompt does not fit in the context window.
     """
     if not samples:
-        raise ValueError("expected at least one sample, found none")
+        raise ValueError("Expected at least one sample, found none")
     rows = rows_of(engine, FLOOR, recipes, closed_book)
     is_log = isinstance(samples[0], LoggedPrompt)
     form = None if is_log else format_for(AUTO, engine.model.name)

@@ -78,7 +78,7 @@ def plain_figures(figures: Mapping[str, Any]) -> dict[str, Any]:
 def bootstrap_mean(values: Sequence[float]) -> Interval:
     """Mean of at least one value, with its 95 % bootstrap interval."""
     if not values:
-        raise ValueError("expected at least one value to average, found none")
+        raise ValueError("Expected at least one value to average, found none")
     return bootstrap_ratio(values, np.ones(len(values)))
 
 

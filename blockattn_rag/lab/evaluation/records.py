@@ -70,7 +70,7 @@ def rows_of(
     names = [name for name, _ in pairs]
     if len(set(names)) < len(names) or not {FULL, CLOSED_BOOK}.isdisjoint(names):
         raise ValueError(
-            f"found the recipes {names}, expected distinct names other than {FULL!r} and "
+            f"Found the recipes {names}, expected distinct names other than {FULL!r} and "
             f"{CLOSED_BOOK!r}, which are reserved"
         )
     rows = [Row(name, resolve_recipe(one, engine.model, engine.store)) for name, one in pairs]

@@ -118,7 +118,7 @@ def fit_correction(
     every = [*contexts, *held_out]
     if not contexts or not held_out or any(len(context) < 2 for context in every):
         raise ValueError(
-            f"found {len(contexts)} prompts to fit to and {len(held_out)} held-out prompts, "
+            f"Found {len(contexts)} prompts to fit to and {len(held_out)} held-out prompts, "
             "expected at least one of each, all with a passage after the first block"
         )
     before = sink_ids(sink, model.tokenizer)

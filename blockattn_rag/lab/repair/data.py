@@ -67,7 +67,7 @@ class Question:
     def __post_init__(self) -> None:
         if not self.text.strip() or not self.passages:
             raise DataError(
-                f"expected a question with at least one passage, found {self.text[:60]!r} with "
+                f"Expected a question with at least one passage, found {self.text[:60]!r} with "
                 f"{len(self.passages)} passages"
             )
 
@@ -225,7 +225,7 @@ def write_questions(
     """
     passages = list(dict.fromkeys(passages))
     if not passages:
-        raise DataError("found no passage to write questions about, expected at least one")
+        raise DataError("Found no passage to write questions about, expected at least one")
     random.Random(seed).shuffle(passages)
     written = _kept(path)
     questions: dict[str, Question] = {}
@@ -246,7 +246,7 @@ def write_questions(
         on_progress(len(questions), count)
     if not questions:
         raise DataError(
-            f"the model wrote no question about any of {tried} passages; pass questions "
+            f"The model wrote no question about any of {tried} passages; pass questions "
             "(--questions FILE)"
         )
     return list(questions.values())

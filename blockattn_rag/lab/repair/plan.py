@@ -227,7 +227,7 @@ def check_enough(questions: int, limits: Limits) -> None:
     """Raise ``DataError`` if there are too few distinct questions."""
     if questions < limits.fewest_held_out + 1:
         raise DataError(
-            f"found {questions} distinct questions, expected at least "
+            f"Found {questions} distinct questions, expected at least "
             f"{limits.fewest_held_out + 1}: some to fit and others to measure on; pass more "
             "questions (--questions FILE) or passages"
         )

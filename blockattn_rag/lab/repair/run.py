@@ -129,7 +129,7 @@ def _check_disk(
     free = shutil.disk_usage(folder.parent).free
     if free < needed:
         raise OSError(
-            f"found {free / 1e9:.1f} GB free in {os.fspath(folder.parent)}, expected "
+            f"Found {free / 1e9:.1f} GB free in {os.fspath(folder.parent)}, expected "
             f"{needed / 1e9:.1f} GB for keys and values of {encoded} passages; free some space, or "
             "choose another folder (--output)"
         )

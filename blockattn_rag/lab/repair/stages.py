@@ -185,7 +185,7 @@ class Repair:
             check_enough(len(distinct(material.questions, _SEED)), limits)
             sample = material.questions[0]
         elif material.nearest is None or not material.passages:
-            raise DataError("found no questions, and no passages to write questions about")
+            raise DataError("Found no questions, and no passages to write questions about")
         else:
             sample = Question(_STAND_IN, tuple(material.passages[: limits.passages]))
         speeds = self.speeds([sample])
@@ -207,7 +207,7 @@ class Repair:
         if material.questions is not None:
             return material.questions
         if material.nearest is None:
-            raise DataError("found no questions, and no passages to write questions about")
+            raise DataError("Found no questions, and no passages to write questions about")
         until = self.started + limits.writing_share * self.budget_s
         if speeds is not None:
             needed = least_s(speeds, self._most_recipes, limits)
@@ -322,7 +322,7 @@ class Repair:
         prompt = self.material.prompt(sample.text, sample.passages)
         if len(prompt.context) < 2:
             raise DataError(
-                "found a prompt of one context block, for which block mode equals full mode; "
+                "Found a prompt of one context block, for which block mode equals full mode; "
                 "pass questions with more passages"
             )
         return prompt

@@ -249,7 +249,7 @@ def correction_trainer(
     )
     if arguments.n_gpu > 1:
         raise ValueError(
-            f"found {arguments.n_gpu} GPUs, expected one: make one visible (CUDA_VISIBLE_DEVICES=0)"
+            f"Found {arguments.n_gpu} GPUs, expected one: make one visible (CUDA_VISIBLE_DEVICES=0)"
         )
     return LabTrainer(
         model=student,

@@ -165,7 +165,7 @@ class Teacher:
         most = self._model.max_context_tokens
         if tokens + self._max_new_tokens > most:
             raise ContextOverflowError(
-                f"a prompt of {tokens} tokens and an answer of {self._max_new_tokens} do not fit "
+                f"A prompt of {tokens} tokens and an answer of {self._max_new_tokens} do not fit "
                 f"in the context window of {most} tokens; use fewer or shorter passages"
             )
 

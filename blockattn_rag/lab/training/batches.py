@@ -106,12 +106,12 @@ class ModelMasks:
         known = {"full_attention": None, "sliding_attention": window}
         if unknown := set(kinds) - known.keys():
             raise UnsupportedModelError(
-                f"found layers of type {', '.join(sorted(unknown))}; only full and sliding-window "
+                f"Found layers of type {', '.join(sorted(unknown))}; only full and sliding-window "
                 "attention can be trained with a block mask"
             )
         if getattr(config, "use_bidirectional_attention", False):
             raise UnsupportedModelError(
-                "found a model with bidirectional attention; expected causal attention"
+                "Found a model with bidirectional attention; expected causal attention"
             )
         self._windows = {kind: known[kind] for kind in kinds}
 

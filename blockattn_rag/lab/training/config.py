@@ -104,7 +104,7 @@ class FinetuneConfig:
         self._check_bounds()
         if self.adam_beta2 >= 1 or self.seed >= 2**32:  # the limit of numpy's seeds
             raise ValueError(
-                f"found adam_beta2 {self.adam_beta2} and seed {self.seed}, expected adam_beta2 "
+                f"Found adam_beta2 {self.adam_beta2} and seed {self.seed}, expected adam_beta2 "
                 "below 1 and seed below 4294967296"
             )
         if check_sink(self.sink) != NO_SINK and "block" not in self.modes:

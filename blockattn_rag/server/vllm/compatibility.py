@@ -33,11 +33,11 @@ def check_engine(
     found = [*_transfer(engine), *_parallel(engine, config), *_model(engine, profile)]
     found += [*_cache(engine, cache, config)]
     if found:
-        raise ServingError("block mode is not possible on this engine: " + "; ".join(found))
+        raise ServingError("Block mode is not possible on this engine: " + "; ".join(found))
     speculative = engine.speculative_config
     if speculative is not None and speculative.method not in ("ngram", "suffix"):
         logger.warning(
-            "speculative decoding by %s: its draft layers get no keys and values of the blocks, "
+            "Speculative decoding by %s: its draft layers get no keys and values of the blocks, "
             "so fewer draft tokens are accepted; answers are not affected",
             speculative.method,
         )

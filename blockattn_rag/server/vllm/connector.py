@@ -97,7 +97,7 @@ class BlockAttentionConnector(KVConnectorBase_V1):
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         orders = self._get_connector_metadata()
         if not isinstance(orders, Orders):
-            raise TypeError(f"expected Orders of this connector, found {type(orders).__name__}")
+            raise TypeError(f"Expected Orders of this connector, found {type(orders).__name__}")
         self.worker.execute(orders)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -147,12 +147,12 @@ class BlockAttentionConnector(KVConnectorBase_V1):
     def scheduler(self) -> SchedulerSide:
         """Scheduler half of the connector. Raises TypeError in a worker."""
         if self._scheduler is None:
-            raise TypeError("this connector runs in a worker, which has no scheduler half")
+            raise TypeError("This connector runs in a worker, which has no scheduler half")
         return self._scheduler
 
     @property
     def worker(self) -> WorkerSide:
         """Worker half of the connector. Raises TypeError in the scheduler."""
         if self._worker is None:
-            raise TypeError("this connector runs in the scheduler, which has no worker half")
+            raise TypeError("This connector runs in the scheduler, which has no worker half")
         return self._worker

@@ -41,7 +41,7 @@ class EngineTasks:
             reason = output.outputs[0].finish_reason
         if reason not in ("length", "stop"):
             raise ServingError(
-                f"a block of {one.tokens} tokens was not encoded (request {request_id} "
+                f"A block of {one.tokens} tokens was not encoded (request {request_id} "
                 f"ended by {reason!r}); see the server's log"
             )
 

@@ -190,7 +190,7 @@ class BlockEnsurer:
         # Logged here, because all waiters may be gone. Not logged while the breaker is open, when
         # each request would log the same.
         if flight.is_asked and not flight.task.cancelled() and (error := flight.task.exception()):
-            logger.warning("a block is not encoded: %s", error)
+            logger.warning("A block is not encoded: %s", error)
 
     def _forget(self, name: _Name, flight: _Flight) -> None:
         if self._flights.get(name) is flight:
@@ -201,7 +201,7 @@ class BlockEnsurer:
         async with self._room.taken(one.tokens * self._profile.bytes_per_token):
             if one.in_store and not self._storing.allows():
                 raise NotStoredError(
-                    f"the store accepted none of the last blocks ({self._why_unstored}); the next "
+                    f"The store accepted none of the last blocks ({self._why_unstored}); the next "
                     f"attempt is within {_PAUSE_S:g} s"
                 )
             flight.is_asked = True
@@ -230,7 +230,7 @@ class BlockEnsurer:
                     self._why_unstored = why
                     self._storing.failed()
                     raise NotStoredError(
-                        f"a block of {len(block.ids)} tokens was encoded but {why} "
+                        f"A block of {len(block.ids)} tokens was encoded but {why} "
                         f"(request {request_id})"
                     )
                 await asyncio.sleep(pause)
@@ -250,13 +250,13 @@ class BlockEnsurer:
         try:
             return await asyncio.wait_for(asked, _ANSWERED_WITHIN_S)
         except TimeoutError:
-            logger.warning("no answer within %g s from %r", _ANSWERED_WITHIN_S, self._home)
+            logger.warning("No answer within %g s from %r", _ANSWERED_WITHIN_S, self._home)
             raise StoreError(
-                f"the server's store did not answer within {_ANSWERED_WITHIN_S:g} s"
+                f"The server's store did not answer within {_ANSWERED_WITHIN_S:g} s"
             ) from None
         except StoreError as error:
-            logger.warning("a lookup in the store failed: %s", error)
-            raise type(error)("the server's store failed; see the server's log") from None
+            logger.warning("A lookup in the store failed: %s", error)
+            raise type(error)("The server's store failed; see the server's log") from None
 
     def _is_in_own(self, block: BlockId) -> bool:
         return block.key in self._home

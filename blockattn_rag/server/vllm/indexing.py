@@ -67,6 +67,6 @@ class IndexWriter:
                     self._unwritten[namespace] = [entries[:_MOST_UNWRITTEN]]
                     self._on_failure()
                     if isinstance(error, StoreError):
-                        logger.warning("the index of passages cannot be written: %s", error)
+                        logger.warning("The index of passages cannot be written: %s", error)
                     else:
-                        logger.exception("unexpected error while the index is written: %s", error)
+                        logger.exception("Unexpected error while the index is written: %s", error)

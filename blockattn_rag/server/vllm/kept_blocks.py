@@ -45,7 +45,7 @@ class KeptBlocks:
         """Raise ProtocolError if a prompt needs more than ``max_tokens`` tokens in memory."""
         if tokens > self.max_tokens:
             raise ProtocolError(
-                f"the prompt has blocks of {tokens} tokens that must not be stored, but this "
+                f"The prompt has blocks of {tokens} tokens that must not be stored, but this "
                 f"server keeps at most {self.max_tokens} such tokens in memory; put other text "
                 "after the passages, or raise private_memory in the connector's options"
             )

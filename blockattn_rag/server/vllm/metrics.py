@@ -165,7 +165,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         """Combine the reports of two ranks. The slower of a request's loads counts."""
         if not isinstance(other, WorkerReport):
-            raise TypeError(f"expected the report of another rank, found {type(other).__name__}")
+            raise TypeError(f"Expected the report of another rank, found {type(other).__name__}")
         both = dict(self.fetches)
         for request_id, fetch in other.fetches.items():
             both[request_id] = max(both.get(request_id, fetch), fetch)

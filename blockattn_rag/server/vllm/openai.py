@@ -59,7 +59,7 @@ class Document:
     @classmethod
     def _has_text(cls, text: str) -> str:
         if not text.strip():
-            raise ValueError("the text is empty; remove empty documents")
+            raise ValueError("The text is empty; remove empty documents")
         return text
 
 
@@ -126,7 +126,7 @@ def _check_number(messages: Sequence[Any]) -> None:
     number = len(messages) + sum(len(one) for one in contents if isinstance(one, list))
     if number > _MOST_MESSAGES:
         raise ProtocolError(
-            f"the chat has {number:,} messages and content parts, expected at most "
+            f"The chat has {number:,} messages and content parts, expected at most "
             f"{_MOST_MESSAGES:,}; join parts, or leave out old messages"
         )
 
@@ -230,19 +230,19 @@ def _arguments(value: object, place: str) -> dict[str, Any]:
 def _check_json(value: object, depth: int = 0) -> None:
     """Raise ProtocolError for values that no prompt or answer can contain."""
     if depth > _MOST_NESTED:
-        raise ProtocolError(f"the body is nested more than {_MOST_NESTED} levels deep; flatten it")
+        raise ProtocolError(f"The body is nested more than {_MOST_NESTED} levels deep; flatten it")
     if isinstance(value, str):
         try:
             value.encode()
         except UnicodeEncodeError as error:
             raise ProtocolError(
-                f"the body contains a lone surrogate, \\u{ord(value[error.start]):04x}, which is "
+                f"The body contains a lone surrogate, \\u{ord(value[error.start]):04x}, which is "
                 "no character; replace it, for example by '?'"
             ) from None
     elif type(value) is int and value.bit_length() > _MOST_BITS:
-        raise ProtocolError(f"the body contains {shown(value)}, expected at most {_MOST_BITS} bits")
+        raise ProtocolError(f"The body contains {shown(value)}, expected at most {_MOST_BITS} bits")
     elif isinstance(value, float) and not math.isfinite(value):
-        raise ProtocolError(f"the body contains {value}, which is no JSON number; remove it")
+        raise ProtocolError(f"The body contains {value}, which is no JSON number; remove it")
     elif isinstance(value, dict):  # faster than Mapping
         for name, item in value.items():
             _check_json(name, depth)
@@ -291,7 +291,7 @@ class ChatPrompts:
         token_ids = [*(token for _, ids in cut for token in ids), *final]
         if len(cut) > MOST_BLOCKS:
             raise ProtocolError(
-                f"the prompt has {len(cut)} blocks, expected at most {MOST_BLOCKS}; send fewer "
+                f"The prompt has {len(cut)} blocks, expected at most {MOST_BLOCKS}; send fewer "
                 "passages"
             )
         if body.options.mode == "full" or not cut:
@@ -325,13 +325,13 @@ class ChatPrompts:
             )
         tokenizer = self._tokenizer.tokenizer
         if not has_chat_template(tokenizer):
-            raise ProtocolError("the model has no chat template; use completions")
+            raise ProtocolError("The model has no chat template; use completions")
         known = self._variables | {"add_generation_prompt", "continue_final_message"}
         given = {name: value for name, value in variables.items() if name in known}
         try:
             spans = _rendered(tokenizer, body.messages, tools, given)
         except Exception as error:  # templates may raise any error for unexpected messages
-            raise ProtocolError(f"the chat cannot be rendered: {error}") from error
+            raise ProtocolError(f"The chat cannot be rendered: {error}") from error
         return BlockPrompt.from_spans(recognize(spans) if recognize else spans, CHAT.template)
 
 

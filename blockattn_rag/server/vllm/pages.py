@@ -107,7 +107,7 @@ def _measure(pages: LayerPages) -> Tensor:
     page = cache[0]
     if not cache.dtype.is_floating_point or cache.dtype.itemsize < 2 or page.numel() != count:
         raise ServingError(
-            f"found pages {tuple(cache.shape)} of {cache.dtype}, expected keys and values as the "
+            f"Found pages {tuple(cache.shape)} of {cache.dtype}, expected keys and values as the "
             "model computed them: blocks cannot be saved from this cache. Use --kv-cache-dtype "
             "auto, or read_only and private_memory '0'"
         )

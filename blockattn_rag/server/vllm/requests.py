@@ -146,7 +146,7 @@ class RequestReader:
         """Read the blocks of a request to ``ENCODE``. Raises ProtocolError."""
         if body.model is not None and body.model not in self.model_names:
             raise ProtocolError(
-                f"found the model {body.model!r:.200}, expected {' or '.join(self.model_names)}: "
+                f"Found the model {body.model!r:.200}, expected {' or '.join(self.model_names)}: "
                 "blocks are encoded by the base model, without adapters"
             )
         return self._encodables(
@@ -213,12 +213,12 @@ class RequestReader:
             return self._config.namespace
         if self._secret is None:
             raise ProtocolError(
-                f"found the header {TENANT_HEADER}, but this server has no tenants; set "
+                f"Found the header {TENANT_HEADER}, but this server has no tenants; set "
                 "tenant_secret_env in the connector's options"
             )
         if len(tenants) > 1 or not tenants[0]:  # a gateway that appended to the client's header
             raise ProtocolError(
-                f"found the header {TENANT_HEADER} {len(tenants)} times, expected one name; "
+                f"Found the header {TENANT_HEADER} {len(tenants)} times, expected one name; "
                 "the gateway must replace the client's header, and remove it if there is no tenant"
             )
         return parse(Namespace, tenants[0], TENANT_HEADER)
@@ -233,7 +233,7 @@ class RequestReader:
     ) -> list[Encodable]:
         if any(not 0 <= id_ < self._profile.vocab_size for one in blocks for id_ in one):
             raise ProtocolError(
-                f"a block has invalid token ids, expected 0 to {self._profile.vocab_size - 1}"
+                f"A block has invalid token ids, expected 0 to {self._profile.vocab_size - 1}"
             )
         found = encodables(
             blocks,
@@ -246,7 +246,7 @@ class RequestReader:
         longest = max((len(one.token_ids) for one in found), default=0)
         if longest >= self._max_tokens:
             raise ProtocolError(
-                f"a block has {longest} tokens including the sink, expected fewer than the "
+                f"A block has {longest} tokens including the sink, expected fewer than the "
                 f"server's max_model_len, {self._max_tokens}"
             )
         return found
@@ -268,13 +268,13 @@ class RequestReader:
             text = value if isinstance(value, str) else json.dumps(value)
             if len(text) > MOST_CHARACTERS:
                 raise ProtocolError(
-                    f"the grammar of the answer has {len(text):,} characters, expected at most "
+                    f"The grammar of the answer has {len(text):,} characters, expected at most "
                     f"{MOST_CHARACTERS:,}. Offer fewer options: retrieve candidates first, or ask "
                     "in several steps"
                 )
             if (references := text.count('"$ref"')) > _MOST_REFERENCES:
                 raise ProtocolError(
-                    f"the schema of the answer has {references:,} references ($ref), expected at "
+                    f"The schema of the answer has {references:,} references ($ref), expected at "
                     f"most {_MOST_REFERENCES:,}. Inline short definitions, or ask in several steps"
                 )
         if grammar is not None and grammar.choice and self._backend == "guidance":
@@ -290,26 +290,26 @@ class RequestReader:
                 raise ProtocolError(f"{name} is not possible in block mode: {why}; leave it out")
         if num_prompt_tokens >= self._max_tokens:
             raise ProtocolError(
-                f"the prompt has {num_prompt_tokens} tokens, expected at most "
+                f"The prompt has {num_prompt_tokens} tokens, expected at most "
                 f"{self._max_tokens - 1}: the server's max_model_len is {self._max_tokens}"
             )
         held = getattr(request, "structured_outputs", None)
         if held is not None and _DIALECT in (held.grammar or "") and self._backend != "guidance":
             # The backend "auto" accepts it and fails in the engine.
             raise ProtocolError(
-                "a grammar in llguidance's dialect, such as for a required tool call, needs vLLM's "
+                "A grammar in llguidance's dialect, such as for a required tool call, needs vLLM's "
                 f"backend guidance, found {self._backend}; start the server with "
                 """--structured-outputs-config '{"backend": "guidance"}'"""
             )
         model = request.model
         if model in self._models.lora_requests:
             raise ProtocolError(
-                f"found the LoRA adapter {model!r} as the model: block mode does not support "
+                f"Found the LoRA adapter {model!r} as the model: block mode does not support "
                 "adapters, which are not trained to read blocks of the base model"
             )
         if model and model not in self.model_names:
             raise ProtocolError(
-                f"found the model {model!r:.200}, expected one of {', '.join(self.model_names)}"
+                f"Found the model {model!r:.200}, expected one of {', '.join(self.model_names)}"
             )
 
 
@@ -328,7 +328,7 @@ def _prompt_of(request: Any) -> tuple[list[int], Mapping[str, Any] | None]:
     ids = params.get(_CHAT_IDS) if is_chat else request.prompt
     if not isinstance(ids, list) or not ids or any(type(one) is not int for one in ids):
         place = f"kv_transfer_params.{_CHAT_IDS}" if is_chat else "prompt"
-        raise ProtocolError(f"block mode expects one prompt as a list of token ids in {place}")
+        raise ProtocolError(f"Block mode expects one prompt as a list of token ids in {place}")
     if not is_chat:
         return ids, params
     return ids, {name: params[name] for name in params if name != _CHAT_IDS} or None

@@ -123,7 +123,7 @@ def _check_grammar(output: Any) -> None:
     if isinstance(ours, Mapping) and GRAMMAR_FAILURE in ours:
         why = ours[GRAMMAR_FAILURE]
         raise GrammarError(
-            f"the grammar of the answer cannot be followed: {why}. It is too large or too complex "
+            f"The grammar of the answer cannot be followed: {why}. It is too large or too complex "
             "for this server; use fewer anyOf cases, tools or optional properties"
         )
 
@@ -176,7 +176,7 @@ def _served(output: Any, plan: BlockPlan) -> ServedBlocks | None:
     if is_stopped_here and (output.num_cached_tokens or 0) >= plan.context_tokens:
         return ServedBlocks(len(plan.lengths), 0, 0, cut_short=True)
     raise ProtocolError(
-        "the engine did not report on the blocks; check that its connector is configured"
+        "The engine did not report on the blocks; check that its connector is configured"
     )
 
 

@@ -151,7 +151,7 @@ def _vllm_request(kind: type, fields: Any) -> Any:
     try:
         return parse(kind, fields, "body")
     except (AttributeError, LookupError, TypeError) as error:  # of vLLM's own validators
-        raise ProtocolError(f"a field of the body has a wrong type: {error}") from error
+        raise ProtocolError(f"A field of the body has a wrong type: {error}") from error
 
 
 async def _answer(answering: Awaitable[Any], raw_request: Request) -> Response:

@@ -166,7 +166,7 @@ class SchedulerSide:
 
     def _refuse(self, request: Request, why: str) -> None:
         """Make a request fail when it is scheduled."""
-        logger.warning("request %s is refused: %s", request.request_id, why)
+        logger.warning("Request %s is refused: %s", request.request_id, why)
         self._requests[request.request_id] = _Request(None, ServedBlocks(0, 0, 0))
         self.stats.count("refused")
         _set_salt(request, f"ba1-refused-{request.request_id}")
@@ -258,7 +258,7 @@ class SchedulerSide:
         elif plan.op == "encode":
             reason = self._why_not_kept(plan)
         if reason is not None:
-            raise ProtocolError(f"block mode is not possible for op={plan.op!r}: {reason}")
+            raise ProtocolError(f"Block mode is not possible for op={plan.op!r}: {reason}")
         if plan.op == "encode":
             block_keys(token_ids or (), plan, self._profile)  # checks what precedes the block
 

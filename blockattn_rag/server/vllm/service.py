@@ -86,7 +86,7 @@ class Service:
         if transfer is None or transfer.kv_connector != CONNECTOR:
             found = "none" if transfer is None else transfer.kv_connector
             raise ServingError(
-                f"the plugin blockattn needs the connector {CONNECTOR}, found {found}; set it in "
+                f"The plugin blockattn needs the connector {CONNECTOR}, found {found}; set it in "
                 "--kv-transfer-config, or remove the plugin from VLLM_PLUGINS"
             )
         config = ServingConfig.parse(transfer.kv_connector_extra_config)
@@ -95,7 +95,7 @@ class Service:
         engines = parallel.data_parallel_size_local if is_local else parallel.data_parallel_size
         if engines > 1 and config.private_bytes:
             raise ServingError(
-                f"this API server has {engines} engines (data parallelism), but a block that must "
+                f"This API server has {engines} engines (data parallelism), but a block that must "
                 "not be stored is in the memory of only one of them. Start an API server for each "
                 "engine (--data-parallel-external-lb), or set private_memory '0'"
             )
@@ -237,13 +237,13 @@ class Service:
         try:
             tokenizer = load_tokenizer(self._tokenizer_name)
         except (OSError, ValueError) as error:
-            raise ServingError(f"the server cannot load its tokenizer: {error}") from error
+            raise ServingError(f"The server cannot load its tokenizer: {error}") from error
         if self._openai.chat_template is not None:
             tokenizer.chat_template = self._openai.chat_template
         prompts = ChatPrompts(tokenizer, self._profile.promote)
         if prompts.fingerprint != self._profile.tokenizer:
             raise ServingError(
-                f"the server's tokenizer ({prompts.fingerprint[:12]}) differs from the profile's "
+                f"The server's tokenizer ({prompts.fingerprint[:12]}) differs from the profile's "
                 f"({self._profile.tokenizer[:12]}); make the profile again from the served model"
             )
         return prompts

@@ -186,7 +186,7 @@ class WorkerSide:
         try:
             blocks = loading.blocks.result()
         except LoadError as error:
-            logger.warning("request %s fails: %s", request_id, error)
+            logger.warning("Request %s fails: %s", request_id, error)
             self._fail(request_id)
             return
         seconds = time.monotonic() - loading.since
@@ -213,7 +213,7 @@ class WorkerSide:
 
     def _save(self, save: Save) -> None:
         if self._saver is None:
-            raise ServingError("this server encodes nothing, but was asked to save a block")
+            raise ServingError("This server encodes nothing, but was asked to save a block")
         self._saver.save(save, self._slots(save.pages, len(save.token_ids)))
         self._done.saved.add(save.request_id)
 
@@ -243,7 +243,7 @@ def _own_layers(indices: Sequence[int], ranks: int, num_layers: int) -> range:
     found = range(indices[0], indices[-1] + 1) if indices else range(0)
     if list(found) != list(indices) or (ranks == 1 and len(found) != num_layers):
         raise ServingError(
-            f"found attention layers {list(indices)}, expected consecutive ones: block mode does "
+            f"Found attention layers {list(indices)}, expected consecutive ones: block mode does "
             "not support models with layers that have no keys and values"
         )
     return found
@@ -257,12 +257,12 @@ def _check_layer(
     expected = (len(heads), told.key_size, told.value_size)
     if pages.sizes != expected:
         raise ServingError(
-            f"layer {index} has (heads, key size, value size) {pages.sizes}, but the profile of "
+            f"Layer {index} has (heads, key size, value size) {pages.sizes}, but the profile of "
             f"{profile.name} says {expected}; make a profile of the model that is served"
         )
     if getattr(layer, "kv_sharing_target_layer_name", None) is not None:
         raise ServingError(
-            f"layer {index} shares the keys and values of another layer, which block mode in vLLM "
+            f"Layer {index} shares the keys and values of another layer, which block mode in vLLM "
             "does not support"
         )
     if not hasattr(layer.impl, "do_kv_cache_update"):

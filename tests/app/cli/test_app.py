@@ -110,7 +110,7 @@ def test_names_the_missing_extra(package: str, command: tuple[str, ...], databas
     done = python("-c", WITHOUT.format(package=package), *arguments)
     assert done.returncode == 1
     line = done.stderr.splitlines()[-1]
-    assert line.startswith(f"error: this command needs {package}, which is not installed; run `pip")
+    assert line.startswith(f"error: This command needs {package}, which is not installed; run `pip")
     assert ".[llama-index]" in line
 
 
@@ -277,9 +277,9 @@ def test_ctrl_c_ends_with_one_line_and_status_130(tmp_path: Path) -> None:
     assert process.stderr.readline() == "ready\n"
     os.kill(process.pid, signal.SIGINT)
     stdout, stderr = process.communicate(timeout=LONGEST_S)
-    assert (process.returncode, stdout, stderr) == (130, "", "error: interrupted\n")
+    assert (process.returncode, stdout, stderr) == (130, "", "error: Interrupted\n")
 
 
 def test_verbose_after_two_hyphens_is_an_argument(cli: Command, tmp_path: Path) -> None:
     output = cli("ingest", "--db", tmp_path / "db", "--model", "bundled", "--", "-v")
-    assert "no such file or folder: -v" in output.stderr
+    assert "No such file or folder: -v" in output.stderr

@@ -36,7 +36,7 @@ def test_a_folder_is_noted_whole(
     [
         ("memory:", "is lost when this command ends"),
         ("s3:/bucket/kv", "two slashes"),
-        ("ftp://host/kv", "unknown store address ftp://"),
+        ("ftp://host/kv", "Unknown store address ftp://"),
         ("s3://me:secret@bucket/kv", "must not contain a user, password"),
     ],
 )

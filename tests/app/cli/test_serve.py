@@ -106,7 +106,7 @@ def test_a_server_with_wrong_answers_is_stopped(
     output = cli("serve", model, "--store", tmp_path / "kv", "--profile", profile, "--port", port)
     assert output.status == 1
     assert "NO" in output.stderr
-    assert "the server does not answer as it should, and is stopped" in output.stderr
+    assert "The server does not answer as it should, and is stopped" in output.stderr
     vllm.assert_ended()
 
 

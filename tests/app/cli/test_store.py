@@ -195,8 +195,8 @@ def test_store_may_be_folder_or_address(cli: Command, database: Path, tmp_path: 
     [
         ("memory:", "is a cache"),
         ("redis://me:secret@127.0.0.1:1/0", "is a cache"),
-        ("file:///no/such/folder", "no such KV store"),
-        ("ftp://host/kv", "unknown store address ftp://"),
+        ("file:///no/such/folder", "No such KV store"),
+        ("ftp://host/kv", "Unknown store address ftp://"),
         ("s3:/bucket/kv", "two slashes"),
     ],
 )

@@ -35,7 +35,7 @@ def test_a_database_keeps_its_namespace(model: Path, tmp_path: Path) -> None:
     assert (engine.access.namespace, engine.recipe.sink) == ("one", "head:2")
     manifest = tmp_path / "db" / MANIFEST
     manifest.write_text(manifest.read_text().replace('"one"', '"o/ne"'))
-    with pytest.raises(DatabaseError, match="a namespace consists of"):
+    with pytest.raises(DatabaseError, match="A namespace consists of"):
         Database.open(tmp_path / "db")
 
 

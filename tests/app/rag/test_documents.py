@@ -81,7 +81,7 @@ def test_a_named_file_must_be_readable_and_exist(documents: Path, tmp_path: Path
     ):
         with pytest.raises(UnreadableFileError, match=message):
             load_documents([path])
-    with pytest.raises(FileNotFoundError, match="no such file or folder"):
+    with pytest.raises(FileNotFoundError, match="No such file or folder"):
         load_documents([tmp_path / "nothing"])
 
 

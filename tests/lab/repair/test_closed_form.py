@@ -101,7 +101,7 @@ def distances(
 
 def test_too_few_prompts_are_refused(model: BlockModel) -> None:
     for held_out in ([], [[[1, 2]]]):
-        with pytest.raises(ValueError, match=f"found 1 prompts .* and {len(held_out)} held-out"):
+        with pytest.raises(ValueError, match=f"Found 1 prompts .* and {len(held_out)} held-out"):
             fit_correction(model, contexts_of(1), held_out)
 
 

@@ -67,7 +67,7 @@ def test_samples_keep_the_right_answers() -> None:
 
 @pytest.mark.parametrize(("text", "passages"), [(" ", PASSAGES), ("what?", [])])
 def test_a_question_without_text_or_passages_is_refused(text: str, passages: list[Passage]) -> None:
-    with pytest.raises(DataError, match="expected a question with at least one passage"):
+    with pytest.raises(DataError, match="Expected a question with at least one passage"):
         Question(text, tuple(passages))
 
 

@@ -68,7 +68,7 @@ def test_a_training_that_is_too_short_is_left_out() -> None:
 
 
 def test_too_few_questions_and_too_little_time_are_refused() -> None:
-    with pytest.raises(DataError, match="found 4 distinct questions, expected at least 5"):
+    with pytest.raises(DataError, match="Found 4 distinct questions, expected at least 5"):
         plan(900, questions=4)
     with pytest.raises(DataError, match=r"give at least 2 minutes more \(--minutes\)"):
         plan(1)

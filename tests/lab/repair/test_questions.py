@@ -116,7 +116,7 @@ def test_a_damaged_file_is_reported(writer: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("passages", [[], [Passage("", "fact 0 is")]])
 def test_refuses_no_questions(writer: Any, tmp_path: Path, passages: list[Passage]) -> None:
-    with pytest.raises(DataError, match=r"found no passage|no question about any of 1 passages"):
+    with pytest.raises(DataError, match=r"Found no passage|no question about any of 1 passages"):
         write(writer, tmp_path, passages=passages)
 
 

@@ -289,8 +289,8 @@ class TestMaterial:
     @pytest.mark.parametrize(
         ("questions", "message"),
         [
-            (QUESTIONS[:1], "found 1 distinct questions, expected"),
-            (QUESTIONS[:4], "found 4 distinct questions, expected"),
+            (QUESTIONS[:1], "Found 1 distinct questions, expected"),
+            (QUESTIONS[:4], "Found 4 distinct questions, expected"),
             (None, "no questions, and no passages to write"),
         ],
     )
@@ -396,7 +396,7 @@ class TestChecks:
     ) -> None:
         usage = shutil.disk_usage(tmp_path)._replace(free=1000)
         monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
-        with pytest.raises(OSError, match=r"found 0.0 GB free .* of 6 passages"):
+        with pytest.raises(OSError, match=r"Found 0.0 GB free .* of 6 passages"):
             repaired(model, tmp_path / "recipe", passages=PASSAGES)
 
 

@@ -204,7 +204,7 @@ class TestBadData:
             SampleEncoder(tiny_tokenizer(chat=False)).encode_record(MESSAGES)
 
     def test_a_missing_file_is_reported(self, tmp_path: Path) -> None:
-        with pytest.raises(DataError, match="found no file"):
+        with pytest.raises(DataError, match="Found no file"):
             list(read_samples([tmp_path / "none.jsonl"], SampleEncoder(tiny_tokenizer())))
 
 

@@ -126,7 +126,7 @@ class TestResult:
         assert "warm-up" not in caplog.text
         finetune(config(settings(folder, "short", max_steps=2)))
         assert (
-            "the run has 2 steps and the warm-up has 2: the learning rate of 0.001" in caplog.text
+            "The run has 2 steps and the warm-up has 2: the learning rate of 0.001" in caplog.text
         )
         caplog.clear()
         finetune(config(settings(folder, "flat", max_steps=2, lr_scheduler="constant")))

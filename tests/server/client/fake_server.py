@@ -174,7 +174,7 @@ class FakeServer:
     def namespace(self, tenant: str | None) -> str:
         """Where blocks are stored and looked for, by the header of a request."""
         if tenant is not None and self.tenants is False:
-            raise RefusalError(400, f"found the header {TENANT_HEADER}")
+            raise RefusalError(400, f"Found the header {TENANT_HEADER}")
         return tenant if tenant is not None and self.tenants else ""
 
     def encode(self, told: Any, namespace: str = "") -> dict[str, Any]:

@@ -297,7 +297,7 @@ def test_more_blocks_than_a_server_takes_are_refused(server: FakeServer) -> None
     ("field", "value", "message"),
     [
         ("tokenizer", "0" * 64, "the tokenizer .* differs .*as tokenizer="),
-        ("v", 2, "found version 2 of info, expected 1"),
+        ("v", 2, "Found version 2 of info, expected 1"),
         ("models", ["another"], "has no model 'the-model'; it has another"),
     ],
 )
@@ -352,7 +352,7 @@ def told(**figures: Any) -> Any:
     [
         (lambda _: None, "was not computed in block mode"),
         (lambda _: {"another": {}}, "was not computed in block mode"),
-        (told(mode="full"), "found mode 'full' in blockattn, expected 'block'"),
+        (told(mode="full"), "Found mode 'full' in blockattn, expected 'block'"),
         (told(loaded_tokens=3), "from 2 blocks of 3 tokens, expected 2 of 54"),
         (told(blocks=1), "from 1 blocks of 54 tokens, expected 2 of 54"),
         (told(encoded=1, encoded_tokens=0), "found 1 encoded blocks of 0 tokens"),

@@ -151,10 +151,10 @@ def test_cache_depends_on_server(server: FakeServer, chat: ChatBlockAttention, s
 
 def test_what_a_server_has_itself_is_refused() -> None:
     for arguments in ({"kv_store": "kv"}, {"model_kwargs": {"device": "cuda"}}):
-        with pytest.raises(ValueError, match="a server has its own model, device and store"):
+        with pytest.raises(ValueError, match="A server has its own model, device and store"):
             ChatBlockAttention(base_url="http://gpu:8000", **arguments)
     chat = ChatBlockAttention(base_url="http://gpu:8000")
-    with pytest.raises(ValueError, match="give either llm="):
+    with pytest.raises(ValueError, match="Give either llm="):
         BlockKVTransformer(llm=chat, api_key=KEY)
 
 
@@ -179,7 +179,7 @@ def test_a_copy_keeps_timeout_and_max_retries(server: FakeServer, saved: str) ->
 
 def test_a_timeout_given_twice_is_refused(saved: str) -> None:
     twice = {"timeout": 7, "model_kwargs": {"tokenizer": saved, "timeout_s": 8}}
-    with pytest.raises(ValueError, match="found both timeout and model_kwargs"):
+    with pytest.raises(ValueError, match="Found both timeout and model_kwargs"):
         remote("http://gpu:8000", saved, **twice)
 
 

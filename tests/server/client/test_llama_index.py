@@ -175,7 +175,7 @@ def test_pickle_has_no_key(serve: Serve, saved: str, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("arguments", [{"kv_store": "kv"}, {"device_map": "cuda"}])
 def test_what_a_server_has_itself_is_refused(arguments: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="a server has its own model, device and store"):
+    with pytest.raises(ValueError, match="A server has its own model, device and store"):
         BlockAttentionLLM(api_base="http://gpu:8000", **arguments)
 
 
