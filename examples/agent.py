@@ -21,6 +21,7 @@ from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.graph.state import CompiledStateGraph
 from rag_langchain import HERE, QUESTIONS, open_retriever
 
+from blockattn_rag.app.rag.names import minilm
 from blockattn_rag.langchain import (
     ChatBlockAttention,
     RetrieveFirst,
@@ -62,7 +63,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=HERE / "articles")
     parser.add_argument("--db", type=Path, default=Path("example-db/langchain"))
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--embedding", default="sentence-transformers/all-MiniLM-L6-v2")
+    parser.add_argument("--embedding", default=minilm())
     parser.add_argument("--tool", action="store_true", help="the model calls the retriever itself")
     options = parser.parse_args()
 

@@ -19,6 +19,7 @@ from langchain_core.retrievers import BaseRetriever
 from langchain_core.runnables import Runnable, RunnablePassthrough
 from langchain_text_splitters import RecursiveCharacterTextSplitter
 
+from blockattn_rag.app.rag.names import minilm
 from blockattn_rag.langchain import BlockKVTransformer, ChatBlockAttention, format_blocks
 
 HERE = Path(__file__).parent
@@ -61,7 +62,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=HERE / "articles")
     parser.add_argument("--db", type=Path, default=Path("example-db/langchain"))
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--embedding", default="sentence-transformers/all-MiniLM-L6-v2")
+    parser.add_argument("--embedding", default=minilm())
     options = parser.parse_args()
 
     from langchain_huggingface import HuggingFaceEmbeddings

@@ -17,6 +17,7 @@ from llama_index.core.ingestion import IngestionPipeline
 from llama_index.core.node_parser import SentenceSplitter
 from llama_index.vector_stores.chroma import ChromaVectorStore
 
+from blockattn_rag.app.rag.names import minilm
 from blockattn_rag.llama_index import (
     BlockAttentionLLM,
     BlockKVPostprocessor,
@@ -52,7 +53,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=HERE / "articles")
     parser.add_argument("--db", type=Path, default=Path("example-db/llama-index"))
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--embedding", default="sentence-transformers/all-MiniLM-L6-v2")
+    parser.add_argument("--embedding", default=minilm())
     options = parser.parse_args()
 
     from llama_index.embeddings.huggingface import HuggingFaceEmbedding

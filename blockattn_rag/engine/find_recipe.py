@@ -328,7 +328,7 @@ def _remedy(model: BlockModel, sink: str, folder: Path | None) -> str:
     recompute = (
         "computing a tenth of the passages' tokens again for each question helps, and keeps part "
         f"of the speed-up: in Python, `from blockattn_rag import Recipe` and recipe={made}; for "
-        f'commands, save it once with `{made}.save("recipe")` and pass `--recipe recipe`.'
+        f'commands, save it once with `{made}.save("my-recipe")` and pass `--recipe my-recipe`.'
     )
     if str(model.config.model_type).startswith("qwen"):
         return f"For models like this one, {recompute}"
