@@ -182,8 +182,8 @@ def fused_rotation(
     if not difference <= allowed:
         raise UnsupportedModelError(
             f"Triton's rotation of {dtype} keys of size {size} ({pairing}, {rotary_dim} rotating) "
-            f"on {device} differs from PyTorch's by {difference:.2g}, expected at most {allowed:.2g}. "
-            "Update PyTorch and Triton, or uninstall Triton: PyTorch then rotates the keys"
+            f"on {device} differs from PyTorch's by {difference:.2g}, expected at most "
+            f"{allowed:.2g}. Update PyTorch and Triton, or uninstall Triton: PyTorch then rotates keys"
         )
     return fused
 
