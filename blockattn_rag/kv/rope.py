@@ -183,7 +183,7 @@ def fused_rotation(
         raise UnsupportedModelError(
             f"Triton's rotation of {dtype} keys of size {size} ({pairing}, {rotary_dim} rotating) "
             f"on {device} differs from PyTorch's by {difference:.2g}, expected at most "
-            f"{allowed:.2g}. Update PyTorch and Triton, or uninstall Triton: PyTorch then rotates keys"
+            f"{allowed:.2g}. Update PyTorch and Triton, or uninstall Triton, which is optional"
         )
     return fused
 
