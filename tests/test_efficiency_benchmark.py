@@ -47,14 +47,13 @@ def repeating_engine() -> BlockAttentionEngine:
     words = counting_tokenizer(512).backend_tokenizer.to_str().replace('"t7"', '"It is so."')
     make: Any = PreTrainedTokenizerFast
     tokenizer = make(tokenizer_object=Tokenizer.from_str(words), pad_token="t0")
-    engine = BlockAttentionEngine.from_pretrained(model, tokenizer=tokenizer, resident_bytes=0)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if name.endswith(("o_proj.weight", "down_proj.weight", "lm_head.weight")):
                 weight.zero_()
         model.get_input_embeddings().weight.fill_(1)
         model.get_output_embeddings().weight[7] = 1
-    return engine
+    return BlockAttentionEngine.from_pretrained(model, tokenizer=tokenizer, resident_bytes=0)
 
 
 def test_functions_take_turns_and_the_warm_up_is_not_counted() -> None:

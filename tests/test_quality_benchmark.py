@@ -24,6 +24,7 @@ from table import summary
 from blockattn_rag import BlockAttentionEngine, Recipe
 from blockattn_rag.lab.evaluation.datasets import EvaluationPassage, EvaluationSample
 from blockattn_rag.lab.evaluation.metrics import contains_answer
+from blockattn_rag.model import BlockModel
 from blockattn_rag.prompts.formats import CHAT, Passage
 
 MADE = {"facts": 90, "comparisons": 38, "pairs": 80, "order": 90}
@@ -78,10 +79,11 @@ def test_a_diagnosis_starts_at_the_recipe_and_ends_at_full_mode(
 @pytest.fixture(scope="module")
 def changed() -> BlockAttentionEngine:
     """An engine of the same model with one changed matrix."""
-    engine = BlockAttentionEngine.from_pretrained("bundled", store="memory:", dtype="float32")
+    model = BlockModel.from_pretrained("bundled", dtype="float32")
     with torch.no_grad():
-        engine.model.hf_model.get_parameter("model.layers.0.mlp.down_proj.weight").mul_(0.5)
-    return engine
+        model.hf_model.get_parameter("model.layers.0.mlp.down_proj.weight").mul_(0.5)
+    again = BlockModel(model.hf_model, model.tokenizer, name="bundled")
+    return BlockAttentionEngine(again, "memory:")
 
 
 def test_a_tuned_model_is_compared_with_the_stock_models_full_mode(
