@@ -21,6 +21,8 @@ CHUNK_TOKENS = 512
 """Largest number of keys for which a program of the kernel rotates its queries once."""
 
 MOST_BLOCKS, MOST_CHUNKS = 2048, 4096
+"""Blocks, the tail included, and chunks of them for which the tables have room."""
+
 TAIL_TOKENS = 2048
 """Tokens for which the tail has room at first."""
 
@@ -115,8 +117,7 @@ class DeviceRelay:
             self._make_tail(TAIL_TOKENS)
         blocks = context.blocks
         addresses: Any = [self._address(kv) for kv, *_ in blocks]
-        tail = torch.tensor([[s.data_ptr() for s in layer] for layer in self._tail])
-        _upload(self._pointers, torch.stack([tail, *addresses], dim=2))
+        _upload(self._pointers, torch.stack([self._tail_addresses(), *addresses], dim=2))
         tokens = [self.room, *(kv.num_tokens for kv, *_ in blocks)]
         _upload(self._block_tokens, torch.tensor(tokens, dtype=torch.int32))
         shifts = torch.tensor([0, *(block.shift for block in blocks)])
@@ -146,9 +147,12 @@ class DeviceRelay:
         old = self._tail
         self._make_tail(2 * tokens)
         self._tail[:, :, :, : old.shape[3]] = old
-        tail = torch.tensor([[s.data_ptr() for s in layer] for layer in self._tail])
-        self._pointers[:, :, 0] = tail.to(self.device)
+        _upload(self._pointers, self._tail_addresses()[..., None])
         self._block_tokens[0] = self.room
+
+    def _tail_addresses(self) -> Tensor:
+        """Addresses of the tail's keys and values, ``[layers, 2]``."""
+        return torch.tensor([[states.data_ptr() for states in layer] for layer in self._tail])
 
     def _make_tail(self, tokens: int) -> None:
         shape = len(self.layouts), 2, self.kv_heads, tokens, self.size

@@ -248,9 +248,11 @@ def _captured_tokens(tokens: int) -> int:
 
 def _is_plain(kwargs: dict[str, Any], tokens: int) -> bool:
     """Whether a forward returns no more than the logits after its last token."""
-    others = [name for name, value in kwargs.items() if name not in _ARGUMENTS and value]
+    others = (value for name, value in kwargs.items() if name not in _ARGUMENTS)
+    # By identity, because a tensor of several elements has no truth value.
+    asks_more = any(value is not None and value is not False for value in others)
     keep = kwargs.get("logits_to_keep", 0)
-    return not others and (tokens == 1 or (isinstance(keep, int) and keep == 1))
+    return not asks_more and (tokens == 1 or (isinstance(keep, int) and keep == 1))
 
 
 class _Forward:

@@ -408,3 +408,17 @@ def test_only_an_exact_runner_is_used(
     assert model.supports_relay
     runner = relay_attention.graph_runner(model.hf_model, model.profile)
     assert (runner is not None) == (kind == "right")
+
+
+def test_tensors_among_other_arguments_are_passed_on(model: BlockModel) -> None:
+    context, question = context_of(model, 12, 9), torch.tensor([ids(6, 1)])
+    with torch.inference_mode():
+        out = model.hf_model(
+            input_ids=question,
+            past_key_values=model.cache_for(context, assembly="relay"),
+            use_cache=True,
+            logits_to_keep=1,
+            token_type_ids=torch.zeros_like(question),
+        )
+    expected = model.next_logits(question, model.cache_for(context, assembly="copy"))
+    assert close(out.logits[0, -1], expected)
