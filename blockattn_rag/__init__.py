@@ -55,7 +55,7 @@ if TYPE_CHECKING:
         strip_markers,
         wrap,
     )
-    from blockattn_rag.server.client import RemoteEngine
+    from blockattn_rag.server import ServerClient
     from blockattn_rag.store import (
         DirectoryStore,
         KVStore,
@@ -91,9 +91,9 @@ __all__ = [
     "PromptFormat",
     "Recipe",
     "RedisStore",
-    "RemoteEngine",
     "ReuseStats",
     "SegmentationError",
+    "ServerClient",
     "ServingError",
     "Span",
     "StoreError",
@@ -121,7 +121,7 @@ _HOMES = {
         "Block BlockPrompt BlockTemplate Passage PromptFormat Span handle_of segment "
         "strip_markers wrap"
     ),
-    "server.client": "RemoteEngine",
+    "server": "ServerClient",
     "store": "DirectoryStore KVStore MemoryStore ObjectStore RedisStore TieredStore open_store",
 }
 __getattr__, __dir__ = lazy_names(__name__, _HOMES)

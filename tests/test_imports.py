@@ -33,8 +33,8 @@ FLOORS = {
     "server": "engine errors files kv lazy model output prompts store",
     "check": "engine errors kv model prompts server",
     "adapters": "engine errors model output prompts server store",
-    "llama_index": "adapters engine errors lazy output prompts store",
-    "langchain": "adapters engine lazy output prompts",
+    "llama_index": "adapters engine errors lazy model output prompts server store",
+    "langchain": "adapters engine lazy output prompts server",
     "lab": "engine errors files kv lazy model prompts store",
     "app": (
         "adapters check engine errors files hub kv lab lazy llama_index model output prompts "
@@ -49,7 +49,7 @@ PUBLIC = [
     ".kv",
     ".store",
     ".engine",
-    ".server.client",
+    ".server",
     ".llama_index",
     ".langchain",
 ]

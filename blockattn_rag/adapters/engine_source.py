@@ -6,20 +6,20 @@ import asyncio
 import logging
 import pickle
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from blockattn_rag.adapters.hints import ReuseHints
+from blockattn_rag.adapters.server_source import ServerSource
 from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.engine.find_recipe import AUTO, RecipeLike, known_digests
-from blockattn_rag.engine.protocol import Engine
+from blockattn_rag.engine.ingest import EncodeStats
 from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.errors import SegmentationError
-from blockattn_rag.model import BlockModel
-from blockattn_rag.prompts.blocks import BlockPrompt, BlockTemplate, Span
+from blockattn_rag.prompts.blocks import Block, BlockPrompt, BlockTemplate, Span
 from blockattn_rag.prompts.markers import content_spans, holds_orphans
 from blockattn_rag.prompts.recognition import Recognize
 from blockattn_rag.prompts.tokenization import BlockTokenizer
@@ -30,8 +30,8 @@ from blockattn_rag.store.urls import lasts
 logger = logging.getLogger("blockattn_rag")
 
 
-def source_of(llm: Any, expected: str, *others: Any) -> EngineSource:
-    """Return the engine source of the LLM that a component received as ``llm=``.
+def source_of(llm: Any, expected: str, *others: Any) -> EngineSource | ServerSource:
+    """Return the source of the LLM that a component received as ``llm=``.
 
     Args:
         llm: Value of ``llm=``.
@@ -43,14 +43,39 @@ def source_of(llm: Any, expected: str, *others: Any) -> EngineSource:
         TypeError: ``llm`` is not an LLM of this package.
     """
     if any(value is not None for value in others):
-        raise ValueError("Give either llm=, or the model, store and recipe, not both")
+        raise ValueError("Pass either llm=, or a model, store and recipe, or a server, not both")
     source = getattr(llm, "source", None)
-    if not isinstance(source, EngineSource):
+    if not isinstance(source, EngineSource | ServerSource):
         raise TypeError(
             f"llm= must be the LLM that generates the answers, such as {expected}(...); found "
-            f"{type(llm).__name__} {llm!r:.60}. Pass a model's name as model="
+            f"{type(llm).__name__} {llm!r:.60}. Pass a model's name as model=, or the address of a "
+            "server as server="
         )
     return source
+
+
+def source_with(server: str | None, api_key: Any, **arguments: Any) -> EngineSource | ServerSource:
+    """Source of an ingestion step: a server, or an engine that ``arguments`` load.
+
+    Args:
+        server: Address of a server. None: the model runs in this process.
+        api_key: API key of the server.
+        arguments: Arguments of ``EngineSource``; None stands for the default.
+
+    Raises:
+        ValueError: A server and arguments of an engine are given, or a key without a server.
+    """
+    arguments = {name: value for name, value in arguments.items() if value is not None}
+    if server is None:
+        if api_key is not None:
+            raise ValueError("api_key= is for server=; pass the address of the server, too")
+        return EngineSource(**arguments)
+    if arguments:
+        raise ValueError(
+            f"A server has its own model, store and recipe: pass server= without "
+            f"{', '.join(arguments)}"
+        )
+    return ServerSource(server, api_key)
 
 
 class EngineSource:
@@ -67,30 +92,23 @@ class EngineSource:
         kv_store: A store, or a location that ``store.open_store`` accepts, such as a directory or
             ``"s3://bucket/kv"``. Default: memory.
         device_map: A torch device, or ``"auto"``.
-        model_kwargs: Further arguments for loading the model, including ``tokenizer``. With
-            ``api_base``: arguments of ``RemoteEngine``, such as ``timeout_s``.
-        api_base: Address of a server with the model and the store, such as
-            ``"http://gpu:8000/v1"``; ``model_name`` is its name there.
-        api_key: API key of the server. Default: see ``RemoteEngine``. The key is neither part of
-            ``fields`` nor pickled. Other processes read it from their environment.
+        model_kwargs: Further arguments for loading the model, including ``tokenizer``.
         recipe: How the model runs in block mode; see ``BlockAttentionEngine``.
 
     Raises:
-        ValueError: No model or several models are given, an argument conflicts with a server or an
-            existing engine, or the recipe is not found.
+        ValueError: No model or several models are given, an argument conflicts with an existing
+            engine, or the recipe is not found.
     """
 
     def __init__(
         self,
-        engine: Engine | None = None,
+        engine: BlockAttentionEngine | None = None,
         *,
         model_name: Any = None,
         tokenizer_name: Any = None,
         kv_store: KVStore | str | Path | None = None,
         device_map: str = "auto",
         model_kwargs: dict[str, Any] | None = None,
-        api_base: str | None = None,
-        api_key: str | None = None,
         recipe: RecipeLike = AUTO,
     ) -> None:
         if engine is not None and recipe != AUTO:
@@ -100,23 +118,13 @@ class EngineSource:
             )
         if recipe != AUTO:
             known_digests(recipe, None, "")  # raises early if the recipe does not exist
-        has_name = model_name is not None or api_base is not None
-        if (engine is None) != has_name:
+        if (engine is None) == (model_name is None):
             raise ValueError(
-                "Expected either engine= or a model: model_name= (or model= with tokenizer=), "
-                f"with or without the address of a server; found "
-                f"{'both' if has_name else 'none'}"
+                "Expected either engine= or a model: model_name= (or model= with tokenizer=); "
+                f"found {'none' if engine is None else 'both'}"
             )
         is_name = isinstance(model_name, (str, Path, type(None)))
-        has_device = device_map != "auto" or "device" in (model_kwargs or {})
-        if api_base is not None and not (is_name and kv_store is None and not has_device):
-            raise ValueError(
-                "A server has its own model, device and store: with the address of a server, pass "
-                "the name of its model, and no kv_store, device or loaded model"
-            )
         self._engine = engine
-        self._api_base = api_base
-        self._api_key = api_key
         self._model = str(model_name) if isinstance(model_name, Path) else model_name
         own = (model_kwargs or {}).get("tokenizer")
         self._tokenizer = tokenizer_name if own is None else own
@@ -124,22 +132,21 @@ class EngineSource:
             raise ValueError(
                 "Found a loaded model without its tokenizer; pass model_kwargs={'tokenizer': ...}"
             )
-        self._kv_store = engine.store if isinstance(engine, BlockAttentionEngine) else kv_store
+        self._kv_store = kv_store if engine is None else engine.store
         self._recipe = str(recipe) if isinstance(recipe, Path) else recipe
         self._device_map = device_map
         self._model_kwargs = dict(model_kwargs or {})
         if "torch_dtype" in self._model_kwargs:  # the name of dtype in transformers 4
             self._model_kwargs["dtype"] = self._model_kwargs.pop("torch_dtype")
         self._lock = threading.RLock()
-        keeps = self._kv_store is not None or not self._is_local
-        self._hints = ReuseHints() if keeps else None
+        self._hints = None if self._kv_store is None else ReuseHints()
         self._has_warned = False
 
     @property
     def live_parts(self) -> list[str]:
         """Names of arguments that are live objects, which another process cannot load by name."""
         live = {
-            "engine": self._engine is not None and not (self._model or self._api_base),
+            "engine": self._engine is not None and not self._model,
             "model": self._model is not None and not isinstance(self._model, str),
             "tokenizer": not isinstance(self._tokenizer, (str, Path, type(None))),
             "kv_store": self._kv_store is not None and _location(self._kv_store) is None,
@@ -159,28 +166,20 @@ class EngineSource:
             "kv_store": _location(self._kv_store),
             "device_map": self._device_map,
             "model_kwargs": self._model_kwargs,
-            "api_base": self._api_base,
             "recipe": str(self._recipe),
         }
 
     def asking_for(self, fields: dict[str, Any]) -> EngineSource:
-        """A copy of this source with these fields changed, and the same API key."""
-        found = {**self.fields(), **fields}
-        if found["recipe"] == str(self._recipe):  # keeps a `Recipe` object
-            found["recipe"] = self._recipe
-        return EngineSource(**found, api_key=self._api_key)
-
-    @property
-    def _is_local(self) -> bool:
-        """Whether the model runs in this process."""
-        return self._api_base is None and isinstance(
-            self._engine, (BlockAttentionEngine, type(None))
-        )
+        """A copy of this source with these fields changed."""
+        changed = {**self.fields(), **fields}
+        if changed["recipe"] == str(self._recipe):  # keeps a `Recipe` object
+            changed["recipe"] = self._recipe
+        return EngineSource(**changed)
 
     @property
     def follows_grammars(self) -> bool:
-        """Whether grammars can constrain answers. A server checks its own support."""
-        return not self._is_local or find_spec("llguidance") is not None
+        """Whether grammars can constrain answers."""
+        return find_spec("llguidance") is not None
 
     @property
     def lasting_store(self) -> str | None:
@@ -188,22 +187,27 @@ class EngineSource:
 
         None: the store exists in this process only.
         """
-        if self._api_base is not None:
-            return self._api_base
         place = _location(self._kv_store)
         return place if place and lasts(place) else None
 
     @property
-    def storage(self) -> dict[str, str]:
-        """Identity of the store and namespace in which passages are encoded."""
+    def storage(self) -> dict[str, Any]:
+        """Where and how passages are encoded: caches of ingestion results depend on it."""
         engine = self.engine
-        if isinstance(engine, BlockAttentionEngine):
-            temporary = f"{type(engine.store).__name__} {id(engine.store)}"
-            return {"store": self.lasting_store or temporary, "namespace": engine.access.namespace}
-        from blockattn_rag.server.client import RemoteEngine
+        temporary = f"{type(engine.store).__name__} {id(engine.store)}"
+        return {
+            "fingerprint": engine.model.fingerprint,
+            "store": self.lasting_store or temporary,
+            "namespace": engine.access.namespace,
+            "encoding": list(engine.recipe.encoding),
+        }
 
-        assert isinstance(engine, RemoteEngine)
-        return {"store": engine.base_url, "namespace": engine.info.namespace}
+    def encode(
+        self, texts: Sequence[str], template: BlockTemplate, *, show_progress: bool
+    ) -> EncodeStats:
+        """Encode passages that are not stored yet. Raises the errors of ``precompute``."""
+        blocks = [Block(text, template) for text in texts]
+        return self.engine.precompute(blocks, show_progress=show_progress)
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -214,12 +218,11 @@ class EngineSource:
         """
         if "engine" in self.live_parts:
             engine = self.engine
-            known = {"fingerprint": engine.model.fingerprint, "recipe": engine.recipe.digest}
-            if isinstance(engine, BlockAttentionEngine):
-                known["kv_dtype"] = engine.kv_dtype
-            return known
-        if self._api_base is not None:
-            return {}
+            return {
+                "fingerprint": engine.model.fingerprint,
+                "recipe": engine.recipe.digest,
+                "kv_dtype": engine.kv_dtype,
+            }
         model = self._model if isinstance(self._model, str) else ""
         return {"recipes": known_digests(self._recipe, _location(self._kv_store), model)}
 
@@ -235,35 +238,23 @@ class EngineSource:
                 f"This was built from a live {' and '.join(live)}, which cannot be sent to another "
                 "process; pass the model by name, and the store as a directory or an address"
             )
-        # Sends the store itself, which may have a size limit, and never the API key.
+        # Sends the store itself, which may have a size limit.
         return partial(EngineSource, **{**self.fields(), "kv_store": self._kv_store}), ()
 
     def load(self) -> None:
-        """Load the model, unless a server has it, so that the first question is as fast as others.
+        """Load the model, so that the first question is as fast as others.
 
         An existing engine stays unchanged.
         """
-        if self._engine is None and self._is_local:
+        if self._engine is None:
             model = self.engine.model
-            assert isinstance(model, BlockModel)
             # Each is measured on its first access, which takes as long as several answers.
             _ = (model.fingerprint, model.rules, model.graph_runner, model.has_causal_kernel)
 
     @property
-    def engine(self) -> Engine:
-        """The engine. The first use loads the weights, unless a server has them."""
+    def engine(self) -> BlockAttentionEngine:
+        """The engine. The first use loads the weights."""
         with self._lock:
-            if self._engine is None and self._api_base is not None:
-                from blockattn_rag.server.client import RemoteEngine
-
-                self._engine = RemoteEngine(
-                    self._api_base,
-                    self._model,
-                    self._tokenizer,
-                    api_key=self._api_key,
-                    recipe=self._recipe,
-                    **self._loading,
-                )
             if self._engine is None:
                 self._engine = BlockAttentionEngine.from_pretrained(
                     self._model,
@@ -287,11 +278,6 @@ class EngineSource:
 
     def check_recognizes(self) -> None:
         """Raise ValueError if the engine cannot recognize passages in plain text."""
-        if not self._is_local:
-            raise ValueError(
-                "recognize=True needs the model in this process. A server recognizes passages by "
-                "itself: start it with --recognize, and use its OpenAI routes"
-            )
         if isinstance(self._kv_store, KVStore):
             PassageIndex(self._kv_store)
 
@@ -307,7 +293,6 @@ class EngineSource:
         """
         if recognize:
             engine = self.engine
-            assert isinstance(engine, BlockAttentionEngine)  # see check_recognizes
             in_system = recognize == "system"
             spans = engine.passages.split(spans, engine.access, in_system=in_system)
         return BlockPrompt.from_spans(spans, template)
@@ -344,7 +329,7 @@ class EngineSource:
             )
         return spans
 
-    async def loaded_engine(self) -> Engine:
+    async def loaded_engine(self) -> BlockAttentionEngine:
         """``engine`` for event loops: the model is loaded in another thread."""
         if self._engine is not None:
             return self._engine

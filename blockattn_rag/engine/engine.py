@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from blockattn_rag.engine.fetcher import BlockFetcher, OnMiss
 from blockattn_rag.engine.find_recipe import AUTO, CallRecipes, RecipeLike
-from blockattn_rag.engine.ingest import EncodeStats, precompute
+from blockattn_rag.engine.ingest import EncodeStats, blocks_to_encode, precompute
 from blockattn_rag.engine.options import GenerateOptions
 from blockattn_rag.engine.pending import (
     MAX_BATCH,
@@ -21,7 +21,6 @@ from blockattn_rag.engine.pending import (
     check_batch_size,
     to_block_prompt,
 )
-from blockattn_rag.engine.protocol import blocks_to_encode
 from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.engine.results import Generation, GenerationChunk, Mode
 from blockattn_rag.engine.runner import Runner

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,7 +14,7 @@ from blockattn_rag.engine.fetcher import BlockFetcher
 from blockattn_rag.engine.lookup import PLAIN, Wanted, distinct
 from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.kv.block_kv import BlockKV
-from blockattn_rag.prompts.blocks import Block
+from blockattn_rag.prompts.blocks import Block, BlockPrompt
 from blockattn_rag.prompts.recognition import entries_of
 
 _Batch = list[tuple[Wanted, BlockKV]]
@@ -42,6 +42,19 @@ class EncodeStats:
     computed_tokens: int = 0
     stored_bytes: int = 0
     seconds: float = 0.0
+
+
+def blocks_to_encode(texts: Sequence[str | Block] | BlockPrompt) -> tuple[list[Block], bool]:
+    """The argument of ``encode`` as blocks, and whether the first block starts a prompt.
+
+    Raises:
+        TypeError: The argument is not a list of texts.
+    """
+    if isinstance(texts, str) or not isinstance(texts, (Iterable, BlockPrompt)):
+        raise TypeError(f"Expected a list of texts, found {type(texts).__name__}: pass [text]")
+    as_prompt = isinstance(texts, BlockPrompt)
+    items = texts.context if isinstance(texts, BlockPrompt) else texts
+    return [item if isinstance(item, Block) else Block(item) for item in items], as_prompt
 
 
 def precompute(
@@ -106,14 +119,18 @@ def precompute(
 
 @contextmanager
 def progress(
-    total: int, done: int, show: bool, on_progress: Callable[[int, int], None] | None
+    total: int,
+    done: int,
+    show: bool,
+    on_progress: Callable[[int, int], None] | None,
+    unit: str = "tokens",
 ) -> Iterator[Callable[[int], None]]:
     """Context with a function that reports further tokens to a progress bar and a callback.
 
     Tokens, because the time of a block depends on its length, and short blocks are done first.
     """
     # The bar is created only on request: even a disabled bar starts a thread that outlives it.
-    bar = tqdm(total=total, initial=done, desc="Encoding tokens") if show else None
+    bar = tqdm(total=total, initial=done, desc=f"Encoding {unit}") if show else None
 
     def report(more: int) -> None:
         nonlocal done

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     )
     from blockattn_rag.langchain.ingestion import BlockKVTransformer, HashingEmbeddings
     from blockattn_rag.langchain.messages import without_markers
+    from blockattn_rag.langchain.served import served_llm
 
 _HOMES = {
     "agents": "RetrieveFirst block_retriever_tool",
@@ -32,6 +33,7 @@ _HOMES = {
     "documents": "BlockDocumentPrompt BlockKVCompressor format_blocks",
     "ingestion": "BlockKVTransformer HashingEmbeddings",
     "messages": "without_markers",
+    "served": "served_llm",
 }
 
 __all__ = [
@@ -45,6 +47,7 @@ __all__ = [
     "block_retriever_tool",
     "format_blocks",
     "live_handles",
+    "served_llm",
     "without_markers",
 ]
 

@@ -19,47 +19,36 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
-    SecretStr,
     model_validator,
 )
 
 from blockattn_rag.adapters.arguments import check_known
-from blockattn_rag.adapters.engine_source import EngineSource, source_of
+from blockattn_rag.adapters.engine_source import EngineSource
 from blockattn_rag.adapters.exchange import Exchange, Step
-from blockattn_rag.engine.protocol import Engine
+from blockattn_rag.adapters.server_source import ServerSource
+from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.langchain.messages import PROVIDER, without_markers
 from blockattn_rag.prompts.blocks import BlockTemplate
 from blockattn_rag.prompts.formats import BLANK_LINE
 from blockattn_rag.prompts.recognition import Recognize
 
-_SOURCE_FIELDS = ("model_name", "kv_store", "model_kwargs", "api_base", "recipe")
-_ALIASES = {"model": "model_name", "base_url": "api_base"}
-
-_OF_CLIENTS = {"timeout": "timeout_s", "max_retries": "retries"}
-"""Names of arguments in LangChain's client models, and the matching names in ``model_kwargs``."""
+_SOURCE_FIELDS = ("model_name", "kv_store", "model_kwargs", "recipe")
+_ALIASES = {"model": "model_name"}
 
 
-class EngineFields(BaseModel):
-    """Fields of a component with an engine.
+class SourceFields(BaseModel):
+    """Fields of a component with a model, in this process or on a server.
 
     Args:
         model_name (or model): Path, hub id, ``"bundled"``, or a loaded transformers model.
         engine: An existing engine, instead of the arguments for loading one.
-        llm: Another component, with or without bound options, whose model, store, template and
-            recipe are shared. Not for language models.
         kv_store: KV store: a directory, an address such as ``"s3://bucket/kv"`` (see
             ``store.open_store``), or a store object. Default: 1 GiB of memory.
         recipe: How a model that is not block-fine-tuned runs in block mode: ``"auto"``, ``"none"``,
             or the folder of a recipe, which ``blockattn-rag repair`` writes. ``"auto"`` uses the
             best known recipe, such as the recipe next to the store. Default: ``"auto"``.
         model_kwargs: Arguments for loading the model, such as ``dtype``, ``device`` or
-            ``tokenizer`` (an object, name or path). With a server: the arguments ``timeout_s`` and
-            ``retries`` of ``RemoteEngine``, which may also be passed as ``timeout`` and
-            ``max_retries``, their names in LangChain.
-        base_url: Address of a server with the model and the store (docs/guides/serving_vllm.md),
-            such as ``"http://gpu:8000/v1"``; ``model`` is then the model's name on the server.
-        api_key: API key of the server, a string or ``SecretStr``. It is not a field, so it is
-            neither shown nor pickled. Default: ``BLOCKATTN_RAG_API_KEY`` of the environment.
+            ``tokenizer`` (an object, name or path).
         block_template: Text around each passage. Ingestion and answers must use the same template.
             The LlamaIndex adapter has the same default, so both adapters share stored passages.
 
@@ -72,60 +61,59 @@ class EngineFields(BaseModel):
         populate_by_name=True, arbitrary_types_allowed=True, protected_namespaces=()
     )
 
-    takes_llm: ClassVar[bool] = True
+    apart: ClassVar[tuple[str, ...]] = ("engine",)
+    """Arguments that are not fields."""
 
     model_name: str | None = Field(default=None, alias="model")
     kv_store: str | None = None
     model_kwargs: dict[str, Any] = Field(default_factory=dict)
-    api_base: str | None = Field(default=None, alias="base_url")
     block_template: BlockTemplate = BLANK_LINE
     recipe: str = "auto"
-    source: EngineSource = Field(exclude=True, repr=False)
-    """Source of the engine. Copies of a component share it, and therefore the weights."""
+    source: EngineSource | ServerSource = Field(exclude=True, repr=False)
+    """Source of the model. Copies of a component share it, and therefore the weights."""
 
     @model_validator(mode="before")
     @classmethod
     def _find_source(cls, values: dict[str, Any]) -> dict[str, Any]:
         aliases = {field.alias for field in cls.model_fields.values() if field.alias}
-        apart = ("engine", "api_key", *(("llm",) if cls.takes_llm else ()))
-        known_names = [*cls.model_fields, *aliases, *_ALIASES, *_OF_CLIENTS, *apart]
-        check_known(cls, values, known_names)
-        rest = {_ALIASES.get(name, name): value for name, value in values.items()}
-        llm, engine, api_key = (rest.pop(name, None) for name in ("llm", "engine", "api_key"))
-        asking = {name: rest.pop(name, None) for name in _OF_CLIENTS}
-        if isinstance(api_key, SecretStr):
-            api_key = api_key.get_secret_value()
-        given = {k: v for k in _SOURCE_FIELDS if (v := rest.pop(k, None)) is not None}
-        if "api_base" in given:
-            given["model_kwargs"] = _with_client(given.get("model_kwargs", {}), asking)
-        source: EngineSource | None = rest.pop("source", None)
-        if llm is not None:
-            others = (*given.values(), engine, source, api_key)
-            source = source_of(llm, "ChatBlockAttention", *others)
-            rest.setdefault("block_template", llm.block_template)
-        if source is None:
-            source = EngineSource(engine, **given, api_key=api_key)
+        check_known(cls, values, [*cls.model_fields, *aliases, *_ALIASES, *cls.apart])
+        fields = {_ALIASES.get(name, name): value for name, value in values.items()}
+        arguments = {name: fields.pop(name, None) for name in ("engine", *_SOURCE_FIELDS)}
+        source = cls._source_of(fields, arguments)
+        return {**fields, **source.fields(), "source": source}
+
+    @classmethod
+    @abstractmethod
+    def _source_of(
+        cls, fields: dict[str, Any], arguments: dict[str, Any]
+    ) -> EngineSource | ServerSource:
+        """Source of the model.
+
+        Args:
+            fields: Other fields. What is not a field must be removed.
+            arguments: Arguments of ``EngineSource``; None stands for the default.
+        """
+
+
+class EngineFields(SourceFields):
+    """Fields of a component whose model runs in this process."""
+
+    source: EngineSource = Field(exclude=True, repr=False)
+
+    @classmethod
+    def _source_of(cls, fields: dict[str, Any], arguments: dict[str, Any]) -> EngineSource:
+        given = {name: value for name, value in arguments.items() if value is not None}
+        source: EngineSource = fields.pop("source", None) or EngineSource(**given)
         # configurable_fields passes the old source together with fields that may have changed.
         known = source.fields()
-        if any(known[name] != value for name, value in given.items()):
-            source = source.asking_for(given)
-        return {**rest, **source.fields(), "source": source}
+        if any(known.get(name) != value for name, value in given.items() if name in known):
+            return source.asking_for(given)
+        return source
 
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> BlockAttentionEngine:
         """The engine. The first use loads the model."""
         return self.source.engine
-
-
-def _with_client(model_kwargs: dict[str, Any], asking: dict[str, Any]) -> dict[str, Any]:
-    """Add the arguments of LangChain's client models to ``model_kwargs``."""
-    given = {name: value for name, value in asking.items() if value is not None}
-    if twice := [name for name in given if _OF_CLIENTS[name] in model_kwargs]:
-        raise ValueError(
-            f"Found both {twice[0]} and model_kwargs={{{_OF_CLIENTS[twice[0]]!r}: ...}}, expected "
-            "only one of them"
-        )
-    return {**model_kwargs, **{_OF_CLIENTS[name]: value for name, value in given.items()}}
 
 
 class GenerationFields(EngineFields):
@@ -137,14 +125,12 @@ class GenerationFields(EngineFields):
         stop (or stop_sequences): Strings that end the answer. The answer excludes them.
         streaming: Whether ``invoke`` streams internally, so that callbacks receive tokens early.
         recognize: Whether to also find ingested passages in text without markers. Prompts then need
-            no ``format_blocks``. ``"system"``: also in system messages. Not with ``base_url``,
-            because a server has its own option.
+            no ``format_blocks``. ``"system"``: also in system messages.
         generate_kwargs: Further options of every call, such as ``top_p``, ``top_k`` and ``seed``,
             the arguments of transformers' ``generate``, and ``mode``: ``"block"`` reuses passages
             (default); ``"full"`` is ordinary attention over the same tokens.
     """
 
-    takes_llm: ClassVar[bool] = False
     prompt_options: ClassVar[tuple[str, ...]] = ()
     """Options of a call that affect the prompt. The engine receives all other options."""
 

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from langchain_core.documents import BaseDocumentTransformer, Document
 from langchain_core.embeddings import Embeddings
 from pydantic import Field, PrivateAttr
 
 from blockattn_rag.adapters.arguments import check_items
+from blockattn_rag.adapters.engine_source import EngineSource, source_of, source_with
 from blockattn_rag.adapters.hashed_embedding import hashed_vectors
+from blockattn_rag.adapters.server_source import ServerSource
 from blockattn_rag.engine.ingest import EncodeStats
 from blockattn_rag.langchain.documents import BlockDocumentPrompt, DocumentPromptField
-from blockattn_rag.langchain.fields import EngineFields
-from blockattn_rag.prompts.blocks import Block
+from blockattn_rag.langchain.fields import SourceFields
+from blockattn_rag.prompts.formats import BLANK_LINE
 
 
-class BlockKVTransformer(EngineFields, BaseDocumentTransformer):
+class BlockKVTransformer(SourceFields, BaseDocumentTransformer):
     """Ingestion step that encodes documents as blocks, stores their KV, and adds their handles.
 
     Put it after the splitter and before the vector store. Blocks that are already stored are
@@ -26,8 +28,13 @@ class BlockKVTransformer(EngineFields, BaseDocumentTransformer):
     ``metadata["kv_source"]``, unless they have no text.
 
     Args:
-        model, engine, llm, kv_store, block_template, recipe, ...: See ``EngineFields``. Usually
-            ``llm=chat``.
+        model, engine, kv_store, block_template, recipe, ...: See ``SourceFields``.
+        llm: Chat model, with or without bound options, whose model, store, template and recipe are
+            shared, instead of the above.
+        server: Address of a server that encodes the documents into its own store, such as
+            ``"http://gpu:8000"``, instead of the above.
+        api_key: API key of the server. It is not a field, so it is neither shown nor pickled.
+            Default: ``BLOCKATTN_RAG_API_KEY`` of the environment.
         document_prompt: Prompt that formats one document. The chain must use the same prompt.
             Default: the document's ``page_content``.
         show_progress: Whether to show a progress bar.
@@ -38,6 +45,9 @@ class BlockKVTransformer(EngineFields, BaseDocumentTransformer):
         vector_store.add_documents(documents)
     """
 
+    apart: ClassVar[tuple[str, ...]] = ("engine", "llm", "api_key")
+
+    server: str | None = None
     document_prompt: DocumentPromptField = Field(default_factory=BlockDocumentPrompt)
     show_progress: bool = False
 
@@ -45,6 +55,16 @@ class BlockKVTransformer(EngineFields, BaseDocumentTransformer):
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
+
+    @classmethod
+    def _source_of(
+        cls, fields: dict[str, Any], arguments: dict[str, Any]
+    ) -> EngineSource | ServerSource:
+        llm, server, api_key = (fields.pop(name, None) for name in ("llm", "server", "api_key"))
+        if llm is None:
+            return source_with(server, api_key, **arguments)
+        fields.setdefault("block_template", getattr(llm, "block_template", BLANK_LINE))
+        return source_of(llm, "ChatBlockAttention", server, api_key, *arguments.values())
 
     @property
     def stats(self) -> EncodeStats | None:
@@ -55,8 +75,10 @@ class BlockKVTransformer(EngineFields, BaseDocumentTransformer):
         """Encode the documents that are not stored yet. Returns copies with handles, in order."""
         check_items(documents, Document, "convert texts to documents: [Document(text)]")
         texts = [self.document_prompt.canonical_text(document) for document in documents]
-        blocks = [Block(text, self.block_template) for text in texts if text]
-        self._stats = self.engine.precompute(blocks, show_progress=self.show_progress)
+        encoded = [text for text in texts if text]
+        self._stats = self.source.encode(
+            encoded, self.block_template, show_progress=self.show_progress
+        )
         return [self.document_prompt.stamp(document) for document in documents]
 
 

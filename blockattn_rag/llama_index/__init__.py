@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         configure,
         encode_prompt_head,
     )
+    from blockattn_rag.llama_index.served import served_llm
 
 _HOMES = {
     "ingestion": "BlockKVTransform HashingEmbedding add_nodes",
@@ -44,6 +45,7 @@ _HOMES = {
         "BlockCitationQueryEngine block_query_engine block_response_synthesizer configure "
         "encode_prompt_head"
     ),
+    "served": "served_llm",
 }
 
 __all__ = [
@@ -64,6 +66,7 @@ __all__ = [
     "configure",
     "encode_prompt_head",
     "live_handles",
+    "served_llm",
 ]
 
 

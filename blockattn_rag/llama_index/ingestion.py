@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from llama_index.core.base.embeddings.base import BaseEmbedding, Embedding
 from llama_index.core.bridge.pydantic import Field, PrivateAttr
+from llama_index.core.llms.llm import LLM
 from llama_index.core.schema import (
     DEFAULT_METADATA_TMPL,
     DEFAULT_TEXT_NODE_TMPL,
@@ -20,15 +21,14 @@ from llama_index.core.schema import (
 )
 
 from blockattn_rag.adapters.arguments import check_items, check_known
-from blockattn_rag.adapters.engine_source import EngineSource, source_of
+from blockattn_rag.adapters.engine_source import source_of, source_with
 from blockattn_rag.adapters.hashed_embedding import hashed_vectors
-from blockattn_rag.engine.find_recipe import AUTO, RecipeLike
+from blockattn_rag.engine.engine import BlockAttentionEngine
+from blockattn_rag.engine.find_recipe import RecipeLike
 from blockattn_rag.engine.ingest import EncodeStats
-from blockattn_rag.engine.protocol import Engine
-from blockattn_rag.llama_index.llm import BlockAttentionLLM
 from blockattn_rag.llama_index.nodes import canonical_text, stamp
-from blockattn_rag.llama_index.source import EngineComponent
-from blockattn_rag.prompts.blocks import Block, BlockTemplate
+from blockattn_rag.llama_index.source import SourceComponent
+from blockattn_rag.prompts.blocks import BlockTemplate
 from blockattn_rag.prompts.formats import BLANK_LINE
 from blockattn_rag.store import KVStore
 
@@ -43,7 +43,7 @@ _LONG = 8000
 """Characters of a long passage, about twice the default chunk of LlamaIndex's splitter."""
 
 
-class BlockKVTransform(EngineComponent, TransformComponent):
+class BlockKVTransform(SourceComponent, TransformComponent):
     """Ingestion step that encodes nodes as blocks, stores their KV, and adds their handles.
 
     Put it after every step that changes text or metadata, before or after the embedding model. The
@@ -57,8 +57,13 @@ class BlockKVTransform(EngineComponent, TransformComponent):
 
     Args:
         model_name, tokenizer_name, engine, kv_store, recipe: See ``BlockAttentionLLM``.
-        api_base, api_key, model_kwargs, device_map: See ``BlockAttentionLLM``.
-        llm: LLM whose model, store, template and recipe are shared, instead of the above.
+        model_kwargs, device_map: See ``BlockAttentionLLM``.
+        server: Address of a server that encodes the nodes into its own store, such as
+            ``"http://gpu:8000"``, instead of the above.
+        api_key: API key of the server. Default: ``BLOCKATTN_RAG_API_KEY`` of the environment, which
+            other processes use, too.
+        llm: LLM whose model, store, template and recipe, or whose server, are shared, instead of
+            the above.
         block_template: Text around each passage. The LLM must use the same template.
         show_progress: Whether to show a progress bar.
         hide_file_paths: Whether to remove the paths of ``SimpleDirectoryReader`` from blocks.
@@ -71,6 +76,7 @@ class BlockKVTransform(EngineComponent, TransformComponent):
         IngestionPipeline(transformations=[splitter, BlockKVTransform(llm=llm), embed_model])
     """
 
+    server: str | None = Field(default=None, description="Address of a server that encodes.")
     block_template: BlockTemplate = Field(description="Text around each passage.")
     show_progress: bool = Field(default=False, description="Show a progress bar.")
     hide_file_paths: bool = Field(
@@ -87,12 +93,12 @@ class BlockKVTransform(EngineComponent, TransformComponent):
         self,
         model_name: str | None = None,
         *,
-        llm: BlockAttentionLLM | None = None,
+        llm: LLM | None = None,
         tokenizer_name: str | None = None,
-        engine: Engine | None = None,
+        engine: BlockAttentionEngine | None = None,
         kv_store: KVStore | str | Path | None = None,
         recipe: RecipeLike | None = None,
-        api_base: str | None = None,
+        server: str | None = None,
         api_key: str | None = None,
         block_template: BlockTemplate | None = None,
         model_kwargs: dict[str, Any] | None = None,
@@ -101,22 +107,20 @@ class BlockKVTransform(EngineComponent, TransformComponent):
         hide_file_paths: bool = True,
         metadata_key: str | None = None,
     ) -> None:
-        if llm is not None:
-            others = (model_name, tokenizer_name, engine, kv_store, recipe, model_kwargs)
-            source = source_of(llm, "BlockAttentionLLM", *others, api_base, api_key)
-            block_template = block_template or llm.block_template
+        arguments = {
+            "engine": engine,
+            "model_name": model_name,
+            "tokenizer_name": tokenizer_name,
+            "kv_store": kv_store,
+            "device_map": None if device_map == "auto" else device_map,
+            "model_kwargs": model_kwargs,
+            "recipe": recipe,
+        }
+        if llm is None:
+            source = source_with(server, api_key, **arguments)
         else:
-            source = EngineSource(
-                engine,
-                model_name=model_name,
-                tokenizer_name=tokenizer_name,
-                kv_store=kv_store,
-                device_map=device_map,
-                model_kwargs=model_kwargs,
-                api_base=api_base,
-                api_key=api_key,
-                recipe=recipe or AUTO,
-            )
+            source = source_of(llm, "BlockAttentionLLM", server, api_key, *arguments.values())
+            block_template = block_template or getattr(llm, "block_template", None)
         fields = {**source.fields(), "block_template": block_template or BLANK_LINE}
         fields |= {"show_progress": show_progress, "hide_file_paths": hide_file_paths}
         fields["metadata_key"] = metadata_key
@@ -138,8 +142,10 @@ class BlockKVTransform(EngineComponent, TransformComponent):
         views = [_without_file_path(node) for node in nodes] if self.hide_file_paths else nodes
         texts = [canonical_text(_shown(view, self.metadata_key)) for view in views]
         self._check_split(nodes, texts)
-        blocks = [Block(text, self.block_template) for text in texts if text]
-        self._stats = self.engine.precompute(blocks, show_progress=self.show_progress)
+        encoded = [text for text in texts if text]
+        self._stats = self._source.encode(
+            encoded, self.block_template, show_progress=self.show_progress
+        )
         return [
             stamp(view, text) if text else node
             for node, view, text in zip(nodes, views, texts, strict=True)
@@ -175,9 +181,7 @@ class BlockKVTransform(EngineComponent, TransformComponent):
         """The fields, and everything else that ``IngestionCache`` must compare."""
         return {
             **super().to_dict(**kwargs),
-            "fingerprint": self.engine.model.fingerprint,
-            **self.source.storage,
-            "encoding": list(self.engine.recipe.encoding),
+            **self._source.storage,
         }
 
     @classmethod
@@ -186,7 +190,7 @@ class BlockKVTransform(EngineComponent, TransformComponent):
         return super().from_dict(fields, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        if self.source.lasting_store is None:
+        if self._source.lasting_store is None:
             raise pickle.PicklingError(
                 "This BlockKVTransform stores in the memory of this process, where other processes "
                 "cannot write; pass a directory or an address as kv_store=, or run the pipeline "

@@ -28,8 +28,8 @@ from llama_index.core.tools.types import BaseTool
 from blockattn_rag.adapters.arguments import check_known
 from blockattn_rag.adapters.engine_source import EngineSource
 from blockattn_rag.adapters.exchange import Exchange, tools_of
+from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.engine.find_recipe import AUTO, RecipeLike
-from blockattn_rag.engine.protocol import Engine
 from blockattn_rag.engine.results import Mode
 from blockattn_rag.llama_index.messages import (
     Responses,
@@ -62,20 +62,15 @@ class BlockAttentionLLM(PromptMaking, StructuredPrediction, CustomLLM, FunctionC
         recipe: How a model that is not block-fine-tuned runs in block mode: ``"auto"``, ``"none"``,
             or the folder of a recipe, which ``blockattn-rag repair`` writes. ``"auto"`` uses the
             best known recipe, such as the recipe next to the store.
-        api_base: Address of a server with the model and the store (docs/guides/serving_vllm.md),
-            such as ``"http://gpu:8000/v1"``; ``model_name`` is then the model's name on the server.
-        api_key: API key of the server. Default: ``BLOCKATTN_RAG_API_KEY`` of the environment.
         mode: ``"block"`` reuses passages; ``"full"`` is ordinary attention over the same tokens.
         block_template: Text around each passage. ``BlockKVTransform`` must use the same template.
         recognize: Whether to also find ingested passages in text without markers. Prompts then need
-            no postprocessor. ``"system"``: also in system messages. Not with ``api_base``, because
-            a server has its own option.
+            no postprocessor. ``"system"``: also in system messages.
         context_window: Maximum number of tokens in prompt and answer. Default: the model's context
             window.
         max_new_tokens: Maximum number of tokens in an answer.
         generate_kwargs: Default options of all calls, such as ``temperature`` or ``stop``.
-        model_kwargs: Arguments for loading the model, such as ``dtype``. With a server: arguments
-            of ``RemoteEngine``, such as ``timeout_s``.
+        model_kwargs: Arguments for loading the model, such as ``dtype``.
         device_map: A torch device, or ``"auto"``.
         llm_fields: LlamaIndex's own fields: ``system_prompt``, ``callback_manager``,
             ``messages_to_prompt`` (default: the tokenizer's chat template),
@@ -120,11 +115,9 @@ class BlockAttentionLLM(PromptMaking, StructuredPrediction, CustomLLM, FunctionC
         self,
         model_name: str | None = None,
         *,
-        engine: Engine | None = None,
+        engine: BlockAttentionEngine | None = None,
         kv_store: KVStore | str | Path | None = None,
         recipe: RecipeLike = AUTO,
-        api_base: str | None = None,
-        api_key: str | None = None,
         mode: Mode = "block",
         block_template: BlockTemplate = BLANK_LINE,
         recognize: Recognize = False,
@@ -135,7 +128,7 @@ class BlockAttentionLLM(PromptMaking, StructuredPrediction, CustomLLM, FunctionC
         device_map: str = "auto",
         **llm_fields: Any,
     ) -> None:
-        check_known(type(self), llm_fields, [*type(self).model_fields, "engine", "api_key"])
+        check_known(type(self), llm_fields, [*type(self).model_fields, "engine"])
         source = EngineSource(
             engine,
             model_name=model_name,
@@ -143,8 +136,6 @@ class BlockAttentionLLM(PromptMaking, StructuredPrediction, CustomLLM, FunctionC
             kv_store=kv_store,
             device_map=device_map,
             model_kwargs=model_kwargs,
-            api_base=api_base,
-            api_key=api_key,
             recipe=recipe,
         )
         if recognize:

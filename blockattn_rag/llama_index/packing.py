@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+from llama_index.core.base.llms.types import LLMMetadata
 from llama_index.core.bridge.pydantic import Field, PrivateAttr
 from llama_index.core.constants import DEFAULT_NUM_OUTPUTS
 from llama_index.core.indices.prompt_helper import DEFAULT_PADDING, PromptHelper
@@ -12,10 +13,24 @@ from llama_index.core.llms.llm import LLM
 from llama_index.core.node_parser import TokenTextSplitter
 from llama_index.core.prompts import BasePromptTemplate, SelectorPromptTemplate
 
-from blockattn_rag.llama_index.llm import BlockAttentionLLM
 from blockattn_rag.prompts.blocks import BlockTemplate
 from blockattn_rag.prompts.formats import BLANK_LINE
 from blockattn_rag.prompts.markers import MarkedSpan, parse, remove_orphans, wrap
+
+
+@runtime_checkable
+class BlockLLM(Protocol):
+    """What packing needs of an LLM: ``BlockAttentionLLM`` and the LLM of ``served_llm`` have it."""
+
+    @property
+    def metadata(self) -> LLMMetadata: ...
+
+    @property
+    def block_template(self) -> BlockTemplate: ...
+
+    def tokenize(self, text: str) -> list[int]: ...
+
+    def prompt_tokens(self, prompt: BasePromptTemplate, **variables: str) -> int: ...
 
 
 class _Piece(NamedTuple):
@@ -131,7 +146,7 @@ class BlockPromptHelper(PromptHelper):
     """A ``PromptHelper`` that keeps blocks whole in every response mode.
 
     Each call uses the context window and answer length of its own LLM, so one helper in
-    ``Settings`` serves several LLMs. For a ``BlockAttentionLLM``, the helper counts tokens with the
+    ``Settings`` serves several LLMs. For a ``BlockLLM``, the helper counts tokens with the
     model's tokenizer and reserves room for the chat template.
     """
 
@@ -150,8 +165,17 @@ class BlockPromptHelper(PromptHelper):
         return "BlockPromptHelper"
 
     @classmethod
-    def from_llm(cls, llm: BlockAttentionLLM, **kwargs: Any) -> BlockPromptHelper:
-        """Create a helper with the context window, tokenizer and template of an LLM."""
+    def from_llm(cls, llm: Any, **kwargs: Any) -> BlockPromptHelper:
+        """Create a helper with the context window, tokenizer and template of an LLM.
+
+        Raises:
+            TypeError: The LLM is neither a ``BlockAttentionLLM`` nor from ``served_llm``.
+        """
+        if not isinstance(llm, BlockLLM):
+            raise TypeError(
+                f"Expected a BlockAttentionLLM, or the LLM of served_llm(url); found "
+                f"{type(llm).__name__}, which does not keep blocks whole"
+            )
         return cls(
             context_window=llm.metadata.context_window,
             num_output=llm.metadata.num_output,
@@ -172,7 +196,7 @@ class BlockPromptHelper(PromptHelper):
             return super()._get_available_chunk_size(prompt, num_chunks, padding, llm, tools)
         window, num_output = llm.metadata.context_window, llm.metadata.num_output
         num_output = DEFAULT_NUM_OUTPUTS if num_output == -1 else num_output
-        if not isinstance(llm, BlockAttentionLLM) or tools:
+        if not isinstance(llm, BlockLLM) or tools:
             other = PromptHelper(
                 window, num_output, self.chunk_overlap_ratio, self.chunk_size_limit,
                 self._tokenizer_of(llm),
@@ -183,7 +207,7 @@ class BlockPromptHelper(PromptHelper):
         return size if self.chunk_size_limit is None else min(size, self.chunk_size_limit)
 
     def _tokenizer_of(self, llm: LLM | None) -> Callable[[str], list[Any]]:
-        return llm.tokenize if isinstance(llm, BlockAttentionLLM) else self._token_counter.tokenizer
+        return llm.tokenize if isinstance(llm, BlockLLM) else self._token_counter.tokenizer
 
     def get_text_splitter_given_prompt(
         self,
@@ -200,13 +224,13 @@ class BlockPromptHelper(PromptHelper):
                 f"({1 - size} tokens too many); shorten the question or max_new_tokens, or "
                 "use a larger context_window"
             )
-        asked = llm if isinstance(llm, BlockAttentionLLM) else self
+        template_of = llm if isinstance(llm, BlockLLM) else self
         return BlockTextSplitter(
             chunk_size=size,
             chunk_overlap=int(self.chunk_overlap_ratio * size),
             tokenizer=self._tokenizer_of(llm),
             separator=self.separator,
-            block_template=asked.block_template,
+            block_template=template_of.block_template,
         )
 
     def truncate(
@@ -226,10 +250,9 @@ class BlockPromptHelper(PromptHelper):
         return _Joined(next(iter(splitter.split_text(text)), "") for text in text_chunks)
 
 
-def _empty_prompt_tokens(prompt: BasePromptTemplate, llm: BlockAttentionLLM) -> int:
+def _empty_prompt_tokens(prompt: BasePromptTemplate, llm: BlockLLM) -> int:
     """Number of tokens in the prompt without passages, but with system prompt and chat template."""
     if isinstance(prompt, SelectorPromptTemplate):
-        prompt = prompt.select(llm=llm)
+        prompt = prompt.select(llm=llm)  # type: ignore[arg-type]
     missing = set(prompt.template_vars) - prompt.kwargs.keys()
-    empty = llm.filled(prompt, **dict.fromkeys(missing, ""))
-    return len(llm.source.tokenizer.prompt_ids(empty).flat)
+    return llm.prompt_tokens(prompt, **dict.fromkeys(missing, ""))

@@ -45,15 +45,19 @@ class PromptMaking(EngineComponent, LLM):
         return self._source.tokenizer.text_ids(strip_markers(text))
 
     def _get_prompt(self, prompt: BasePromptTemplate, **prompt_args: Any) -> str:
-        return super()._get_prompt(prompt, **_with_whole_passages(prompt_args))
+        return super()._get_prompt(prompt, **with_whole_passages(prompt_args))
 
     def _get_messages(self, prompt: BasePromptTemplate, **prompt_args: Any) -> list[ChatMessage]:
-        return super()._get_messages(prompt, **_with_whole_passages(prompt_args))
+        return super()._get_messages(prompt, **with_whole_passages(prompt_args))
 
     def filled(self, prompt: BasePromptTemplate, **variables: str) -> BlockPrompt:
         """Fill a prompt template with variables, as ``predict`` does, and return its blocks."""
         fill = self._get_messages if self._takes_chat else self._get_prompt
         return self.to_prompt(fill(prompt, **variables))
+
+    def prompt_tokens(self, prompt: BasePromptTemplate, **variables: str) -> int:
+        """Number of tokens in a filled prompt template, with the chat template."""
+        return len(self._source.tokenizer.prompt_ids(self.filled(prompt, **variables)).flat)
 
     def to_prompt(
         self,
@@ -161,7 +165,7 @@ class PromptMaking(EngineComponent, LLM):
         return trace(render, [{**t, "additional_kwargs": m.additional_kwargs} for t, m in pairs])
 
 
-def _with_whole_passages(prompt_args: dict[str, Any]) -> dict[str, Any]:
+def with_whole_passages(prompt_args: dict[str, Any]) -> dict[str, Any]:
     """Add the missing markers to cut passages in the variables of a prompt template.
 
     LlamaIndex's prompt helper cuts long passages. After the template is filled, it is no longer

@@ -34,19 +34,22 @@ from blockattn_rag.llama_index.nodes import (
     as_block_node,
     canonical_text,
 )
-from blockattn_rag.llama_index.packing import BlockPromptHelper
+from blockattn_rag.llama_index.packing import BlockLLM, BlockPromptHelper
 from blockattn_rag.prompts.markers import strip_markers, wrap
 
 
-def configure(llm: BlockAttentionLLM) -> None:
+def configure(llm: LLM) -> None:
     """Make ``llm`` the default LLM of LlamaIndex, with its prompt helper and tokenizer.
 
     Chat engines read their prompt helper from ``Settings``. Without this call, they cut passages
     that do not fit in the context window.
+
+    Args:
+        llm: A ``BlockAttentionLLM``, or the LLM of ``served_llm``.
     """
-    Settings.llm = llm
     Settings.prompt_helper = BlockPromptHelper.from_llm(llm)
-    Settings.tokenizer = llm.tokenize
+    Settings.llm = llm
+    Settings.tokenizer = llm.tokenize  # type: ignore[attr-defined]
 
 
 def encode_prompt_head(
@@ -69,7 +72,7 @@ def encode_prompt_head(
 
 
 def block_response_synthesizer(
-    llm: BlockAttentionLLM, response_mode: ResponseMode | str = ResponseMode.COMPACT, **kwargs: Any
+    llm: LLM, response_mode: ResponseMode | str = ResponseMode.COMPACT, **kwargs: Any
 ) -> BaseSynthesizer:
     """LlamaIndex's ``get_response_synthesizer``, with blocks that are kept whole.
 
@@ -104,7 +107,7 @@ _SYNTHESIS = signature(get_response_synthesizer).parameters.keys() - {"callback_
 
 def block_query_engine(
     index: BaseIndex[Any],
-    llm: BlockAttentionLLM,
+    llm: LLM,
     *,
     order: Order = "retrieved",
     node_postprocessors: Sequence[BaseNodePostprocessor] = (),
@@ -160,7 +163,8 @@ class BlockCitationQueryEngine(CitationQueryEngine):
         **kwargs: Any,
     ) -> CitationQueryEngine:
         """``CitationQueryEngine.from_args`` with a synthesizer that keeps blocks whole."""
-        if isinstance(llm, BlockAttentionLLM) and not multimodal:
+        keeps_blocks: bool = isinstance(llm, BlockLLM)
+        if llm is not None and keeps_blocks and not multimodal:
             synthesizer = block_response_synthesizer(
                 llm,
                 response_mode,

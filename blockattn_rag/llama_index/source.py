@@ -1,4 +1,4 @@
-"""Base class of components with an engine, with fields that describe how to load the engine."""
+"""Base classes of components with a model: fields that describe how to load it again."""
 
 from __future__ import annotations
 
@@ -9,36 +9,33 @@ from llama_index.core.bridge.pydantic import Field, PrivateAttr
 from llama_index.core.schema import BaseComponent
 
 from blockattn_rag.adapters.engine_source import EngineSource
-from blockattn_rag.engine.protocol import Engine
+from blockattn_rag.adapters.server_source import ServerSource
+from blockattn_rag.engine.engine import BlockAttentionEngine
 
 
-class EngineComponent(BaseComponent):
-    """A LlamaIndex component with an engine.
+class SourceComponent(BaseComponent):
+    """A LlamaIndex component with a model, in this process or on a server.
 
-    The fields describe how to load the engine again, in another process or from ``to_dict``.
-    Components with live objects cannot be pickled. The API key of a server is not a field. Other
-    processes read it from their environment.
+    The fields describe how to load the model again, in another process or from ``to_dict``.
+    Components with live objects cannot be pickled.
     """
 
-    model_name: str | None = Field(description="Name or path of the model.")
-    tokenizer_name: str | None = Field(description="Name or path of the tokenizer. None: as model.")
-    kv_store: str | None = Field(description="Directory or address of the KV store. None: memory.")
-    device_map: str = Field(description="Device of the model, such as 'cuda:0', or 'auto'.")
-    model_kwargs: dict[str, Any] = Field(description="Further arguments for loading the model.")
-    api_base: str | None = Field(description="Address of a server with the model. None: local.")
-    recipe: str = Field(description="How the model runs in block mode.")
+    model_name: str | None = Field(default=None, description="Name or path of the model.")
+    tokenizer_name: str | None = Field(
+        default=None, description="Name or path of the tokenizer. None: as model."
+    )
+    kv_store: str | None = Field(
+        default=None, description="Directory or address of the KV store. None: memory."
+    )
+    device_map: str = Field(
+        default="auto", description="Device of the model, such as 'cuda:0', or 'auto'."
+    )
+    model_kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="Further arguments for loading the model."
+    )
+    recipe: str = Field(default="auto", description="How the model runs in block mode.")
 
-    _source: EngineSource = PrivateAttr()
-
-    @property
-    def source(self) -> EngineSource:
-        """Source of the engine. Components with the same source share the model."""
-        return self._source
-
-    @property
-    def engine(self) -> Engine:
-        """The engine. The first use loads the model."""
-        return self._source.engine
+    _source: EngineSource | ServerSource = PrivateAttr()
 
     def __getstate__(self) -> dict[str, Any]:
         if live := self._source.live_parts:
@@ -49,6 +46,22 @@ class EngineComponent(BaseComponent):
             )
         return super().__getstate__()
 
-    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> EngineComponent:
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> SourceComponent:
         # Weights and locks are shared, never copied.
         return self.model_copy()
+
+
+class EngineComponent(SourceComponent):
+    """A LlamaIndex component whose model runs in this process."""
+
+    _source: EngineSource = PrivateAttr()
+
+    @property
+    def source(self) -> EngineSource:
+        """Source of the engine. Components with the same source share the model."""
+        return self._source
+
+    @property
+    def engine(self) -> BlockAttentionEngine:
+        """The engine. The first use loads the model."""
+        return self._source.engine

@@ -1,1 +1,19 @@
-"""Blocks over HTTP: the protocol, its client, and the vLLM plugin."""
+"""Servers: block mode in vLLM, and a client. Names are imported on first use."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from blockattn_rag.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from blockattn_rag.server.client import ServerClient
+
+_HOMES = {"client": "ServerClient"}
+
+__all__ = ["ServerClient"]
+
+
+__getattr__, __dir__ = lazy_names(
+    __name__, _HOMES, extra="serving", extra_packages=("httpx", "openai")
+)

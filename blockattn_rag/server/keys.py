@@ -11,8 +11,9 @@ from typing import NamedTuple
 from blockattn_rag.errors import ProtocolError
 from blockattn_rag.kv.block_kv import store_key, token_digest
 from blockattn_rag.prompts.blocks import Keep, is_private
+from blockattn_rag.server.plan import BlockPlan, code
 from blockattn_rag.server.profile import ModelProfile
-from blockattn_rag.server.protocol import VERSION, BlockPlan, code
+from blockattn_rag.server.protocol import PROTOCOL_VERSION
 from blockattn_rag.store.namespaces import Access
 
 _SALT = re.compile(r"ba1-[0-9a-f]{40}")
@@ -46,7 +47,7 @@ def full_mode_salt(secret: str, namespace: str, given: str | None) -> str:
         namespace: Namespace of the tenant.
         given: Salt that the client sent.
     """
-    said = json.dumps([VERSION, "full", namespace, given])
+    said = json.dumps([PROTOCOL_VERSION, "full", namespace, given])
     return "tenant-" + code(said, secret)
 
 

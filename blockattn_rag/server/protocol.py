@@ -1,9 +1,8 @@
-"""Protocol between client and server: routes, JSON bodies, and the plan of a prompt.
+"""Protocol between client and server: routes, headers, and JSON bodies.
 
-Completions and chats use vLLM's own bodies. The ``kv_transfer_params`` of a request contain a
-``BlockPlan``, those of an answer ``ServedBlocks``. A client sends token ids, the length of each
-context block, and where the server may keep each block. It sends no keys or digests: the server
-computes keys from the token ids, so a client can reuse only the KV of tokens that it sends.
+Clients send messages and passages, never token ids or keys: the server tokenizes texts, splits
+prompts into blocks and computes store keys. Completions and chats use OpenAI's bodies
+(``server.vllm.openai``).
 
 Importing this module does not load torch.
 """
@@ -12,25 +11,14 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import json
-from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import (
-    Field,
-    StrictBool,
-    TypeAdapter,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, StrictBool, field_validator
 from pydantic.dataclasses import dataclass
 
 from blockattn_rag.engine.outline import RecipeOutline
-from blockattn_rag.errors import ProtocolError
-from blockattn_rag.prompts.blocks import Keep
-from blockattn_rag.prompts.recognition import HEX_DIGITS, from_hex
+from blockattn_rag.prompts.markers import marker_key
 from blockattn_rag.server.validation import (
     STRICT,
     AdapterDigest,
@@ -39,16 +27,12 @@ from blockattn_rag.server.validation import (
     Namespace,
     Positive,
     SinkName,
-    as_object,
     check_version,
     parse,
-    shown,
 )
 
 INFO = "/blockattn/v1/info"
 ENCODE = "/blockattn/v1/encode"
-COMPLETIONS = "/blockattn/v1/completions"
-CHAT_COMPLETIONS = "/blockattn/v1/chat/completions"
 
 OPENAI = "/blockattn/openai/v1"
 """Base URL for clients of OpenAI's API."""
@@ -56,21 +40,24 @@ OPENAI = "/blockattn/openai/v1"
 TENANT_HEADER = "x-tenant-id"
 """HTTP header of the tenant. The gateway sets it, and must remove it from client requests."""
 
-VERSION = 1
+PROTOCOL_VERSION = 2
 FIELD = "blockattn"
-"""This package's field of ``kv_transfer_params``, in requests and in answers."""
+"""This package's field in the bodies of requests and answers."""
 
 MOST_BLOCKS = 256
 
 _Name = Annotated[str, Field(min_length=1)]
-_IndexEntry = Annotated[str, Field(pattern=f"^([0-9a-f]{{{HEX_DIGITS}}})?$")]
-_Ids = Annotated[tuple[Count, ...], Field(min_length=1, fail_fast=True)]
-
-Op = Literal["complete", "encode"]
-"""``complete``: answer from blocks. ``encode``: compute and keep the KV of one block."""
+_KeyId = Annotated[str, Field(pattern="^[0-9a-f]{16}$")]
+_Texts = Annotated[tuple[str, ...], Field(min_length=1, max_length=MOST_BLOCKS, fail_fast=True)]
 
 Outcome = Literal["found", "encoded", "missing"]
-"""Outcome for a block: already stored, stored by this request, or not stored."""
+"""Outcome for a passage: already stored, stored by this request, or not stored."""
+
+
+def marker_key_id() -> str:
+    """Public name of the marker key. Two installations with the same name read each other's
+    markers."""
+    return hmac.new(marker_key(), b"blockattn-rag key id", hashlib.sha256).hexdigest()[:16]
 
 
 @dataclass(config=STRICT, frozen=True, slots=True)
@@ -83,6 +70,8 @@ class ServerInfo:
         max_tokens: Maximum tokens of a prompt and its answer together.
         namespace: Namespace of the caller's blocks.
         read_only: Whether the server stores nothing.
+        has_chat_template: Whether the model answers chats, not only completions.
+        marker_key: ``marker_key_id`` of the server.
 
     Raises:
         ValueError: A field is invalid.
@@ -98,6 +87,8 @@ class ServerInfo:
     max_tokens: Positive
     namespace: Namespace
     read_only: StrictBool
+    has_chat_template: StrictBool
+    marker_key: _KeyId
 
     @property
     def recipe(self) -> RecipeOutline:
@@ -106,63 +97,40 @@ class ServerInfo:
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to a JSON object."""
-        return {"v": VERSION, **asdict(self)}
+        return {"v": PROTOCOL_VERSION, **asdict(self)}
 
     @classmethod
     def from_dict(cls, value: object) -> ServerInfo:
         """Parse a JSON object. Raises ProtocolError, also for another protocol version."""
-        return parse(cls, check_version(value, "v", VERSION, "info"), "info")
+        return parse(cls, check_version(value, "v", PROTOCOL_VERSION, "info"), "info")
 
 
 @dataclass(config=STRICT, frozen=True, slots=True)
 class EncodeBody:
-    """Request to ``ENCODE``: store blocks.
+    """Request to ``ENCODE``: store passages, with the text around them that prompts have.
 
     Args:
-        model: One of the server's models; None for the first.
-        opens_prompt: Whether the first block opens a prompt, and so is encoded without sink and
-            adapter.
-        private: Whether to store private blocks, which only private blocks of later prompts reuse
-            (``prompts.blocks.Keep``).
-        only_look: Whether to encode nothing, and report blocks that are not stored as missing.
-        index: Index entry of each block (``prompts.recognition.to_hex``), by which the server
-            recognizes its text in plain prompts; empty for a block to leave out. ``()``: none. The
-            server cannot verify an entry, as it receives no text. It finds only the exact text that
-            an entry describes, so a wrong entry can only change where prompts of the same namespace
-            are cut into blocks.
+        texts: Texts of the passages. White space around them is ignored, as in prompts.
+        only_look: Whether to encode nothing, and report passages that are not stored as missing.
 
     Raises:
-        ValueError: A field is invalid, a block is empty, or a private block has an index entry.
+        ValueError: A field is invalid, or a text is empty.
     """
 
-    blocks: Annotated[tuple[_Ids, ...], Field(min_length=1, max_length=MOST_BLOCKS, fail_fast=True)]
-    model: _Name | None = None
-    opens_prompt: StrictBool = False
-    private: StrictBool = False
+    texts: _Texts
     only_look: StrictBool = False
-    index: Annotated[tuple[_IndexEntry, ...], Field(max_length=MOST_BLOCKS, fail_fast=True)] = ()
 
-    @model_validator(mode="after")
-    def _index_agrees(self) -> Self:
-        if self.index and (self.private or len(self.index) != len(self.blocks)):
-            raise ValueError(
-                f"index has {len(self.index)} entries, expected one for each of "
-                f"{len(self.blocks)} blocks, which must not be private"
-            )
-        from_hex(self.index)  # raises ValueError
-        return self
-
-    @property
-    def keep(self) -> Keep:
-        """Where the blocks may be kept."""
-        return "private-store" if self.private else "store"
-
-    def to_dict(self) -> dict[str, Any]:
-        """Convert to a JSON object without fields that have default values."""
-        fields: dict[str, Any] = TypeAdapter(EncodeBody).dump_python(
-            self, mode="json", exclude_defaults=True
-        )
-        return fields
+    @field_validator("texts")
+    @classmethod
+    def _have_text(cls, texts: tuple[str, ...]) -> tuple[str, ...]:
+        for place, text in enumerate(texts):
+            if not text.strip():
+                raise ValueError(f"The text {place} is empty; remove empty passages")
+            try:
+                text.encode()
+            except UnicodeEncodeError:
+                raise ValueError(f"The text {place} contains a lone surrogate") from None
+        return texts
 
     @classmethod
     def from_dict(cls, value: object) -> EncodeBody:
@@ -172,15 +140,19 @@ class EncodeBody:
 
 @dataclass(config=STRICT, frozen=True, slots=True)
 class EncodeAnswer:
-    """Answer of ``ENCODE``: the outcome for each block, in order.
+    """Answer of ``ENCODE``.
 
-    ``stored_bytes``: size of the newly encoded blocks in the store.
+    Args:
+        passages: Outcome for each text, in order.
+        encoded_tokens: Tokens of the newly encoded passages.
+        stored_bytes: Their size in the store.
 
     Raises:
         ValueError: A field is invalid.
     """
 
-    blocks: Annotated[tuple[Outcome, ...], Field(min_length=1, max_length=MOST_BLOCKS)]
+    passages: Annotated[tuple[Outcome, ...], Field(min_length=1, max_length=MOST_BLOCKS)]
+    encoded_tokens: Count = 0
     stored_bytes: Count = 0
 
     def to_dict(self) -> dict[str, Any]:
@@ -191,145 +163,3 @@ class EncodeAnswer:
     def from_dict(cls, value: object) -> EncodeAnswer:
         """Parse a JSON object. Raises ProtocolError."""
         return parse(cls, value, "answer")
-
-
-@dataclass(config=STRICT, frozen=True, slots=True)
-class BlockPlan:
-    """How the prompt of a request is split into blocks.
-
-    Args:
-        lengths: Number of tokens of each context block, in order. ``complete``: the prompt starts
-            with the blocks, and at least one token follows. ``encode``: one block at the end of the
-            prompt.
-        namespace: Namespace of the blocks, see ``store.namespaces``.
-        keep: Where each block may be kept. Default: ``private`` for all, so that the KV of text
-            that a client did not mark as a passage never reaches the store.
-        opens_prompt: For ``encode``: whether the block opens a prompt, and so is encoded without
-            sink and adapter.
-
-    Raises:
-        ValueError: A field is invalid.
-    """
-
-    op: Op
-    lengths: Annotated[tuple[Positive, ...], Field(max_length=MOST_BLOCKS, fail_fast=True)]
-    namespace: Namespace = ""
-    keep: Annotated[
-        tuple[Keep, ...], Field(max_length=MOST_BLOCKS, fail_fast=True, validate_default=True)
-    ] = ()
-    opens_prompt: StrictBool = False
-
-    @field_validator("lengths")
-    @classmethod
-    def _one_block_to_encode(
-        cls, lengths: tuple[int, ...], info: ValidationInfo
-    ) -> tuple[int, ...]:
-        if info.data.get("op") == "encode" and len(lengths) != 1:
-            raise ValueError(
-                f"op='encode' takes one block, found {len(lengths)}; send a request for each"
-            )
-        return lengths
-
-    @field_validator("keep")
-    @classmethod
-    def _one_keep_per_block(cls, keep: tuple[Keep, ...], info: ValidationInfo) -> tuple[Keep, ...]:
-        blocks = len(info.data.get("lengths", keep))
-        if len(keep) not in (0, blocks):
-            raise ValueError(f"expected one item for each of {blocks} blocks, found {len(keep)}")
-        private: Keep = "private"
-        return keep or (private,) * blocks
-
-    @property
-    def context_tokens(self) -> int:
-        """Total tokens of the context blocks."""
-        return sum(self.lengths)
-
-    def check_fits(self, num_prompt_tokens: int) -> None:
-        """Raise ProtocolError if the blocks, and for answers one more token, exceed the prompt."""
-        most = num_prompt_tokens - (self.op != "encode")
-        if self.context_tokens > most:
-            raise ProtocolError(
-                f"lengths add up to {self.context_tokens} tokens, expected at most {most}: the "
-                f"prompt has {num_prompt_tokens}"
-                + ", and its last token must not be in a block"
-                * (self.op != "encode")
-            )
-
-    def to_dict(self, secret: str | None = None, default: str = "") -> dict[str, Any]:
-        """``kv_transfer_params`` of a request with this plan.
-
-        Args:
-            secret: The server's tenant secret, required to name a namespace.
-            default: Namespace of requests without one.
-
-        Raises:
-            ValueError: The namespace is not the default one, and there is no secret.
-        """
-        fields: dict[str, Any] = {"v": VERSION, "op": self.op, "lengths": list(self.lengths)}
-        if {*self.keep} != {"private"}:
-            fields["keep"] = list(self.keep)
-        if self.opens_prompt:
-            fields["opens_prompt"] = True
-        if secret is not None:
-            fields |= {"namespace": self.namespace, "mac": self._mac(secret)}
-        elif self.namespace != default:
-            raise ValueError(
-                f"The namespace {self.namespace!r} can be named only with the server's tenant "
-                "secret; clients send plans without a namespace"
-            )
-        return {FIELD: fields}
-
-    def is_signed(self, mac: object, secret: str) -> bool:
-        """Whether ``mac`` proves that the writer of this plan has the secret."""
-        is_text = isinstance(mac, str) and mac.isascii()
-        return is_text and hmac.compare_digest(str(mac), self._mac(secret))
-
-    def _mac(self, secret: str) -> str:
-        return code(json.dumps([VERSION, *asdict(self).values()]), secret)
-
-
-def code(message: str, secret: str) -> str:
-    """HMAC-SHA256 as 64 hex digits."""
-    return hmac.new(secret.encode(), message.encode(), hashlib.sha256).hexdigest()
-
-
-def parse_plan(
-    kv_transfer_params: Mapping[str, Any] | None,
-    num_prompt_tokens: int,
-    *,
-    secret: str | None = None,
-    namespace: str = "",
-) -> BlockPlan | None:
-    """Parse the plan in a request's ``kv_transfer_params``; None if there is none.
-
-    Args:
-        num_prompt_tokens: Tokens of the prompt.
-        secret: The server's tenant secret. A request that names a namespace must be signed with
-            it (``BlockPlan.to_dict``).
-        namespace: Namespace of requests without one.
-
-    Raises:
-        ProtocolError: The plan is invalid.
-    """
-    if kv_transfer_params is None:
-        return None
-    params = as_object(kv_transfer_params, "kv_transfer_params")
-    if FIELD not in params:
-        return None
-    if others := params.keys() - {FIELD}:
-        raise ProtocolError(
-            f"kv_transfer_params has the unknown field {shown(min(others))}; remove it"
-        )
-    fields = check_version(params[FIELD], "v", VERSION, FIELD)
-    is_named = "namespace" in fields or "mac" in fields
-    mac = fields.pop("mac", None)
-    if not is_named:
-        fields["namespace"] = namespace
-    plan = parse(BlockPlan, fields, FIELD)
-    if is_named and (secret is None or not plan.is_signed(mac, secret)):
-        raise ProtocolError(
-            "A client may not name its namespace: only the server's endpoint may, which signs it "
-            "with the secret from the environment variable given by the option tenant_secret_env"
-        )
-    plan.check_fits(num_prompt_tokens)
-    return plan

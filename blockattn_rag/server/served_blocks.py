@@ -13,7 +13,7 @@ from pydantic import Field, StrictBool, model_validator
 from pydantic.dataclasses import dataclass
 
 from blockattn_rag.errors import ProtocolError
-from blockattn_rag.server.protocol import FIELD, VERSION
+from blockattn_rag.server.protocol import FIELD, PROTOCOL_VERSION
 from blockattn_rag.server.validation import STRICT, Count, check_version, parse, shown
 
 
@@ -82,7 +82,7 @@ class ServedBlocks:
 
     def to_dict(self) -> dict[str, Any]:
         """``kv_transfer_params`` of the answer."""
-        return {FIELD: {"v": VERSION, "mode": "block", **asdict(self)}}
+        return {FIELD: {"v": PROTOCOL_VERSION, "mode": "block", **asdict(self)}}
 
     @classmethod
     def from_dict(cls, kv_transfer_params: Mapping[str, Any] | None) -> ServedBlocks:
@@ -98,7 +98,7 @@ class ServedBlocks:
                 f"field {FIELD!r}: it was not computed in block mode. Configure this package's "
                 "connector on the server"
             )
-        fields = check_version(params[FIELD], "v", VERSION, FIELD)
+        fields = check_version(params[FIELD], "v", PROTOCOL_VERSION, FIELD)
         if (mode := fields.pop("mode", None)) != "block":
             raise ProtocolError(f"Found mode {shown(mode)} in {FIELD}, expected 'block'")
         return parse(cls, fields, FIELD)

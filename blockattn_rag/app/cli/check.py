@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,7 +13,7 @@ from blockattn_rag.app.cli.options import (
     DtypeOption,
     file_in_folder,
 )
-from blockattn_rag.app.cli.output import count, emit, note, size, table
+from blockattn_rag.app.cli.output import emit, note, table
 from blockattn_rag.app.cli.progress import waiting
 from blockattn_rag.app.rag.names import check_recipe, existing_model
 
@@ -34,10 +33,7 @@ Result = tuple["CheckReport", dict[str, Any], list[str]]
 def check(
     model: Annotated[
         str | None,
-        typer.Argument(
-            help=f"{MODEL_HELP} With --server: the model to compare the server's answers with.",
-            callback=existing_model,
-        ),
+        typer.Argument(help=MODEL_HELP, callback=existing_model),
     ] = None,
     server: Annotated[
         str | None,
@@ -46,18 +42,11 @@ def check(
             f"from {_API_KEY}."
         ),
     ] = None,
-    tokenizer: Annotated[
-        str | None,
-        typer.Option(
-            help="Tokenizer of the server. Default: the tokenizer of MODEL, or of the model that "
-            "the server reports."
-        ),
-    ] = None,
     recipe: Annotated[
         str | None,
         typer.Option(
             help="Also check block mode with this recipe: auto, a sink such as head:4, or a "
-            "recipe folder. With --server: the recipe that the server should have."
+            "recipe folder."
         ),
     ] = None,
     profile: Annotated[
@@ -72,19 +61,18 @@ def check(
 ) -> None:
     """Check that block mode is exact for a model, or that a server answers correctly.
 
-    The exit status is 0 if every check passes, else 1. The check sends prompts of random tokens,
-    which no other prompt contains. The last line reports the entries that these prompts leave in
-    the server's store.
+    The exit status is 0 if every check passes, else 1. A server is asked one question in both
+    modes, and the command prints how the answers differ.
     """
+    if (server is None) == (model is None):
+        found = "neither" if model is None else "both"
+        raise typer.BadParameter(f"Expected a MODEL, or the address of a --server; found {found}")
     if server is not None:
-        if profile is not None or (recipe is not None and model is None):
+        if profile is not None or recipe is not None:
             raise typer.BadParameter("--recipe and --profile need a MODEL; a server has its own")
-        report, fields, lines = _check_server(server, model, recipe, tokenizer, dtype)
-    elif tokenizer:
-        raise typer.BadParameter("--tokenizer needs --server")
-    elif model is None:
-        raise typer.BadParameter("expected a MODEL, or the address of a --server; found neither")
+        report, fields, lines = _check_server(server)
     else:
+        assert model is not None
         report, fields, lines = _check_model(model, recipe, profile, dtype)
     title = str(fields.get("server", fields["model"]))
     data = {**fields, "passed": report.passed, "rows": [asdict(row) for row in report.rows]}
@@ -146,41 +134,36 @@ def _write_profile(file: Path, loaded: BlockModel, recipe: Recipe | None) -> Non
     note(f"wrote the profile {file}: {loaded.name} in {written.dtype}, recipe {written.recipe}")
 
 
-def _check_server(
-    server: str, model: str | None, recipe: str | None, tokenizer: str | None, dtype: str
-) -> Result:
+def _check_server(url: str) -> Result:
     from blockattn_rag.check.server import check_server
+    from blockattn_rag.server import ServerClient
 
-    loaded, used = (None, None) if model is None else _load(model, dtype, recipe)
-    api_key = os.environ.get(_API_KEY)
-    report = check_server(server, loaded, used, tokenizer=tokenizer, api_key=api_key)
+    with waiting(f"checking {url}"):
+        report = check_server(ServerClient(url))
     info = report.info
     fields = {
         "server": report.model,
         "model": info.models[0],
         "block_tuned": info.block_tuned,
         "fingerprint": info.fingerprint,
+        "recipe": str(info.recipe),
         "read_only": info.read_only,
-        "left_blocks": report.left_blocks,
-        "left_bytes": report.left_bytes,
+        "block": report.block,
+        "full": report.full,
     }
     return report, fields, _server_lines(report)
 
 
 def _server_lines(report: ServerReport) -> list[str]:
-    if not report.has_blocks:
+    if not report.block:
         verdict = "answers" if report.passed else "does NOT answer"
-        reason = "block mode was not checked: the server is read-only, without private_memory"
+        reason = "block mode was not checked: the server is read-only and has not these passages"
         return [f"{verdict} in full mode as it should; {reason}"]
     verdict = "answers in block mode" if report.passed else "does NOT answer in block mode"
     lines = [f"{verdict} as it should{_untuned(report.info.block_tuned)}"]
-    if report.left_blocks:
-        left = count(report.left_blocks, "block")
-        lines.append(
-            f"left in its store: {left} of random tokens, at most {size(report.left_bytes)}; "
-            "`blockattn-rag store gc` deletes them"
-        )
-    return lines
+    if report.block == report.full:
+        return [*lines, f"both modes answer: {report.block}"]
+    return [*lines, f"block mode answers: {report.block}", f"full mode answers: {report.full}"]
 
 
 def _untuned(block_tuned: bool) -> str:

@@ -177,7 +177,7 @@ def ingest(
         f"({report.tokens_per_s:.0f} tokens/s), {size(report.stored_bytes)} of keys and values "
         "stored" + (f"; {count(shared, 'passage')} of equal text share them" if shared else ""),
         f"done in {duration(report.total_s)} with {database.manifest.model}; recipe of block mode: "
-        f"{database.engine.recipe}",
+        f"{database.recipe}",
         f'Ask: blockattn-rag ask "..." --db {db}',
     )
     if failed:

@@ -141,7 +141,7 @@ def _of_database(db: Path, model: str | None, questions: Path | None, output: Pa
     from blockattn_rag.prompts.formats import Passage
 
     database = Database.open(db, model=model, recipe="none")
-    engine, find = database.local_engine, retriever(database)
+    engine, find = database.engine, retriever(database)
     database.require_passages()
     texts = all_passages(database.collection)
     made = prompt_maker(database)
@@ -252,7 +252,7 @@ def _encode_passages(
     from blockattn_rag.app.rag.passages import all_passages
     from blockattn_rag.prompts.blocks import Block
 
-    engine = database.local_engine
+    engine = database.engine
     blocks = [Block(text, database.template) for text in all_passages(database.collection)]
     done = 0
     for start in range(0, len(blocks), _ENCODED_AT_ONCE):

@@ -30,10 +30,16 @@ from blockattn_rag.errors import ServingError
 
 if TYPE_CHECKING:
     from blockattn_rag.app.serving import Served
+    from blockattn_rag.server.protocol import ServerInfo
 
 _KEY = "VLLM_API_KEY"
 _CHAT: dict[str, Any] = {
     "messages": [{"role": "user", "content": "What is the height of Halden Tower?"}],
+    "documents": [{"text": "The height of Halden Tower is 214 metres."}],
+    "temperature": 0,
+}
+_PLAIN: dict[str, Any] = {
+    "prompt": "Question: What is the height of Halden Tower?\nAnswer:",
     "documents": [{"text": "The height of Halden Tower is 214 metres."}],
     "temperature": 0,
 }
@@ -109,8 +115,8 @@ def serve(
             server.wait_until_healthy(
                 address, port, lambda seconds: note(f"waiting for vLLM: {duration(seconds)}")
             )
-            name = _check(url, address, served)
-            show(f"{name} is served at {url}", _curl(url, name, served))
+            info = _check(url, address)
+            show(f"{info.models[0]} is served at {url}", _curl(url, info))
             note("Ctrl-C stops the server")
             server.run()
 
@@ -161,37 +167,35 @@ def _command(
     )
 
 
-def _check(url: str, address: str, served: Served) -> str:
-    """Run the self-check, and return the model's name in requests.
+def _check(url: str, address: str) -> ServerInfo:
+    """Run the self-check, and return the server's description.
 
     Raises:
         ServingError: The server does not answer as it should.
     """
     from blockattn_rag.check.server import check_server
+    from blockattn_rag.server import ServerClient
 
     # A proxy for other hosts must not answer for this one.
     proxied = os.environ.get("NO_PROXY") or os.environ.get("no_proxy") or ""
     os.environ["NO_PROXY"] = os.environ["no_proxy"] = f"{proxied},{address}".strip(",")
     with waiting("checking the server"):
-        report = check_server(url, tokenizer=served.source, api_key=os.environ.get(_KEY))
+        report = check_server(ServerClient(url, os.environ.get(_KEY)))
     if not report.passed:
         stderr.print(rows_table(url, report))
         raise ServingError("The server does not answer as it should, and is stopped")
     note(f"the server answers as it should: {count(len(report.rows), 'check')} passed")
-    return report.info.models[0]
+    return report.info
 
 
-def _curl(url: str, name: str, served: Served) -> str:
-    """Command that asks the server, with a passage if the model has a chat template."""
-    from blockattn_rag.model.loading import load_tokenizer
+def _curl(url: str, info: ServerInfo) -> str:
+    """Command that asks the server, with a passage."""
     from blockattn_rag.server.protocol import OPENAI
 
-    path, body = "/v1/completions", {"model": name, "prompt": "Hello"}
-    if load_tokenizer(served.source).chat_template:
-        path = f"{OPENAI}/chat/completions"
-        body = {"model": name, **_CHAT}
+    path, asked = ("chat/completions", _CHAT) if info.has_chat_template else ("completions", _PLAIN)
+    body = {"model": info.models[0], **asked}
     key = [f'-H "Authorization: Bearer ${_KEY}"'] if os.environ.get(_KEY) else []
-    words = [f"curl {url}{path}", *key, "-H 'Content-Type: application/json'"]
+    words = [f"curl {url}{OPENAI}/{path}", *key, "-H 'Content-Type: application/json'"]
     return " ".join([*words, "-d", shlex.quote(json.dumps(body))])
 
 

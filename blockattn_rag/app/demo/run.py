@@ -185,7 +185,7 @@ def report_of(
 
     The summary has the right answers, totals of block mode, and medians of the times.
     """
-    engine = demo.database.local_engine
+    engine = demo.database.engine
     block, full = (
         statistics.median(one.of(mode).stats.ttft_s for one in answers) for mode in MODES
     )

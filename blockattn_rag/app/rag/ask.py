@@ -93,6 +93,14 @@ class Answer:
         }
 
 
+class _Outcome(NamedTuple):
+    """What an answer was made from, and how it ended."""
+
+    nodes: Sequence[NodeWithScore]
+    finish_reason: str
+    stats: ReuseStats
+
+
 class Assistant:
     """Answers questions from a database.
 
@@ -144,10 +152,51 @@ class Assistant:
             GrammarError: The schema cannot be compiled.
             ValueError: The question is not valid UTF-8.
         """
-        from llama_index.core.query_engine import RetrieverQueryEngine
-
         _check_text(question)
         started = time.perf_counter()
+        pieces: list[str] = []
+        waited_s = None
+
+        def take(piece: str) -> None:
+            nonlocal waited_s
+            waited_s = waited_s or time.perf_counter() - started
+            pieces.append(piece)
+            if on_text and self._schema is None:
+                on_text(piece)
+
+        answer = self._served if self._database.server is not None else self._local
+        nodes, finish_reason, stats = answer(self._query(question, history), mode, take)
+        answered_s = time.perf_counter() - started
+        text = "".join(pieces).strip()
+        found = None
+        if self._schema is not None:
+            found = complete_json(text, finish_reason)
+            if on_text:
+                on_text(text)
+        includes_warm_up = mode not in self._warm
+        self._warm.add(mode)
+        logger.info(
+            "%s mode, %d passages: fetched in %.3f s, placed in %.3f s, prefilled in %.3f s; "
+            "%.3f s to the first text, including retrieval",
+            mode, len(nodes), stats.fetch_s, stats.assemble_s, stats.prefill_s,
+            waited_s or answered_s,
+        )  # fmt: skip
+        return Answer(
+            question=question,
+            answer=text,
+            sources=tuple(map(_source, nodes)),
+            stats=stats,
+            finish_reason=finish_reason,
+            waited_s=waited_s or answered_s,
+            object=found,
+            answered_s=answered_s,
+            includes_warm_up=includes_warm_up,
+        )
+
+    def _local(self, query: QueryBundle, mode: Mode, take: Callable[[str], None]) -> _Outcome:
+        """Answer with the engine in this process. ``take``: Function for each piece of text."""
+        from llama_index.core.query_engine import RetrieverQueryEngine
+
         llm = self._llm(mode)
         if mode == "block" and not self._head_was_stored:
             self._store_head(llm)
@@ -156,44 +205,29 @@ class Assistant:
             adapter.block_response_synthesizer(llm, streaming=True),
             node_postprocessors=[adapter.BlockKVPostprocessor()],
         )
-        pieces: list[str] = []
-        waited_s = None
         with _finished_calls() as calls:
-            response: Any = engine.query(self._query(question, history, llm))
+            response: Any = engine.query(query)
             with contextlib.closing(response.response_gen) as coming:
                 for piece in filter(None, coming):
-                    waited_s = waited_s or time.perf_counter() - started
-                    pieces.append(piece)
-                    if on_text and self._schema is None:
-                        on_text(piece)
-        answered_s = time.perf_counter() - started
-        text = "".join(pieces).strip()
+                    take(piece)
         finish_reason = calls[-1]["finish_reason"] if calls else "stop"
-        found = None
-        if self._schema is not None:
-            found = complete_json(text, finish_reason)
-            if on_text:
-                on_text(text)
-        stats = _total(mode, calls)
-        includes_warm_up = mode not in self._warm
-        self._warm.add(mode)
-        logger.info(
-            "%s mode, %d passages: fetched in %.3f s, placed in %.3f s, prefilled in %.3f s; "
-            "%.3f s to the first text, including retrieval",
-            mode, len(response.source_nodes), stats.fetch_s, stats.assemble_s, stats.prefill_s,
-            waited_s or answered_s,
-        )  # fmt: skip
-        return Answer(
-            question=question,
-            answer=text,
-            sources=tuple(_source(node) for node in response.source_nodes),
-            stats=stats,
-            finish_reason=finish_reason,
-            waited_s=waited_s or answered_s,
-            object=found,
-            answered_s=answered_s,
-            includes_warm_up=includes_warm_up,
+        return _Outcome(response.source_nodes, finish_reason, _total(mode, calls))
+
+    def _served(self, query: QueryBundle, mode: Mode, take: Callable[[str], None]) -> _Outcome:
+        """Answer with the server, which makes the same prompt of the passages."""
+        assert self._database.server is not None
+        nodes = self._retriever.retrieve(query)
+        texts = filter(None, (adapter.canonical_text(node.node) for node in nodes))
+        finish_reason, stats = self._database.server.ask(
+            query.query_str,
+            [*texts],
+            mode=mode,
+            take=take,
+            max_tokens=self._max_new_tokens,
+            chat_template_kwargs=self._options["chat_template_kwargs"],
+            schema=self._schema,
         )
+        return _Outcome(nodes, finish_reason, stats)
 
     def warm_up(self) -> None:
         """Run retrieval and the model once in both modes, so that later times are comparable.
@@ -203,6 +237,11 @@ class Assistant:
         from llama_index.core.prompts.default_prompt_selectors import DEFAULT_TEXT_QA_PROMPT_SEL
 
         self._retriever.retrieve("warm-up")
+        if (server := self._database.server) is not None:
+            for mode in get_args(Mode):
+                server.ask("warm-up", [], mode=mode, max_tokens=2)
+                self._warm.add(mode)
+            return
         llm = self._llm("block")
         self._store_head(llm)
         filled = llm.filled(
@@ -223,9 +262,7 @@ class Assistant:
             generate_kwargs=self._options,
         )
 
-    def _query(
-        self, question: str, history: Sequence[Turn], llm: adapter.BlockAttentionLLM
-    ) -> QueryBundle:
+    def _query(self, question: str, history: Sequence[Turn]) -> QueryBundle:
         """The question for the model, and the texts to retrieve passages for."""
         from llama_index.core import QueryBundle
         from llama_index.core.output_parsers.pydantic import PYDANTIC_FORMAT_TMPL
@@ -233,8 +270,8 @@ class Assistant:
         query = with_history(
             question,
             history,
-            count=lambda text: len(llm.tokenize(text)),
-            max_tokens=llm.metadata.context_window // 4,
+            count=lambda text: len(self._database.tokenizer.text_ids(text)),
+            max_tokens=self._database.max_context_tokens // 4,
         )
         if self._schema is not None:
             schema = json.dumps(self._schema, ensure_ascii=False)

@@ -14,6 +14,7 @@ import json
 import logging
 import time
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,7 +36,8 @@ if TYPE_CHECKING:
     from llama_index.core.base.embeddings.base import BaseEmbedding
 
     from blockattn_rag.engine.engine import BlockAttentionEngine
-    from blockattn_rag.engine.protocol import Engine
+    from blockattn_rag.prompts.tokenization import BlockTokenizer
+    from blockattn_rag.server.client import ServerClient
 
 MANIFEST = "blockattn.json"
 AUTO = "auto"
@@ -102,13 +104,17 @@ class Manifest:
             raise DatabaseError(f"{path} is damaged ({error}); ingest into a new folder") from error
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Database:
-    """An open database: folder, manifest, the engine that answers, and the embedding."""
+    """An open database: folder, manifest, the model that answers, and the embedding.
+
+    Args:
+        model: Engine in this process, or client of a server.
+    """
 
     path: Path
     manifest: Manifest
-    engine: Engine
+    model: BlockAttentionEngine | ServerClient
     embedding: BaseEmbedding
 
     @classmethod
@@ -136,16 +142,16 @@ class Database:
         embedding = load_embedding(wanted.embedding)
         # A server has its own recipe, so the recipe in the manifest does not apply.
         used = replace(wanted, recipe=AUTO) if wanted.server else wanted
-        engine = _load_engine(path, used, remembers)
+        model = _load_model(path, used, remembers)
         if old and old.model != wanted.model:
             names = (path, old.model, wanted.model)
             logger.warning("%s was made with %s and now uses %s", *names)
-        manifest = replace(wanted, fingerprint=engine.model.fingerprint)
+        manifest = replace(wanted, fingerprint=_fingerprint(model))
         path.mkdir(parents=True, exist_ok=True)
         if old and is_other:
             _delete_collection(path, old)
         write_json(path / MANIFEST, asdict(manifest))
-        return cls(path, manifest, engine, embedding)
+        return cls(path, manifest, model, embedding)
 
     @classmethod
     def open(
@@ -179,15 +185,15 @@ class Database:
             recipe=recipe or (AUTO if server else manifest.recipe),
         )
         embedding = load_embedding(manifest.embedding)
-        engine = _load_engine(path, wanted, remembers)
-        if engine.model.fingerprint != manifest.fingerprint:
+        loaded = _load_model(path, wanted, remembers)
+        if _fingerprint(loaded) != manifest.fingerprint:
             logger.warning(
                 "%s was encoded by %s in another state (weights, dtype, tokenizer, model, or "
                 "version of this package): passages are computed when first used. To encode all "
                 "of them now, run `blockattn-rag ingest`",
                 path, manifest.model,
             )  # fmt: skip
-        return cls(path, manifest, engine, embedding)
+        return cls(path, manifest, loaded, embedding)
 
     def require_passages(self) -> None:
         """Raise ``DatabaseError`` if the database has no passages."""
@@ -198,7 +204,14 @@ class Database:
             )
 
     @property
-    def local_engine(self) -> BlockAttentionEngine:
+    def server(self) -> ServerClient | None:
+        """Client of the server that has the model. None: the model runs in this process."""
+        from blockattn_rag.engine.engine import BlockAttentionEngine
+
+        return None if isinstance(self.model, BlockAttentionEngine) else self.model
+
+    @property
+    def engine(self) -> BlockAttentionEngine:
         """The engine, if its model runs in this process.
 
         Raises:
@@ -206,12 +219,36 @@ class Database:
         """
         from blockattn_rag.engine.engine import BlockAttentionEngine
 
-        if not isinstance(self.engine, BlockAttentionEngine):
+        if not isinstance(self.model, BlockAttentionEngine):
             raise DatabaseError(
-                f"{self.path} uses the server {self.manifest.server}, but this command needs the "
-                "model in this process: pass a model with --model"
+                f"{self.path} uses the server {self.model.url}, but this command needs the model "
+                "in this process: pass a model with --model"
             )
-        return self.engine
+        return self.model
+
+    @cached_property
+    def tokenizer(self) -> BlockTokenizer:
+        """Tokenizer of the model. With a server: the local one that the manifest names."""
+        from blockattn_rag.model.loading import load_tokenizer
+        from blockattn_rag.prompts.tokenization import BlockTokenizer
+
+        if self.server is None:
+            return self.engine.model.tokenizer
+        return BlockTokenizer(load_tokenizer(self.manifest.model))
+
+    @property
+    def max_context_tokens(self) -> int:
+        """Maximum tokens of a prompt and its answer together."""
+        if (server := self.server) is not None:
+            return server.info.max_tokens
+        return self.engine.model.max_context_tokens
+
+    @property
+    def recipe(self) -> str:
+        """The model's recipe as short text."""
+        if (server := self.server) is not None:
+            return str(server.info.recipe)
+        return str(self.engine.recipe)
 
     def use_own_recipe(self) -> None:
         """Use the recipe in the database's folder from now on."""
@@ -290,12 +327,28 @@ def chroma_client(path: Path, *, create: bool = False) -> ClientAPI:
     return chromadb.PersistentClient(str(path), settings=Settings(anonymized_telemetry=False))
 
 
-def _load_engine(path: Path, wanted: Manifest, remembers: bool) -> Engine:
+def _fingerprint(model: BlockAttentionEngine | ServerClient) -> str:
+    from blockattn_rag.engine.engine import BlockAttentionEngine
+
+    if isinstance(model, BlockAttentionEngine):
+        return model.model.fingerprint
+    return model.info.fingerprint
+
+
+def _load_model(
+    path: Path, wanted: Manifest, remembers: bool
+) -> BlockAttentionEngine | ServerClient:
     check_recipe(wanted.recipe)
     if wanted.server is not None:
-        from blockattn_rag.server.client import RemoteEngine
+        from blockattn_rag.server import ServerClient
 
-        return RemoteEngine(wanted.server, tokenizer=wanted.model, recipe=wanted.recipe)
+        client = ServerClient(wanted.server)
+        if wanted.recipe != AUTO:
+            raise DatabaseError(
+                f"Found the recipe {wanted.recipe!r}, but {client.url} has its own, "
+                f"{client.info.recipe}; leave the recipe out"
+            )
+        return client
     from blockattn_rag.engine.engine import BlockAttentionEngine
     from blockattn_rag.kv.quantization import check_kv_dtype
     from blockattn_rag.store import DEFAULT_RESIDENT_BYTES

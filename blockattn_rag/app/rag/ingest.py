@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from chromadb.api.models.Collection import Collection
     from llama_index.core.schema import BaseNode, Document
 
+    from blockattn_rag.engine.engine import BlockAttentionEngine
+
 _ADD_BATCH = 128
 """Passages per embedding batch, which is the most that an interruption can lose."""
 
@@ -67,8 +69,8 @@ def ingest_documents(
     from blockattn_rag.llama_index.nodes import stamp
 
     # The model is loaded before the clock starts.
-    collection, engine = database.collection, database.engine
-    tokenizer, size = engine.model.tokenizer, database.manifest.chunk_size
+    collection, server = database.collection, database.server
+    tokenizer, size = database.tokenizer, database.manifest.chunk_size
     splitter = SentenceSplitter(
         chunk_size=size,
         chunk_overlap=size // 8,
@@ -80,11 +82,16 @@ def ingest_documents(
     nodes = with_stable_ids(splitter(documents))
     texts = [adapter.canonical_text(node) for node in nodes]
     blocks = [Block(text, database.template) for text in texts if text]
-    if on_estimate is not None and (found := estimate(database, blocks)) is not None:
-        on_estimate(found)
-    stats = engine.precompute(blocks, on_progress=partial(report, "encoding tokens of passages"))
-    llm = adapter.BlockAttentionLLM(engine=engine, block_template=database.template)
-    adapter.encode_prompt_head(llm)
+    if server is not None:
+        tick = partial(report, "encoding characters of passages")
+        stats = server.encode([block.text for block in blocks], on_progress=tick)
+    else:
+        if on_estimate is not None:
+            on_estimate(estimate(database.engine, blocks))
+        tick = partial(report, "encoding tokens of passages")
+        stats = database.engine.precompute(blocks, on_progress=tick)
+        llm = adapter.BlockAttentionLLM(engine=database.engine, block_template=database.template)
+        adapter.encode_prompt_head(llm)
     passages = [
         stamp(node, text) if text else node for node, text in zip(nodes, texts, strict=True)
     ]
@@ -170,18 +177,13 @@ class Estimate:
     free_bytes: int | None
 
 
-def estimate(database: Database, blocks: Sequence[Block]) -> Estimate | None:
-    """Estimate the encoding of blocks. None: the model runs on a server.
+def estimate(engine: BlockAttentionEngine, blocks: Sequence[Block]) -> Estimate:
+    """Estimate the encoding of blocks.
 
     If the store is not a folder, all blocks count as new, because each look-up is a request.
     """
-    from blockattn_rag.engine.engine import BlockAttentionEngine
     from blockattn_rag.lab.planning import footprint, measured_operations_per_s, prefill_flops
     from blockattn_rag.store import DirectoryStore
-
-    engine = database.engine
-    if not isinstance(engine, BlockAttentionEngine):
-        return None
 
     model, store = engine.model, engine.store
     distinct = [*{block.handle: block for block in blocks}.values()]

@@ -12,7 +12,7 @@ from typing import Any
 from blockattn_rag.engine.outline import RecipeOutline
 from blockattn_rag.server.protocol import FIELD
 from blockattn_rag.server.served_blocks import ServedBlocks, reuse_of
-from blockattn_rag.server.vllm.openai import ChatPrompt
+from blockattn_rag.server.vllm.openai import TokenPrompt
 
 _DATA = "data: "
 _COUNTS = '"usage":{'
@@ -32,7 +32,7 @@ class ChatReport:
         reason: Why block mode cannot answer a chat whose passages were recognized.
     """
 
-    def __init__(self, prompt: ChatPrompt | None, recipe: RecipeOutline, reason: str = "") -> None:
+    def __init__(self, prompt: TokenPrompt | None, recipe: RecipeOutline, reason: str = "") -> None:
         self._prompt = prompt
         self._recipe = recipe
         self._reason = reason
@@ -61,13 +61,13 @@ class ChatReport:
         data[FIELD] = self._report(params)
 
     def _report(self, params: Mapping[str, Any] | None) -> dict[str, Any]:
-        if self._prompt is None or (plan := self._prompt.plan) is None:
+        if self._prompt is None or not self._prompt.lengths:
             return {"mode": "full", **({"reason": self._reason} if self._reason else {})}
         if params is None:  # an answer that was aborted has no report
             return {"mode": "block"}
         served = ServedBlocks.from_dict(params)
         self._encoded_tokens = served.encoded_tokens
-        counts = reuse_of(served, plan.lengths, len(self._prompt.token_ids))
+        counts = reuse_of(served, self._prompt.lengths, len(self._prompt.token_ids))
         return {"mode": "block", **counts, "recipe": str(self._recipe)}
 
     def _correct(self, usage: dict[str, Any]) -> None:

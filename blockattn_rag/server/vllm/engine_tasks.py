@@ -29,15 +29,13 @@ class EngineTasks:
     def __init__(self, engine_client: Any, config: ServingConfig) -> None:
         self._engine_client = engine_client
         self._secret = config.tenant_secret
-        self._namespace = config.namespace
 
     async def encode(self, one: Encodable, request_id: str) -> None:
         """Encode a block. Raises ServingError if the engine fails."""
         reason = None
         asked = {"prompt_token_ids": one.token_ids}
-        async for output in self._generate(
-            asked, one.plan.to_dict(self._secret, self._namespace), request_id, 1
-        ):
+        params = one.plan.to_dict(self._secret)
+        async for output in self._generate(asked, params, request_id, 1):
             reason = output.outputs[0].finish_reason
         if reason not in ("length", "stop"):
             raise ServingError(

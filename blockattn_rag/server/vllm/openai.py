@@ -1,271 +1,52 @@
-"""Chats of OpenAI clients, with passages in their bodies.
+"""Prompts of OpenAI clients as token ids.
 
-Clients that know nothing of this package send passages as ``documents``, or as content parts of
-messages. The server renders these chats with the model's chat template and cuts them into blocks,
-like an engine in the application's process, so that both share stored blocks.
+The server renders chats with the model's chat template and cuts prompts into blocks, like an engine
+in the application's process, so that both share stored blocks.
 
 Importing this module does not load vLLM.
 """
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
-from typing import Annotated, Any, Literal, NamedTuple
-
-from pydantic import Field, field_validator
-from pydantic.dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 from blockattn_rag.errors import ProtocolError
 from blockattn_rag.output.tool_templates import tool_template
 from blockattn_rag.output.tool_use import prompt_spans
-from blockattn_rag.prompts.blocks import PASSAGES, BlockPrompt, Span, keep_of
+from blockattn_rag.prompts.blocks import Block, BlockPrompt, Keep, keep_of
 from blockattn_rag.prompts.chat_template import (
     Spans,
     chat_spans,
     has_chat_template,
-    origin_of,
     template_variables,
 )
-from blockattn_rag.prompts.formats import CHAT, Passage
-from blockattn_rag.prompts.markers import content_spans
+from blockattn_rag.prompts.formats import CHAT
 from blockattn_rag.prompts.tokenization import BlockTokenizer
-from blockattn_rag.server.protocol import FIELD, MOST_BLOCKS, BlockPlan
-from blockattn_rag.server.validation import STRICT, as_object, parse, shown
+from blockattn_rag.server.protocol import MOST_BLOCKS
+from blockattn_rag.server.vllm.bodies import ChatBody, CompletionBody
 
-_MOST_NESTED = 100
-"""Deeper bodies could exceed Python's recursion limit while they are rendered."""
-
-_MOST_BITS = 63
-"""Larger integers fail in vLLM's engine."""
-
-_MOST_MESSAGES = 4096
-"""Maximum number of messages and content parts, each of which takes time to read and render."""
-
-_TEXT_PARTS = ("text", "input_text", "output_text")
-_KEPT_FIELDS = ("name", "tool_call_id", "reasoning_content")
+Recognizer = Callable[[Spans], Spans]
+"""Function that splits known passages out of text."""
 
 
-@dataclass(config=STRICT, frozen=True, slots=True)
-class Document:
-    """A passage in the ``documents`` of a body."""
-
-    text: str
-    title: str = ""
-
-    @field_validator("text")
-    @classmethod
-    def _has_text(cls, text: str) -> str:
-        if not text.strip():
-            raise ValueError("The text is empty; remove empty documents")
-        return text
-
-
-@dataclass(config=STRICT, frozen=True, slots=True)
-class ChatOptions:
-    """The field ``blockattn`` of a body.
+class TokenPrompt(NamedTuple):
+    """A prompt as token ids, and how it is split into blocks.
 
     Args:
-        mode: ``"full"`` computes the same prompt without blocks, for comparison.
-        parts: ``"passages"``: in each message with several content parts, all parts except the last
-            are passages. ``"text"``: content parts are joined by newlines.
+        token_ids: Token ids of the complete prompt.
+        lengths: Tokens of each context block. Empty: full mode.
+        keep: Where each block may be kept.
     """
-
-    mode: Literal["block", "full"] = "block"
-    parts: Literal["text", "passages"] = "text"
-
-
-_Documents = Annotated[tuple[Document, ...], Field(max_length=MOST_BLOCKS, fail_fast=True)]
-
-
-class ChatBody(NamedTuple):
-    """Body of a chat, checked.
-
-    Args:
-        messages: Messages as chat templates take them, with the documents. Contents are spans.
-        not_text: First content part that is not text; None if there is none.
-        fields: The other fields, and the messages as they were sent, for vLLM.
-    """
-
-    messages: Sequence[Mapping[str, Any]]
-    options: ChatOptions
-    not_text: str | None
-    fields: Mapping[str, Any]
-
-    @classmethod
-    def from_dict(cls, value: object) -> ChatBody:
-        """Parse a JSON object. Raises ProtocolError."""
-        fields = as_object(value, "the body")
-        _check_json(fields)
-        if fields.pop("kv_transfer_params", None) is not None:
-            raise ProtocolError(
-                "kv_transfer_params are not possible on this route; leave them out, or use "
-                "/blockattn/v1/chat/completions"
-            )
-        documents = parse(_Documents, _popped(fields, "documents", ()), "documents")
-        options = parse(ChatOptions, _popped(fields, FIELD, {}), FIELD)
-        sent = fields.get("messages")
-        if not isinstance(sent, list) or not sent:
-            raise ProtocolError(f"messages should be a non-empty list, found {shown(sent)}")
-        _check_number(sent)
-        reader = _MessageReader(options.parts == "passages")
-        messages = [reader.read(one, f"messages[{place}]") for place, one in enumerate(sent)]
-        return cls(with_documents(messages, documents), options, reader.not_text, fields)
-
-    @property
-    def passages(self) -> list[Span]:
-        """Passages of the documents and messages."""
-        spans = (span for message in self.messages for span in message["content"])
-        return [span for span in spans if span.origin in PASSAGES and span.text.strip()]
-
-
-def _check_number(messages: Sequence[Any]) -> None:
-    contents = [one.get("content") for one in messages if isinstance(one, dict)]
-    number = len(messages) + sum(len(one) for one in contents if isinstance(one, list))
-    if number > _MOST_MESSAGES:
-        raise ProtocolError(
-            f"The chat has {number:,} messages and content parts, expected at most "
-            f"{_MOST_MESSAGES:,}; join parts, or leave out old messages"
-        )
-
-
-class _MessageReader:
-    """Reads messages of OpenAI's API as messages of chat templates.
-
-    Args:
-        takes_parts: Whether content parts are passages.
-    """
-
-    def __init__(self, takes_parts: bool) -> None:
-        self._takes_parts = takes_parts
-        self._tools: dict[str, str] = {}  # names of tools by call id
-        self.not_text: str | None = None
-
-    def read(self, value: object, place: str) -> dict[str, Any]:
-        """Read one message. Raises ProtocolError."""
-        sent = as_object(value, place)
-        role = _string(sent.get("role"), f"{place}.role")
-        # Both names are in use.
-        sent["reasoning_content"] = sent.get("reasoning_content") or sent.get("reasoning")
-        message: dict[str, Any] = {"role": role}
-        for name in _KEPT_FIELDS:
-            if (given := sent.get(name)) is not None:
-                message[name] = _string(given, f"{place}.{name}")
-        if calls := sent.get("tool_calls"):
-            message["tool_calls"] = _calls(calls, f"{place}.tool_calls")
-            self._tools |= {one["id"]: one["function"]["name"] for one in message["tool_calls"]}
-        if "tool_call_id" in message:
-            message.setdefault("name", self._tools.get(message["tool_call_id"], ""))
-        return {**message, "content": self._content(sent.get("content"), role, f"{place}.content")}
-
-    def _content(self, content: object, role: str, place: str) -> Spans:
-        if content is None or isinstance(content, str):
-            return tuple(content_spans(content or "", origin_of(role)))
-        if not isinstance(content, list):
-            raise ProtocolError(
-                f"{place} should be a string or a list of parts, found {shown(content)}"
-            )
-        texts = [self._text(part, f"{place}[{number}]") for number, part in enumerate(content)]
-        passages: list[str] = []
-        if self._takes_parts and role != "assistant":
-            passages, texts = texts[:-1], texts[-1:]
-        marked = (content_spans(text, "passage") for text in passages)
-        return (*chain(*marked), *content_spans("\n".join(texts), origin_of(role)))
-
-    def _text(self, part: object, place: str) -> str:
-        """Text of a content part. Empty, and noted, for an image or another part without text."""
-        if isinstance(part, str):
-            return part
-        fields = as_object(part, place)
-        kind = _string(fields.get("type"), f"{place}.type")
-        if kind in _TEXT_PARTS:
-            return _string(fields.get("text"), f"{place}.text")
-        self.not_text = self.not_text or f"{place} is of the type {shown(kind)}"
-        return ""
-
-
-def _popped(fields: dict[str, Any], name: str, default: object) -> object:
-    value = fields.pop(name, None)
-    return default if value is None else value
-
-
-def _string(value: object, place: str) -> str:
-    if not isinstance(value, str):
-        raise ProtocolError(f"{place} should be a string, found {shown(value)}")
-    return value
-
-
-def _calls(calls: object, place: str) -> list[dict[str, Any]]:
-    """Read the tool calls of an earlier answer. Chat templates take arguments as objects."""
-    if not isinstance(calls, list):
-        raise ProtocolError(f"{place} should be a list, found {shown(calls)}")
-    read = []
-    for number, value in enumerate(calls):
-        call = as_object(value, f"{place}[{number}]")
-        function = as_object(call.get("function"), f"{place}[{number}].function")
-        name = _string(function.get("name"), f"{place}[{number}].function.name")
-        arguments = _arguments(function.get("arguments"), f"{place}[{number}].function.arguments")
-        read.append(
-            {
-                "type": "function",
-                "id": _string(call.get("id") or "", f"{place}[{number}].id"),
-                "function": {"name": name, "arguments": arguments},
-            }
-        )
-    return read
-
-
-def _arguments(value: object, place: str) -> dict[str, Any]:
-    if isinstance(value, str) and value.strip():
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError) as error:
-            raise ProtocolError(f"{place} should be a JSON object as a string: {error}") from None
-        _check_json(value)
-    return as_object(value or {}, place)
-
-
-def _check_json(value: object, depth: int = 0) -> None:
-    """Raise ProtocolError for values that no prompt or answer can contain."""
-    if depth > _MOST_NESTED:
-        raise ProtocolError(f"The body is nested more than {_MOST_NESTED} levels deep; flatten it")
-    if isinstance(value, str):
-        try:
-            value.encode()
-        except UnicodeEncodeError as error:
-            raise ProtocolError(
-                f"The body contains a lone surrogate, \\u{ord(value[error.start]):04x}, which is "
-                "no character; replace it, for example by '?'"
-            ) from None
-    elif type(value) is int and value.bit_length() > _MOST_BITS:
-        raise ProtocolError(f"The body contains {shown(value)}, expected at most {_MOST_BITS} bits")
-    elif isinstance(value, float) and not math.isfinite(value):
-        raise ProtocolError(f"The body contains {value}, which is no JSON number; remove it")
-    elif isinstance(value, dict):  # faster than Mapping
-        for name, item in value.items():
-            _check_json(name, depth)
-            _check_json(item, depth + 1)
-    elif isinstance(value, list):
-        for item in value:
-            _check_json(item, depth + 1)
-
-
-class ChatPrompt(NamedTuple):
-    """A rendered chat: its token ids, and how they are split into blocks; None in full mode."""
 
     token_ids: list[int]
-    plan: BlockPlan | None
-
-    def to_params(self) -> dict[str, Any]:
-        """``kv_transfer_params`` of the request."""
-        plan = {} if self.plan is None else self.plan.to_dict()
-        return {"prompt_token_ids": self.token_ids, **plan}
+    lengths: tuple[int, ...] = ()
+    keep: tuple[Keep, ...] = ()
 
 
-class ChatPrompts:
-    """Renders chats with passages as token ids. Thread-safe.
+class Prompts:
+    """Renders chats and completions with passages as token ids. Thread-safe.
 
     Args:
         tokenizer: Transformers tokenizer of the model, with its chat template.
@@ -282,30 +63,39 @@ class ChatPrompts:
         """``BlockTokenizer.fingerprint``."""
         return self._tokenizer.fingerprint
 
-    def render(self, body: ChatBody, prompt: BlockPrompt) -> ChatPrompt:
-        """Convert the blocks of a chat to token ids. Raises ProtocolError if there are too many."""
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the model answers chats."""
+        return has_chat_template(self._tokenizer.tokenizer)
+
+    def passage_ids(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of passages, as prompts contain them. Raises ProtocolError."""
+        blocks = (Block(text.strip(), CHAT.template) for text in texts)
+        return [self._tokenizer.block_ids(block, first=False) for block in blocks]
+
+    def token_ids(self, prompt: BlockPrompt, mode: Literal["block", "full"]) -> TokenPrompt:
+        """Convert a prompt to token ids. Raises ProtocolError if it has too many blocks."""
         context, final = self._tokenizer.with_final_ids(prompt, self._promote)
         ids_of = self._tokenizer.block_ids
-        cut = [(one, ids_of(one, first=place == 0)) for place, one in enumerate(context)]
-        cut = [(block, ids) for block, ids in cut if ids]
-        token_ids = [*(token for _, ids in cut for token in ids), *final]
-        if len(cut) > MOST_BLOCKS:
+        blocks = [(block, ids_of(block, first=place == 0)) for place, block in enumerate(context)]
+        blocks = [(block, ids) for block, ids in blocks if ids]
+        token_ids = [*chain.from_iterable(ids for _, ids in blocks), *final]
+        if len(blocks) > MOST_BLOCKS:
             raise ProtocolError(
-                f"The prompt has {len(cut)} blocks, expected at most {MOST_BLOCKS}; send fewer "
+                f"The prompt has {len(blocks)} blocks, expected at most {MOST_BLOCKS}; send fewer "
                 "passages"
             )
-        if body.options.mode == "full" or not cut:
-            return ChatPrompt(token_ids, None)
-        lengths = tuple(len(ids) for _, ids in cut)
-        keep = tuple(keep_of(block.origin) for block, _ in cut)
-        return ChatPrompt(token_ids, BlockPlan("complete", lengths, keep=keep))
+        if mode == "full":
+            return TokenPrompt(token_ids)
+        lengths = tuple(len(ids) for _, ids in blocks)
+        return TokenPrompt(token_ids, lengths, tuple(keep_of(block.origin) for block, _ in blocks))
 
-    def prompt(
+    def chat(
         self,
         body: ChatBody,
         tools: Sequence[Mapping[str, Any]],
         variables: Mapping[str, Any],
-        recognize: Callable[[Spans], Spans] | None = None,
+        recognize: Recognizer | None = None,
     ) -> BlockPrompt:
         """Render a chat as blocks.
 
@@ -326,12 +116,18 @@ class ChatPrompts:
         tokenizer = self._tokenizer.tokenizer
         if not has_chat_template(tokenizer):
             raise ProtocolError("The model has no chat template; use completions")
-        known = self._variables | {"add_generation_prompt", "continue_final_message"}
-        given = {name: value for name, value in variables.items() if name in known}
+        read = self._variables | {"add_generation_prompt", "continue_final_message"}
+        variables = {name: value for name, value in variables.items() if name in read}
         try:
-            spans = _rendered(tokenizer, body.messages, tools, given)
+            spans = _rendered(tokenizer, body.messages, tools, variables)
         except Exception as error:  # templates may raise any error for unexpected messages
             raise ProtocolError(f"The chat cannot be rendered: {error}") from error
+        return BlockPrompt.from_spans(recognize(spans) if recognize else spans, CHAT.template)
+
+    @staticmethod
+    def completion(body: CompletionBody, recognize: Recognizer | None = None) -> BlockPrompt:
+        """The prompt of a completion as blocks."""
+        spans = body.spans
         return BlockPrompt.from_spans(recognize(spans) if recognize else spans, CHAT.template)
 
 
@@ -346,27 +142,3 @@ def _rendered(
     if (template := tool_template(tokenizer)) is not None:
         return template.spans(tokenizer, messages, tools, **variables)
     return chat_spans(tokenizer, messages, tools=tools, **variables)
-
-
-def with_documents(
-    messages: Sequence[Mapping[str, Any]], documents: Sequence[Document]
-) -> list[Mapping[str, Any]]:
-    """Put documents into the first user message, in the prompt format ``formats.CHAT``.
-
-    The format's system message is added if the chat has none. The rest of the conversation follows
-    the passages, so it is in the final block.
-
-    Raises:
-        ProtocolError: There are documents, but no user message.
-    """
-    made = [*messages]
-    if not documents:
-        return made
-    place = next((place for place, one in enumerate(made) if one["role"] == "user"), None)
-    if place is None:
-        raise ProtocolError("documents need a message of the role 'user', found none; add it")
-    passages = [Passage(one.title, one.text) for one in documents]
-    made[place] = {**made[place], "content": CHAT.user_spans(made[place]["content"], passages)}
-    if all(origin_of(one["role"]) != "system" for one in made):
-        made.insert(0, {"role": "system", "content": (Span(CHAT.system, "system"),)})
-    return made

@@ -1,9 +1,9 @@
-"""Reads and checks the bodies of requests, and splits their prompts into blocks."""
+"""Turns the prompts of requests into blocks, and puts them into vLLM's requests."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -13,15 +13,14 @@ from blockattn_rag.output.grammar import MOST_CHARACTERS, choice_grammar
 from blockattn_rag.prompts.blocks import Keep, is_private, may_store
 from blockattn_rag.server.config import ServingConfig
 from blockattn_rag.server.keys import BlockId, block_keys, full_mode_salt
+from blockattn_rag.server.plan import BlockPlan
 from blockattn_rag.server.profile import ModelProfile
-from blockattn_rag.server.protocol import TENANT_HEADER, BlockPlan, EncodeBody, parse_plan
+from blockattn_rag.server.protocol import TENANT_HEADER
 from blockattn_rag.server.validation import Namespace, parse
+from blockattn_rag.server.vllm.openai import TokenPrompt
 
 if TYPE_CHECKING:
     from fastapi.datastructures import Headers
-
-_CHAT_IDS = "prompt_token_ids"
-"""Field of ``kv_transfer_params`` with the token ids of a chat."""
 
 _GRAMMARS = ("json", "regex", "choice", "grammar", "structural_tag")
 """Kinds of vLLM's ``structured_outputs``."""
@@ -106,9 +105,8 @@ def encodables(
 
 @dataclass(frozen=True, slots=True)
 class BlockRequest:
-    """Completion or chat in block mode: its prompt, how it is split, and its context blocks."""
+    """Request in block mode: the plan of its prompt, and its context blocks."""
 
-    token_ids: list[int]
     plan: BlockPlan
     blocks: Sequence[Encodable]
 
@@ -142,65 +140,49 @@ class RequestReader:
         """Names of the base model."""
         return tuple(one.name for one in self._models.base_model_paths)
 
-    def read_encode(self, body: EncodeBody, headers: Headers) -> list[Encodable]:
-        """Read the blocks of a request to ``ENCODE``. Raises ProtocolError."""
-        if body.model is not None and body.model not in self.model_names:
-            raise ProtocolError(
-                f"Found the model {body.model!r:.200}, expected {' or '.join(self.model_names)}: "
-                "blocks are encoded by the base model, without adapters"
-            )
-        return self._encodables(
-            body.blocks,
-            self.namespace(headers),
-            opens_prompt=body.opens_prompt,
-            keep=[body.keep] * len(body.blocks),
-        )
+    def passages(self, texts: Sequence[Sequence[int]], headers: Headers) -> list[Encodable]:
+        """Passages to store, from their token ids. Raises ProtocolError."""
+        keep: list[Keep] = ["store"] * len(texts)
+        return self._encodables(texts, self.namespace(headers), opens_prompt=False, keep=keep)
 
-    def read(self, request: Any, headers: Headers) -> BlockRequest | None:
-        """Read the prompt of a completion or chat. None for full mode.
-
-        Also changes ``request`` for vLLM's handlers: signs the plan, rewrites a ``choice`` grammar,
-        and in full mode sets the tenant's cache salt.
+    def full_mode(self, request: Any, prompt: TokenPrompt | None, headers: Headers) -> None:
+        """Prepare a request in full mode for vLLM's handlers.
 
         Args:
-            request: vLLM's body. Its ``kv_transfer_params`` contain the plan. Without them, full
-                mode is used.
+            request: vLLM's body, which gets the tenant's cache salt.
+            prompt: Rendered prompt; None if vLLM renders it.
+
+        Raises:
+            ProtocolError: The grammar is too large.
+        """
+        self._prepare_grammar(request)
+        request.kv_transfer_params = None
+        if prompt is not None:
+            if request.echo:
+                raise ProtocolError("echo is not possible with passages; leave it out")
+            _set_tokens(request, prompt.token_ids, {})
+        if self._secret is not None:
+            namespace = self.namespace(headers)
+            request.cache_salt = full_mode_salt(self._secret, namespace, request.cache_salt)
+
+    def block_mode(self, request: Any, prompt: TokenPrompt, headers: Headers) -> BlockRequest:
+        """Prepare a request in block mode for vLLM's handlers.
+
+        Args:
+            request: vLLM's body, which gets the token ids and their signed plan.
 
         Raises:
             ProtocolError: Block mode cannot answer the request.
         """
-        token_ids, params = _prompt_of(request)
         self._prepare_grammar(request)
-        if params is None:
-            if token_ids and request.echo:
-                raise ProtocolError(
-                    "echo is not possible with prompt_token_ids: vLLM would render the messages "
-                    "instead; leave it out"
-                )
-            if self._secret is not None:
-                namespace = self.namespace(headers)
-                request.cache_salt = full_mode_salt(self._secret, namespace, request.cache_salt)
-            return None
-        plan = parse_plan(params, len(token_ids), namespace=self.namespace(headers))
-        if plan is None or plan.op != "complete":
-            raise ProtocolError(
-                "kv_transfer_params must contain blockattn with op='complete'; leave them out for "
-                "full mode"
-            )
-        self._check(request, plan, len(token_ids))
-        return self._planned(request, token_ids, plan)
-
-    def _planned(self, request: Any, token_ids: list[int], plan: BlockPlan) -> BlockRequest:
-        """Put a prompt and its signed plan into a request for vLLM's handlers."""
-        tokens = iter(token_ids)
-        cut = [tuple(islice(tokens, length)) for length in plan.lengths]
-        blocks = self._encodables(cut, plan.namespace, opens_prompt=True, keep=plan.keep)
-        signed = plan.to_dict(self._secret, self._config.namespace)
-        if hasattr(request, "messages"):
-            request.kv_transfer_params = {_CHAT_IDS: token_ids, **signed}
-        else:
-            request.prompt, request.kv_transfer_params = token_ids, signed
-        return BlockRequest(token_ids, plan, blocks)
+        self._check(request, len(prompt.token_ids))
+        namespace = self.namespace(headers)
+        plan = BlockPlan("complete", prompt.lengths, namespace, prompt.keep)
+        tokens = iter(prompt.token_ids)
+        ids = [tuple(islice(tokens, length)) for length in plan.lengths]
+        blocks = self._encodables(ids, namespace, opens_prompt=True, keep=plan.keep)
+        _set_tokens(request, prompt.token_ids, plan.to_dict(self._secret))
+        return BlockRequest(plan, blocks)
 
     def namespace(self, headers: Headers) -> str:
         """Namespace of a request: its tenant's, which the gateway sets, or the server's default.
@@ -231,10 +213,6 @@ class RequestReader:
         opens_prompt: bool,
         keep: Sequence[Keep],
     ) -> list[Encodable]:
-        if any(not 0 <= id_ < self._profile.vocab_size for one in blocks for id_ in one):
-            raise ProtocolError(
-                f"A block has invalid token ids, expected 0 to {self._profile.vocab_size - 1}"
-            )
         found = encodables(
             blocks,
             namespace,
@@ -282,7 +260,7 @@ class RequestReader:
                 grammar, choice=None, grammar=choice_grammar(grammar.choice)
             )
 
-    def _check(self, request: Any, plan: BlockPlan, num_prompt_tokens: int) -> None:
+    def _check(self, request: Any, num_prompt_tokens: int) -> None:
         """Raise ProtocolError for a request that block mode cannot answer."""
         for name, why in _UNSUPPORTED.items():
             value = getattr(request, name, None)
@@ -313,22 +291,9 @@ class RequestReader:
             )
 
 
-def _prompt_of(request: Any) -> tuple[list[int], Mapping[str, Any] | None]:
-    """Token ids of a body's prompt, and its other ``kv_transfer_params``; None for full mode.
-
-    A chat may contain token ids without a plan. It is answered in full mode.
-
-    Raises:
-        ProtocolError: The body requests block mode, but its prompt is not a list of token ids.
-    """
-    params = request.kv_transfer_params
-    if params is None:
-        return [], None
-    is_chat = hasattr(request, "messages")
-    ids = params.get(_CHAT_IDS) if is_chat else request.prompt
-    if not isinstance(ids, list) or not ids or any(type(one) is not int for one in ids):
-        place = f"kv_transfer_params.{_CHAT_IDS}" if is_chat else "prompt"
-        raise ProtocolError(f"Block mode expects one prompt as a list of token ids in {place}")
-    if not is_chat:
-        return ids, params
-    return ids, {name: params[name] for name in params if name != _CHAT_IDS} or None
+def _set_tokens(request: Any, token_ids: list[int], params: dict[str, Any]) -> None:
+    """Put the token ids of a prompt, and further ``kv_transfer_params``, into vLLM's body."""
+    if hasattr(request, "messages"):
+        request.kv_transfer_params = {"prompt_token_ids": token_ids, **params}
+    else:
+        request.prompt, request.kv_transfer_params = token_ids, params or None

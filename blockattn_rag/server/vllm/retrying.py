@@ -10,7 +10,8 @@ from typing import Any
 from vllm.exceptions import RetryableRequestError
 
 from blockattn_rag.errors import GrammarError, ProtocolError
-from blockattn_rag.server.protocol import FIELD, BlockPlan
+from blockattn_rag.server.plan import BlockPlan
+from blockattn_rag.server.protocol import FIELD
 from blockattn_rag.server.served_blocks import ServedBlocks
 from blockattn_rag.server.vllm.chat_report import ENDS, edited_events
 from blockattn_rag.server.vllm.metrics import CUT_ANSWERS, RETRIES

@@ -28,18 +28,11 @@ from blockattn_rag.errors import (
     ProtocolError,
     SegmentationError,
 )
-from blockattn_rag.server.protocol import (
-    CHAT_COMPLETIONS,
-    COMPLETIONS,
-    ENCODE,
-    INFO,
-    OPENAI,
-    EncodeBody,
-)
+from blockattn_rag.server.protocol import ENCODE, INFO, OPENAI, EncodeBody
 from blockattn_rag.server.validation import parse, read_json
+from blockattn_rag.server.vllm.bodies import ChatBody, CompletionBody
 from blockattn_rag.server.vllm.metrics import REQUESTS
-from blockattn_rag.server.vllm.openai import ChatBody
-from blockattn_rag.server.vllm.service import Create, Service
+from blockattn_rag.server.vllm.service import Answer, Service
 
 
 def _check_key(raw_request: Request) -> None:
@@ -89,25 +82,6 @@ async def encode(fields: _JsonBody, raw_request: Request) -> Response:
     return counted(raw_request, JSONResponse(answer.to_dict()))
 
 
-@router.post(COMPLETIONS, dependencies=_JSON)
-@with_cancellation
-@load_aware_call
-async def completions(fields: _JsonBody, raw_request: Request) -> Response:
-    """Like ``/v1/completions``, in block mode if ``kv_transfer_params`` contain a plan."""
-    create = _service(raw_request).completions.create_completion
-    return await _answer(_completed(CompletionRequest, fields, create, raw_request), raw_request)
-
-
-@router.post(CHAT_COMPLETIONS, dependencies=_JSON)
-@with_cancellation
-@load_aware_call
-async def chat_completions(fields: _JsonBody, raw_request: Request) -> Response:
-    """Like ``/v1/chat/completions``, with the prompt in ``kv_transfer_params.prompt_token_ids``."""
-    create = _service(raw_request).chat.create_chat_completion
-    answering = _completed(ChatCompletionRequest, fields, create, raw_request)
-    return await _answer(answering, raw_request)
-
-
 @router.get(f"{OPENAI}/models")
 async def openai_models(raw_request: Request) -> Response:
     """List the served models, like ``/v1/models``."""
@@ -118,22 +92,30 @@ async def openai_models(raw_request: Request) -> Response:
 @router.post(f"{OPENAI}/chat/completions", dependencies=_JSON)
 @with_cancellation
 @load_aware_call
-async def openai_chat(fields: _JsonBody, raw_request: Request) -> Response:
+async def chat_completions(fields: _JsonBody, raw_request: Request) -> Response:
     """Like ``/v1/chat/completions``, in block mode if the body contains passages."""
-    return await _answer(_openai_answer(fields, raw_request), raw_request)
+
+    async def answer() -> Answer:
+        body, request = await asyncio.to_thread(_read_chat, fields)
+        return await _service(raw_request).chat(body, request, raw_request)
+
+    return await _response(answer(), raw_request)
+
+
+@router.post(f"{OPENAI}/completions", dependencies=_JSON)
+@with_cancellation
+@load_aware_call
+async def completions(fields: _JsonBody, raw_request: Request) -> Response:
+    """Like ``/v1/completions``, in block mode if the body contains passages."""
+
+    async def answer() -> Answer:
+        body, request = await asyncio.to_thread(_read_completion, fields)
+        return await _service(raw_request).complete(body, request, raw_request)
+
+    return await _response(answer(), raw_request)
 
 
 # Bodies are validated in threads, because long ones take long.
-
-
-async def _completed(kind: type, fields: Any, create: Create, raw_request: Request) -> Any:
-    request = await asyncio.to_thread(_vllm_request, kind, fields)
-    return await _service(raw_request).complete(create, request, raw_request)
-
-
-async def _openai_answer(fields: Any, raw_request: Request) -> Any:
-    body, request = await asyncio.to_thread(_read_chat, fields)
-    return await _service(raw_request).openai_chat(body, request, raw_request)
 
 
 def _read_chat(fields: Any) -> tuple[ChatBody, ChatCompletionRequest]:
@@ -146,6 +128,12 @@ def _read_chat(fields: Any) -> tuple[ChatBody, ChatCompletionRequest]:
     return body, request
 
 
+def _read_completion(fields: Any) -> tuple[CompletionBody, CompletionRequest]:
+    """The body of a completion, and the same as vLLM's object. Raises ProtocolError."""
+    body = CompletionBody.from_dict(fields)
+    return body, _vllm_request(CompletionRequest, body.fields)
+
+
 def _vllm_request(kind: type, fields: Any) -> Any:
     """vLLM's object of a body. Raises ProtocolError."""
     try:
@@ -154,7 +142,7 @@ def _vllm_request(kind: type, fields: Any) -> Any:
         raise ProtocolError(f"A field of the body has a wrong type: {error}") from error
 
 
-async def _answer(answering: Awaitable[Any], raw_request: Request) -> Response:
+async def _response(answering: Awaitable[Answer], raw_request: Request) -> Response:
     """Wait for vLLM's answer, and return it in the same form as its own routes."""
     try:
         answer = await answering
@@ -168,8 +156,7 @@ async def _answer(answering: Awaitable[Any], raw_request: Request) -> Response:
         interval = float(getattr(args, "sse_keep_alive_interval", 0))
         events = with_sse_keep_alive(answer, interval)
         return counted(raw_request, StreamingResponse(events, media_type="text/event-stream"))
-    data = answer if isinstance(answer, dict) else answer.model_dump()
-    return counted(raw_request, JSONResponse(data))
+    return counted(raw_request, JSONResponse(answer))
 
 
 def _refusal(error: BlockAttnError) -> Response:

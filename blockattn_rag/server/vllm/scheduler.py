@@ -18,8 +18,9 @@ from blockattn_rag.errors import ProtocolError
 from blockattn_rag.prompts.blocks import may_store
 from blockattn_rag.server.config import ServingConfig
 from blockattn_rag.server.keys import block_keys, is_salt, salt
+from blockattn_rag.server.plan import BlockPlan, parse_plan
 from blockattn_rag.server.profile import ModelProfile
-from blockattn_rag.server.protocol import FIELD, BlockPlan, parse_plan
+from blockattn_rag.server.protocol import FIELD
 from blockattn_rag.server.served_blocks import ServedBlocks
 from blockattn_rag.server.vllm.metrics import Counters, WorkerReport
 

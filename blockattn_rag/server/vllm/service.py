@@ -6,22 +6,23 @@ import asyncio
 import copy
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.exceptions import RetryableRequestError
 
 from blockattn_rag.errors import MissError, SegmentationError, ServingError, StoreError
 from blockattn_rag.model.loading import load_tokenizer
-from blockattn_rag.prompts.recognition import Entries, entries_of, from_hex
+from blockattn_rag.prompts.recognition import entries_of
 from blockattn_rag.server.config import CONNECTOR, ServingConfig
 from blockattn_rag.server.profile import ModelProfile
-from blockattn_rag.server.protocol import EncodeAnswer, EncodeBody, ServerInfo
+from blockattn_rag.server.protocol import EncodeAnswer, EncodeBody, ServerInfo, marker_key_id
+from blockattn_rag.server.vllm.bodies import ChatBody, CompletionBody
 from blockattn_rag.server.vllm.chat_report import ChatReport
 from blockattn_rag.server.vllm.ensure import BlockEnsurer
 from blockattn_rag.server.vllm.indexing import IndexWriter
 from blockattn_rag.server.vllm.metrics import INDEX_FAILURES
-from blockattn_rag.server.vllm.openai import ChatBody, ChatPrompt, ChatPrompts
+from blockattn_rag.server.vllm.openai import Prompts, Recognizer, TokenPrompt
 from blockattn_rag.server.vllm.requests import Encodable, RequestReader
 from blockattn_rag.server.vllm.retrying import CURRENT, RetryingClient, Ticket, with_marker
 from blockattn_rag.store import open_store
@@ -31,12 +32,14 @@ from blockattn_rag.store.passage_index import PassageIndex
 if TYPE_CHECKING:
     from fastapi.datastructures import Headers
 
+Answer: TypeAlias = AsyncGenerator[str, None] | dict[str, Any] | ErrorResponse
+"""Events of a stream, a complete answer, or vLLM's error."""
+
 Create = Callable[[Any, Any], Awaitable[Any]]
 """Method of one of vLLM's handlers, which answers a body and its HTTP request."""
 
-
 _UNRECOGNIZED = (MissError, SegmentationError, ServingError, StoreError, RetryableRequestError)
-"""Errors after which a chat is answered without recognition."""
+"""Errors after which a prompt is answered without recognition."""
 
 
 class Service:
@@ -67,12 +70,9 @@ class Service:
         if self.passages is not None and not config.read_only:
             self._indexing = IndexWriter(self.passages, INDEX_FAILURES.inc)
         retrying = RetryingClient(engine_client)
-        self.completions = _with_client(state.openai_serving_completion, retrying)
-        self.chat = _with_client(state.openai_serving_chat, retrying)
+        self._completions = _with_client(state.openai_serving_completion, retrying)
+        self._chats = _with_client(state.openai_serving_chat, retrying)
         self._tokenizer_name: str = engine_client.model_config.tokenizer
-        self._openai = copy.copy(self.chat)
-        if self._openai is not None:
-            self._openai.enable_prompt_tokens_details = True  # the field cached_tokens
 
     @classmethod
     def of(cls, engine_client: Any, state: Any) -> Service:
@@ -102,7 +102,12 @@ class Service:
         return cls(engine_client, state, config, ModelProfile.read(config.profile))
 
     def info(self, headers: Headers) -> ServerInfo:
-        """Describe this server to a tenant. Raises ProtocolError for an invalid tenant."""
+        """Describe this server to a tenant.
+
+        Raises:
+            ProtocolError: The tenant is invalid.
+            ServingError: The tokenizer is not the profile's.
+        """
         profile, config = self._profile, self._config
         return ServerInfo(
             fingerprint=profile.fingerprint,
@@ -115,56 +120,32 @@ class Service:
             max_tokens=self.max_tokens,
             namespace=self._requests.namespace(headers),
             read_only=config.read_only,
+            has_chat_template=self._prompts.has_chat_template,
+            marker_key=marker_key_id(),
         )
 
     async def encode(self, body: EncodeBody, headers: Headers) -> EncodeAnswer:
-        """Store blocks, or look them up.
+        """Store passages, or look them up.
 
         Raises:
-            ProtocolError: A block cannot be encoded by this server.
+            ProtocolError: A passage cannot be encoded by this server.
             MissError, ServingError, StoreError: See ``BlockEnsurer.ensure``.
         """
-        blocks = self._requests.read_encode(body, headers)
+        ids = await asyncio.to_thread(lambda: self._prompts.passage_ids(body.texts))
+        blocks = self._requests.passages(ids, headers)
         if body.only_look:
-            there = await self._ensurer.found(blocks)
-            return EncodeAnswer(tuple("found" if one else "missing" for one in there))
+            is_stored = await self._ensurer.found(blocks)
+            return EncodeAnswer(tuple("found" if stored else "missing" for stored in is_stored))
         encoded = await self._ensure(blocks, must_store=True)
-        if body.index and self._indexing is not None:
-            self._indexing.add(from_hex(body.index), self._requests.namespace(headers))
+        self._index(body.texts, headers)
         return EncodeAnswer(
-            tuple("encoded" if one.key in encoded else "found" for one in blocks),
+            tuple("encoded" if block.key in encoded else "found" for block in blocks),
+            sum(encoded.values()),
             sum(self._profile.block_bytes(n, self._config.kv_dtype) for n in encoded.values()),
         )
 
-    async def complete(
-        self, create: Create, request: Any, raw_request: Any
-    ) -> AsyncGenerator[str, None] | Any:
-        """Answer a completion or chat with vLLM's handler, after ensuring all blocks.
-
-        Args:
-            create: Method of the handler in ``completions`` or ``chat``.
-            request: Body. Its ``kv_transfer_params`` contain the plan. Without them, full mode is
-                used.
-
-        Raises:
-            ProtocolError: Block mode cannot answer the request.
-            MissError, ServingError, StoreError: See ``BlockEnsurer.ensure``.
-        """
-        prompt = self._requests.read(request, raw_request.headers)
-        if prompt is None:
-            CURRENT.set(None)
-            return await create(request, raw_request)
-        encoded = await self._ensure(prompt.blocks)
-        again = partial(self._ensure, prompt.blocks, thorough=True)
-        ticket = Ticket(prompt.plan, again, encoded)
-        CURRENT.set(ticket)
-        answer = await create(request, raw_request)
-        return with_marker(answer, ticket) if isinstance(answer, AsyncGenerator) else answer
-
-    async def openai_chat(
-        self, body: ChatBody, request: Any, raw_request: Any
-    ) -> AsyncGenerator[str, None] | dict[str, Any] | ErrorResponse:
-        """Answer a chat of an OpenAI client. Chats without passages are vLLM's own, in full mode.
+    async def chat(self, body: ChatBody, request: Any, raw_request: Any) -> Answer:
+        """Answer a chat. Chats without passages are vLLM's own, in full mode.
 
         Args:
             request: The same body as vLLM's object.
@@ -173,74 +154,117 @@ class Service:
             ProtocolError: The prompt cannot be rendered, or block mode cannot answer the request.
             MissError, ServingError, StoreError: See ``BlockEnsurer.ensure``.
         """
-        namespace = self._requests.namespace(raw_request.headers)
+
+        def render(recognize: Recognizer | None) -> TokenPrompt | None:
+            tools, variables = self._template_arguments(request)
+            prompt = self._prompts.chat(body, tools, variables, recognize)
+            has_passages = any(block.is_passage for block in prompt.context)
+            return self._prompts.token_ids(prompt, body.options.mode) if has_passages else None
+
+        create = self._chats.create_chat_completion
+        return await self._answer(body, render, create, request, raw_request)
+
+    async def complete(self, body: CompletionBody, request: Any, raw_request: Any) -> Answer:
+        """Answer a completion. Like ``chat``, for prompts that the client formatted."""
+
+        def render(recognize: Recognizer | None) -> TokenPrompt | None:
+            prompt = self._prompts.completion(body, recognize)
+            has_passages = any(block.is_passage for block in prompt.context)
+            return self._prompts.token_ids(prompt, body.options.mode) if has_passages else None
+
+        create = self._completions.create_completion
+        return await self._answer(body, render, create, request, raw_request)
+
+    async def _answer(
+        self,
+        body: ChatBody | CompletionBody,
+        render: Callable[[Recognizer | None], TokenPrompt | None],
+        create: Create,
+        request: Any,
+        raw_request: Any,
+    ) -> Answer:
+        """Answer a request.
+
+        Args:
+            render: Function that converts the prompt to token ids. Slow for long prompts, so it
+                runs in a thread. None: the prompt has no passages.
+            create: Method of vLLM's handler.
+        """
+        respond = partial(self._reported, create, request, raw_request)
+        prompt = await asyncio.to_thread(render, None) if body.has_passages else None
         if not self._config.recognize:
-            prompt = await asyncio.to_thread(self._render, body, request) if body.passages else None
-            return await self._reported(request, raw_request, prompt)
-        prompt = None
+            return await respond(prompt)
+        recognized = None
         try:
-            prompt = await asyncio.to_thread(self._render, body, request, namespace)
-            answer = await self._reported(request, raw_request, prompt)
+            recognized = await asyncio.to_thread(render, self._recognizer(raw_request.headers))
+            answer = await respond(recognized)
+            prompt = recognized
         except _UNRECOGNIZED as error:
-            # Recognition must not refuse a chat that can be answered without it.
-            plain = await asyncio.to_thread(self._render, body, request) if body.passages else None
-            if prompt is not None and plain == prompt:
+            # Recognition must not refuse a prompt that can be answered without it.
+            if recognized is not None and recognized == prompt:
                 raise
-            prompt = plain
-            answer = await self._reported(request, raw_request, prompt, str(error))
-        is_stored = prompt is not None and prompt.plan is not None
-        if is_stored and self._indexing is not None:
-            self._indexing.add(await asyncio.to_thread(_index_entries, body), namespace)
+            answer = await respond(prompt, str(error))
+        if prompt is not None and prompt.lengths:
+            self._index(body.passages, raw_request.headers)
         return answer
 
     async def _reported(
-        self, request: Any, raw_request: Any, prompt: ChatPrompt | None, reason: str = ""
-    ) -> AsyncGenerator[str, None] | dict[str, Any] | ErrorResponse:
-        """Answer a chat, with a report on blocks. ``prompt``: None if vLLM renders it."""
-        request.kv_transfer_params = None if prompt is None else prompt.to_params()
+        self,
+        create: Create,
+        request: Any,
+        raw_request: Any,
+        prompt: TokenPrompt | None,
+        reason: str = "",
+    ) -> Answer:
+        """Answer a request, with a report on its blocks. ``prompt``: None if vLLM renders it."""
         report = ChatReport(prompt, self._profile.recipe, reason)
-        answer = await self.complete(self._openai.create_chat_completion, request, raw_request)
+        headers, ticket = raw_request.headers, None
+        if prompt is None or not prompt.lengths:
+            self._requests.full_mode(request, prompt, headers)
+        else:
+            prepared = self._requests.block_mode(request, prompt, headers)
+            encoded = await self._ensure(prepared.blocks)
+            again = partial(self._ensure, prepared.blocks, thorough=True)
+            ticket = Ticket(prepared.plan, again, encoded)
+        CURRENT.set(ticket)
+        answer = await create(request, raw_request)
         if isinstance(answer, AsyncGenerator):
-            return report.events(answer)
+            return report.events(with_marker(answer, ticket) if ticket else answer)
         return answer if isinstance(answer, ErrorResponse) else report.answer(answer)
 
-    def _render(
-        self, body: ChatBody, request: Any, namespace: str | None = None
-    ) -> ChatPrompt | None:
-        """Render a chat with the tools and variables that vLLM would use. Slow for long chats, so
-        call it in a thread.
-
-        Args:
-            namespace: Namespace of the passages to recognize; None for none.
-
-        Returns:
-            None if the chat has no passages.
-        """
-        chat = self._openai
-        is_without = request.tool_choice == "none" and chat.exclude_tools_when_tool_choice_none
+    def _template_arguments(self, request: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        """The tools and variables that vLLM would render a chat with."""
+        chats = self._chats
+        is_without = request.tool_choice == "none" and chats.exclude_tools_when_tool_choice_none
         tools = [] if is_without else [tool.model_dump() for tool in request.tools or ()]
-        params = request.build_chat_params(chat.chat_template, chat.chat_template_content_format)
-        variables = params.with_defaults(chat.default_chat_template_kwargs).chat_template_kwargs
-        recognize = None
-        if namespace is not None and self.passages is not None:
-            access = Access(namespace, self._config.read_namespaces)
-            in_system = self._config.recognize == "system"
-            recognize = partial(self.passages.split, access=access, in_system=in_system)
-        prompt = self._chat_prompts.prompt(body, tools, variables, recognize)
-        if not any(block.is_passage for block in prompt.context):
+        params = request.build_chat_params(chats.chat_template, chats.chat_template_content_format)
+        defaults = chats.default_chat_template_kwargs
+        return tools, params.with_defaults(defaults).chat_template_kwargs
+
+    def _recognizer(self, headers: Headers) -> Recognizer | None:
+        """Function that splits the tenant's known passages out of text."""
+        if self.passages is None:
             return None
-        return self._chat_prompts.render(body, prompt)
+        access = Access(self._requests.namespace(headers), self._config.read_namespaces)
+        in_system = self._config.recognize == "system"
+        return partial(self.passages.split, access=access, in_system=in_system)
+
+    def _index(self, texts: Sequence[str], headers: Headers) -> None:
+        """Add stored passages to the index, in the background. Promoted passages are stored later,
+        when they are first reused."""
+        if self._indexing is not None:
+            self._indexing.add(entries_of(texts), self._requests.namespace(headers))
 
     @cached_property
-    def _chat_prompts(self) -> ChatPrompts:
-        """Renderer of chats. Raises ServingError if the tokenizer is not the profile's."""
+    def _prompts(self) -> Prompts:
+        """Renderer of prompts. Raises ServingError if the tokenizer is not the profile's."""
         try:
             tokenizer = load_tokenizer(self._tokenizer_name)
         except (OSError, ValueError) as error:
             raise ServingError(f"The server cannot load its tokenizer: {error}") from error
-        if self._openai.chat_template is not None:
-            tokenizer.chat_template = self._openai.chat_template
-        prompts = ChatPrompts(tokenizer, self._profile.promote)
+        if self._chats is not None and self._chats.chat_template is not None:
+            tokenizer.chat_template = self._chats.chat_template
+        prompts = Prompts(tokenizer, self._profile.promote)
         if prompts.fingerprint != self._profile.tokenizer:
             raise ServingError(
                 f"The server's tokenizer ({prompts.fingerprint[:12]}) differs from the profile's "
@@ -256,16 +280,11 @@ class Service:
         return {one.key: one.tokens for one, new in zip(blocks, encoded, strict=True) if new}
 
 
-def _index_entries(body: ChatBody) -> Entries:
-    """Index entries of the passages that a client sent. Promoted passages are stored later, when
-    they are first reused."""
-    return entries_of(span.text for span in body.passages if span.origin == "passage")
-
-
 def _with_client(handler: Any, client: RetryingClient) -> Any:
     """Copy one of vLLM's handlers with another engine client. None if there is no handler."""
     if handler is None:
         return None
     own = copy.copy(handler)
     own.engine_client = client
+    own.enable_prompt_tokens_details = True  # the field cached_tokens
     return own

@@ -1,0 +1,45 @@
+"""Chat model of a server, through LangChain's own class for OpenAI-compatible servers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import SecretStr
+
+from blockattn_rag.lazy import missing_extra
+from blockattn_rag.server import ServerClient
+
+try:
+    from langchain_openai import ChatOpenAI
+except ModuleNotFoundError as error:
+    raise ImportError(f"served_llm needs {missing_extra('langchain-openai', 'serving')}") from error
+
+
+def served_llm(
+    url: str, model: str | None = None, *, api_key: str | None = None, **fields: Any
+) -> ChatOpenAI:
+    """Chat model of a server, such as ``blockattn-rag serve``, which reuses passages of prompts.
+
+    Put passages into prompts with ``format_blocks``, and encode them with
+    ``BlockKVTransformer(server=url)``. ``usage_metadata["input_token_details"]["cache_read"]``
+    counts the reused tokens.
+
+    Args:
+        url: Address of the server, such as ``"http://gpu:8000"``.
+        model: Name of the model at the server. Default: the server's first model.
+        api_key: API key of the server. Default: ``BLOCKATTN_RAG_API_KEY`` of the environment.
+        fields: Further fields of ``ChatOpenAI``. Defaults: ``temperature=0``, ``max_tokens=256``.
+
+    Raises:
+        ServingError: The server is unreachable, lacks this package's connector, or has another
+            marker key.
+    """
+    client = ServerClient(url, api_key)
+    client.check_markers()
+    defaults: dict[str, Any] = {"temperature": 0.0, "max_tokens": 256, "use_responses_api": False}
+    return ChatOpenAI(
+        model=model or client.info.models[0],
+        base_url=client.openai_url,
+        api_key=SecretStr(client.openai.api_key),
+        **{**defaults, **fields},
+    )

@@ -1,0 +1,110 @@
+"""LLM of a server, through LlamaIndex's own class for OpenAI-compatible servers."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from llama_index.core.base.llms.types import ChatMessage
+from llama_index.core.bridge.pydantic import PrivateAttr
+from llama_index.core.prompts import BasePromptTemplate
+
+from blockattn_rag.adapters.server_source import ServerSource
+from blockattn_rag.lazy import missing_extra
+from blockattn_rag.llama_index.prompting import with_whole_passages
+from blockattn_rag.model.loading import load_tokenizer
+from blockattn_rag.prompts.blocks import BlockTemplate
+from blockattn_rag.prompts.formats import BLANK_LINE
+from blockattn_rag.prompts.markers import strip_markers
+from blockattn_rag.prompts.tokenization import BlockTokenizer
+from blockattn_rag.server import ServerClient
+
+try:
+    from llama_index.llms.openai_like import OpenAILike
+except ModuleNotFoundError as error:
+    needed = missing_extra("llama-index-llms-openai-like", "serving")
+    raise ImportError(f"served_llm needs {needed}") from error
+
+
+class ServedLLM(OpenAILike):
+    """``OpenAILike`` that keeps passages whole. Created by ``served_llm``."""
+
+    block_template: ClassVar[BlockTemplate] = BLANK_LINE
+    """Text around each passage. Servers always use this one."""
+
+    _counting: BlockTokenizer | None = PrivateAttr(default=None)
+
+    @classmethod
+    def class_name(cls) -> str:
+        return "ServedLLM"
+
+    @property
+    def source(self) -> ServerSource:
+        """The server, for ingestion with ``BlockKVTransform(llm=...)``."""
+        return ServerSource(str(self.api_base), self.api_key)
+
+    def tokenize(self, text: str) -> list[int]:
+        """Token ids of a text, without block markers and BOS, for counting tokens."""
+        if self._counting is None:
+            name = self.model if self.tokenizer is None else self.tokenizer
+            given = load_tokenizer(name) if isinstance(name, str) else name
+            self._counting = BlockTokenizer(given)
+        return self._counting.text_ids(strip_markers(text))
+
+    def prompt_tokens(self, prompt: BasePromptTemplate, **variables: str) -> int:
+        """Number of tokens in a filled prompt template, with the chat template."""
+        messages = self._get_messages(prompt, **variables)
+        turns = [{"role": str(m.role.value), "content": m.content or ""} for m in messages]
+        self.tokenize("")
+        assert self._counting is not None
+        ids = self._counting.tokenizer.apply_chat_template(
+            turns, tokenize=True, add_generation_prompt=True, return_dict=False
+        )
+        return len(ids)
+
+    def _get_messages(self, prompt: BasePromptTemplate, **prompt_args: Any) -> list[ChatMessage]:
+        return super()._get_messages(prompt, **with_whole_passages(prompt_args))
+
+
+def served_llm(
+    url: str,
+    model: str | None = None,
+    *,
+    api_key: str | None = None,
+    tokenizer: Any = None,
+    **llm_fields: Any,
+) -> ServedLLM:
+    """LLM of a server, such as ``blockattn-rag serve``, which reuses the passages of prompts.
+
+    Works with ``configure``, ``block_query_engine``, ``BlockKVPostprocessor`` and
+    ``BlockKVTransform(llm=...)``. The field ``blockattn`` of a response's ``raw`` reports what was
+    reused.
+
+    Args:
+        url: Address of the server, such as ``"http://gpu:8000"``.
+        model: Name of the model at the server. Default: the server's first model.
+        api_key: API key of the server. Default: ``BLOCKATTN_RAG_API_KEY`` of the environment.
+        tokenizer: Tokenizer of the model, or its name or path, for counting tokens when passages
+            are packed into the context window. Default: the tokenizer of ``model``.
+        llm_fields: Further fields of ``OpenAILike``. Defaults: ``temperature=0``,
+            ``max_tokens=256``, and the server's context window.
+
+    Raises:
+        ServingError: The server is unreachable, lacks this package's connector, or has another
+            marker key.
+    """
+    client = ServerClient(url, api_key)
+    client.check_markers()
+    defaults = {
+        "context_window": client.info.max_tokens,
+        "max_tokens": 256,
+        "temperature": 0.0,
+        "is_function_calling_model": True,
+    }
+    return ServedLLM(
+        model=model or client.info.models[0],
+        api_base=client.openai_url,
+        api_key=client.openai.api_key,
+        is_chat_model=True,
+        tokenizer=tokenizer,
+        **{**defaults, **llm_fields},
+    )

@@ -1,0 +1,340 @@
+"""Client of a server: its description, ingestion, and questions through OpenAI's client."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+import httpx
+import openai
+
+from blockattn_rag.engine.ingest import EncodeStats, progress
+from blockattn_rag.engine.results import Mode, ReuseStats
+from blockattn_rag.errors import MissError, ProtocolError, ServingError
+from blockattn_rag.prompts.formats import CHAT
+from blockattn_rag.prompts.markers import wrap
+from blockattn_rag.server.protocol import (
+    ENCODE,
+    FIELD,
+    INFO,
+    OPENAI,
+    EncodeAnswer,
+    EncodeBody,
+    ServerInfo,
+    marker_key_id,
+)
+
+API_KEY_VARIABLE = "BLOCKATTN_RAG_API_KEY"
+"""Environment variable with the default API key."""
+
+_AT_ONCE = 8
+"""Concurrent requests. The server batches their passages."""
+
+_BATCH_PASSAGES, _BATCH_CHARACTERS = 32, 1 << 15
+_COUNTS = ("hits", "misses", "reused_tokens", "computed_tokens")
+
+
+class ServerClient:
+    """A server with this package's connector, such as ``blockattn-rag serve``.
+
+    Args:
+        url: Address of the server, such as ``"http://gpu:8000"``, with or without ``/v1``.
+        api_key: API key of the server. Default: the environment variable
+            ``BLOCKATTN_RAG_API_KEY``.
+        timeout_s: Seconds to wait for a response.
+        retries: Maximum number of retries after temporary failures.
+
+    Raises:
+        ValueError: The address or the key is invalid.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        api_key: str | None = None,
+        *,
+        timeout_s: float = 600.0,
+        retries: int = 2,
+    ) -> None:
+        self.url = server_url(url)
+        api_key = api_key or os.environ.get(API_KEY_VARIABLE) or "none"
+        if not api_key.isascii() or not api_key.isprintable() or " " in api_key:
+            # The message does not show the key.
+            raise ValueError("Invalid API key: expected printable ASCII characters without spaces")
+        self.openai = openai.OpenAI(
+            base_url=self.openai_url, api_key=api_key, timeout=timeout_s, max_retries=retries
+        )
+
+    @property
+    def openai_url(self) -> str:
+        """Base URL for OpenAI's clients."""
+        return self.url + OPENAI
+
+    @cached_property
+    def info(self) -> ServerInfo:
+        """The server's description, fetched on first use.
+
+        Raises:
+            ServingError: The server is unreachable, lacks the connector, or speaks another version
+                of the protocol.
+        """
+        try:
+            return ServerInfo.from_dict(self._ask("GET", INFO))
+        except ProtocolError as error:
+            raise ServingError(f"{self.url}: {error}") from error
+
+    def check_markers(self) -> None:
+        """Raise ServingError if the server would read this installation's markers as text."""
+        if self.info.marker_key != marker_key_id():
+            raise ServingError(
+                f"{self.url} has another marker key, so it would read markers as text; set the "
+                "environment variable BLOCKATTN_RAG_MARKER_KEY to the same value on the server and "
+                "here (docs/security.md)"
+            )
+
+    def encode(
+        self,
+        texts: Sequence[str],
+        *,
+        show_progress: bool = False,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> EncodeStats:
+        """Encode passages into the server's store, with concurrent requests.
+
+        The passages of a request are stored when it is answered, so an interrupted run can be
+        repeated and continues where it stopped.
+
+        Args:
+            texts: Texts of the passages. Equal texts are sent once.
+            show_progress: Whether to show a progress bar.
+            on_progress: Called with the number of finished characters, and of all characters.
+
+        Raises:
+            MissError: Passages are missing, and the server is read-only.
+            ServingError: A request failed. No further requests are sent.
+        """
+        started, stats = time.perf_counter(), EncodeStats()
+        bodies = [*_bodies(dict.fromkeys(text.strip() for text in texts))]
+        total = sum(map(_characters, bodies))
+        with (
+            ThreadPoolExecutor(_AT_ONCE, "blockattn-rag-encode") as threads,
+            progress(total, 0, show_progress, on_progress, unit="characters") as report,
+        ):
+            requests = [threads.submit(self._encode, body) for body in bodies]
+            try:
+                for body, request in zip(bodies, requests, strict=True):
+                    answer = request.result()
+                    stats = replace(
+                        stats,
+                        computed=stats.computed + answer.passages.count("encoded"),
+                        reused=stats.reused + answer.passages.count("found"),
+                        computed_tokens=stats.computed_tokens + answer.encoded_tokens,
+                        stored_bytes=stats.stored_bytes + answer.stored_bytes,
+                    )
+                    report(_characters(body))
+            finally:  # after an error or an interrupt
+                for request in requests:
+                    request.cancel()
+        return replace(stats, seconds=time.perf_counter() - started)
+
+    def is_stored(self, text: str) -> bool:
+        """Whether a passage is stored. Raises ServingError if the server does not answer."""
+        return self._encode(EncodeBody((text,), only_look=True)).passages == ("found",)
+
+    def _encode(self, body: EncodeBody) -> EncodeAnswer:
+        fields = {"texts": body.texts, "only_look": body.only_look}
+        answer = EncodeAnswer.from_dict(self._ask("POST", ENCODE, fields))
+        if len(answer.passages) != len(body.texts):
+            raise ProtocolError(
+                f"{self.url} answers for {len(answer.passages)} passages, expected "
+                f"{len(body.texts)}"
+            )
+        return answer
+
+    def ask(
+        self,
+        question: str,
+        passages: Sequence[str],
+        *,
+        mode: Mode = "block",
+        take: Callable[[str], None] | None = None,
+        max_tokens: int = 256,
+        schema: Mapping[str, Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> tuple[str, ReuseStats]:
+        """Stream the answer to a question, greedily.
+
+        Args:
+            passages: Texts of the passages, in the order of the prompt.
+            mode: Block mode reuses passages, full mode computes everything.
+            take: Function that receives each piece of the answer.
+            max_tokens: Maximum number of tokens in the answer.
+            schema: JSON schema that the answer must match.
+            chat_template_kwargs: Variables of the model's chat template.
+
+        Returns:
+            The finish reason, and the reuse that the server reports, with times of this process.
+
+        Raises:
+            MissError, ServingError: The server does not answer.
+        """
+        started, first, reason, report = time.perf_counter(), None, "", dict[str, Any]()
+        tokens = 0
+        with self._translated(OPENAI):
+            for chunk in self._chunks(
+                question, passages, mode, max_tokens, schema, chat_template_kwargs
+            ):
+                report = (chunk.model_extra or {}).get(FIELD) or report
+                tokens = tokens if chunk.usage is None else chunk.usage.completion_tokens
+                for choice in chunk.choices:
+                    reason = choice.finish_reason or reason
+                    text = choice.text if hasattr(choice, "text") else choice.delta.content
+                    if text:
+                        first = first or time.perf_counter()
+                        if take is not None:
+                            take(text)
+        now = time.perf_counter()
+        stats = ReuseStats(
+            report.get("mode", mode),
+            **{name: report.get(name, 0) for name in _COUNTS},
+            generated_tokens=tokens,
+            ttft_s=(first or now) - started,
+            total_s=now - started,
+            recipe=report.get("recipe", ""),
+        )
+        return reason, stats
+
+    def _chunks(
+        self,
+        question: str,
+        passages: Sequence[str],
+        mode: Mode,
+        max_tokens: int,
+        schema: Mapping[str, Any] | None,
+        chat_template_kwargs: Mapping[str, Any] | None,
+    ) -> Iterable[Any]:
+        """Chunks of a streamed answer: of a chat, or of a completion if the model has no chat
+        template."""
+        extra: dict[str, Any] = {FIELD: {"mode": mode}}
+        if schema is not None:
+            named = {"name": "answer", "schema": dict(schema), "strict": True}
+            extra["response_format"] = {"type": "json_schema", "json_schema": named}
+        options: dict[str, Any] = {
+            "model": self.info.models[0],
+            "temperature": 0.0,
+            "max_tokens": max_tokens,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if not self.info.has_chat_template:
+            self.check_markers()
+            head, context = f"{CHAT.system}\n\n{CHAT.before}", "".join(map(wrap, passages))
+            prompt = f"{head}{context}{CHAT.after.format(question=question)}"
+            chunks: Iterable[Any] = self.openai.completions.create(
+                prompt=prompt, extra_body=extra, **options
+            )
+            return chunks
+        extra["documents"] = [{"text": text} for text in passages]
+        extra["chat_template_kwargs"] = dict(chat_template_kwargs or {})
+        return self.openai.chat.completions.create(
+            messages=[{"role": "user", "content": question}], extra_body=extra, **options
+        )
+
+    def _ask(self, method: Literal["GET", "POST"], path: str, body: Any = None) -> Any:
+        """Send a request, and return its JSON. Raises MissError or ServingError."""
+        with self._translated(path):
+            if method == "GET":
+                response = self.openai.get(self.url + path, cast_to=httpx.Response)
+            else:
+                response = self.openai.post(self.url + path, cast_to=httpx.Response, body=body)
+        try:
+            return response.json()
+        except ValueError as error:
+            raise ProtocolError(f"{self.url} answers without JSON: {error}") from error
+
+    @contextmanager
+    def _translated(self, path: str) -> Iterator[None]:
+        """Raise errors of OpenAI's client as errors of this package.
+
+        Raises:
+            MissError: Passages are missing, and the server may not encode them.
+            ServingError: The server cannot be reached, rejects the request, or fails.
+        """
+        try:
+            yield
+        except openai.APIStatusError as error:
+            raise self._failure(error, path) from error
+        except openai.APITimeoutError as error:
+            raise ServingError(
+                f"{self.url} sent nothing for {self.openai.timeout:g} seconds; raise timeout_s, or "
+                "reduce the load"
+            ) from error
+        except openai.APIConnectionError as error:
+            raise ServingError(f"Cannot reach {self.url}: {error.__cause__ or error}") from error
+        except openai.APIError as error:  # inside a stream
+            raise ServingError(f"{self.url} failed in the middle of an answer: {error}") from error
+
+    def _failure(self, error: openai.APIStatusError, path: str) -> ServingError | MissError:
+        code = error.status_code
+        fields = error.body if isinstance(error.body, dict) else {"message": error.response.text}
+        message = f"{self.url} answers {code}: {str(fields.get('message', fields))[:1000]}"
+        if code == 409:
+            return MissError(message)
+        if code in (401, 403):
+            message += f"; pass the server's key as api_key, or set {API_KEY_VARIABLE}"
+        if code == 404:
+            message = (
+                f"{self.url} has no {path}: this package's connector and endpoint are not "
+                "configured (docs/guides/serving_vllm.md)"
+            )
+        return ServingError(message)
+
+
+def server_url(url: str) -> str:
+    """Validate a server's address, and remove the path of an API.
+
+    Raises:
+        ValueError: The address is invalid, or contains a user name or password.
+    """
+    address = url.strip() if isinstance(url, str) else ""
+    if "@" in address:
+        raise ValueError(
+            "Found a user or password in the server's address, which appears in messages; pass a "
+            "key as api_key instead"
+        )
+    try:
+        parts = urlsplit(str(httpx.URL(address)))
+        is_address = parts.port != 0 and not parts.query and not parts.fragment
+    except (ValueError, httpx.InvalidURL):
+        is_address = False
+    if not is_address or parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(
+            f"Invalid server address {url!r:.200}: expected one such as http://gpu:8000 or "
+            "https://gpu/v1"
+        )
+    path = parts.path.rstrip("/").removesuffix(OPENAI).removesuffix("/v1")
+    return f"{parts.scheme}://{parts.netloc}{path}"
+
+
+def _bodies(texts: Iterable[str]) -> Iterator[EncodeBody]:
+    """Group texts into request bodies. A long text gets its own request."""
+    batch: list[str] = []
+    for text in texts:
+        size = sum(map(len, batch)) + len(text)
+        if batch and (len(batch) == _BATCH_PASSAGES or size > _BATCH_CHARACTERS):
+            yield EncodeBody(tuple(batch))
+            batch = []
+        batch.append(text)
+    if batch:
+        yield EncodeBody(tuple(batch))
+
+
+def _characters(body: EncodeBody) -> int:
+    return sum(map(len, body.texts))

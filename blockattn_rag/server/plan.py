@@ -1,0 +1,176 @@
+"""Plan of a prompt: how it is split into blocks, and who may read them.
+
+The API server makes plans and passes them to its engine in the ``kv_transfer_params`` of a request.
+On a server with tenants, each plan is signed with the tenant secret, so that no client can name the
+namespace of another tenant.
+
+Importing this module does not load torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, StrictBool, ValidationInfo, field_validator
+from pydantic.dataclasses import dataclass
+
+from blockattn_rag.errors import ProtocolError
+from blockattn_rag.prompts.blocks import Keep
+from blockattn_rag.server.protocol import FIELD, MOST_BLOCKS, PROTOCOL_VERSION
+from blockattn_rag.server.validation import (
+    STRICT,
+    Namespace,
+    Positive,
+    as_object,
+    check_version,
+    parse,
+    shown,
+)
+
+Op = Literal["complete", "encode"]
+"""``complete``: answer from blocks. ``encode``: compute and keep the KV of one block."""
+
+
+@dataclass(config=STRICT, frozen=True, slots=True)
+class BlockPlan:
+    """How the prompt of a request is split into blocks.
+
+    Args:
+        lengths: Number of tokens of each context block, in order. ``complete``: the prompt starts
+            with the blocks, and at least one token follows. ``encode``: one block at the end of the
+            prompt.
+        namespace: Namespace of the blocks, see ``store.namespaces``.
+        keep: Where each block may be kept. Default: ``private`` for all, so that the KV of text
+            that a client did not mark as a passage never reaches the store.
+        opens_prompt: For ``encode``: whether the block opens a prompt, and so is encoded without
+            sink and adapter.
+
+    Raises:
+        ValueError: A field is invalid.
+    """
+
+    op: Op
+    lengths: Annotated[tuple[Positive, ...], Field(max_length=MOST_BLOCKS, fail_fast=True)]
+    namespace: Namespace = ""
+    keep: Annotated[
+        tuple[Keep, ...], Field(max_length=MOST_BLOCKS, fail_fast=True, validate_default=True)
+    ] = ()
+    opens_prompt: StrictBool = False
+
+    @field_validator("lengths")
+    @classmethod
+    def _one_block_to_encode(
+        cls, lengths: tuple[int, ...], info: ValidationInfo
+    ) -> tuple[int, ...]:
+        if info.data.get("op") == "encode" and len(lengths) != 1:
+            raise ValueError(
+                f"op='encode' takes one block, found {len(lengths)}; send a request for each"
+            )
+        return lengths
+
+    @field_validator("keep")
+    @classmethod
+    def _one_keep_per_block(cls, keep: tuple[Keep, ...], info: ValidationInfo) -> tuple[Keep, ...]:
+        blocks = len(info.data.get("lengths", keep))
+        if len(keep) not in (0, blocks):
+            raise ValueError(f"expected one item for each of {blocks} blocks, found {len(keep)}")
+        private: Keep = "private"
+        return keep or (private,) * blocks
+
+    @property
+    def context_tokens(self) -> int:
+        """Total tokens of the context blocks."""
+        return sum(self.lengths)
+
+    def check_fits(self, num_prompt_tokens: int) -> None:
+        """Raise ProtocolError if the blocks, and for answers one more token, exceed the prompt."""
+        most = num_prompt_tokens - (self.op != "encode")
+        if self.context_tokens > most:
+            raise ProtocolError(
+                f"lengths add up to {self.context_tokens} tokens, expected at most {most}: the "
+                f"prompt has {num_prompt_tokens}"
+                + ", and its last token must not be in a block"
+                * (self.op != "encode")
+            )
+
+    def to_dict(self, secret: str | None = None) -> dict[str, Any]:
+        """``kv_transfer_params`` of a request with this plan.
+
+        Args:
+            secret: The server's tenant secret. Without it, the plan names no namespace.
+        """
+        fields: dict[str, Any] = {
+            "v": PROTOCOL_VERSION,
+            "op": self.op,
+            "lengths": list(self.lengths),
+        }
+        if {*self.keep} != {"private"}:
+            fields["keep"] = list(self.keep)
+        if self.opens_prompt:
+            fields["opens_prompt"] = True
+        if secret is not None:
+            fields |= {"namespace": self.namespace, "mac": self._mac(secret)}
+        return {FIELD: fields}
+
+    def is_signed(self, mac: object, secret: str) -> bool:
+        """Whether ``mac`` proves that the writer of this plan has the secret."""
+        is_text = isinstance(mac, str) and mac.isascii()
+        return is_text and hmac.compare_digest(str(mac), self._mac(secret))
+
+    def _mac(self, secret: str) -> str:
+        return code(json.dumps([PROTOCOL_VERSION, *asdict(self).values()]), secret)
+
+
+def code(message: str, secret: str) -> str:
+    """HMAC-SHA256 as 64 hex digits."""
+    return hmac.new(secret.encode(), message.encode(), hashlib.sha256).hexdigest()
+
+
+def parse_plan(
+    kv_transfer_params: Mapping[str, Any] | None,
+    num_prompt_tokens: int,
+    *,
+    secret: str | None = None,
+    namespace: str = "",
+) -> BlockPlan | None:
+    """Parse the plan in a request's ``kv_transfer_params``; None if there is none.
+
+    Args:
+        num_prompt_tokens: Tokens of the prompt.
+        secret: The server's tenant secret. If the server has one, plans must be signed with it.
+        namespace: Namespace of plans on a server without tenants.
+
+    Raises:
+        ProtocolError: The plan is invalid.
+    """
+    if kv_transfer_params is None:
+        return None
+    params = as_object(kv_transfer_params, "kv_transfer_params")
+    if FIELD not in params:
+        return None
+    if others := params.keys() - {FIELD}:
+        raise ProtocolError(
+            f"kv_transfer_params has the unknown field {shown(min(others))}; remove it"
+        )
+    fields = check_version(params[FIELD], "v", PROTOCOL_VERSION, FIELD)
+    mac = fields.pop("mac", None)
+    if secret is None:
+        if mac is not None or "namespace" in fields:
+            raise ProtocolError(_UNSIGNED)
+        fields["namespace"] = namespace
+    plan = parse(BlockPlan, fields, FIELD)
+    if secret is not None and not plan.is_signed(mac, secret):
+        raise ProtocolError(_UNSIGNED)
+    plan.check_fits(num_prompt_tokens)
+    return plan
+
+
+_UNSIGNED = (
+    "Only the server's own routes may make plans and name namespaces; they sign them with the "
+    "secret from the environment variable given by the option tenant_secret_env"
+)
