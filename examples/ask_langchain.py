@@ -1,4 +1,4 @@
-"""LangChain with a model server: python examples/ask_langchain.py http://localhost:8000/v1"""
+"""LangChain with a model server: python examples/ask_langchain.py http://localhost:8000"""
 
 import sys
 
@@ -9,14 +9,14 @@ from langchain_core.vectorstores import InMemoryVectorStore
 
 from blockattn_rag.langchain import (
     BlockKVTransformer,
-    ChatBlockAttention,
     HashingEmbeddings,
     format_blocks,
+    served_llm,
 )
 
-chat = ChatBlockAttention(base_url=sys.argv[1])
+chat = served_llm(sys.argv[1])
 documents = [Document("The height of Halden Tower is 214 metres.")]
-documents = BlockKVTransformer(llm=chat).transform_documents(documents)
+documents = BlockKVTransformer(server=sys.argv[1]).transform_documents(documents)
 retriever = InMemoryVectorStore.from_documents(documents, HashingEmbeddings()).as_retriever()
 prompt = ChatPromptTemplate.from_messages(
     [

@@ -1,4 +1,4 @@
-"""LlamaIndex with a model server: python examples/ask_llama_index.py http://localhost:8000/v1"""
+"""LlamaIndex with a model server: python examples/ask_llama_index.py http://localhost:8000"""
 
 import sys
 
@@ -7,14 +7,14 @@ from llama_index.core.ingestion import IngestionPipeline
 from llama_index.core.node_parser import SentenceSplitter
 
 from blockattn_rag.llama_index import (
-    BlockAttentionLLM,
     BlockKVPostprocessor,
     BlockKVTransform,
     HashingEmbedding,
     configure,
+    served_llm,
 )
 
-llm = BlockAttentionLLM(api_base=sys.argv[1])
+llm = served_llm(sys.argv[1])
 configure(llm)
 documents = [Document(text="The height of Halden Tower is 214 metres.")]
 pipeline = IngestionPipeline(transformations=[SentenceSplitter(), BlockKVTransform(llm=llm)])

@@ -8,15 +8,8 @@ from typing import Any
 
 from blockattn_rag import BlockAttentionEngine
 from blockattn_rag.engine.pending import PendingRequest
-from blockattn_rag.engine.protocol import Engine
 from blockattn_rag.model import BlockModel
 from tests.models import shared_tiny_llama, tiny_model, tiny_tokenizer
-
-
-def local(engine: Engine) -> BlockAttentionEngine:
-    """The engine, which has its model in this process."""
-    assert isinstance(engine, BlockAttentionEngine)
-    return engine
 
 
 def tuned_model(tokenizer: Any = None, **config: Any) -> BlockModel:

@@ -16,8 +16,8 @@ from llama_index.core import Settings
 import blockattn_rag.langchain as langchain
 import blockattn_rag.llama_index as llama_index
 from blockattn_rag.model import BlockModel
-from blockattn_rag.server.protocol import COMPLETIONS, ENCODE
-from tests.server.client.fake_server import FakeServer
+from blockattn_rag.server.protocol import ENCODE
+from tests.fake_server import CHATS, FakeServer
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 sys.path.append(str(EXAMPLES))
@@ -40,14 +40,14 @@ def server() -> Iterator[FakeServer]:
 def test_an_example_answers_by_a_server(server: FakeServer, name: str) -> None:
     server.requests.clear()
     done = subprocess.run(
-        [sys.executable, str(EXAMPLES / name), f"{server.url}/v1"],
+        [sys.executable, str(EXAMPLES / name), server.url],
         env={**os.environ, "PYTHONPATH": str(EXAMPLES.parent), "NO_PROXY": "127.0.0.1"},
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[0] == ANSWER
-    assert len(server.bodies(ENCODE)) == len(server.bodies(COMPLETIONS)) == 1
+    assert len(server.bodies(ENCODE)) == len(server.bodies(CHATS)) == 1
 
 
 @pytest.fixture

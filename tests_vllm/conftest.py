@@ -21,10 +21,9 @@ os.environ |= {
     "PYTHONPATH": str(Path(__file__).parent.parent),
 }
 
-from blockattn_rag.server.client import RemoteEngine
 from blockattn_rag.server.launch import STRUCTURED_OUTPUTS
-from tests_vllm.reference import MODEL, Reference
-from tests_vllm.server import KEY, Server, serving
+from tests_vllm.reference import Reference
+from tests_vllm.server import Server, serving
 
 
 @pytest.fixture(scope="session")
@@ -40,8 +39,6 @@ def team_server(reference: Reference) -> Iterator[Server]:
     yield from serving(reference, "remote", *more, namespace="team")
 
 
-@pytest.fixture
-def engine(server: Server, monkeypatch: pytest.MonkeyPatch) -> RemoteEngine:
-    """This package's client, of the server that the test's file starts."""
+@pytest.fixture(autouse=True)
+def _no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    return RemoteEngine(str(server.http.base_url), tokenizer=MODEL, api_key=KEY)

@@ -15,24 +15,35 @@ from blockattn_rag.engine.results import Mode
 from blockattn_rag.kv.block_kv import BlockKV, store_key, token_digest
 from blockattn_rag.model import BlockModel, EncodeRequest
 from blockattn_rag.prompts.blocks import BlockPrompt, Keep
+from blockattn_rag.prompts.formats import BLANK_LINE
+from blockattn_rag.prompts.markers import segment, wrap
+from blockattn_rag.server.plan import BlockPlan
 from blockattn_rag.server.profile import ModelProfile, profile_of
-from blockattn_rag.server.protocol import BlockPlan
 from blockattn_rag.store import DirectoryStore
 
 PACKAGE = Path(blockattn_rag.__file__).parent
 MODEL = str(PACKAGE / "model" / "bundled")
 SYSTEM = "Answer from the texts.\n"
 TOKENS = 24
-TELLING = (3, 13, 16, 17, 19, 22, 23)
+TELLING = (3, 8, 13, 14, 17, 19, 21)
 """Records from which ``Reference.telling`` makes prompts."""
 WRITTEN_S = 30
 """Seconds within which what was encoded must be stored."""
 
 
 class Case(NamedTuple):
-    """A prompt: its texts, the last one final; its token ids; the lengths of its blocks."""
+    """A prompt of a system text, passages and a question, as the local engine cuts it.
+
+    Args:
+        texts: The system text, the passages and the question.
+        marked: The texts in one string, with markers around the passages.
+        ids: Token ids of the prompt.
+        lengths: Tokens of each context block.
+    """
 
     texts: tuple[str, ...]
+    marked: str
+    prompt: BlockPrompt
     ids: list[int]
     lengths: tuple[int, ...]
 
@@ -53,10 +64,9 @@ class Case(NamedTuple):
         return BlockPlan("complete", self.lengths, keep=self.keep).to_dict()
 
     def body(self, **more: Any) -> dict[str, Any]:
-        """Body of a completion in block mode: greedy, ``TOKENS`` tokens."""
+        """Body of a completion: greedy, ``TOKENS`` tokens."""
         return {
-            "prompt": self.ids,
-            "kv_transfer_params": self.params,
+            "prompt": self.marked,
             "max_tokens": TOKENS,
             "min_tokens": TOKENS,
             "temperature": 0,
@@ -97,14 +107,17 @@ class Reference:
             pad: tokens that are added to its last passage.
         """
         taken = self._records[number : number + records]
-        passages = [one["text"] + "\n" for record in taken for one in record["passages"]]
-        passages[-1] = passages[-1].rstrip() + " a" * pad + "\n"
+        passages = [one["text"].strip() for record in taken for one in record["passages"]]
+        passages[-1] += " a" * pad
         return self.case_of((SYSTEM, *passages, f"Question: {taken[0]['question']}\nAnswer:"))
 
     def case_of(self, texts: tuple[str, ...]) -> Case:
-        """A prompt of texts, the last one final."""
-        ids = self.model.tokenizer.prompt_ids(BlockPrompt.from_texts(list(texts)))
-        return Case(texts, ids.flat, tuple(len(block) for block in ids.context))
+        """A prompt of a system text, passages and a question."""
+        system, *passages, question = texts
+        marked = system + "".join(map(wrap, passages)) + question
+        prompt = segment(marked, BLANK_LINE)
+        ids = self.model.tokenizer.prompt_ids(prompt)
+        return Case(texts, marked, prompt, ids.flat, tuple(len(block) for block in ids.context))
 
     def stored(self, case: Case) -> Case:
         """A prompt whose blocks are all stored."""
@@ -146,7 +159,7 @@ class Reference:
         """Greedy tokens of the local engine, so many: what follows an answer tells more than the
         answer."""
         made = self.engine.generate(
-            list(case.texts),
+            case.prompt,
             mode=mode,
             max_new_tokens=tokens,
             min_new_tokens=tokens,

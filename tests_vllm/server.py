@@ -10,15 +10,29 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import psutil
 
+from blockattn_rag import ServerClient
+from blockattn_rag.server.protocol import OPENAI
 from tests_vllm.reference import MODEL, Reference
 
+CHATS = f"{OPENAI}/chat/completions"
+COMPLETIONS = f"{OPENAI}/completions"
 NAME = "bundled"
 KEY = "key-of-the-server"
+
+
+class Answered(NamedTuple):
+    """An answer: its tokens and text, why it ended, the report on its blocks, and the usage."""
+
+    tokens: list[int]
+    text: str
+    reason: str
+    report: dict[str, Any]
+    usage: dict[str, Any]
 
 
 class Server:
@@ -87,6 +101,27 @@ class Server:
     def post(self, path: str, body: dict[str, Any], **headers: str) -> httpx.Response:
         """The answer to a body, which gets the model's name."""
         return self.http.post(path, json={"model": NAME, **body}, headers=headers)
+
+    def ask(self, body: dict[str, Any], path: str = COMPLETIONS, **headers: str) -> Answered:
+        """The answer to a body, of which the tokens are returned."""
+        response = self.post(path, {"return_token_ids": True, **body}, **headers)
+        assert response.status_code == 200, response.text
+        data = response.json()
+        (choice,) = data["choices"]
+        text = choice["text"] if "text" in choice else choice["message"]["content"]
+        return Answered(
+            choice["token_ids"], text, choice["finish_reason"], data["blockattn"], data["usage"]
+        )
+
+    def refusal(self, body: dict[str, Any], path: str = COMPLETIONS, status: int = 400) -> str:
+        """The message with which a body is refused."""
+        response = self.post(path, body)
+        assert response.status_code == status, response.text
+        return str(response.json()["error"]["message"])
+
+    def client(self) -> ServerClient:
+        """This package's client of the server."""
+        return ServerClient(str(self.http.base_url), KEY)
 
     def events(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """The events of a stream. Leaving them early closes it."""

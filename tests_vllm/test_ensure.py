@@ -23,7 +23,7 @@ from blockattn_rag.errors import (
 )
 from blockattn_rag.prompts.blocks import Keep
 from blockattn_rag.server.config import ServingConfig
-from blockattn_rag.server.protocol import parse_plan
+from blockattn_rag.server.plan import parse_plan
 from blockattn_rag.server.vllm import ensure
 from blockattn_rag.server.vllm.ensure import BlockEnsurer
 from blockattn_rag.server.vllm.requests import Encodable, encodables

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from blockattn_rag.server.protocol import COMPLETIONS, ENCODE
-from blockattn_rag.server.served_blocks import ServedBlocks
+from blockattn_rag.server.protocol import ENCODE
 from blockattn_rag.store import DirectoryStore
 from tests_vllm.reference import Reference
 from tests_vllm.server import Server, serving
@@ -38,11 +37,11 @@ def test_full_store_answers(reference: Reference, store: DirectoryStore, server:
     case = reference.case(10)
     for encoded in (len(case.lengths), 0):
         began = time.monotonic()
-        told = server.post(COMPLETIONS, case.body()).json()
+        answer = server.ask(case.body())
         assert time.monotonic() - began < AT_ONCE_S
-        assert told["choices"][0]["token_ids"] == reference.answer(case)
-        assert ServedBlocks.from_dict(told["kv_transfer_params"]).encoded == encoded
-    refused = server.post(ENCODE, {"blocks": reference.case(20).blocks[1:]})
+        assert answer.tokens == reference.answer(case)
+        assert answer.report["misses"] == encoded
+    refused = server.post(ENCODE, {"texts": reference.case(20).texts[1:-1]})
     assert refused.status_code == 503
     assert "File too large" in refused.json()["error"]["message"]
     assert list(store.keys()) == []

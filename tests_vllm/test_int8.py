@@ -14,7 +14,8 @@ from fastapi.datastructures import Headers
 from blockattn_rag import BlockAttentionEngine
 from blockattn_rag.prompts.blocks import Keep
 from blockattn_rag.server.config import ServingConfig
-from blockattn_rag.server.protocol import BlockPlan, EncodeBody
+from blockattn_rag.server.plan import BlockPlan
+from blockattn_rag.server.protocol import EncodeBody
 from blockattn_rag.server.vllm.service import Service
 from blockattn_rag.store import DirectoryStore
 from tests_vllm.engines import Engine
@@ -57,7 +58,7 @@ def encode(engine: Engine, reference: Reference, store: DirectoryStore, case: Ca
 def answer(local: BlockAttentionEngine, case: Case) -> list[int]:
     """Greedy tokens of the local engine, which computes nothing but what may not be stored."""
     made = local.generate(
-        list(case.texts), max_new_tokens=TOKENS, min_new_tokens=TOKENS, temperature=0.0
+        case.prompt, max_new_tokens=TOKENS, min_new_tokens=TOKENS, temperature=0.0
     )
     assert made.stats.misses <= 1  # the system message is looked for elsewhere
     assert made.stats.int8_blocks
@@ -124,7 +125,7 @@ def test_a_block_that_stays_in_memory_is_kept_in_int8(
     said = engine.ask(case.ids, plan.to_dict())
     assert said.blocks is not None
     assert said.blocks["int8_blocks"] == len(case.lengths)
-    made = local.generate(list(case.texts), max_new_tokens=TOKENS, min_new_tokens=TOKENS)
+    made = local.generate(case.prompt, max_new_tokens=TOKENS, min_new_tokens=TOKENS)
     assert said.tokens == list(made.token_ids)
 
 
@@ -152,9 +153,9 @@ def test_bytes_are_told_as_they_are_stored(
     )
     config = ServingConfig.parse(options)
     service = Service(Client(engine), state, config, reference.profile)
-    blocks = reference.case(30).blocks[1:]
-    body = EncodeBody(tuple(tuple(ids) for ids in blocks))
-    answer = asyncio.run(service.encode(body, Headers()))
-    assert answer.blocks == ("encoded",) * len(blocks)
-    stored = [store.get(reference.key(ids)) for ids in blocks]
+    case = reference.case(30)
+    answer = asyncio.run(service.encode(EncodeBody(case.texts[1:-1]), Headers()))
+    assert answer.passages == ("encoded",) * len(case.texts[1:-1])
+    assert answer.encoded_tokens == sum(case.lengths[1:])
+    stored = [store.get(reference.key(ids)) for ids in case.blocks[1:]]
     assert answer.stored_bytes == sum(kv.nbytes for kv in stored if kv is not None)

@@ -12,15 +12,13 @@ import openai
 import pytest
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
-from blockattn_rag.prompts.blocks import Block
-from blockattn_rag.prompts.formats import BLANK_LINE, CHAT, Passage
-from blockattn_rag.server.client import RemoteEngine
-from blockattn_rag.server.protocol import CHAT_COMPLETIONS, COMPLETIONS, ENCODE, OPENAI
+from blockattn_rag import BlockAttentionEngine, MemoryStore
+from blockattn_rag.prompts.formats import CHAT, Passage
+from blockattn_rag.server.protocol import ENCODE, OPENAI
 from blockattn_rag.store import DirectoryStore
 from tests_vllm.reference import Reference
-from tests_vllm.server import KEY, NAME, Server, serving
+from tests_vllm.server import CHATS, COMPLETIONS, KEY, NAME, Server, serving
 
-CHATS = f"{OPENAI}/chat/completions"
 SECRET = "a long secret of this server"
 GREEDY = {"temperature": 0, "max_tokens": 24}
 
@@ -55,8 +53,7 @@ def server(reference: Reference) -> Iterator[Server]:
 
 
 @pytest.fixture
-def client(server: Server, monkeypatch: pytest.MonkeyPatch) -> openai.OpenAI:
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+def client(server: Server) -> openai.OpenAI:
     return openai.OpenAI(base_url=str(server.http.base_url.join(OPENAI)), api_key=KEY)
 
 
@@ -88,12 +85,14 @@ def test_the_models_are_listed_and_the_key_is_checked(server: Server) -> None:
     assert server.post(CHATS, {"messages": []}, Authorization="").status_code == 401
 
 
-def test_documents_are_passages(reference: Reference, server: Server, engine: RemoteEngine) -> None:
+def test_documents_are_passages(reference: Reference, server: Server) -> None:
     body = asked(reference, 11)
     passages = [Passage(one["title"], one["text"]) for one in body["documents"]]
     tokenizer = reference.model.tokenizer.tokenizer
     prompt = CHAT.prompt(body["messages"][0]["content"], passages, tokenizer)
-    expected = engine.generate(prompt, temperature=0.0, max_new_tokens=24)
+    local = BlockAttentionEngine(reference.model, MemoryStore(1 << 28), resident_bytes=0)
+    expected = local.generate(prompt, temperature=0.0, max_new_tokens=24)
+    answered(server, body)
     context = sum(len(ids) for ids in reference.model.tokenizer.prompt_ids(prompt).context)
     answer = answered(server, body)
     assert said(answer) == expected.text
@@ -110,8 +109,8 @@ def test_documents_are_passages(reference: Reference, server: Server, engine: Re
     assert usage["prompt_tokens_details"]["cached_tokens"] >= context
     assert "kv_transfer_params" not in answer
     full = answered(server, {**body, "blockattn": {"mode": "full"}})
-    local = engine.generate(prompt, mode="full", temperature=0.0, max_new_tokens=24)
-    assert (said(full), full["blockattn"]) == (local.text, {"mode": "full"})
+    expected = local.generate(prompt, mode="full", temperature=0.0, max_new_tokens=24)
+    assert (said(full), full["blockattn"]) == (expected.text, {"mode": "full"})
     assert full["usage"]["prompt_tokens"] == usage["prompt_tokens"]
 
 
@@ -219,9 +218,9 @@ def recognized(server: Server, body: dict[str, Any], hits: int, **headers: str) 
     return answer
 
 
-def test_tenants_recognize_own(reference: Reference, server: Server, engine: RemoteEngine) -> None:
+def test_tenants_recognize_own(reference: Reference, server: Server) -> None:
     _, ingested, sent, *_, question = (text.strip() for text in reference.case(18).texts)
-    engine.precompute([Block(ingested, BLANK_LINE)])
+    server.client().encode([ingested])
     text = f"Context:\n<source>{ingested}</source>\n<source>{sent}</source>\n{question}"
     plain = {"messages": [{"role": "user", "content": text}], **GREEDY}
     first = recognized(server, plain, 1)
@@ -252,7 +251,7 @@ def test_documents_are_refused_where_vllm_sees_media_and_would_ignore_them(serve
     assert "media field, such as image_url, but prompts" in response.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("path", [CHATS, COMPLETIONS, CHAT_COMPLETIONS, ENCODE])
+@pytest.mark.parametrize("path", [CHATS, COMPLETIONS, ENCODE])
 def test_a_body_that_is_too_long_is_refused(server: Server, path: str) -> None:
     response = server.post(path, {"messages": [], "unknown": [1] * 5_000_000})
     assert response.status_code == 400, response.text

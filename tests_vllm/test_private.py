@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from blockattn_rag.prompts.blocks import Keep
-from blockattn_rag.server.protocol import BlockPlan
+from blockattn_rag.server.plan import BlockPlan
 from blockattn_rag.store import DirectoryStore
 from tests_vllm.engines import Engine, Said
 from tests_vllm.reference import Case, Reference

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from blockattn_rag.prompts.blocks import Keep
-from blockattn_rag.server.protocol import BlockPlan
+from blockattn_rag.server.plan import BlockPlan
 from blockattn_rag.store import DirectoryStore
 from tests_vllm.engines import Engine
 from tests_vllm.reference import Reference, assert_close

@@ -11,8 +11,8 @@ import pytest
 from blockattn_rag import BlockAttentionEngine, Recipe
 from blockattn_rag.prompts.blocks import Keep
 from blockattn_rag.server.keys import block_keys
+from blockattn_rag.server.plan import BlockPlan
 from blockattn_rag.server.profile import ModelProfile, profile_of
-from blockattn_rag.server.protocol import BlockPlan
 from blockattn_rag.store import DirectoryStore, MemoryStore
 from tests.recipes import recipe_of
 from tests_vllm.engines import Engine
@@ -89,7 +89,7 @@ def local(reference: Reference, recipe: Recipe, store: Any, kind: str, **more: A
 def answer(engine: Any, case: Case) -> list[int]:
     """Greedy tokens, as ``Reference.answer``."""
     options = {"max_new_tokens": TOKENS, "min_new_tokens": TOKENS, "temperature": 0.0}
-    return list(engine.generate(list(case.texts), **options).token_ids)
+    return list(engine.generate(case.prompt, **options).token_ids)
 
 
 def encode(engine: Engine, profile: ModelProfile, case: Case, keep: Keep) -> None:

@@ -67,7 +67,7 @@ def service_of(reference: Reference, store: DirectoryStore, **options: Any) -> S
 
 def answered(service: Service, body: dict[str, Any]) -> Any:
     raw_request = SimpleNamespace(headers=Headers())
-    return asyncio.run(service.openai_chat(*_read_chat(body), raw_request))["blockattn"]
+    return asyncio.run(service.chat(*_read_chat(body), raw_request))["blockattn"]
 
 
 def test_stale_index_entry_is_no_error(reference: Reference, store: DirectoryStore) -> None:

@@ -11,7 +11,7 @@ import pytest
 from vllm.exceptions import RetryableRequestError
 
 from blockattn_rag.errors import GrammarError, ProtocolError
-from blockattn_rag.server.protocol import BlockPlan
+from blockattn_rag.server.plan import BlockPlan
 from blockattn_rag.server.served_blocks import ServedBlocks
 from blockattn_rag.server.vllm.metrics import CUT_ANSWERS, RETRIES
 from blockattn_rag.server.vllm.retrying import CURRENT, RetryingClient, Ticket

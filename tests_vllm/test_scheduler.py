@@ -10,7 +10,7 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.request import Request, RequestStatus
 
 from blockattn_rag.server.config import ServingConfig
-from blockattn_rag.server.protocol import BlockPlan
+from blockattn_rag.server.plan import BlockPlan
 from blockattn_rag.server.vllm.scheduler import UNSAVED, SchedulerSide
 from tests_vllm.engines import sampling_of
 from tests_vllm.reference import Reference

@@ -1,4 +1,4 @@
-"""``vllm serve`` with a recipe, asked by this package's client."""
+"""``vllm serve`` with a recipe."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ import pytest
 
 from blockattn_rag import BlockAttentionEngine, Recipe
 from blockattn_rag.check.server import check_server
-from blockattn_rag.prompts.blocks import Block, BlockPrompt, Span
-from blockattn_rag.server.client import RemoteEngine
 from blockattn_rag.server.profile import profile_of
 from blockattn_rag.store import DirectoryStore, MemoryStore
 from tests.recipes import recipe_of
-from tests_vllm.reference import Reference
-from tests_vllm.server import KEY, Server, serving
+from tests_vllm.reference import Case, Reference
+from tests_vllm.server import Server, serving
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 24, "min_new_tokens": 24}
 
@@ -49,50 +47,37 @@ def local(reference: Reference, recipe: Recipe) -> BlockAttentionEngine:
     return fresh(reference, recipe)
 
 
+def assert_same(server: Server, local: BlockAttentionEngine, case: Case) -> None:
+    answer = server.ask(case.body())
+    expected = local.generate(case.prompt, **OPTIONS)
+    assert answer.tokens == list(expected.token_ids)
+    stats = expected.stats
+    assert answer.report == {"mode": "block", **stats.reuse(), "recipe": stats.recipe}
+
+
 def test_answers_and_counts_are_those_of_the_local_engine(
-    reference: Reference, engine: RemoteEngine, local: BlockAttentionEngine, recipe: Recipe
+    reference: Reference, server: Server, local: BlockAttentionEngine, recipe: Recipe
 ) -> None:
-    assert engine.recipe == recipe.outline
+    assert server.client().info.recipe == recipe.outline
     for case in (reference.case(11), reference.case(12, records=2)):
-        for given in ({}, {"recipe": recipe}):
-            found = engine.generate(list(case.texts), **OPTIONS, **given)
-            expected = local.generate(list(case.texts), **OPTIONS)
-            assert found.token_ids == expected.token_ids
-            assert found.stats.reuse() == expected.stats.reuse()
-            assert found.stats.recipe == expected.stats.recipe == str(recipe)
+        for _ in range(2):
+            assert_same(server, local, case)
 
 
-def test_private_blocks_have_the_adapter_too(
-    reference: Reference, engine: RemoteEngine, local: BlockAttentionEngine
-) -> None:
-    passages = [Block(text) for text in reference.case(17).texts[1:4]]
-    turn = Block.of([Span("A turn of Ms Halden's own.", "conversation")])
-    head = Block.of([Span("Be brief.\n", "system")])
-    prompt = BlockPrompt((head, *passages, turn), "Question: Who?\nAnswer:")
-    for _ in range(2):
-        found, expected = (one.generate(prompt, **OPTIONS) for one in (engine, local))
-        assert found.token_ids == expected.token_ids
-        assert found.stats.reuse() == expected.stats.reuse()
-
-
-def test_encodes_lost_entries(reference: Reference, engine: RemoteEngine, recipe: Recipe) -> None:
-    texts = list(reference.case(21, records=2).texts)
+def test_encodes_lost_entries(reference: Reference, server: Server, recipe: Recipe) -> None:
+    case = reference.case(21, records=2)
     store = DirectoryStore(reference.folder / f"served-recipe-{recipe.promote}-kv")
-    for question in (texts[-1], "Question: What is near the lake?\nAnswer:"):
+    local = fresh(reference, recipe)
+    local.generate(reference.case(1).prompt, **OPTIONS)  # computes the system text
+    server.ask(reference.case(1).body())
+    for question in (case.texts[-1], "Question: What is near the lake?\nAnswer:"):
         for key in list(store.keys()):
             store.delete(key)
-        found = engine.generate([*texts[:-1], question], **OPTIONS)
-        expected = fresh(reference, recipe).generate([*texts[:-1], question], **OPTIONS)
-        assert found.token_ids == expected.token_ids
-        assert found.stats.reuse() == expected.stats.reuse()
+        for key in list(local.store.keys()):
+            local.store.delete(key)
+        assert_same(server, local, reference.case_of((*case.texts[:-1], question)))
 
 
-def test_the_check_of_a_server_proves_its_recipe(
-    reference: Reference, server: Server, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    url = str(server.http.base_url)
-    report = check_server(url, reference.model, recipe, api_key=KEY)
+def test_the_check_of_a_server_passes(server: Server) -> None:
+    report = check_server(server.client())
     assert [row.name for row in report.rows if not row.passed] == []
-    report = check_server(url, reference.model, Recipe(recipe.sink), api_key=KEY)
-    assert [row.name for row in report.rows if not row.passed] == ["recipe = local recipe"]

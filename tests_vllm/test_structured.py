@@ -8,13 +8,12 @@ from typing import Any, Literal
 import pytest
 from pydantic import BaseModel, Field
 
-from blockattn_rag.errors import IncompleteAnswerError, ServingError
+from blockattn_rag.errors import IncompleteAnswerError
 from blockattn_rag.output import FORMATS, parse_answer
+from blockattn_rag.output.answers import complete_json
 from blockattn_rag.output.tool_formats import calls_grammar
-from blockattn_rag.server.client import RemoteEngine
-from blockattn_rag.server.protocol import CHAT_COMPLETIONS, COMPLETIONS
 from tests_vllm.reference import Reference
-from tests_vllm.server import Server
+from tests_vllm.server import CHATS, COMPLETIONS, Server
 
 
 class Height(BaseModel):
@@ -29,16 +28,24 @@ def server(team_server: Server) -> Server:
     return team_server
 
 
-def test_answer_follows_its_schema(reference: Reference, engine: RemoteEngine) -> None:
-    texts = list(reference.case(31).texts)
+FORMAT = {
+    "type": "json_schema",
+    "json_schema": {"name": "height", "schema": Height.model_json_schema()},
+}
+
+
+def asked(reference: Reference, number: int, **more: Any) -> dict[str, Any]:
+    return reference.case(number).body(min_tokens=0, max_tokens=64, **more)
+
+
+def test_answer_follows_its_schema(reference: Reference, server: Server) -> None:
+    body = asked(reference, 31, response_format=FORMAT)
     for _ in range(2):
-        answer = engine.generate(texts, response_format=Height, max_new_tokens=64)
-        assert Height.model_validate(answer.json())
-    assert answer.stats.mode == "block"
-    assert (answer.stats.hits, answer.stats.misses) == (len(texts) - 1, 0)
-    last = list(engine.stream(texts, response_format=Height, max_new_tokens=64))[-1]
-    assert last.generation is not None
-    assert last.generation.json() == answer.json()
+        answer = server.ask(body)
+        assert Height.model_validate(complete_json(answer.text, answer.reason))
+    assert (answer.report["mode"], answer.report["misses"]) == ("block", 0)
+    events = [*server.events(COMPLETIONS, body)]
+    assert "".join(one["text"] for event in events for one in event["choices"]) == answer.text
 
 
 @pytest.mark.parametrize(
@@ -49,38 +56,35 @@ def test_answer_follows_its_schema(reference: Reference, engine: RemoteEngine) -
     ],
 )
 def test_an_answer_follows_what_vllm_knows_besides(
-    reference: Reference, engine: RemoteEngine, option: dict[str, Any], pattern: str
+    reference: Reference, server: Server, option: dict[str, Any], pattern: str
 ) -> None:
-    texts = list(reference.case(32).texts)
-    answer = engine.generate(texts, structured_outputs=option, max_new_tokens=32)
+    answer = server.ask(asked(reference, 32, structured_outputs=option))
     assert re.fullmatch(pattern, answer.text)
 
 
-def test_an_answer_that_was_cut_is_no_object(reference: Reference, engine: RemoteEngine) -> None:
-    texts = list(reference.case(33).texts)
-    answer = engine.generate(texts, response_format=Height, max_new_tokens=3)
+def test_an_answer_that_was_cut_is_no_object(reference: Reference, server: Server) -> None:
+    answer = server.ask({**asked(reference, 33, response_format=FORMAT), "max_tokens": 3})
     with pytest.raises(IncompleteAnswerError):
-        answer.json()
+        complete_json(answer.text, answer.reason)
 
 
 @pytest.mark.parametrize("form", ["hermes", "llama3", "mistral", "mistral_args", "granite"])
-def test_vllm_forces_a_tool_call(reference: Reference, engine: RemoteEngine, form: str) -> None:
+def test_vllm_forces_a_tool_call(reference: Reference, server: Server, form: str) -> None:
     function = {"name": "measure", "parameters": Height.model_json_schema()}
     tokenizer = reference.model.tokenizer.tokenizer
     grammar = calls_grammar(
         FORMATS[form], [{"type": "function", "function": function}], tokenizer, several=False
     )
-    answer = engine.generate(
-        list(reference.case(34).texts), structured_outputs={"grammar": grammar}, max_new_tokens=96
-    )
+    body = asked(reference, 34, structured_outputs={"grammar": grammar})
+    answer = server.ask({**body, "max_tokens": 96, "skip_special_tokens": False})
     text, calls, invalid = parse_answer(answer.text, FORMATS[form], ["measure"])
     assert (text, invalid, [call.name for call in calls]) == ("", [], ["measure"])
     assert Height.model_validate(calls[0].arguments)
 
 
-def test_invalid_grammar_is_refused(reference: Reference, engine: RemoteEngine) -> None:
-    with pytest.raises(ServingError, match=r"regex|parse|grammar|pattern"):
-        engine.generate(list(reference.case(35).texts), structured_outputs={"regex": "(["})
+def test_invalid_grammar_is_refused(reference: Reference, server: Server) -> None:
+    message = server.refusal(asked(reference, 35, structured_outputs={"regex": "(["}))
+    assert re.search("regex|parse|grammar|pattern", message)
 
 
 MODES: list[Literal["block", "full"]] = ["block", "full"]
@@ -88,15 +92,14 @@ MODES: list[Literal["block", "full"]] = ["block", "full"]
 
 @pytest.mark.parametrize("mode", MODES)
 def test_thousands_of_choices_constrain_an_answer(
-    reference: Reference, engine: RemoteEngine, mode: Literal["block", "full"]
+    reference: Reference, server: Server, mode: Literal["block", "full"]
 ) -> None:
-    texts = list(reference.case(36).texts)
     choices = {"choice": [f"Street {i} of Halden" for i in range(2_500)]}
-    answer = engine.generate(texts, structured_outputs=choices, max_new_tokens=48, mode=mode)
+    body = asked(reference, 36, structured_outputs=choices, blockattn={"mode": mode})
+    answer = server.ask(body)
     assert re.fullmatch(r"Street \d{1,4} of Halden", answer.text)
-    *_, last = engine.stream(texts, structured_outputs=choices, max_new_tokens=48, mode=mode)
-    assert last.generation is not None
-    assert last.generation.text == answer.text
+    events = [*server.events(COMPLETIONS, body)]
+    assert "".join(one["text"] for event in events for one in event["choices"]) == answer.text
 
 
 def _large(kind: str) -> dict[str, Any]:
@@ -116,42 +119,34 @@ def _large(kind: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_long_chain_of_references_ends_no_server(
-    reference: Reference, engine: RemoteEngine, mode: Literal["block", "full"]
+    reference: Reference, server: Server, mode: Literal["block", "full"]
 ) -> None:
-    texts = list(reference.case(38).texts)
     chain: dict[str, Any] = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(20_000)}
     schema = {"$ref": "#/$defs/d0", "$defs": {**chain, "d20000": {"type": "integer"}}}
-    with pytest.raises(ServingError, match=r"20,001 references .* at most 1,000"):
-        engine.generate(texts, structured_outputs={"json": schema}, mode=mode)
-    assert engine.generate(texts, max_new_tokens=4, mode=mode).token_ids
+    body = asked(reference, 38, blockattn={"mode": mode})
+    message = server.refusal({**body, "structured_outputs": {"json": schema}})
+    assert re.search("20,001 references .* at most 1,000", message)
+    assert server.ask(body).tokens
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", ["optional", "cases", "tools"])
 def test_a_grammar_that_fails_is_refused_with_the_reason(
-    reference: Reference,
-    engine: RemoteEngine,
-    server: Server,
-    kind: str,
-    mode: Literal["block", "full"],
+    reference: Reference, server: Server, kind: str, mode: Literal["block", "full"]
 ) -> None:
-    texts = list(reference.case(37).texts)
     retries = server.counted("blockattn_retries_total")
-    options: dict[str, Any] = {"structured_outputs": _large(kind), "mode": mode}
-    with pytest.raises(ServingError, match=r"400.* cannot be followed: .*max is 2000") as raised:
-        engine.generate(texts, max_new_tokens=16, **options)
-    assert "blocks" not in str(raised.value)
-    with pytest.raises(ServingError, match=r"cannot be followed: .*max is 2000"):
-        list(engine.stream(texts, max_new_tokens=16, **options))
+    body = asked(reference, 37, structured_outputs=_large(kind), blockattn={"mode": mode})
+    message = server.refusal(body)
+    assert re.search("cannot be followed: .*max is 2000", message)
+    assert "blocks" not in message
+    events = [*server.events(COMPLETIONS, body)]
+    assert re.search("cannot be followed: .*max is 2000", events[-1]["error"]["message"])
     assert server.counted("blockattn_retries_total") == retries
 
 
 def test_too_large_grammar_is_refused(reference: Reference, server: Server) -> None:
-    choices = [f"Street {i} of Halden" for i in range(110_000)]
-    for path in (COMPLETIONS, CHAT_COMPLETIONS):
-        body: dict[str, Any] = {"structured_outputs": {"choice": choices}, "max_tokens": 4}
-        key = "prompt" if path == COMPLETIONS else "messages"
-        body[key] = "x" if key == "prompt" else [{"role": "user", "content": "x"}]
-        refused = server.post(path, body)
-        assert refused.status_code == 400
-        assert "expected at most 2,000,000" in refused.json()["error"]["message"]
+    choices = {"choice": [f"Street {i} of Halden" for i in range(110_000)]}
+    chat = {"messages": [{"role": "user", "content": "x"}]}
+    for path, body in ((COMPLETIONS, {"prompt": "x"}), (CHATS, chat)):
+        message = server.refusal({**body, "structured_outputs": choices, "max_tokens": 4}, path)
+        assert "expected at most 2,000,000" in message

@@ -40,7 +40,7 @@ class _Asked:
 
 
 def check_server(client: ServerClient) -> ServerReport:
-    """Ask a server the same question in both modes, and again with the passages in another order.
+    """Store passages, and ask a question in both modes, and with the passages in another order.
 
     The passages are always the same, so repeated checks leave at most two entries in the store. The
     answers of a model that is not block-fine-tuned may differ. What must hold is that block mode
@@ -54,13 +54,15 @@ def check_server(client: ServerClient) -> ServerReport:
     rows = [_row("full mode answers", full.stats.mode == "full" and bool(full.text), full.stats)]
     block = ""
     try:
+        stored = client.encode(PASSAGES)
+    except MissError as error:  # a read-only server need not have these passages
+        rows.append(CheckRow("passages are not stored", info.read_only, None, None, str(error)))
+    else:
+        detail = f"{stored.computed} computed, {stored.reused} found"
+        rows.append(CheckRow("passages are stored", True, None, None, detail))
         first = _asked(client, "block", PASSAGES)
         again = _asked(client, "block", PASSAGES)
         turned = _asked(client, "block", PASSAGES[::-1])
-    except MissError as error:
-        is_refused = info.read_only  # a server that stores nothing may not compute the passages
-        rows.append(CheckRow("block mode is refused", is_refused, None, None, str(error)))
-    else:
         block = again.text
         known = len(PASSAGES) - info.promote
         rows += [

@@ -24,7 +24,7 @@ from blockattn_rag.adapters.arguments import check_items, check_known
 from blockattn_rag.adapters.engine_source import source_of, source_with
 from blockattn_rag.adapters.hashed_embedding import hashed_vectors
 from blockattn_rag.engine.engine import BlockAttentionEngine
-from blockattn_rag.engine.find_recipe import RecipeLike
+from blockattn_rag.engine.find_recipe import AUTO, RecipeLike
 from blockattn_rag.engine.ingest import EncodeStats
 from blockattn_rag.llama_index.nodes import canonical_text, stamp
 from blockattn_rag.llama_index.source import SourceComponent
@@ -113,8 +113,8 @@ class BlockKVTransform(SourceComponent, TransformComponent):
             "tokenizer_name": tokenizer_name,
             "kv_store": kv_store,
             "device_map": None if device_map == "auto" else device_map,
-            "model_kwargs": model_kwargs,
-            "recipe": recipe,
+            "model_kwargs": model_kwargs or None,
+            "recipe": None if recipe == AUTO else recipe,
         }
         if llm is None:
             source = source_with(server, api_key, **arguments)

@@ -15,8 +15,8 @@ from langchain_core.messages import AIMessage
 from llama_index.core.base.llms.types import ChatMessage, ChatResponse, ThinkingBlock, ToolCallBlock
 from llama_index.core.schema import BaseNode, TextNode
 
+from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.engine.ingest import EncodeStats
-from blockattn_rag.engine.protocol import Engine
 from blockattn_rag.langchain import BlockKVTransformer, ChatBlockAttention
 from blockattn_rag.llama_index import BlockAttentionLLM, BlockKVTransform
 from blockattn_rag.llama_index.messages import INVALID_CALLS
@@ -42,7 +42,9 @@ class Answer(NamedTuple):
 class LangChain:
     """Chat models and ingestion of LangChain."""
 
-    def chat(self, source: Engine | str, max_tokens: int = 400, **arguments: Any) -> Any:
+    def chat(
+        self, source: BlockAttentionEngine | str, max_tokens: int = 400, **arguments: Any
+    ) -> Any:
         """A chat model with a ready engine, or the name of a model."""
         own = {"model" if isinstance(source, str) else "engine": source}
         return ChatBlockAttention(max_tokens=max_tokens, **own, **arguments)
@@ -103,7 +105,9 @@ def _invalid(call: Any) -> tuple[str | None, str, str]:
 class LlamaIndex:
     """The same of LlamaIndex."""
 
-    def chat(self, source: Engine | str, max_tokens: int = 400, **arguments: Any) -> Any:
+    def chat(
+        self, source: BlockAttentionEngine | str, max_tokens: int = 400, **arguments: Any
+    ) -> Any:
         own: Any = {"model_name" if isinstance(source, str) else "engine": source}
         return BlockAttentionLLM(max_new_tokens=max_tokens, **own, **arguments)
 

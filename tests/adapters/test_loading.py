@@ -13,7 +13,7 @@ from blockattn_rag.model import block_model, relay_attention
 from blockattn_rag.prompts.markers import wrap
 from blockattn_rag.store import DirectoryStore, MemoryStore
 from tests.adapters.frameworks import EACH, Framework
-from tests.engines import local, tuned_engine
+from tests.engines import tuned_engine
 from tests.models import tiny_model, tiny_tokenizer
 
 pytestmark = EACH
@@ -33,8 +33,8 @@ def test_a_model_is_loaded_once_with_its_arguments(
     assert copy.deepcopy(chat).engine is chat.engine
     [(model, kwargs)] = loads
     assert (model, kwargs["device"]) == (saved, "cpu")
-    assert str(local(chat.engine).model.dtype) == "torch.float64"
-    assert isinstance(local(chat.engine).store, DirectoryStore)
+    assert str(chat.engine.model.dtype) == "torch.float64"
+    assert isinstance(chat.engine.store, DirectoryStore)
 
 
 def test_the_first_question_measures_nothing(

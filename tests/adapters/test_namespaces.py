@@ -13,7 +13,6 @@ from blockattn_rag.llama_index import BlockKVTransform
 from blockattn_rag.model import BlockModel
 from blockattn_rag.store import MemoryStore
 from blockattn_rag.store.namespaces import Access
-from tests.engines import local
 from tests.models import shared_tiny_llama, tiny_tokenizer
 
 
@@ -37,7 +36,7 @@ def test_arguments_for_loading_reach_the_engine(store: MemoryStore) -> None:
         kv_store=store,
         model_kwargs=arguments,
     )
-    engine = local(source.engine)
+    engine = source.engine
     assert engine.access == Access("one", ("public",), read_only=True)
     assert engine.kv_dtype == "int8"
     assert source.fields()["model_kwargs"] == arguments

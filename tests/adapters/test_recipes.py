@@ -10,7 +10,7 @@ from blockattn_rag import BlockAttentionEngine, Recipe
 from blockattn_rag.model import BlockModel
 from blockattn_rag.prompts.markers import wrap
 from tests.adapters.frameworks import EACH, WHOLE_OR_STREAM, Framework, How
-from tests.engines import local, tuned_engine
+from tests.engines import tuned_engine
 from tests.models import tiny_model, tiny_tokenizer
 from tests.recipes import recipe_of
 
@@ -44,7 +44,7 @@ def test_the_model_and_its_ingestion_run_with_the_recipe(
     reuse = framework.ask(chat, "whole", QUESTION).reuse
     assert (reuse["hits"], reuse["misses"]) == (3, 1)  # the text before them
     assert reuse["recipe"] == str(recipe)
-    assert local(chat.engine).recipe == recipe
+    assert chat.engine.recipe == recipe
     plain = framework.ask(chat, "whole", QUESTION, recipe="none").reuse
     assert (plain["hits"], plain["misses"]) == (1, 3)
     alone = framework.ingestion(model=str(saved_model), **where)
@@ -62,9 +62,9 @@ def test_a_recipe_next_to_the_store_is_found(
 @WHOLE_OR_STREAM
 def test_a_call_may_have_another_recipe(framework: Framework, how: How) -> None:
     chat = framework.chat(tuned_engine(), 6)
-    for recipe in ("bos", recipe_of(local(chat.engine).model), Recipe(promote=1)):
+    for recipe in ("bos", recipe_of(chat.engine.model), Recipe(promote=1)):
         found = framework.ask(chat, how, QUESTION, recipe=recipe)
-        own = BlockAttentionEngine(local(chat.engine).model, recipe=recipe)
+        own = BlockAttentionEngine(chat.engine.model, recipe=recipe)
         expected = framework.ask(framework.chat(own, 6), "whole", QUESTION)
         assert found.text == expected.text
         assert found.reuse["recipe"] == expected.reuse["recipe"]

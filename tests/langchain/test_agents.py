@@ -36,7 +36,7 @@ from blockattn_rag.langchain import (
 from blockattn_rag.langchain.agents import NOTHING_FOUND
 from blockattn_rag.model import BlockModel
 from blockattn_rag.prompts.blocks import handle_of
-from tests.engines import local, tuned_model
+from tests.engines import tuned_model
 from tests.langchain.conftest import passages, tiny_block_model
 from tests.models import tiny_tokenizer
 from tests.scripted import TOOL_TEMPLATE, Script, ScriptedEngine, prompts_of
@@ -159,7 +159,7 @@ def chat_with_tools() -> ChatBlockAttention:
 
 def answer_of_oracle(chat: ChatBlockAttention, messages: list[BaseMessage]) -> str:
     """The greedy answer of one dense forward per token."""
-    model = local(chat.engine).model
+    model = chat.engine.model
     ids = model.tokenizer.prompt_ids(chat.to_prompt(messages))
     ends = sorted(model.end_token_ids)
     found = oracle_generate(model.hf_model, [*ids.context, ids.final], 6, ends)

@@ -16,7 +16,6 @@ from blockattn_rag import BlockAttentionEngine
 from blockattn_rag.langchain import ChatBlockAttention, format_blocks
 from blockattn_rag.model import BlockModel
 from blockattn_rag.store import DirectoryStore
-from tests.engines import local
 from tests.langchain.conftest import passages, tiny_block_model
 from tests.models import tiny_model, tiny_tokenizer
 from tests.recipes import recipe_of
@@ -123,7 +122,7 @@ def test_named_model_is_loaded_once(saved_model: Path, tmp_path: Path, loads: li
     assert len(str(answer.content)) == 2
     assert len(loads) == 1  # the configured copy shares it
     assert copy.deepcopy(chat).engine is chat.engine
-    assert isinstance(local(chat.engine).store, DirectoryStore)
+    assert isinstance(chat.engine.store, DirectoryStore)
 
 
 def test_a_recipe_stays_when_another_store_is_configured(saved_model: Path, tmp_path: Path) -> None:
@@ -136,7 +135,7 @@ def test_a_recipe_stays_when_another_store_is_configured(saved_model: Path, tmp_
         tiny_block_model(), DirectoryStore(tmp_path / "other"), recipe=recipe
     )
     expected.generate(chat.to_prompt(chat._convert_input(asking()).to_messages()))
-    assert keys == set(local(expected).store.keys())
+    assert keys == set(expected.store.keys())
 
 
 def test_from_model_id_takes_the_arguments_of_langchain_huggingface(saved_model: Path) -> None:

@@ -15,7 +15,6 @@ from langchain_core.tools import create_retriever_tool
 
 from blockattn_rag import BlockAttentionEngine
 from blockattn_rag.langchain import ChatBlockAttention, format_blocks, without_markers
-from tests.engines import local
 from tests.langchain.conftest import passages
 
 
@@ -51,7 +50,7 @@ def test_every_kind_of_prompt_and_message_is_cleaned() -> None:
 
 def failing(chat: ChatBlockAttention) -> ChatBlockAttention:
     """A model that answers from stored passages alone, of which there are none."""
-    engine = BlockAttentionEngine(local(chat.engine).model, on_miss="error")
+    engine = BlockAttentionEngine(chat.engine.model, on_miss="error")
     return ChatBlockAttention(engine=engine)
 
 

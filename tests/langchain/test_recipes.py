@@ -12,7 +12,6 @@ from langchain_core.language_models import BaseChatModel
 from blockattn_rag import BlockAttentionEngine, Recipe
 from blockattn_rag.langchain import ChatBlockAttention, format_blocks
 from blockattn_rag.model import BlockModel
-from tests.engines import local
 from tests.langchain.conftest import passages
 from tests.models import tiny_model, tiny_tokenizer
 from tests.recipes import recipe_of
@@ -39,7 +38,7 @@ def test_the_constructors_have_few_arguments() -> None:
 
 
 def test_an_answer_cache_separates_recipes_of_engines(chat: ChatBlockAttention) -> None:
-    cache, engine = InMemoryCache(), local(chat.engine)
+    cache, engine = InMemoryCache(), chat.engine
 
     def ask(recipe: Any, **fields: Any) -> str:
         own = BlockAttentionEngine(engine.model, engine.store, recipe=recipe)

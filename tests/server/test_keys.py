@@ -13,8 +13,8 @@ from blockattn_rag.errors import ProtocolError
 from blockattn_rag.kv.block_kv import token_digest
 from blockattn_rag.prompts.blocks import BlockPrompt, Span, keep_of
 from blockattn_rag.server.keys import block_keys, full_mode_salt, is_salt, salt
+from blockattn_rag.server.plan import BlockPlan
 from blockattn_rag.server.profile import profile_of
-from blockattn_rag.server.protocol import BlockPlan
 from blockattn_rag.store import MemoryStore
 from tests.models import shared_tiny_llama, tiny_tokenizer
 from tests.recipes import recipe_of

@@ -16,7 +16,7 @@ from blockattn_rag.errors import CorruptEntryError, LoadError, StoreError
 from blockattn_rag.kv.block_kv import BlockKV, token_digest
 from blockattn_rag.server.keys import BlockId, block_keys
 from blockattn_rag.server.loader import BlockLoader, LoaderStats
-from blockattn_rag.server.protocol import BlockPlan
+from blockattn_rag.server.plan import BlockPlan
 from blockattn_rag.server.shares import Share, open_share
 from blockattn_rag.store import DirectoryStore, KVStore, MemoryStore, TieredStore
 from blockattn_rag.store.base import Found

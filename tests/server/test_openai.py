@@ -16,18 +16,19 @@ from hypothesis import strategies as st
 from blockattn_rag.engine.outline import RecipeOutline
 from blockattn_rag.errors import ProtocolError
 from blockattn_rag.prompts.blocks import BlockPrompt
-from blockattn_rag.prompts.formats import CHAT, Passage
-from blockattn_rag.prompts.markers import wrap
+from blockattn_rag.prompts.formats import BLANK_LINE, CHAT, Passage
+from blockattn_rag.prompts.markers import segment, wrap
 from blockattn_rag.prompts.recognition import PassageMatcher, entries_of
 from blockattn_rag.prompts.tokenization import BlockTokenizer
-from blockattn_rag.server.protocol import MOST_BLOCKS, BlockPlan
+from blockattn_rag.server.protocol import MOST_BLOCKS
 from blockattn_rag.server.served_blocks import ServedBlocks
+from blockattn_rag.server.vllm.bodies import ChatBody, CompletionBody
 from blockattn_rag.server.vllm.chat_report import ChatReport
-from blockattn_rag.server.vllm.openai import ChatBody, ChatPrompt, ChatPrompts
+from blockattn_rag.server.vllm.openai import Prompts, TokenPrompt
 from tests.models import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
-PROMPTS = ChatPrompts(TOKENIZER)
+PROMPTS = Prompts(TOKENIZER)
 END = 257  # <|end|>
 DOCUMENTS = [{"title": "Halden", "text": "214 metres."}, {"text": " Tove {Halden} <|end|>"}]
 QUESTION = "How tall is {it}?"
@@ -43,12 +44,12 @@ def text(*texts: str) -> list[dict[str, str]]:
 
 def prompt_of(messages: list[Any], **fields: Any) -> BlockPrompt:
     body = ChatBody.from_dict({"messages": messages, **fields})
-    return PROMPTS.prompt(body, [], {})
+    return PROMPTS.chat(body, [], {})
 
 
-def rendered(body: Any) -> ChatPrompt:
-    read = ChatBody.from_dict(body)
-    return PROMPTS.render(read, PROMPTS.prompt(read, [], {}))
+def rendered(value: Any, prompts: Prompts = PROMPTS) -> TokenPrompt:
+    body = ChatBody.from_dict(value)
+    return prompts.token_ids(prompts.chat(body, [], {}), body.options.mode)
 
 
 def test_documents_give_the_tokens_and_cuts_of_a_prompt_in_process() -> None:
@@ -58,22 +59,39 @@ def test_documents_give_the_tokens_and_cuts_of_a_prompt_in_process() -> None:
     found = rendered(body)
     lengths = tuple(len(ids) for ids in expected.context)
     assert found.token_ids == expected.flat
-    assert found.plan == BlockPlan("complete", lengths, keep=("memory", "store", "store"))
+    assert found[1:] == (lengths, ("memory", "store", "store"))
     full = rendered({**body, "blockattn": {"mode": "full"}})
-    assert full == (expected.flat, None)
+    assert full == TokenPrompt(expected.flat)
+
+
+def test_completions_have_the_tokens_of_a_prompt_in_process() -> None:
+    body = CompletionBody.from_dict(
+        {"prompt": f"A <|end|> {wrap('One.')} B", "documents": DOCUMENTS}
+    )
+    found = PROMPTS.token_ids(PROMPTS.completion(body), body.options.mode)
+    texts = ["title: Halden\n\n214 metres.", "Tove {Halden} <|end|>"]
+    marked = segment("".join(map(wrap, texts)) + f"A <|end|> {wrap('One.')} B", BLANK_LINE)
+    expected = BlockTokenizer(TOKENIZER).prompt_ids(marked)
+    assert found.token_ids == expected.flat
+    assert found.lengths == tuple(map(len, expected.context))
+    assert END not in found.token_ids
+    assert [*found.keep] == ["store", "store", "private", "store"]
+    assert body.passages == [*texts, "One."]
+
+
+@pytest.mark.parametrize("prompt", [None, 5, ["a", "b"], [1, 2]])
+def test_a_completion_needs_one_string(prompt: Any) -> None:
+    with pytest.raises(ProtocolError, match="prompt should be a string"):
+        CompletionBody.from_dict({"prompt": prompt, "documents": DOCUMENTS})
 
 
 @pytest.mark.parametrize("promote", [1, 2])
 def test_promoted_documents_are_part_of_the_final_block(promote: int) -> None:
-    body = ChatBody.from_dict({"messages": [user(QUESTION)], "documents": DOCUMENTS})
-    prompts = ChatPrompts(TOKENIZER, promote)
-    found = prompts.render(body, prompts.prompt(body, [], {}))
-    plain = rendered({"messages": [user(QUESTION)], "documents": DOCUMENTS})
-    assert plain.plan is not None
-    assert found.plan is not None
+    body = {"messages": [user(QUESTION)], "documents": DOCUMENTS}
+    found, plain = rendered(body, Prompts(TOKENIZER, promote)), rendered(body)
     assert found.token_ids == plain.token_ids
-    assert found.plan.lengths == plain.plan.lengths[:-promote]
-    assert found.plan.keep == plain.plan.keep[:-promote]
+    assert found.lengths == plain.lengths[:-promote]
+    assert found.keep == plain.keep[:-promote]
 
 
 def test_a_conversation_follows_the_documents_of_its_first_question() -> None:
@@ -125,7 +143,7 @@ def test_known_passages_are_recognized_in_plain_text() -> None:
     known = "Halden Tower is 214 metres tall."
     matcher = PassageMatcher(entries_of([known]))
     body = ChatBody.from_dict({"messages": [user(f"<source>{known}</source>\nWho?")]})
-    prompt = PROMPTS.prompt(body, [], {}, matcher.split)
+    prompt = PROMPTS.chat(body, [], {}, matcher.split)
     assert [block.text for block in prompt.context if block.is_passage] == [known]
     assert prompt.final.startswith("</source>\nWho?")
     assert not body.passages
@@ -144,7 +162,7 @@ def test_passages_that_an_earlier_answer_quotes_are_not_recognized() -> None:
     turns = [user(f"{known}\nWho?"), {**answer, "tool_calls": [{"id": "1", "function": function}]}]
     body = ChatBody.from_dict({"messages": [*turns, user("Why?")]})
     split = PassageMatcher(entries_of([known])).split
-    prompt = ChatPrompts(tokenizer).prompt(body, [], {}, split)
+    prompt = Prompts(tokenizer).chat(body, [], {}, split)
     assert [block.text for block in prompt.context] == ["<|user|>", known]
     assert prompt.final.count(known) == 3
 
@@ -165,10 +183,11 @@ def test_calls_and_results_of_tools_are_rendered_as_in_process() -> None:
     ]
     body = ChatBody.from_dict({"messages": messages, "blockattn": {"parts": "passages"}})
     tools = [{"type": "function", "function": {"name": "f<|end|>"}}]
-    prompt = ChatPrompts(tokenizer).prompt(body, tools, {"think": True, "unread": 1})
+    prompts = Prompts(tokenizer)
+    prompt = prompts.chat(body, tools, {"think": True, "unread": 1})
     assert prompt.text.startswith('{"type": "function", "function": {"name": "f<|end|>"}}<|user|>')
     assert '<|assistant|>{"a": [1]}<|end|><|tool|>fc1One.\n\nTwo.<|end|><think>' in prompt.text
-    ids = ChatPrompts(tokenizer).render(body, prompt).token_ids
+    ids = prompts.token_ids(prompt, "block").token_ids
     assert ids.count(END) == 3
 
 
@@ -258,7 +277,7 @@ def test_no_body_fails_in_another_way(value: Any) -> None:
         assert rendered(value).token_ids
 
 
-PLAN = BlockPlan("complete", (4, 6))
+LENGTHS = (4, 6)
 PARAMS = ServedBlocks(2, 10, 0, encoded=1, encoded_tokens=6).to_dict()
 REPORT = {
     "mode": "block",
@@ -270,8 +289,8 @@ REPORT = {
 }
 
 
-def report(plan: BlockPlan | None = PLAN) -> ChatReport:
-    return ChatReport(ChatPrompt([1] * 15, plan), RecipeOutline("head:4"))
+def report(lengths: tuple[int, ...] = LENGTHS) -> ChatReport:
+    return ChatReport(TokenPrompt([1] * 15, lengths), RecipeOutline("head:4"))
 
 
 def test_the_report_replaces_what_is_internal_in_an_answer() -> None:
@@ -308,14 +327,14 @@ def event(data: Mapping[str, Any]) -> str:
     return f"data: {json.dumps(data, separators=(',', ':'))}\n\n"
 
 
-@pytest.mark.parametrize("plan", [PLAN, None])
-def test_the_report_is_in_the_event_that_ends_a_streamed_answer(plan: BlockPlan | None) -> None:
+@pytest.mark.parametrize("lengths", [LENGTHS, ()])
+def test_the_report_is_in_the_event_that_ends_a_streamed_answer(lengths: tuple[int, ...]) -> None:
     said = {"choices": [{"delta": {"content": '"finish_reason":"'}, "finish_reason": None}]}
     choices = [{"delta": {}, "finish_reason": "stop"}]
-    end = {"choices": choices, **({"kv_transfer_params": PARAMS} if plan else {})}
+    end = {"choices": choices, **({"kv_transfer_params": PARAMS} if lengths else {})}
     usage = {"choices": [], "usage": {"prompt_tokens_details": {"cached_tokens": 12}}}
     events = [event(said), event(end), event(usage), "data: [DONE]\n\n"]
-    found = streamed(events, report(plan))
+    found = streamed(events, report(lengths))
     assert found[0] == said
-    assert found[1] == {"choices": choices, "blockattn": REPORT if plan else {"mode": "full"}}
-    assert found[2]["usage"]["prompt_tokens_details"]["cached_tokens"] == (6 if plan else 12)
+    assert found[1] == {"choices": choices, "blockattn": REPORT if lengths else {"mode": "full"}}
+    assert found[2]["usage"]["prompt_tokens_details"]["cached_tokens"] == (6 if lengths else 12)

@@ -12,13 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blockattn_rag.errors import BlockAttnError, ProtocolError, ServingError
+from blockattn_rag.prompts.markers import marker_key
+from blockattn_rag.server.plan import BlockPlan, parse_plan
 from blockattn_rag.server.protocol import (
     MOST_BLOCKS,
-    BlockPlan,
     EncodeAnswer,
     EncodeBody,
     ServerInfo,
-    parse_plan,
+    marker_key_id,
 )
 from blockattn_rag.server.served_blocks import ServedBlocks
 
@@ -27,7 +28,7 @@ SECRET = "of this server alone"
 
 def asked(**fields: Any) -> dict[str, Any]:
     """Parameters of a request; a field of None is left out."""
-    told = {"v": 1, "op": "complete", "lengths": [3, 2], **fields}
+    told = {"v": 2, "op": "complete", "lengths": [3, 2], **fields}
     return {"blockattn": {name: value for name, value in told.items() if value is not None}}
 
 
@@ -41,7 +42,7 @@ values = anything | st.sampled_from([1, "complete", "encode", "block", "", "a" *
 nearly = st.fixed_dictionaries(
     {},
     optional={
-        "v": st.just(1) | anything,
+        "v": st.just(2) | anything,
         "op": st.sampled_from(["complete", "encode"]) | anything,
         "lengths": st.lists(st.integers(-1, 9) | anything, max_size=4) | anything,
         "opens_prompt": st.booleans() | anything,
@@ -60,18 +61,25 @@ def test_a_plan_is_read_as_it_was_told() -> None:
     plan = BlockPlan("complete", (3, 2))
     assert parse_plan(json.loads(json.dumps(plan.to_dict())), 6) == plan
     assert plan.context_tokens == 5
-    assert plan.to_dict() == {"blockattn": {"v": 1, "op": "complete", "lengths": [3, 2]}}
+    assert plan.to_dict() == {"blockattn": {"v": 2, "op": "complete", "lengths": [3, 2]}}
 
 
 def test_a_plan_names_where_blocks_may_be_kept_unless_all_are_private() -> None:
     plan = BlockPlan("complete", (3, 2), keep=("memory", "private"))
     told = plan.to_dict()["blockattn"]
-    assert told == {"v": 1, "op": "complete", "lengths": [3, 2], "keep": ["memory", "private"]}
+    assert told == {"v": 2, "op": "complete", "lengths": [3, 2], "keep": ["memory", "private"]}
     assert parse_plan(json.loads(json.dumps(plan.to_dict())), 6) == plan
     private = BlockPlan("complete", (3, 2), keep=("private", "private"))
     assert private == BlockPlan("complete", (3, 2))
     assert parse_plan(asked(), 6) == private
     assert "keep" not in private.to_dict()["blockattn"]
+
+
+_OF_TENANTS = (
+    "Only the server's own routes may make plans",
+    "given by the option tenant_secret_env",
+    "A namespace consists of",
+)
 
 
 @pytest.mark.parametrize("params", [None, {}, {"do_remote_prefill": True}])
@@ -86,7 +94,7 @@ def test_parameters_of_others_hold_no_plan(params: Any) -> None:
         ({"blockattn": None}, "blockattn should be an object, found None"),
         ({**asked(), "remote_host": "10.0.0.1"}, "unknown field 'remote_host'"),
         (asked(lengths=None), "blockattn has no field 'lengths'; add it"),
-        (asked(v=2), "Found version 2 of blockattn, expected 1"),
+        (asked(v=1), "Found version 1 of blockattn, expected 2"),
         (asked(op="delete"), "op should be 'complete' or 'encode', found 'delete'"),
         (asked(lengths="32"), "lengths should be a valid list, found '32'"),
         (asked(op="encode", lengths=[]), "takes one block, found 0"),
@@ -99,16 +107,17 @@ def test_parameters_of_others_hold_no_plan(params: Any) -> None:
         (asked(keep=["private"]), "keep: expected one item for each of 2 blocks, found 1"),
         (asked(keep="private"), "keep should be a valid list, found 'private'"),
         (asked(keep=["store", "disk"]), r"keep\[1\] should be 'store', 'memory', "),
-        (asked(namespace="a"), "may not name its namespace"),
-        (asked(mac="0" * 64), "may not name its namespace"),
-        (asked(namespace="a", mac="é" * 64), "may not name its namespace"),
+        (asked(), "Only the server's own routes may make plans"),
+        (asked(namespace="a"), "Only the server's own routes may make plans"),
+        (asked(mac="0" * 64), "Only the server's own routes may make plans"),
+        (asked(namespace="a", mac="é" * 64), "Only the server's own routes may make plans"),
         (asked(namespace="a", mac="0" * 64), "given by the option tenant_secret_env"),
         (asked(namespace="../a", mac="0" * 64), "A namespace consists of"),
     ],
 )  # fmt: skip
 def test_what_is_not_as_the_protocol_has_it_is_refused_with_a_reason(params: Any, why: str) -> None:
     with pytest.raises(ProtocolError, match=why) as caught:
-        parse_plan(params, 6, secret=SECRET)
+        parse_plan(params, 6, secret=SECRET if why in _OF_TENANTS else None)
     assert len(str(caught.value)) < 400
     assert isinstance(caught.value, (ServingError, ValueError))
     assert isinstance(caught.value, BlockAttnError)
@@ -134,19 +143,18 @@ def test_whatever_a_client_sends_it_is_a_plan_within_bounds_or_refused(params: A
 # -- namespaces ------------------------------------------------------------------------------------
 
 
-def test_a_namespace_is_named_by_whoever_has_the_secret() -> None:
+def test_a_signed_plan_names_its_namespace() -> None:
     plan = BlockPlan("complete", (3, 2), "tenant-1")
     params = plan.to_dict(SECRET)
     assert parse_plan(params, 6, secret=SECRET, namespace="own") == plan
     for secret in (None, "another"):
-        with pytest.raises(ProtocolError, match="may not name its namespace"):
+        with pytest.raises(ProtocolError, match="Only the server's own routes"):
             parse_plan(params, 6, secret=secret)
 
 
-def test_who_names_no_namespace_has_the_server_s() -> None:
-    plan = parse_plan(asked(), 6, secret=SECRET, namespace="own")
-    assert plan is not None
-    assert plan.namespace == "own"
+def test_a_plan_of_a_server_without_tenants_has_its_namespace() -> None:
+    plan = parse_plan(BlockPlan("complete", (3, 2), "tenant-1").to_dict(), 6, namespace="own")
+    assert plan == BlockPlan("complete", (3, 2), "own")
 
 
 @pytest.mark.parametrize(
@@ -160,29 +168,15 @@ def test_who_names_no_namespace_has_the_server_s() -> None:
         {"opens_prompt": True},
     ],
 )
-def test_a_code_holds_for_the_plan_that_it_was_made_for_alone(changed: dict[str, Any]) -> None:
+def test_a_signature_is_valid_for_one_plan(changed: dict[str, Any]) -> None:
     params = BlockPlan("complete", (3, 2), "tenant-1", ("store", "private")).to_dict(SECRET)
     params["blockattn"] |= changed
-    with pytest.raises(ProtocolError, match="may not name its namespace"):
+    with pytest.raises(ProtocolError, match="Only the server's own routes"):
         parse_plan(params, 6, secret=SECRET)
     encoding = BlockPlan("complete", (3,), "tenant-1").to_dict(SECRET)
     encoding["blockattn"]["op"] = "encode"
-    with pytest.raises(ProtocolError, match="may not name its namespace"):
+    with pytest.raises(ProtocolError, match="Only the server's own routes"):
         parse_plan(encoding, 6, secret=SECRET)
-
-
-def test_a_client_cannot_write_a_plan_with_a_namespace() -> None:
-    with pytest.raises(ValueError, match="tenant secret"):
-        BlockPlan("complete", (3,), "tenant-1").to_dict()
-
-
-def test_the_namespace_that_a_server_has_anyway_needs_no_naming() -> None:
-    params = BlockPlan("complete", (3,), "own").to_dict(default="own")
-    plan = parse_plan(params, 6, namespace="own")
-    assert plan is not None
-    assert plan.namespace == "own"
-    with pytest.raises(ValueError, match="tenant secret"):
-        BlockPlan("complete", (3,)).to_dict(default="own")
 
 
 # -- answers ---------------------------------------------------------------------------------------
@@ -201,7 +195,7 @@ def test_an_answer_is_read_as_it_was_told() -> None:
     ("changed", "why"),
     [
         ({"mode": "full"}, "Found mode 'full' in blockattn, expected 'block'"),
-        ({"v": 2}, "Found version 2"),
+        ({"v": 1}, "Found version 1"),
         ({"blocks": -1}, "blocks should be greater than or equal to 0, found -1"),
         ({"fetch_s": float("nan")}, "fetch_s should be a finite number, found nan"),
         ({"encoded_tokens": 0}, "found 1 encoded blocks of 0 tokens together"),
@@ -240,50 +234,67 @@ def test_the_protocol_needs_no_torch() -> None:
 # -- routes ----------------------------------------------------------------------------------------
 
 INFO = ServerInfo(
-    "a" * 64, "b" * 64, "head:4", "c" * 64, 1, True, ("llama", "other"), 4096, "tenant", True
+    "a" * 64,
+    "b" * 64,
+    "head:4",
+    "c" * 64,
+    1,
+    True,
+    ("llama", "other"),
+    4096,
+    "tenant",
+    read_only=True,
+    has_chat_template=True,
+    marker_key="0" * 16,
 )
-BODY = EncodeBody(((1, 2), (3,)), "llama", opens_prompt=True, private=True, only_look=True)
-INDEXED = EncodeBody(((1, 2), (3,)), index=("", "0a" * 16 + "30000000" + "0a" * 16))
-ANSWER = EncodeAnswer(("found", "encoded", "missing"), 12)
+ANSWER = EncodeAnswer(("found", "encoded", "missing"), 7, 12)
+
+
+@pytest.mark.parametrize("message", [INFO, ANSWER, EncodeAnswer(("found",))])
+def test_messages_survive_json(message: Any) -> None:
+    assert type(message).from_dict(json.loads(json.dumps(message.to_dict()))) == message
 
 
 @pytest.mark.parametrize(
-    "said", [INFO, BODY, INDEXED, ANSWER, EncodeBody(((1,),)), EncodeAnswer(("found",))]
-)
-def test_what_is_said_goes_through_json_and_back(said: Any) -> None:
-    assert type(said).from_dict(json.loads(json.dumps(said.to_dict()))) == said
-
-
-def test_what_is_not_asked_for_is_left_out() -> None:
-    assert EncodeBody(((1, 2),)).to_dict() == {"blocks": [[1, 2]]}
-
-
-@pytest.mark.parametrize(
-    ("said", "field", "value", "message"),
+    ("message", "field", "value", "expected"),
     [
-        (INFO, "v", 2, "Found version 2 of info, expected 1"),
+        (INFO, "v", 1, "Found version 1 of info, expected 2"),
         (INFO, "fingerprint", "a", "info.fingerprint should match pattern .*, found 'a'"),
         (INFO, "models", [], "models should have at least 1 item, found"),
         (INFO, "namespace", "../a", "A namespace consists of"),
+        (INFO, "marker_key", "key", "info.marker_key should match pattern"),
         (INFO, "more", 1, "info has the unknown field 'more'; remove it"),
-        (BODY, "blocks", [], "body.blocks should have at least 1 item, found"),
-        (BODY, "blocks", [[]], r"blocks\[0\] should have at least 1 item"),
-        (BODY, "blocks", [[-1]], r"blocks\[0\]\[0\] should be greater than or equal to 0"),
-        (INDEXED, "index", ["", "0A" * 36], r"index\[1\] should match pattern"),
-        (INDEXED, "index", ["", "0" * 72], "an index entry of 0 characters, expected 32 to"),
-        (INDEXED, "index", [""], "index has 1 entries, expected one for each of 2 blocks"),
-        (INDEXED, "private", True, "2 blocks, which must not be private"),
-        (ANSWER, "blocks", ["there"], r"answer.blocks\[0\] should be 'found', 'encoded' or"),
+        (ANSWER, "passages", ["there"], r"answer.passages\[0\] should be 'found', 'encoded' or"),
+        (ANSWER, "stored_bytes", -1, "stored_bytes should be greater than or equal to 0"),
     ],
 )
-def test_invalid_values_are_refused(said: Any, field: str, value: object, message: str) -> None:
-    with pytest.raises(ProtocolError, match=message):
-        type(said).from_dict({**said.to_dict(), field: value})
+def test_invalid_values_are_refused(message: Any, field: str, value: object, expected: str) -> None:
+    with pytest.raises(ProtocolError, match=expected):
+        type(message).from_dict({**message.to_dict(), field: value})
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ({"texts": []}, "body.texts should have at least 1 item, found"),
+        ({"texts": ["x"] * (MOST_BLOCKS + 1)}, "at most 256 items"),
+        ({"texts": "x"}, "body.texts should be a valid list"),
+        ({"texts": ["x", 5]}, r"body.texts\[1\] should be a valid string"),
+        ({"texts": ["x", " "]}, "The text 1 is empty; remove empty passages"),
+        ({"texts": ["\ud800"]}, "The text 0 contains a lone surrogate"),
+        ({"texts": ["x"], "only_look": 1}, "body.only_look should be a valid boolean"),
+        ({"blocks": [[1]]}, "body has"),
+        ([], "body should be an object"),
+    ],
+)
+def test_invalid_encode_bodies_are_refused(body: Any, expected: str) -> None:
+    with pytest.raises(ProtocolError, match=expected):
+        EncodeBody.from_dict(body)
 
 
 def test_only_the_first_of_many_errors_is_collected() -> None:
     with pytest.raises(ValueError) as refused:
-        EncodeBody(blocks=[["a"] * 1000] * 9)  # type: ignore[arg-type]
+        EncodeBody(texts=[5] * 200)  # type: ignore[arg-type]
     assert refused.value.error_count() <= 3  # type: ignore[attr-defined]
     with pytest.raises(ValueError) as refused:
         BlockPlan("complete", ["a"] * 9)  # type: ignore[arg-type]
@@ -293,16 +304,23 @@ def test_only_the_first_of_many_errors_is_collected() -> None:
 def test_a_body_of_many_unknown_fields_is_refused_before_it_is_validated() -> None:
     many = {f"field {number}": 1 for number in range(1000)}
     with pytest.raises(ProtocolError, match="body has 1001 fields, expected at most 100"):
-        EncodeBody.from_dict({"blocks": [[1]], **many})
+        EncodeBody.from_dict({"texts": ["x"], **many})
     with pytest.raises(ProtocolError, match="blockattn has 1003 fields, expected at most 100"):
         parse_plan(asked(**many), 6)
 
 
-@pytest.mark.parametrize("said", [INFO, BODY, ANSWER])
-def test_a_missing_field_is_refused(said: Any) -> None:
-    required = {"fingerprint", "models", "max_tokens", "namespace", "read_only", "blocks"}
-    for field in required & said.to_dict().keys():
-        fields = said.to_dict()
+@pytest.mark.parametrize("message", [INFO, ANSWER])
+def test_a_missing_field_is_refused(message: Any) -> None:
+    required = {"fingerprint", "models", "max_tokens", "namespace", "read_only", "passages"}
+    for field in required & message.to_dict().keys():
+        fields = message.to_dict()
         del fields[field]
         with pytest.raises(ProtocolError, match=f"has no field '{field}'; add it"):
-            type(said).from_dict(fields)
+            type(message).from_dict(fields)
+
+
+def test_a_marker_key_has_a_name_that_does_not_reveal_it() -> None:
+    name = marker_key_id()
+    assert name == marker_key_id()
+    assert len(name) == 16
+    assert marker_key().hex()[:16] != name

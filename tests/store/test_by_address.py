@@ -12,7 +12,6 @@ from blockattn_rag import BlockAttentionEngine
 from blockattn_rag.langchain import ChatBlockAttention
 from blockattn_rag.llama_index import BlockAttentionLLM, BlockKVTransform
 from blockattn_rag.model import BlockModel
-from tests.engines import local
 from tests.models import tiny_model, tiny_tokenizer
 
 TEXTS = ["Halden Tower is 214 metres high.", "It was built in 1931.", "How high is it?"]
@@ -62,9 +61,9 @@ def test_the_adapters_share_a_bucket_and_come_back_from_pickles(folder: Path, s3
     again([TextNode(text=TEXTS[0])])
     assert (again.stats.computed, again.stats.reused) == (0, 1)
     llm = BlockAttentionLLM(model_name=str(folder), kv_store=s3)
-    assert repr(local(llm.engine).store) == f"ObjectStore({s3!r})"
+    assert repr(llm.engine.store) == f"ObjectStore({s3!r})"
     chat = ChatBlockAttention(model=str(folder), kv_store=s3)
-    assert local(chat.engine).store.get(next(iter(local(llm.engine).store.keys()))) is not None
+    assert chat.engine.store.get(next(iter(llm.engine.store.keys()))) is not None
 
 
 def test_memory_store_is_not_shared_with_other_processes(folder: Path) -> None:

@@ -168,7 +168,9 @@ def _refusal(error: BlockAttnError) -> Response:
     statuses = {ProtocolError: 400, GrammarError: 400, SegmentationError: 400, MissError: 409}
     status = next((code for kind, code in statuses.items() if isinstance(error, kind)), 503)
     body = {"message": str(error), "type": type(error).__name__, "param": None, "code": status}
-    return JSONResponse({"error": body}, status_code=status)
+    # OpenAI's clients would retry a conflict.
+    headers = {"x-should-retry": "false"} if status < 500 else None
+    return JSONResponse({"error": body}, status_code=status, headers=headers)
 
 
 def counted(raw_request: Request, response: Response) -> Response:

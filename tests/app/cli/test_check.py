@@ -12,8 +12,8 @@ from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.model import BlockModel
 from blockattn_rag.server.profile import ModelProfile, profile_of
 from tests.app.cli.conftest import Command
+from tests.fake_server import FakeServer
 from tests.recipes import recipe_of
-from tests.server.client.fake_server import FakeServer
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def loaded(model: Path) -> BlockModel:
 def server(loaded: BlockModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeServer]:
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setenv("BLOCKATTN_RAG_API_KEY", "the-secret")
-    fake = FakeServer(loaded, api_key="the-secret", block_tuned=False)
+    fake = FakeServer(loaded, api_key="the-secret")
     with fake.listening():
         yield fake
 
@@ -68,48 +68,32 @@ def test_failed_row_exits_1(cli: Command, model: Path, monkeypatch: pytest.Monke
     assert cli("check", model, "--json").json["rows"][0]["budget"] is None
 
 
-def test_checks_server_against_its_model(cli: Command, server: FakeServer, model: Path) -> None:
-    output = cli("check", model, "--server", server.url)
+def test_a_server_is_asked_in_both_modes(cli: Command, server: FakeServer) -> None:
+    output = cli("check", "--server", server.url)
     assert output.status == 0, output.stderr
     assert output.stdout.startswith(server.url)
-    assert "block mode = local model" in output.stdout
+    assert "passages are reused in any order" in output.stdout
     assert "answers in block mode as it should; not block-fine-tuned" in output.stdout
-    assert "left in its store: 1 block of random tokens, at most" in output.stdout
+    report = cli("check", "--server", server.url, "--json").json
+    assert (report["server"], report["passed"]) == (server.url, True)
+    for mode in ("block", "full"):
+        assert report[mode] in output.stdout
     assert "the-secret" not in output.stdout
 
 
-def test_a_server_is_checked_by_its_tokenizer_alone(
-    cli: Command, server: FakeServer, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    command = ("check", "--server", server.url, "--tokenizer", model, "--json")
-    found = cli(*command).json
-    assert found["passed"]
-    assert (found["server"], found["left_blocks"]) == (server.url, 1)
-    server.marker = lambda _: None
-    refused = cli(*command)
-    assert refused.status == 1
-    assert "it was not computed in block mode" in refused.stderr
-
-
-def test_a_wrong_server_gives_status_1(
-    cli: Command, server: FakeServer, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(server, "page_key", lambda ids, _, salt: (tuple(ids), salt))
-    output = cli("check", "--server", server.url, "--tokenizer", model)
+def test_a_wrong_server_gives_status_1(cli: Command, server: FakeServer) -> None:
+    server.report = {"misses": 1}
+    output = cli("check", "--server", server.url)
     assert output.status == 1
     assert "does NOT answer in block mode as it should" in output.stdout
 
 
-def test_nothing_is_left_on_a_read_only_server(
-    cli: Command, server: FakeServer, model: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_read_only_server_is_checked_in_full_mode(
+    cli: Command, loaded: BlockModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server.info["read_only"] = server.read_only = True
-    output = cli("check", "--server", server.url, "--tokenizer", model)
-    assert output.status == 0
-    assert "answers in block mode as it should" in output.stdout
-    assert "left in its store" not in output.stdout
-    server.keeps = False
-    output = cli("check", "--server", server.url, "--tokenizer", model)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    with FakeServer(loaded, read_only=True).listening() as server:
+        output = cli("check", "--server", server.url)
     assert output.status == 0
     assert "block mode was not checked: the server is read-only" in output.stdout
 
@@ -137,9 +121,9 @@ def test_a_profile_without_a_folder_is_refused(cli: Command, model: Path, tmp_pa
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "expected a MODEL, or the address of a --server"),
-        (("bundled", "--tokenizer", "bundled"), "--tokenizer needs --server"),
-        (("--server", "http://127.0.0.1:9", "--tokenizer", "bundled"), "cannot reach http://127"),
+        ((), "Expected a MODEL, or the address of a --server; found neither"),
+        (("bundled", "--server", "http://gpu"), "or the address of a --server; found both"),
+        (("--server", "http://127.0.0.1:9"), "Cannot reach http://127"),
     ],
 )
 def test_refuses_other_arguments(cli: Command, arguments: tuple[str, ...], message: str) -> None:

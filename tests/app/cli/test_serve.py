@@ -19,8 +19,8 @@ from blockattn_rag.model import BlockModel
 from blockattn_rag.server.profile import profile_of
 from blockattn_rag.server.protocol import OPENAI
 from tests.app.cli.conftest import Command
+from tests.fake_server import FakeServer
 from tests.holding import LONGEST_S
-from tests.server.client.fake_server import FakeServer
 from tests.server.fake_vllm import FakeVllm, fake_vllm
 
 
@@ -100,7 +100,7 @@ def test_a_server_with_wrong_answers_is_stopped(
     cli: Command, server: FakeServer, vllm: FakeVllm, loaded: BlockModel, model: Path, port: int,
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(server, "page_key", lambda ids, _, salt: (tuple(ids), salt))
+    server.report = {"misses": 1}
     profile = tmp_path / "profile.json"
     profile_of(loaded).write(profile)
     output = cli("serve", model, "--store", tmp_path / "kv", "--profile", profile, "--port", port)

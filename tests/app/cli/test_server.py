@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from blockattn_rag.model import BlockModel
-from blockattn_rag.server.protocol import COMPLETIONS, ENCODE
+from blockattn_rag.server.protocol import ENCODE
 from tests.app.cli.conftest import Command
+from tests.fake_server import CHATS, FakeServer
 from tests.recipes import recipe_of
-from tests.server.client.fake_server import FakeServer
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def test_a_database_is_ingested_and_asked_through_a_server(
     assert found.status == 0, found.stderr
     assert found.json["answer"] == wanted.json["answer"]
     assert found.json["misses"] == wanted.json["misses"] == 0
-    assert len(server.bodies(COMPLETIONS)) == 1
+    assert len(server.bodies(CHATS)) == 1
     assert "the-secret" not in made.stdout + made.stderr + (db / "blockattn.json").read_text()
 
 
@@ -65,10 +65,10 @@ def test_another_recipe_than_the_servers_is_refused(
     assert cli(*asking).status == 0  # with the server's own recipe
     output = cli(*asking, "--recipe", recipe)
     assert output.status == 1
-    assert "found recipe head:4 + adapter" in " ".join(output.stderr.split())
+    assert "has its own, none; leave the recipe out" in " ".join(output.stderr.split())
     output = cli(*asking, "--recipe", "bos")
     assert output.status == 1
-    assert "found recipe bos, but" in output.stderr
+    assert "Found the recipe 'bos'" in output.stderr
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_reports_absent_server(cli: Command, model: Path, documents: Path, tmp_p
         "ingest", documents, "--db", db, "--model", model, "--server", "http://127.0.0.1:9"
     )
     assert output.status == 1
-    assert "cannot reach http://127.0.0.1:9" in output.stderr
+    assert "Cannot reach http://127.0.0.1:9" in output.stderr
     assert not (db / "blockattn.json").exists()
 
 

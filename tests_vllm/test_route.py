@@ -1,0 +1,157 @@
+"""The route gives the answers, blocks and counts of this package's own engine."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from blockattn_rag import BlockAttentionEngine, MemoryStore, ServerClient
+from blockattn_rag.errors import ServingError
+from blockattn_rag.prompts.blocks import Block
+from blockattn_rag.prompts.formats import BLANK_LINE
+from blockattn_rag.prompts.markers import segment, wrap
+from blockattn_rag.store import DirectoryStore
+from tests_vllm.reference import Reference
+from tests_vllm.server import COMPLETIONS, Answered, Server
+
+TOKENS = 24
+
+
+@pytest.fixture
+def server(team_server: Server) -> Server:
+    return team_server
+
+
+@pytest.fixture
+def local(reference: Reference) -> BlockAttentionEngine:
+    # It keeps no tails: what is asked again is computed again, as in the server's counts.
+    return BlockAttentionEngine(reference.model, MemoryStore(1 << 28), resident_bytes=0)
+
+
+def counts(answer: Answered) -> tuple[dict[str, Any], int]:
+    report = {name: value for name, value in answer.report.items() if name != "recipe"}
+    return report, answer.usage["completion_tokens"]
+
+
+def assert_same(answer: Answered, generation: Any) -> None:
+    assert (answer.tokens, answer.text) == (list(generation.token_ids), generation.text)
+    assert answer.reason == generation.finish_reason
+    stats = generation.stats
+    reuse = stats.reuse() if stats.mode == "block" else {}
+    assert counts(answer) == ({"mode": stats.mode, **reuse}, stats.generated_tokens)
+
+
+@pytest.mark.parametrize("mode", ["block", "full"])
+def test_answers_and_counts_are_those_of_the_local_engine(
+    reference: Reference, server: Server, local: BlockAttentionEngine, mode: Any
+) -> None:
+    for case in (reference.case(11), reference.case(12, records=2)):
+        for _ in range(2):
+            answer = server.ask(case.body(min_tokens=0, blockattn={"mode": mode}))
+            assert_same(answer, local.generate(case.prompt, mode=mode, max_new_tokens=TOKENS))
+    assert answer.report.get("misses", 0) == 0
+
+
+def test_text_of_users_stays_in_memory(
+    reference: Reference, server: Server, local: BlockAttentionEngine
+) -> None:
+    passages = reference.case(17).texts[1:4]
+    turn = "A turn of Ms Halden's own, which is nobody's business."
+    altered = wrap("Quote: a lake").replace("lake", "pond")
+    marked = f"Be brief.{''.join(map(wrap, passages))}{turn}{altered}Question: Who?\nAnswer:"
+    prompt = segment(marked, BLANK_LINE)
+    store = DirectoryStore(reference.folder / "remote")
+    before = {*store.keys()}
+    for misses in (6, 0, 0):
+        answer = server.ask({"prompt": marked, "max_tokens": TOKENS, "temperature": 0})
+        assert_same(answer, local.generate(prompt, max_new_tokens=TOKENS))
+        assert answer.report["misses"] == misses
+    new = [store.get(key) for key in {*store.keys()} - before]
+    ids = [
+        reference.model.tokenizer.block_ids(Block(text, BLANK_LINE), first=False)
+        for text in passages
+    ]
+    assert sorted(kv.token_ids.tolist() for kv in new if kv) == sorted(ids)
+
+
+@pytest.mark.parametrize("mode", ["block", "full"])
+def test_stop_strings_end_answers_where_they_do_in_process(
+    reference: Reference, server: Server, local: BlockAttentionEngine, mode: Any
+) -> None:
+    case = reference.case(15)
+    options: dict[str, Any] = {"mode": mode, "max_new_tokens": TOKENS}
+    whole = local.generate(case.prompt, **options)
+    stop = [whole.text[12:16]]
+    body = case.body(min_tokens=0, stop=stop, blockattn={"mode": mode})
+    for _ in range(2):
+        answer = server.ask(body)
+        expected = local.generate(case.prompt, stop=stop, **options)
+        assert (answer.text, answer.reason) == (whole.text[:12], "stop")
+        assert expected.text == answer.text
+    assert counts(answer)[0] == counts(server.ask(body))[0]
+    events = server.events(COMPLETIONS, body)
+    assert "".join(one["text"] for event in events for one in event["choices"]) == expected.text
+
+
+def test_streams_and_seeds_give_the_same_text(
+    reference: Reference, server: Server, local: BlockAttentionEngine
+) -> None:
+    case = reference.case(13)
+    whole = local.generate(case.prompt, max_new_tokens=TOKENS)
+    events = server.events(COMPLETIONS, case.body(min_tokens=0))
+    assert "".join(one["text"] for event in events for one in event["choices"]) == whole.text
+    sampled = case.body(temperature=1.0, seed=7)
+    assert server.ask(sampled).text == server.ask(sampled).text
+
+
+def test_many_questions_at_once(
+    reference: Reference, server: Server, local: BlockAttentionEngine
+) -> None:
+    cases = [reference.case(20 + number) for number in range(6)]
+    expected = [local.generate(case.prompt, max_new_tokens=12).text for case in cases]
+    with ThreadPoolExecutor(6) as threads:
+        bodies = [case.body(min_tokens=0, max_tokens=12) for case in cases]
+        assert [answer.text for answer in threads.map(server.ask, bodies)] == expected
+
+
+def test_a_stream_that_is_left_ends(reference: Reference, server: Server) -> None:
+    case = reference.case(14)
+    long = case.body(min_tokens=1500, max_tokens=1500, ignore_eos=True)
+    with closing(server.events(COMPLETIONS, long)) as events:
+        next(events)
+    until = time.monotonic() + 30
+    while server.counted("vllm:num_requests_running") and time.monotonic() < until:
+        time.sleep(0.1)
+    assert server.counted("vllm:num_requests_running") == 0
+    assert server.ask(case.body()).tokens
+
+
+def test_passages_are_encoded_once(server: Server, local: BlockAttentionEngine) -> None:
+    texts = [f"Passage {number} about a lake and a tower." for number in range(20)]
+    client = server.client()
+    found = client.encode(texts)
+    expected = local.precompute([Block(text, BLANK_LINE) for text in texts])
+    assert replace(found, seconds=0.0) == replace(expected, seconds=0.0)
+    assert client.encode(texts).reused == 20
+    assert client.is_stored(texts[3])
+    assert not client.is_stored("Another one.")
+
+
+def test_server_stores_in_its_namespace(reference: Reference, server: Server) -> None:
+    server.client().encode(["Of the team."])
+    block = Block("Of the team.", BLANK_LINE)
+    key = reference.key(reference.model.tokenizer.block_ids(block, first=False), "team")
+    assert key in DirectoryStore(reference.folder / "remote")
+
+
+def test_a_wrong_key_and_an_unknown_model_are_refused(server: Server) -> None:
+    with pytest.raises(ServingError, match="401"):
+        ServerClient(str(server.http.base_url), "wrong").encode(["A"])
+    response = server.post(COMPLETIONS, {"model": "another", "prompt": f"{wrap('A')}Q"})
+    assert response.status_code == 400
+    assert "expected one of bundled" in response.json()["error"]["message"]
