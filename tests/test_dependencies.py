@@ -35,7 +35,9 @@ EXTRA_OF = {
     "lab/trainer.py": "train",
     "lab/training": "train",
     "output": "structured",
-    "server/client": "serving",
+    "langchain/served.py": "serving",
+    "llama_index/served.py": "serving",
+    "server/client.py": "serving",
     "server/vllm": "vllm",
 }
 # Modules of packages that the gate does not install: the package to install, and who says so.

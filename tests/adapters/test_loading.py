@@ -64,15 +64,6 @@ def test_ingestion_loads_on_first_use(
     assert len(loads) == 1
 
 
-def test_servers_are_not_asked_when_a_model_is_created(
-    framework: Framework, loads: list[Any], port: int
-) -> None:
-    chat: Any = framework.chat(tuned_engine())
-    address = f"http://127.0.0.1:{port}/v1"  # where nothing listens
-    assert type(chat)(model_name="model", api_base=address).api_base == address
-    assert loads == []
-
-
 def test_named_models_survive_pickling(framework: Framework, saved: str, tmp_path: Path) -> None:
     options = {"mode": "full"}
     chat = framework.chat(saved, 3, kv_store=tmp_path / "kv", generate_kwargs=options)

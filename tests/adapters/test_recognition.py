@@ -20,10 +20,8 @@ from blockattn_rag.llama_index import (
 )
 from blockattn_rag.prompts.blocks import Block, BlockPrompt
 from blockattn_rag.prompts.formats import BLANK_LINE
-from blockattn_rag.server.client import RemoteEngine
 from blockattn_rag.store import DirectoryStore, MemoryStore, RedisStore
 from tests.engines import with_settings
-from tests.models import tiny_tokenizer
 
 TEXTS = [
     "The height of Halden Tower is 214 metres, and it was built in 1931.",
@@ -135,10 +133,6 @@ def test_a_read_only_engine_writes_no_index(bundled: BlockAttentionEngine, tmp_p
 
 @pytest.mark.parametrize("adapter", [BlockAttentionLLM, ChatBlockAttention])
 def test_what_cannot_recognize_is_refused(adapter: Any) -> None:
-    remote = RemoteEngine("http://127.0.0.1:9", "m", tokenizer=tiny_tokenizer())
-    for where in ({"model_name": "m", "api_base": "http://127.0.0.1:9"}, {"engine": remote}):
-        with pytest.raises(ValueError, match="recognize=True needs the model in this process"):
-            adapter(**where, recognize=True)
     store = RedisStore("redis://127.0.0.1:9/0")
     with pytest.raises(ValueError, match="cannot keep an index of passages"):
         adapter(model_name="bundled", kv_store=store, recognize=True)

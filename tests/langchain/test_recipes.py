@@ -21,7 +21,7 @@ MESSAGES = [("system", format_blocks(passages())), ("human", "Which?")]
 
 def test_the_constructors_have_few_arguments() -> None:
     own = {
-        "model", "engine", "kv_store", "recipe", "block_template", "base_url", "api_key",
+        "model", "engine", "kv_store", "recipe", "block_template",
         "model_kwargs", "max_tokens", "temperature", "stop", "recognize", "generate_kwargs",
     }  # fmt: skip
     own.add("streaming")  # which LangChain's suite requires
@@ -33,8 +33,8 @@ def test_the_constructors_have_few_arguments() -> None:
     }
     names = {"max_new_tokens": "max_tokens", "stop_sequences": "stop"}
     found = {names.get(name, name) for name in fields} - {"source"}
-    assert found | {"engine", "api_key"} == own
-    assert len(own) == 14
+    assert found | {"engine"} == own
+    assert len(own) == 12
 
 
 def test_an_answer_cache_separates_recipes_of_engines(chat: ChatBlockAttention) -> None:
