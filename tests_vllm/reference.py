@@ -14,7 +14,7 @@ from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.engine.results import Mode
 from blockattn_rag.kv.block_kv import BlockKV, store_key, token_digest
 from blockattn_rag.model import BlockModel, EncodeRequest
-from blockattn_rag.prompts.blocks import BlockPrompt, Keep
+from blockattn_rag.prompts.blocks import STORED, BlockPrompt, Keep
 from blockattn_rag.server.profile import ModelProfile, profile_of
 from blockattn_rag.server.protocol import BlockPlan
 from blockattn_rag.store import DirectoryStore
@@ -45,7 +45,7 @@ class Case(NamedTuple):
     @property
     def keep(self) -> tuple[Keep, ...]:
         """All blocks may be stored."""
-        return ("store",) * len(self.lengths)
+        return (STORED,) * len(self.lengths)
 
     @property
     def params(self) -> dict[str, Any]:

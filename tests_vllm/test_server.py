@@ -12,6 +12,7 @@ import pytest
 from vllm.logging_utils.dump_input import prepare_object_to_dump
 
 from blockattn_rag.check.server import check_server
+from blockattn_rag.prompts.blocks import PRIVATE, STORED
 from blockattn_rag.server.protocol import (
     CHAT_COMPLETIONS,
     COMPLETIONS,
@@ -198,8 +199,8 @@ def test_tenants_share_no_pages_in_full_mode(reference: Reference, server: Serve
 
 def test_private_is_per_tenant(reference: Reference, server: Server, store: DirectoryStore) -> None:
     case = reference.case(32)
-    keep = ["store", "private", *["store"] * (len(case.lengths) - 2)]
-    params = BlockPlan("complete", case.lengths, keep=keep).to_dict()  # type: ignore[arg-type]
+    keep = (STORED, PRIVATE, *[STORED] * (len(case.lengths) - 2))
+    params = BlockPlan("complete", case.lengths, keep=keep).to_dict()
     own = reference.key(case.blocks[1])
     for tenant, encoded in (("c", 6), ("c", 0), ("d", 6), ("d", 0)):
         asked = case.body(kv_transfer_params=params)

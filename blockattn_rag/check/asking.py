@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from blockattn_rag.errors import ProtocolError
 from blockattn_rag.model.sampling import Sampling
-from blockattn_rag.prompts.blocks import Keep, may_store
+from blockattn_rag.prompts.blocks import STORED, Keep
 from blockattn_rag.server.client.http import background
 from blockattn_rag.server.client.request import completion_body
 from blockattn_rag.server.client.server import Server
@@ -51,8 +51,7 @@ class Probe(NamedTuple):
         others = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
         ordinary = [one for one in range(tokenizer.vocab_size) if one not in others]
         *blocks, final = (source.choices(ordinary, k=n) for n in (*BLOCK_TOKENS, _FINAL_TOKENS))
-        keep: Keep = "store"
-        return cls(blocks, final, (keep,) * len(blocks))
+        return cls(blocks, final, (STORED,) * len(blocks))
 
     @property
     def ids(self) -> list[int]:
@@ -72,7 +71,7 @@ class Probe(NamedTuple):
     @property
     def stored(self) -> list[list[int]]:
         """The blocks that may be stored."""
-        return [ids for ids, word in zip(self.blocks, self.keep, strict=True) if may_store(word)]
+        return [ids for ids, keep in zip(self.blocks, self.keep, strict=True) if keep.is_stored]
 
 
 @dataclass(frozen=True, slots=True)

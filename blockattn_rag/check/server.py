@@ -21,7 +21,7 @@ from blockattn_rag.check.model import CheckReport, CheckRow, placed_context
 from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.model.block_model import BlockModel
 from blockattn_rag.model.sampling import Sampling
-from blockattn_rag.prompts.blocks import Keep
+from blockattn_rag.prompts.blocks import IN_MEMORY, PRIVATE, STORED
 from blockattn_rag.prompts.sinks import sink_ids
 from blockattn_rag.server.client.http import Client, RefusedError
 from blockattn_rag.server.client.server import Server
@@ -168,7 +168,7 @@ class _Blocks(NamedTuple):
 def _asked_in_blocks(asker: Asker, drawn: Probe, info: ServerInfo) -> tuple[Probe, _Blocks | None]:
     """Request the block-mode answers, with blocks kept in the server's memory if possible. Also
     returns the probe with the ``keep`` that was used."""
-    kept: tuple[Keep, ...] = ("memory" if info.read_only else "store", "memory", "private")
+    kept = (IN_MEMORY if info.read_only else STORED, IN_MEMORY, PRIVATE)
     encoded = found = None
     if not info.read_only:
         encoded = asker.first(drawn.blocks[0])
@@ -180,7 +180,7 @@ def _asked_in_blocks(asker: Asker, drawn: Probe, info: ServerInfo) -> tuple[Prob
         if error.status != 400 or "private_memory" not in str(error):
             raise
         if info.read_only:
-            return drawn._replace(keep=("memory",) * 3), None
+            return drawn._replace(keep=(IN_MEMORY,) * 3), None
         probe = drawn
         missed = asker.block(probe)
     return probe, _Blocks(

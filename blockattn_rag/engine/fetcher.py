@@ -132,7 +132,7 @@ class BlockFetcher:
         wanted = distinct(context)
         found = self._look_up(wanted.values())
         missing = [one for one in wanted.values() if one.name not in found]
-        passages = [one for one in missing if one.keep == "store"]
+        passages = [one for one in missing if one.keep.is_stored]
         if passages and self._on_miss == "error":
             raise MissError(
                 f"{len(passages)} of {len(context)} blocks are not in the store and "
@@ -252,11 +252,11 @@ class BlockFetcher:
     def _keep(self, kv: BlockKV, allowed: Keep) -> None:
         """Keep a computed block in the store if that is allowed, else in memory."""
         key = kv.key
-        if allowed == "store" or key in self._to_store:
+        if allowed.is_stored or key in self._to_store:
             self._store(kv)
             return
         self._cache.keep(key, kv)
-        if allowed == "memory":
+        if not allowed.is_private:
             if len(self._to_store) >= _MOST_TO_STORE:
                 self._to_store.clear()
             self._to_store.add(key)

@@ -10,7 +10,7 @@ from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.kv.block_kv import corrected_digest, store_key, token_digest
 from blockattn_rag.model import BlockModel
 from blockattn_rag.model.correction import Correction
-from blockattn_rag.prompts.blocks import Block, Keep, is_private, keep_of
+from blockattn_rag.prompts.blocks import Block, Keep, keep_of
 from blockattn_rag.prompts.sinks import NO_SINK, sink_ids
 from blockattn_rag.store.namespaces import Access
 
@@ -105,7 +105,7 @@ class BlockLookup:
     def _wanted(self, block: Block, first: bool, sink: str, adapter: Correction | None) -> Wanted:
         fingerprint = self._model.fingerprint
         keep = keep_of(block.origin)
-        namespaces = self._namespaces[is_private(keep)]
+        namespaces = self._namespaces[keep.is_private]
         ids = self._model.tokenizer.block_ids(block, first=first)
         before = self._sink_ids(sink)
         encoded = token_digest(ids, before)

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 
 from blockattn_rag.errors import LoadError, StoreError
 from blockattn_rag.kv.block_kv import BlockKV
-from blockattn_rag.prompts.blocks import Keep
 from blockattn_rag.server.keys import BlockId
 from blockattn_rag.server.profile import ModelProfile
 from blockattn_rag.server.shares import Share
@@ -19,12 +18,8 @@ from blockattn_rag.store.concurrency import Readers, check_seconds, deadline, ou
 
 logger = logging.getLogger("blockattn_rag")
 
-_MISSING: dict[Keep, str] = {
-    "store": "no reachable store has it",
-    "memory": "neither a reachable store nor this server's memory (private_memory) has it",
-    "private": "neither a reachable store nor this server's memory (private_memory) has it",
-    "private-store": "no reachable store has it",
-}
+_NOT_STORED = "no reachable store has it"
+_NOT_KEPT = "neither a reachable store nor this server's memory (private_memory) has it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +151,11 @@ class BlockLoader:
         if not remaining(until):
             raise StoreError("other loads took all the time until the deadline")
         found = self._look_up_kept(blocks)
-        missing = {one.place: _MISSING[one.keep] for one in blocks if one.place not in found}
+        missing = {
+            block.place: _NOT_STORED if block.keep.is_stored else _NOT_KEPT
+            for block in blocks
+            if block.place not in found
+        }
         damaged: list[str] = []
         for turn in range(max((len(one.keys) for one in blocks), default=0)):
             asked = [one for one in blocks if one.place in missing and turn < len(one.keys)]

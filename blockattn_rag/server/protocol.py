@@ -29,7 +29,7 @@ from pydantic.dataclasses import dataclass
 
 from blockattn_rag.engine.outline import RecipeOutline
 from blockattn_rag.errors import ProtocolError
-from blockattn_rag.prompts.blocks import Keep
+from blockattn_rag.prompts.blocks import PRIVATE, Keep
 from blockattn_rag.prompts.recognition import HEX_DIGITS, from_hex
 from blockattn_rag.server.validation import (
     STRICT,
@@ -155,7 +155,7 @@ class EncodeBody:
     @property
     def keep(self) -> Keep:
         """Where the blocks may be kept."""
-        return "private-store" if self.private else "store"
+        return Keep(self.private, is_stored=True)
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to a JSON object without fields that have default values."""
@@ -202,7 +202,7 @@ class BlockPlan:
             with the blocks, and at least one token follows. ``encode``: one block at the end of the
             prompt.
         namespace: Namespace of the blocks, see ``store.namespaces``.
-        keep: Where each block may be kept. Default: ``private`` for all, so that the KV of text
+        keep: Where each block may be kept. Default: ``PRIVATE`` for all, so that the KV of text
             that a client did not mark as a passage never reaches the store.
         opens_prompt: For ``encode``: whether the block opens a prompt, and so is encoded without
             sink and adapter.
@@ -236,8 +236,7 @@ class BlockPlan:
         blocks = len(info.data.get("lengths", keep))
         if len(keep) not in (0, blocks):
             raise ValueError(f"expected one item for each of {blocks} blocks, found {len(keep)}")
-        private: Keep = "private"
-        return keep or (private,) * blocks
+        return keep or (PRIVATE,) * blocks
 
     @property
     def context_tokens(self) -> int:
@@ -266,8 +265,8 @@ class BlockPlan:
             ValueError: The namespace is not the default one, and there is no secret.
         """
         fields: dict[str, Any] = {"v": VERSION, "op": self.op, "lengths": list(self.lengths)}
-        if {*self.keep} != {"private"}:
-            fields["keep"] = list(self.keep)
+        if {*self.keep} != {PRIVATE}:
+            fields["keep"] = [[*keep] for keep in self.keep]
         if self.opens_prompt:
             fields["opens_prompt"] = True
         if secret is not None:

@@ -14,6 +14,7 @@ import torch
 
 from blockattn_rag.errors import CorruptEntryError, LoadError, StoreError
 from blockattn_rag.kv.block_kv import BlockKV, token_digest
+from blockattn_rag.prompts.blocks import IN_MEMORY, PRIVATE, STORED
 from blockattn_rag.server.keys import BlockId, block_keys
 from blockattn_rag.server.loader import BlockLoader, LoaderStats
 from blockattn_rag.server.protocol import BlockPlan
@@ -27,7 +28,7 @@ from tests.store.kvs import make_kv, same
 PROFILE = make_profile(vocab_size=1000)
 WHOLE = Share.of(PROFILE)
 PROMPT = [1, 2, 3, 4, 5, 4, 5, 9]
-PLAN = BlockPlan("complete", (3, 2, 2), "tenant", ("store",) * 3)
+PLAN = BlockPlan("complete", (3, 2, 2), "tenant", (STORED,) * 3)
 BLOCKS = block_keys(PROMPT, PLAN, PROFILE, ["shared"])
 
 
@@ -148,7 +149,7 @@ def test_a_quantised_block_is_of_the_model_s_shape(loader: Make) -> None:
 # -- what may not be stored ---------------------------------------------------------------------
 
 KEPT = block_keys(
-    PROMPT, BlockPlan("complete", (3, 2, 2), "tenant", ("memory", "private", "store")), PROFILE
+    PROMPT, BlockPlan("complete", (3, 2, 2), "tenant", (IN_MEMORY, PRIVATE, STORED)), PROFILE
 )
 
 
@@ -156,7 +157,7 @@ def test_private_blocks_come_from_memory_only(loader: Make) -> None:
     store, kept = Scripted(), MemoryStore(1 << 20)
     for block in KEPT:
         kv = kv_of(block, block.namespaces[0])
-        (store if block.keep == "store" else kept).put(kv.key, kv)
+        (store if block.keep == STORED else kept).put(kv.key, kv)
     found = loader(store, kept=kept).start(KEPT).result()
     assert [kv.namespace for kv in found] == ["tenant", "tenant/private", "tenant"]
     assert store.asked == [[KEPT[2].key]]

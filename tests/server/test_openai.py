@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from blockattn_rag.engine.outline import RecipeOutline
 from blockattn_rag.errors import ProtocolError
-from blockattn_rag.prompts.blocks import BlockPrompt
+from blockattn_rag.prompts.blocks import IN_MEMORY, STORED, BlockPrompt
 from blockattn_rag.prompts.formats import CHAT, Passage
 from blockattn_rag.prompts.markers import wrap
 from blockattn_rag.prompts.recognition import PassageMatcher, entries_of
@@ -58,7 +58,7 @@ def test_documents_give_the_tokens_and_cuts_of_a_prompt_in_process() -> None:
     found = rendered(body)
     lengths = tuple(len(ids) for ids in expected.context)
     assert found.token_ids == expected.flat
-    assert found.plan == BlockPlan("complete", lengths, keep=("memory", "store", "store"))
+    assert found.plan == BlockPlan("complete", lengths, keep=(IN_MEMORY, STORED, STORED))
     full = rendered({**body, "blockattn": {"mode": "full"}})
     assert full == (expected.flat, None)
 

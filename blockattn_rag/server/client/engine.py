@@ -28,7 +28,7 @@ from blockattn_rag.engine.protocol import blocks_to_encode
 from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.engine.results import Generation, GenerationChunk
 from blockattn_rag.model.sampling import room_for
-from blockattn_rag.prompts.blocks import Block, BlockPrompt, is_private, keep_of
+from blockattn_rag.prompts.blocks import Block, BlockPrompt, keep_of
 from blockattn_rag.prompts.recognition import entries_of, to_hex
 from blockattn_rag.server.client.http import API_KEY_VARIABLE, Client, background
 from blockattn_rag.server.client.ingest import ToEncode, batches, precompute
@@ -241,7 +241,7 @@ class RemoteEngine:
         keep = keep_of(block.origin, on_purpose=True)
         is_passage = block.origin == "passage" and not first
         entry = "".join(to_hex(entries_of([block.text]))) if is_passage else ""
-        return ToEncode(self.model.tokenised(block, first).ids, is_private(keep), entry)
+        return ToEncode(self.model.tokenised(block, first).ids, keep.is_private, entry)
 
     def _pending(
         self, prompt: LatePrompt, given: Mapping[str, Any], gate: asyncio.Semaphore | None = None

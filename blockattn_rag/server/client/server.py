@@ -21,7 +21,7 @@ from blockattn_rag.errors import MissError, ServingError
 from blockattn_rag.kv.block_kv import token_digest
 from blockattn_rag.model.loading import load_tokenizer
 from blockattn_rag.model.sampling import room_for
-from blockattn_rag.prompts.blocks import Block, BlockPrompt, Keep, keep_of
+from blockattn_rag.prompts.blocks import IN_MEMORY, STORED, Block, BlockPrompt, Keep, keep_of
 from blockattn_rag.prompts.tokenization import BlockTokenizer
 from blockattn_rag.server.client.http import Client, PassingError, RefusedError, background
 from blockattn_rag.server.client.ingest import outcome_lengths
@@ -250,9 +250,9 @@ class Server:
         again = [digest in self._used for digest in digests]
         if len(self._used) >= _MOST_USED:
             self._used.clear()
-        self._used |= {one for one, keep in zip(digests, keeps, strict=True) if keep == "memory"}
+        self._used |= {one for one, keep in zip(digests, keeps, strict=True) if keep == IN_MEMORY}
         return tuple(
-            "store" if keep == "memory" and used else keep
+            STORED if keep == IN_MEMORY and used else keep
             for keep, used in zip(keeps, again, strict=True)
         )
 
@@ -297,7 +297,7 @@ class Server:
         """Raise MissError if a passage of the prompt is not stored."""
         missing: list[Block] = []
         for at, (block, tokenised) in enumerate(zip(prompt.blocks, prompt.context, strict=True)):
-            if keep_of(block.origin) == "store":
+            if keep_of(block.origin).is_stored:
                 body = EncodeBody((tuple(tokenised.ids),), opens_prompt=at == 0)
                 missing += [block] * await self.count_missing(body)
         if missing:

@@ -27,7 +27,6 @@ from blockattn_rag.kv.context import Context, place
 from blockattn_rag.model import BlockModel, EncodeRequest
 from blockattn_rag.model.sampling import Sampling
 from blockattn_rag.output.grammar import parse_grammar
-from blockattn_rag.prompts.blocks import may_store
 from blockattn_rag.prompts.recognition import from_hex
 from blockattn_rag.server.keys import BlockId, block_keys
 from blockattn_rag.server.profile import profile_of
@@ -215,7 +214,7 @@ class FakeServer:
 
     def _found(self, one: BlockId) -> BlockKV | None:
         kept = self.kept.get(one.key)
-        if kept is not None and may_store(one.keep) and not self.read_only:
+        if kept is not None and one.keep.is_stored and not self.read_only:
             self.store.put(one.key, kept)
         return kept or self.store.get(one.key)
 
@@ -223,12 +222,12 @@ class FakeServer:
         encoded, found = [], []
         for one in block_keys(ids, plan, self.profile):
             kv = self._found(one)
-            if kv is None and may_store(one.keep) and self.read_only:
+            if kv is None and one.keep.is_stored and self.read_only:
                 raise RefusalError(409, "the server is read-only")
-            if kv is None and not may_store(one.keep) and not self.keeps:
+            if kv is None and not one.keep.is_stored and not self.keeps:
                 raise RefusalError(400, "raise private_memory in the connector's options")
             if kv is None:
-                store = self.store if may_store(one.keep) else self.kept
+                store = self.store if one.keep.is_stored else self.kept
                 kv = self._encoded(one, not one.place, store)
                 encoded.append(kv.num_tokens)
             found.append(kv)

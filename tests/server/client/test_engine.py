@@ -16,7 +16,7 @@ from blockattn_rag.engine.protocol import Engine
 from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.engine.results import Generation, GenerationChunk
 from blockattn_rag.errors import ContextOverflowError, MissError, ProtocolError, ServingError
-from blockattn_rag.prompts.blocks import Block, BlockPrompt, Span
+from blockattn_rag.prompts.blocks import IN_MEMORY, PRIVATE, STORED, Block, BlockPrompt, Keep, Span
 from blockattn_rag.server.client import RemoteEngine
 from blockattn_rag.server.protocol import COMPLETIONS, ENCODE, INFO
 from tests.engines import with_settings
@@ -498,8 +498,8 @@ def test_stores_what_a_local_does(serve: Serve, block_model: BlockModel, tmp_pat
     spans = [("Be brief. ", "system"), ("Earlier turn.", "conversation"), (A, "altered")]
     head, turn, altered = (Block.of([Span(text, origin)]) for text, origin in spans)  # type: ignore[arg-type]
     context = (head, Block(A), turn, altered, Block(B))
-    expected: list[tuple[str, ...]] = [("memory", "store", "private", "private", "store")]
-    expected += [("store", *expected[0][1:])] * 2  # a system message that comes again
+    expected: list[tuple[Keep, ...]] = [(IN_MEMORY, STORED, PRIVATE, PRIVATE, STORED)]
+    expected += [(STORED, *expected[0][1:])] * 2  # a system message that comes again
     finals = ("1", "2", "3")  # no final block begins like another: no tail is taken
     for final, stored, keep in zip(finals, (2, 3, 3), expected, strict=True):
         prompt = BlockPrompt(context, final)
@@ -507,7 +507,7 @@ def test_stores_what_a_local_does(serve: Serve, block_model: BlockModel, tmp_pat
         assert sorted(here.keys()) == sorted(there.keys())
         assert len(list(there.keys())) == stored
         (told,) = server.bodies(COMPLETIONS)[-1]["kv_transfer_params"].values()
-        assert tuple(told["keep"]) == keep
+        assert told["keep"] == [[*one] for one in keep]
     for one in engines:
         assert not one.contains(turn)
         one.encode([turn])  # on purpose
