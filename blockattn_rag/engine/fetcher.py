@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import compress
 from typing import Literal, NamedTuple
-from weakref import WeakSet
 
+from blockattn_rag.engine.block_cache import BlockCache
 from blockattn_rag.engine.lookup import PLAIN, BlockLookup, Name, Wanted, distinct
 from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.errors import MissError, StoreError, StoreUnavailableError
@@ -16,8 +16,8 @@ from blockattn_rag.kv.block_kv import BlockKV, joined_handles, store_key
 from blockattn_rag.kv.quantization import KVDtype, check_kv_dtype
 from blockattn_rag.model import BlockModel, EncodeRequest
 from blockattn_rag.prompts.blocks import Block, Keep
-from blockattn_rag.store.base import Found, KVStore, is_damage
-from blockattn_rag.store.device_cache import DeviceCache, with_device_cache
+from blockattn_rag.store.base import KVStore, is_damage
+from blockattn_rag.store.find_blocks import find_blocks
 from blockattn_rag.store.namespaces import OPEN, Access
 from blockattn_rag.store.passage_index import PassageIndex
 
@@ -92,12 +92,8 @@ class BlockFetcher:
         self._model = model
         self._on_miss = check_on_miss(on_miss)
         self.wanted = BlockLookup(model, access).wanted
-        self._cache = (
-            DeviceCache(store, resident_bytes or 1)  # a store in memory stays unchanged too
-            if access.read_only
-            else with_device_cache(store, resident_bytes)
-        )
-        self._checked: WeakSet[BlockKV] = WeakSet()  # blocks never change, so one check is enough
+        self._cache = BlockCache(store, resident_bytes, read_only=access.read_only)
+        self._outline = model.profile.token_outline
         # Keys of blocks to store when they are next computed or used: system messages that were
         # used once, and damaged entries of any origin.
         self._to_store: set[str] = set()
@@ -130,7 +126,7 @@ class BlockFetcher:
             MissError: a passage is not stored, and ``on_miss`` is ``"error"``.
         """
         wanted = distinct(context)
-        found = self._look_up(wanted.values())
+        found = self._look_up([*wanted.values()])
         missing = [one for one in wanted.values() if one.name not in found]
         passages = [one for one in missing if one.keep.is_stored]
         if passages and self._on_miss == "error":
@@ -178,11 +174,8 @@ class BlockFetcher:
         if one.adapter is None:
             return None
         key = store_key(self._model.fingerprint, one.encoded_digest, one.namespaces[0])
-        try:
-            if (stored := self.store.get(key)) is not None:
-                self._check(stored, key, one.ids)
-        except StoreError:  # logged when this entry itself is requested
-            return None
+        plain = one._replace(keys=(key,))
+        (stored,), _ = find_blocks([plain], self.store.get_many, self._outline)
         if stored is None or stored.scales is not None:  # int8 values would be rounded twice
             return None
         return stored.to(self._model.device)
@@ -196,58 +189,32 @@ class BlockFetcher:
         handle, namespace = joined_handles(one.handles), one.namespaces[0]
         return replace(encoded, digest=one.digest, handle=handle, namespace=namespace)
 
-    def _look_up(self, wanted: Collection[Wanted]) -> dict[Name, BlockKV]:
+    def _look_up(self, wanted: Sequence[Wanted]) -> dict[Name, BlockKV]:
         """Read the blocks that are stored. Returns them by name, on the model's device."""
+        stored, errors = find_blocks(wanted, self._cache.get_many, self._outline)
         found: dict[Name, BlockKV] = {}
-        device = self._model.device
-        for place in range(1 + len(self.access.read_namespaces)):
-            asked = [one for one in wanted if one.name not in found and place < len(one.keys)]
-            keys = [one.keys[place] for one in asked]
-            answers = self._cache.get_many(keys) if keys else []
-            for one, key, answer in zip(asked, keys, answers, strict=True):
-                if (kv := self._sound(answer, key, one)) is None:
-                    continue
-                if kv.device != device:
-                    kv = kv.to(device)
-                    self._cache.keep(key, kv)
-                found[one.name] = kv
+        for one, kv in zip(wanted, stored, strict=True):
+            for key in one.keys:
+                if key in errors:
+                    self._note_error(one, errors[key])
+            if kv is None:
+                continue
+            if kv.key in self._to_store:
+                self._store(kv)
+            if kv.device != self._model.device:
+                key, kv = kv.key, kv.to(self._model.device)
+                self._cache.keep(key, kv)
+            found[one.name] = kv
         return found
 
-    def _sound(self, answer: Found, key: str, one: Wanted) -> BlockKV | None:
-        """The block that the store returned, if it is the requested one. Bad entries are misses."""
-        try:
-            if isinstance(answer, StoreError):
-                raise answer
-            if answer is not None:
-                self._check(answer, key, one.ids)
-        except StoreError as error:
-            is_bad = isinstance(answer, BlockKV) or is_damage(answer)
+    def _note_error(self, one: Wanted, error: StoreError) -> None:
+        """Log an entry that cannot be used. A bad one is overwritten."""
+        if not is_damage(error):  # an unavailable store may have no entry to overwrite
+            done = "the store is tried again next time"
+        else:
             done = "kept in memory" if self.access.read_only else "the entry is overwritten"
-            done = done if is_bad else "the store is tried again next time"
-            logger.warning("%s. The block is computed again and %s.", error, done)
-            if is_bad:  # an unavailable store may have no entry to overwrite
-                self._to_store.add(one.key)
-            return None
-        if answer is not None and key in self._to_store:
-            self._store(answer)
-        return answer
-
-    def _check(self, kv: BlockKV, key: str, ids: list[int]) -> None:
-        """Raise ``StoreError`` if a block is not the requested one."""
-        if kv.key != key:
-            raise StoreError(
-                f"The store entry {key} belongs to another block or another model (found digest "
-                f"{kv.digest[:12]}, fingerprint {kv.fingerprint[:12]})"
-            )
-        if kv in self._checked:
-            return
-        if kv.token_ids.tolist() != ids:
-            raise StoreError(f"The store entry {key} contains the KV of other tokens")
-        if not self._model.could_have_computed(kv):
-            raise StoreError(
-                f"The store entry {key} has keys and values whose shape does not fit this model"
-            )
-        self._checked.add(kv)
+            self._to_store.add(one.key)
+        logger.warning("%s. The block is computed again and %s.", error, done)
 
     def _keep(self, kv: BlockKV, allowed: Keep) -> None:
         """Keep a computed block in the store if that is allowed, else in memory."""

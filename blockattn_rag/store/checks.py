@@ -10,9 +10,12 @@ from typing import NamedTuple, TypeGuard
 import torch
 from torch import Tensor
 
-from blockattn_rag.errors import StoreError
+from blockattn_rag.errors import FingerprintMismatchError, StoreError
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.kv.quantization import STEPS, KVScales
+
+Outline = tuple[tuple[int, int, torch.dtype], ...]
+"""``BlockKV.token_outline``: heads, head size and dtype of each layer's keys, then values."""
 
 DTYPES = {
     "F64": torch.float64,
@@ -73,6 +76,33 @@ def check_storable(kv: BlockKV) -> None:
     check_states(kv.token_ids, kv.keys, kv.values, quantised=kv.scales is not None)
     if kv.scales is not None:
         _check_scales(kv, kv.scales)
+
+
+def check_block(kv: BlockKV, key: str, token_ids: Sequence[int], outline: Outline) -> None:
+    """Check that a block that was read is the requested one.
+
+    Args:
+        key: Key that it was read under.
+        token_ids: Requested tokens.
+        outline: ``BlockKV.token_outline`` of the model's blocks.
+
+    Raises:
+        FingerprintMismatchError: It is another block.
+    """
+    if kv.key != key:
+        raise FingerprintMismatchError(
+            f"The store has another block under {key} (found digest {kv.digest[:12]}, fingerprint "
+            f"{kv.fingerprint[:12]})"
+        )
+    if kv.token_ids.tolist() != [*token_ids]:
+        raise FingerprintMismatchError(
+            f"The store has the keys and values of other tokens under {key}"
+        )
+    if kv.token_outline != outline:
+        raise FingerprintMismatchError(
+            f"The store has keys and values of another shape or dtype under {key} than this model; "
+            "a disk tier belongs to one rank of one model"
+        )
 
 
 def is_finite(kv: BlockKV) -> bool:

@@ -203,16 +203,11 @@ class WriteQueue(_ForkAware):
         key: str,
         kv: BlockKV,
         write: Callable[[str, BlockKV], object],
-        wait_s: float = 0.0,
-        *,
-        unless_waiting: bool = False,
     ) -> bool:
         """Queue ``write(key, kv)``, replacing any queued write of this key.
 
         Args:
             write: Function that writes the block. Must not raise.
-            wait_s: Seconds to wait for room.
-            unless_waiting: Keep an already queued write of this key instead of replacing it.
 
         Returns:
             False if the queue is full or closed: the block will not be written.
@@ -220,9 +215,6 @@ class WriteQueue(_ForkAware):
         kv = kv.to(torch.device("cpu"))
         queued = _Write(kv, write)
         with self._changed:
-            if unless_waiting and key in self._waiting:
-                return True
-            self._changed.wait_for(lambda: self._closed or self._has_room(kv.nbytes), wait_s)
             if self._closed or not self._has_room(kv.nbytes):
                 return False
             try:
@@ -233,12 +225,6 @@ class WriteQueue(_ForkAware):
             self._bytes += kv.nbytes
         return True
 
-    def pending(self, key: str) -> BlockKV | None:
-        """Return the block of a queued or running write, or None."""
-        with self._changed:
-            write = self._waiting.get(key)
-            return None if write is None else write.kv
-
     def discard(self, key: str) -> bool:
         """Cancel a queued write. Returns whether there was one."""
         with self._changed:
@@ -248,10 +234,6 @@ class WriteQueue(_ForkAware):
         """Wait until the queue is empty, at most ``wait_s`` seconds. Returns whether it is."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._bytes, wait_s)
-
-    @property
-    def is_closed(self) -> bool:
-        return self._closed
 
     def close(self) -> None:
         """Write the queued blocks, and accept no more."""

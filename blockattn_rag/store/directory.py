@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import itertools
 import json
 import os
@@ -120,7 +119,7 @@ class DirectoryStore(MaintainedStore):
 
     def get_many(self, keys: Sequence[str]) -> list[Found]:
         """Read several entries concurrently."""
-        return self._at_once(self._found, keys)
+        return self._at_once(self._get_or_error, keys)
 
     def peek(self, key: str) -> BlockKV | None:
         return self._load(key, use=False)
@@ -185,19 +184,15 @@ class DirectoryStore(MaintainedStore):
         return (path.stem for path in self._names() if _is_entry(path))
 
     def entries(self) -> Iterator[StoredEntry]:
-        """All entries that are regular files. The time of use is the file's modification time: of
-        its last write, touch, or read (recorded once a minute)."""
+        """All entries. The time of use is the file's modification time: of its last write, touch,
+        or read (recorded once a minute)."""
         for path in self._names():
-            if _is_entry(path) and (status := _status(path)) is not None:
-                yield StoredEntry(path.stem, status.st_size, status.st_mtime_ns)
-
-    def listed(self) -> Iterator[tuple[str, int | None]]:
-        for key in self.keys():
-            try:
-                status = _status(self.entry_path(key))
-            except StoreError:  # reading the entry reports why
-                status = None
-            yield key, None if status is None else status.st_mtime_ns
+            if _is_entry(path):
+                with files.explained("look at", path):
+                    status = files.status_of(path)
+                if status is not None:
+                    nbytes = status.st_size if stat.S_ISREG(status.st_mode) else 0
+                    yield StoredEntry(path.stem, nbytes, status.st_mtime_ns)
 
     def stats(self) -> StoreStats:
         sizes = [entry.nbytes for entry in self.entries()]
@@ -329,19 +324,6 @@ class DirectoryStore(MaintainedStore):
 
 def _is_entry(path: Path) -> bool:
     return path.suffix == _SUFFIX and is_key(path.stem) and path.stem[:2] == path.parent.name
-
-
-def _status(path: Path) -> os.stat_result | None:
-    """Status of a regular file. None if it was deleted since it was listed, or is not a regular
-    file."""
-    with files.explained("look at", path):
-        try:
-            status = path.stat()
-        except OSError as error:
-            if error.errno in (errno.ENOENT, errno.ELOOP):  # deleted; a link to itself
-                return None
-            raise
-    return status if stat.S_ISREG(status.st_mode) else None
 
 
 def _read_header(path: Path, file: FileIO) -> Header:

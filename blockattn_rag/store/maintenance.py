@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from blockattn_rag.errors import StoreError
-from blockattn_rag.store.base import EntryInfo, MaintainedStore, age_s, is_damage
+from blockattn_rag.store.base import EntryInfo, MaintainedStore, StoredEntry, age_s, is_damage
 from blockattn_rag.store.namespaces import is_of
 
 T = TypeVar("T")
@@ -180,11 +180,11 @@ def verify(
     skipped = 0
     damaged, unread = Tally(), Tally()
 
-    def wanted() -> Iterator[tuple[str, int | None]]:
+    def sampled() -> Iterator[StoredEntry]:
         nonlocal skipped
-        for listed in store.listed():
-            if chosen(listed[0]):
-                yield listed
+        for entry in store.entries():
+            if chosen(entry.key):
+                yield entry
             else:
                 skipped += 1
 
@@ -194,7 +194,7 @@ def verify(
             found(one.key, one.reason)
 
     check = partial(_check, store, delete_damaged)
-    totals = _added_up(_at_once(check, wanted(), _WHOLE_AT_ONCE), note, progress)
+    totals = _added_up(_at_once(check, sampled(), _WHOLE_AT_ONCE), note, progress)
     leftovers = Tally()
     for path in store.leftovers():
         leftovers.add(str(path), "temporary file")
@@ -210,11 +210,9 @@ def verify(
     )
 
 
-def _check(
-    store: MaintainedStore, delete_damaged: bool, listed: tuple[str, int | None]
-) -> _Verdict:
+def _check(store: MaintainedStore, delete_damaged: bool, entry: StoredEntry) -> _Verdict:
     """Read an entry, and delete it if it is damaged and ``delete_damaged``."""
-    key, used_ns = listed
+    key = entry.key
     try:
         if store.peek(key) is not None and (info := store.describe(key)):
             return _Verdict(key, "ok", info.nbytes)
@@ -225,8 +223,8 @@ def _check(
             return _Verdict(key, "unread", reason=reason)
     if not delete_damaged:
         return _Verdict(key, "damaged", reason=reason)
-    try:  # only a regular file has a time of use
-        deleted = store.delete(key) if used_ns is None else store.discard(key, used_ns)
+    try:
+        deleted = store.discard(key, entry.used_ns)
     except StoreError as error:
         return _Verdict(key, "damaged", reason=reason, error=str(error))
     return _Verdict(key, "deleted" if deleted else "damaged", reason=reason)

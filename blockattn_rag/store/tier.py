@@ -14,6 +14,7 @@ from blockattn_rag.errors import StoreError, StoreUnavailableError
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.store.base import Found, KVStore, TierStats, is_damage
 from blockattn_rag.store.concurrency import Readers, check_seconds, deadline, outcome
+from blockattn_rag.store.memory import MemoryStore
 
 logger = logging.getLogger("blockattn_rag")
 
@@ -83,7 +84,7 @@ class Tier:
 
     def __init__(self, store: KVStore, deadline_s: float, breaker: CircuitBreaker) -> None:
         self.store = store
-        self.is_resident = store.is_resident
+        self.is_in_memory = isinstance(store, MemoryStore)
         self._deadline_s = deadline_s
         self._breaker = breaker
         self._readers = Readers(_READERS, "blockattn-rag-tier")
@@ -120,7 +121,7 @@ class Tier:
         Raises:
             StoreError: The store failed, the deadline passed, or the breaker is open.
         """
-        if self.is_resident:
+        if self.is_in_memory:
             return self._guarded(question, entries)
         until = deadline(self._deadline_s)
         doing = f"ask {self._stats.name}"

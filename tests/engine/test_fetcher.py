@@ -292,7 +292,7 @@ def test_resident_is_lru(
 ) -> None:
     store = DirectoryStore(tmp_path / "kv")
     fetcher = BlockFetcher(model, store, 1 << 26)
-    monkeypatch.setattr("blockattn_rag.store.device_cache._TOUCH_EVERY_S", 0.0)
+    monkeypatch.setattr("blockattn_rag.engine.block_cache._REPORT_EVERY_S", 0.0)
     fetch(fetcher, [D, A])  # both are kept in memory too
     for path in tmp_path.rglob("*.safetensors"):
         os.utime(path, (0, time.time() - 200))
