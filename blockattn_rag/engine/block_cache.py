@@ -10,7 +10,7 @@ from contextlib import suppress
 
 from blockattn_rag.errors import StoreError, StoreUnavailableError
 from blockattn_rag.kv.block_kv import BlockKV
-from blockattn_rag.store.base import Found, KVStore
+from blockattn_rag.store.base import KVStore, ReadResult
 from blockattn_rag.store.memory import MemoryStore
 
 logger = logging.getLogger("blockattn_rag")
@@ -44,11 +44,11 @@ class BlockCache:
         self._reported_s: dict[str, float] = {}  # last use of each block that the store recorded
         self._failed_s = -math.inf  # last failure to report a use
 
-    def get_many(self, keys: Sequence[str]) -> list[Found]:
+    def get_many(self, keys: Sequence[str]) -> list[ReadResult]:
         """Read several entries. One call to the store reads the ones that are not cached."""
         if self._cached is None:
             return self._store.get_many(keys)
-        entries: dict[str, Found] = {key: self._cached.get(key) for key in keys}
+        entries: dict[str, ReadResult] = {key: self._cached.get(key) for key in keys}
         for key, kv in entries.items():
             if kv is not None:
                 self._report_use(key)

@@ -13,7 +13,7 @@ from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.server.keys import BlockId
 from blockattn_rag.server.profile import ModelProfile
 from blockattn_rag.server.shares import Share
-from blockattn_rag.store.base import Found, KVStore, TierStats, is_damage
+from blockattn_rag.store.base import KVStore, ReadResult, TierStats, is_damage
 from blockattn_rag.store.concurrency import Readers, check_seconds, deadline, outcome, remaining
 from blockattn_rag.store.find_blocks import find_blocks
 from blockattn_rag.store.memory import MemoryStore
@@ -151,7 +151,7 @@ class BlockLoader:
         if not remaining(until):
             raise StoreError("other loads took all the time until the deadline")
 
-        def get_many(keys: Sequence[str]) -> Sequence[Found]:
+        def get_many(keys: Sequence[str]) -> Sequence[ReadResult]:
             read = self._readers.start(self.store.get_many, keys)
             return outcome(read, until, f"ask {self.store!r}")
 

@@ -13,7 +13,7 @@ from blockattn_rag.errors import CorruptEntryError, FingerprintMismatchError, St
 from blockattn_rag.kv.block_kv import BlockKV, joined_handles, split_handles
 from blockattn_rag.store.header import Header
 
-Found: TypeAlias = BlockKV | StoreError | None
+ReadResult: TypeAlias = BlockKV | StoreError | None
 """Result of reading one of several entries: the entry, None if it does not exist, or the StoreError
 that ``get`` would raise. Errors are returned, so that one bad entry does not hide the others."""
 
@@ -124,11 +124,11 @@ class KVStore(ABC):
             raise entry
         return entry
 
-    def get_many(self, keys: Sequence[str]) -> list[Found]:
+    def get_many(self, keys: Sequence[str]) -> list[ReadResult]:
         """Read several entries, in the order of the keys. Errors are returned, not raised."""
         return [self._get_or_error(key) for key in keys]
 
-    def _get_or_error(self, key: str) -> Found:
+    def _get_or_error(self, key: str) -> ReadResult:
         try:
             return self.get(key)
         except StoreError as error:
@@ -253,7 +253,7 @@ class MaintainedStore(KVStore):
         keys: Sequence[str],
         choose: Callable[[Header], Mapping[int, range]],
         head_bytes: int,
-    ) -> list[Found]:
+    ) -> list[ReadResult]:
         """Read some heads of some layers of entries, verified like complete entries.
 
         Counts as a use. A remote store reads the headers of all entries concurrently, and then the

@@ -19,7 +19,7 @@ import torch
 
 from blockattn_rag.errors import StoreError
 from blockattn_rag.kv.block_kv import BlockKV
-from blockattn_rag.store.base import Found
+from blockattn_rag.store.base import ReadResult
 from blockattn_rag.store.eviction import check_max_bytes
 
 T = TypeVar("T")
@@ -43,8 +43,8 @@ class _ForkAware(ABC):
 
     @classmethod
     def renew_all(cls) -> None:
-        for one in list(cls._known):
-            one._renew()
+        for instance in list(cls._known):
+            instance._renew()
 
 
 if hasattr(os, "register_at_fork"):
@@ -116,14 +116,14 @@ class SingleFlight(_ForkAware):
 
     def _renew(self) -> None:
         self._lock = threading.Lock()
-        self._reads: dict[str, Future[Found]] = {}
+        self._reads: dict[str, Future[ReadResult]] = {}
 
     def read(
         self,
         keys: Sequence[str],
-        read_many: Callable[[Sequence[str]], Sequence[Found]],
+        read_many: Callable[[Sequence[str]], Sequence[ReadResult]],
         most_s: float,
-    ) -> list[Found]:
+    ) -> list[ReadResult]:
         """Read keys with ``read_many``. For keys that another thread is reading, wait for its
         result.
 
@@ -132,7 +132,7 @@ class SingleFlight(_ForkAware):
                 StoreError.
         """
         until = deadline(most_s)
-        awaited: dict[str, Future[Found]] = {}
+        awaited: dict[str, Future[ReadResult]] = {}
         own: list[str] = []
         with self._lock:
             for key in dict.fromkeys(keys):
@@ -155,13 +155,13 @@ class SingleFlight(_ForkAware):
         with self._lock:
             self._reads.pop(key, None)
 
-    def _end(self, key: str, read: Future[Found]) -> None:
+    def _end(self, key: str, read: Future[ReadResult]) -> None:
         with self._lock:
             if self._reads.get(key) is read:
                 del self._reads[key]
 
 
-def _answer(read: Future[Found], until: float, key: str) -> Found:
+def _answer(read: Future[ReadResult], until: float, key: str) -> ReadResult:
     try:
         return read.result(remaining(until))
     except TimeoutError:

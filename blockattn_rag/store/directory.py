@@ -21,8 +21,8 @@ from blockattn_rag.store import files
 from blockattn_rag.store.base import (
     SIDECAR,
     EntryInfo,
-    Found,
     MaintainedStore,
+    ReadResult,
     StoredEntry,
     StoreStats,
 )
@@ -117,7 +117,7 @@ class DirectoryStore(MaintainedStore):
     def get(self, key: str) -> BlockKV | None:
         return self._load(key, use=True)
 
-    def get_many(self, keys: Sequence[str]) -> list[Found]:
+    def get_many(self, keys: Sequence[str]) -> list[ReadResult]:
         """Read several entries concurrently."""
         return self._at_once(self._get_or_error, keys)
 
@@ -129,7 +129,7 @@ class DirectoryStore(MaintainedStore):
         keys: Sequence[str],
         choose: Callable[[Header], Mapping[int, range]],
         head_bytes: int,
-    ) -> list[Found]:
+    ) -> list[ReadResult]:
         """Read parts of entries with headers of any length (see ``MaintainedStore``)."""
         return self._at_once(partial(self._part, choose), keys)
 
@@ -233,10 +233,10 @@ class DirectoryStore(MaintainedStore):
         can be computed in parallel."""
         if len(keys) < 2:
             return [read(key) for key in keys]
-        started = [self._readers.start(read, key) for key in keys]
-        return [one.result() for one in started]
+        reads = [self._readers.start(read, key) for key in keys]
+        return [future.result() for future in reads]
 
-    def _part(self, choose: Callable[[Header], Mapping[int, range]], key: str) -> Found:
+    def _part(self, choose: Callable[[Header], Mapping[int, range]], key: str) -> ReadResult:
         path = self.entry_path(key)
         try:
             with files.opened(path) as file:

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 from blockattn_rag.errors import FingerprintMismatchError, StoreError
 from blockattn_rag.kv.block_kv import BlockKV
-from blockattn_rag.store.base import Found
+from blockattn_rag.store.base import ReadResult
 from blockattn_rag.store.checks import Outline, check_block
 
 
@@ -35,7 +35,7 @@ class LookupResult(NamedTuple):
 
 def find_blocks(
     queries: Sequence[BlockQuery],
-    get_many: Callable[[Sequence[str]], Sequence[Found]],
+    get_many: Callable[[Sequence[str]], Sequence[ReadResult]],
     outline: Outline,
 ) -> LookupResult:
     """Look blocks up, with one read for their first keys, one for the second keys of the blocks

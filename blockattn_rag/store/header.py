@@ -219,7 +219,7 @@ def _layout(about: Mapping[str, str], places: Mapping[str, TensorSpec]) -> Layou
     layers = about["layers"].split(",", checks.MOST_LAYERS)
     if len(layers) > checks.MOST_LAYERS:
         raise ValueError(f"found more than {checks.MOST_LAYERS} layers")
-    return Layout(num_tokens, tuple(shapes[_whole(int(one))] for one in layers), quantised)
+    return Layout(num_tokens, tuple(shapes[_whole(int(group))] for group in layers), quantised)
 
 
 def _place(field: Any, start: int) -> TensorSpec:

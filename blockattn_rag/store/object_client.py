@@ -239,13 +239,17 @@ class ObjectSidecar(Sidecar):
 
     def names(self, folder: str) -> list[str]:
         start = f"{SIDECAR}/{folder}"
-        return [found["path"].removeprefix(f"{start}/") for found in self._client.list(start)]
+        return [meta["path"].removeprefix(f"{start}/") for meta in self._client.list(start)]
 
     def read(self, paths: Sequence[str]) -> list[bytes | None]:
-        found = self._client.read_many([f"{SIDECAR}/{path}" for path in paths])
-        if failed := next((one for one in found if isinstance(one, StoreError)), None):
-            raise failed
-        return [one.numpy().tobytes() if isinstance(one, Tensor) else None for one in found]
+        contents = self._client.read_many([f"{SIDECAR}/{path}" for path in paths])
+        for content in contents:
+            if isinstance(content, StoreError):
+                raise content
+        return [
+            content.numpy().tobytes() if isinstance(content, Tensor) else None
+            for content in contents
+        ]
 
     def write(self, path: str, content: bytes) -> None:
         self._client.write(f"{SIDECAR}/{path}", content)

@@ -14,8 +14,8 @@ from blockattn_rag.errors import CorruptEntryError, FingerprintMismatchError, St
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.store.base import (
     EntryInfo,
-    Found,
     MaintainedStore,
+    ReadResult,
     StoredEntry,
     StoreStats,
 )
@@ -107,7 +107,7 @@ class ObjectStore(MaintainedStore):
     def sidecar(self) -> ObjectSidecar:
         return ObjectSidecar(self._client)
 
-    def get_many(self, keys: Sequence[str]) -> list[Found]:
+    def get_many(self, keys: Sequence[str]) -> list[ReadResult]:
         """Read several entries concurrently, with one deadline."""
         contents = self._client.read_many([entry_path(key) for key in keys])
         return [self._entry(*each) for each in zip(keys, contents, strict=True)]
@@ -120,7 +120,7 @@ class ObjectStore(MaintainedStore):
         keys: Sequence[str],
         choose: Callable[[Header], Mapping[int, range]],
         head_bytes: int,
-    ) -> list[Found]:
+    ) -> list[ReadResult]:
         """Read parts of entries, with one deadline (see ``MaintainedStore``)."""
         chosen: dict[str, tuple[Header, Mapping[int, range]]] = {}
 
@@ -131,7 +131,7 @@ class ObjectStore(MaintainedStore):
             chosen[key] = header, choose(header)
             return ranges(*chosen[key])
 
-        def part(key: str, data: Tensor | StoreError | None) -> Found:
+        def part(key: str, data: Tensor | StoreError | None) -> ReadResult:
             if not isinstance(data, Tensor) or key not in chosen:
                 return None if isinstance(data, Tensor) else data
             try:
@@ -226,7 +226,7 @@ class ObjectStore(MaintainedStore):
             check_found_under(key, header, place)
         return header
 
-    def _entry(self, key: str, content: Tensor | StoreError | None) -> Found:
+    def _entry(self, key: str, content: Tensor | StoreError | None) -> ReadResult:
         if not isinstance(content, Tensor):
             return content
         try:

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from blockattn_rag.errors import StoreError, StoreUnavailableError
 from blockattn_rag.kv.block_kv import BlockKV
-from blockattn_rag.store.base import Found, KVStore, TierStats, is_damage
+from blockattn_rag.store.base import KVStore, ReadResult, TierStats, is_damage
 from blockattn_rag.store.concurrency import Readers, check_seconds, deadline, outcome
 from blockattn_rag.store.memory import MemoryStore
 
@@ -91,20 +91,20 @@ class Tier:
         self._lock = threading.Lock()
         self._stats = TierStats(repr(store))
 
-    def read(self, keys: Sequence[str]) -> list[Found]:
+    def read(self, keys: Sequence[str]) -> list[ReadResult]:
         """Read several entries. If the tier fails, every result is a StoreError."""
         try:
-            found = self.ask(lambda: self.store.get_many(keys), len(keys))
+            entries = self.ask(lambda: self.store.get_many(keys), len(keys))
         except StoreError as error:
             return [error] * len(keys)
-        read = [one for one in found if isinstance(one, BlockKV)]
+        blocks = [entry for entry in entries if isinstance(entry, BlockKV)]
         self.count(
-            hits=len(read),
-            read_tokens=sum(one.num_tokens for one in read),
-            read_bytes=sum(one.nbytes for one in read),
-            misses=sum(one is None or is_damage(one) for one in found),
+            hits=len(blocks),
+            read_tokens=sum(kv.num_tokens for kv in blocks),
+            read_bytes=sum(kv.nbytes for kv in blocks),
+            misses=sum(entry is None or is_damage(entry) for entry in entries),
         )
-        return found
+        return entries
 
     def write(self, key: str, kv: BlockKV) -> None:
         """Store an entry.
@@ -151,10 +151,11 @@ class Tier:
             if not is_damage(error):
                 self._note_failure(error)
             raise
-        answers = answer if isinstance(answer, list) else []
-        errors = [one for one in answers if isinstance(one, StoreError) and not is_damage(one)]
-        if errors:
-            self._note_failure(errors[0])
+        entries = answer if isinstance(answer, list) else []
+        failures = (entry for entry in entries if isinstance(entry, StoreError))
+        failure = next((error for error in failures if not is_damage(error)), None)
+        if failure is not None:
+            self._note_failure(failure)
         elif self._breaker.succeeded():
             logger.info("%s answers again.", self._stats.name)
         return answer

@@ -12,8 +12,8 @@ from pathlib import Path
 from blockattn_rag.errors import StoreError
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.store.base import (
-    Found,
     KVStore,
+    ReadResult,
     Sidecar,
     StoreStats,
     TierStats,
@@ -75,7 +75,7 @@ class TieredStore(KVStore):
         """Files beside the entries of the home."""
         return self._home.store.sidecar
 
-    def get_many(self, keys: Sequence[str]) -> list[Found]:
+    def get_many(self, keys: Sequence[str]) -> list[ReadResult]:
         """Read several entries, with one call to each tier.
 
         The result is None if no responding tier has the entry, and an error if the entry is damaged
@@ -148,9 +148,9 @@ class TieredStore(KVStore):
         """Write the queued copies, and accept no more."""
         self._queue.close()
 
-    def _read(self, keys: Sequence[str]) -> list[Found]:
+    def _read(self, keys: Sequence[str]) -> list[ReadResult]:
         """Query the tiers in order. Entries in a failing tier count as absent."""
-        entries: dict[str, Found] = dict.fromkeys(keys)
+        entries: dict[str, ReadResult] = dict.fromkeys(keys)
         lacking: dict[str, list[Tier]] = {key: [] for key in keys}
         for tier in self._tiers:
             absent = [key for key in keys if not isinstance(entries[key], BlockKV)]

@@ -13,7 +13,7 @@ from blockattn_rag.engine.block_cache import BlockCache
 from blockattn_rag.errors import CorruptEntryError, StoreError, StoreUnavailableError
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.store import DirectoryStore, KVStore, MemoryStore, ObjectStore, TieredStore
-from blockattn_rag.store.base import Found
+from blockattn_rag.store.base import ReadResult
 from tests.store.kvs import make_kv
 
 KV, OTHER = make_kv("first"), make_kv("other")
@@ -157,7 +157,7 @@ def test_foreign_entry_is_returned_and_not_cached(
 class Batched(Recorded):
     """Records the keys of each call."""
 
-    def get_many(self, keys: Sequence[str]) -> list[Found]:
+    def get_many(self, keys: Sequence[str]) -> list[ReadResult]:
         self.asked.append(" ".join(keys))
         return KVStore.get_many(self, keys)
 

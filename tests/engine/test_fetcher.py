@@ -18,7 +18,7 @@ from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.model import BlockModel
 from blockattn_rag.prompts.blocks import Block, BlockTemplate, Origin, Span
 from blockattn_rag.store import DirectoryStore, MemoryStore, shrink
-from blockattn_rag.store.base import Found
+from blockattn_rag.store.base import ReadResult
 from tests.engine.ingestion import FaultyStore, fetch, ingest
 from tests.models import shared_tiny_llama, tiny_model, tiny_tokenizer
 
@@ -144,7 +144,7 @@ class BatchedStore(MemoryStore):
         super().__init__(1 << 20)
         self.asked: list[int] = []
 
-    def get_many(self, keys: Sequence[str]) -> list[Found]:
+    def get_many(self, keys: Sequence[str]) -> list[ReadResult]:
         self.asked.append(len(keys))
         return super().get_many(keys)
 

@@ -20,7 +20,7 @@ from blockattn_rag.server.loader import BlockLoader, LoaderStats
 from blockattn_rag.server.protocol import BlockPlan
 from blockattn_rag.server.shares import Share, open_share
 from blockattn_rag.store import DirectoryStore, KVStore, MemoryStore, TieredStore
-from blockattn_rag.store.base import Found
+from blockattn_rag.store.base import ReadResult
 from tests.holding import LONGEST_S
 from tests.server.profiles import make_profile
 from tests.store.kvs import make_kv, same
@@ -49,14 +49,14 @@ def filled(store: KVStore, *namespaces: str) -> KVStore:
 class Scripted(MemoryStore):
     """A store that says what it is told to say, and holds its answers back until it may speak."""
 
-    def __init__(self, answer: Callable[[str], Found] | None = None) -> None:
+    def __init__(self, answer: Callable[[str], ReadResult] | None = None) -> None:
         super().__init__(1 << 24)
         self.answer = answer or super().get
         self.begun, self.go = threading.Event(), threading.Event()
         self.go.set()
         self.asked: list[list[str]] = []
 
-    def get_many(self, keys: Sequence[str]) -> list[Found]:
+    def get_many(self, keys: Sequence[str]) -> list[ReadResult]:
         self.asked.append([*keys])
         self.begun.set()
         assert self.go.wait(LONGEST_S)
@@ -269,7 +269,7 @@ def test_error_fails_load(loader: Make, error: Exception, caplog: pytest.LogCapt
     sound = filled(MemoryStore(1 << 20))
     errors: list[Exception] = [error]
 
-    def fails_once(key: str) -> Found:
+    def fails_once(key: str) -> ReadResult:
         if errors:
             raise errors.pop()
         return sound.get(key)

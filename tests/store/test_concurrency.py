@@ -14,7 +14,7 @@ import pytest
 from blockattn_rag.errors import StoreError
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.store import DirectoryStore
-from blockattn_rag.store.base import Found
+from blockattn_rag.store.base import ReadResult
 from blockattn_rag.store.concurrency import SingleFlight, WriteQueue
 from blockattn_rag.store.tier import CircuitBreaker
 from tests.store.kvs import make_kv
@@ -31,7 +31,7 @@ class Source:
         self.go = threading.Event()
         self.error: Exception | None = None
 
-    def __call__(self, keys: Sequence[str]) -> list[Found]:
+    def __call__(self, keys: Sequence[str]) -> list[ReadResult]:
         self.asked.append(tuple(keys))
         self.reached.set()
         assert self.go.wait(10)
@@ -40,7 +40,9 @@ class Source:
         return [{KV.key: KV, OTHER.key: OTHER}.get(key) for key in keys]
 
 
-def start(pool: ThreadPoolExecutor, flights: SingleFlight, source: Source) -> Future[list[Found]]:
+def start(
+    pool: ThreadPoolExecutor, flights: SingleFlight, source: Source
+) -> Future[list[ReadResult]]:
     """A read of the first block that is under way."""
     read = pool.submit(flights.read, [KV.key], source, 10.0)
     assert source.reached.wait(10)

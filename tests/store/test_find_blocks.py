@@ -9,7 +9,7 @@ import pytest
 
 from blockattn_rag.errors import CorruptEntryError, FingerprintMismatchError, StoreError
 from blockattn_rag.kv.block_kv import BlockKV
-from blockattn_rag.store.base import Found
+from blockattn_rag.store.base import ReadResult
 from blockattn_rag.store.find_blocks import find_blocks
 from tests.store.kvs import make_kv
 
@@ -29,14 +29,14 @@ QUERIES = [
 ]
 
 
-class Entries(dict[str, Found]):
+class Entries(dict[str, ReadResult]):
     """Entries by key, and the keys of each read."""
 
-    def __init__(self, *blocks: BlockKV, **others: Found) -> None:
+    def __init__(self, *blocks: BlockKV, **others: ReadResult) -> None:
         super().__init__({kv.key: kv for kv in blocks} | others)
         self.reads: list[list[str]] = []
 
-    def get_many(self, keys: Sequence[str]) -> list[Found]:
+    def get_many(self, keys: Sequence[str]) -> list[ReadResult]:
         self.reads.append([*keys])
         return [self.get(key) for key in keys]
 
@@ -62,7 +62,7 @@ def test_each_namespace_is_read_once_for_the_missing_blocks() -> None:
         (replace(OWN[0], keys=OWN[0].keys[1:]), FingerprintMismatchError),
     ],
 )
-def test_unusable_entry_is_a_miss_with_its_error(entry: Found, kind: type[StoreError]) -> None:
+def test_unusable_entry_is_a_miss_with_its_error(entry: ReadResult, kind: type[StoreError]) -> None:
     key = OWN[0].key
     for others, expected in (([], None), ([SHARED[0]], SHARED[0])):
         entries = Entries(*others, **{key: entry})

@@ -15,7 +15,7 @@ import pytest
 from blockattn_rag.errors import CorruptEntryError, StoreError, StoreUnavailableError
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.store import DirectoryStore, KVStore, MemoryStore, StoreStats, TieredStore
-from blockattn_rag.store.base import Found
+from blockattn_rag.store.base import ReadResult
 from tests.store.conftest import objects_in_memory
 from tests.store.kvs import make_kv, same
 
@@ -40,7 +40,7 @@ class Remote(KVStore):
     def get(self, key: str) -> BlockKV | None:
         return self._inner.get(key)
 
-    def get_many(self, keys: Sequence[str]) -> list[Found]:
+    def get_many(self, keys: Sequence[str]) -> list[ReadResult]:
         self.asked += keys
         self.go.wait(20)
         if self.fails:

@@ -131,7 +131,7 @@ def verify(
             delete_damaged=delete,
             sample=share,
             seed=secrets.randbits(30),
-            found=None if json_file() else lambda key, why: show(f"{key}: {why}"),
+            on_damage=None if json_file() else lambda key, why: show(f"{key}: {why}"),
         )
     data = asdict(report) | {"store": store, "bytes": report.total_bytes, "sample": share}
     for error in report.errors.first.values():
