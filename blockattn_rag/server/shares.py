@@ -163,7 +163,7 @@ class ShareStore(KVStore):
     def _choose(self, header: Header) -> dict[int, range]:
         """Heads to read of each layer."""
         layout = header.layout
-        expected = _layout(self._profile, layout.num_tokens, layout.quantised)
+        expected = _layout(self._profile, layout.num_tokens, layout.quantized)
         if layout != expected or header.dtype != self._profile.torch_dtype:
             raise _other_shape(header.key)
         return dict(zip(self.share.layers, self.share.heads, strict=True))

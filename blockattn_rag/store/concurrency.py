@@ -141,8 +141,8 @@ class SingleFlight(_ForkAware):
                     own.append(key)
                 awaited[key] = self._reads[key]
         try:
-            for key, found in zip(own, read_many(own) if own else (), strict=True):
-                awaited[key].set_result(found)
+            for key, entry in zip(own, read_many(own) if own else (), strict=True):
+                awaited[key].set_result(entry)
         finally:
             for key in own:
                 if not awaited[key].done():  # read_many raised in this thread

@@ -30,7 +30,7 @@ from blockattn_rag.store.checks import check_key, is_key
 from blockattn_rag.store.concurrency import Readers
 from blockattn_rag.store.eviction import SizeBound
 from blockattn_rag.store.format import (
-    check_found_under,
+    check_entry_key,
     decode_part,
     decoded,
     encoded,
@@ -215,8 +215,8 @@ class DirectoryStore(MaintainedStore):
 
     def leftovers(self) -> Iterator[Path]:
         own = (self.path / name for name in files.names_in(self.path))
-        found = (path for path in itertools.chain(own, self._names()) if is_temporary(path.name))
-        return itertools.chain(found, self.sidecar.leftovers())
+        entries = (path for path in itertools.chain(own, self._names()) if is_temporary(path.name))
+        return itertools.chain(entries, self.sidecar.leftovers())
 
     def _load(self, key: str, *, use: bool) -> BlockKV | None:
         path = self.entry_path(key)
@@ -329,7 +329,7 @@ def _is_entry(path: Path) -> bool:
 def _read_header(path: Path, file: FileIO) -> Header:
     header = read_header(file, os.fstat(file.fileno()).st_size)
     if not header.is_outdated:
-        check_found_under(path.stem, header, path)
+        check_entry_key(path.stem, header, path)
     return header
 
 
@@ -342,13 +342,13 @@ def _check_mark(mark: Path) -> int:
     with files.opened(mark) as file:
         content = file.read() if file is not None else b""
     try:
-        found = json.loads(content)
+        mark_fields = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise StoreError(f"{mark} is not readable JSON: {error}") from error
     for version in range(1, VERSION + 1):
-        if found == {**_MARKED, "version": version}:
+        if mark_fields == {**_MARKED, "version": version}:
             return version
     raise StoreError(
-        f"{mark.parent} is a store of another format: found {found}, expected {_MARKED}; "
+        f"{mark.parent} is a store of another format: found {mark_fields}, expected {_MARKED}; "
         "use another directory, or ingest again"
     )

@@ -151,8 +151,8 @@ class Tier:
             if not is_damage(error):
                 self._note_failure(error)
             raise
-        entries = answer if isinstance(answer, list) else []
-        failures = (entry for entry in entries if isinstance(entry, StoreError))
+        results = answer if isinstance(answer, list) else []
+        failures = (entry for entry in results if isinstance(entry, StoreError))
         failure = next((error for error in failures if not is_damage(error)), None)
         if failure is not None:
             self._note_failure(failure)
