@@ -11,7 +11,7 @@ import pytest
 
 from blockattn_rag.engine.fetcher import BlockFetcher
 from blockattn_rag.engine.ingest import precompute
-from blockattn_rag.engine.lookup import Wanted
+from blockattn_rag.engine.lookup import BlockSpec
 from blockattn_rag.errors import ContextOverflowError, StoreError
 from blockattn_rag.kv.block_kv import MOST_HANDLES, BlockKV
 from blockattn_rag.model import BlockModel
@@ -22,7 +22,7 @@ from tests.store.conftest import objects_in_memory
 
 A, B, C = Block("first passage"), Block("second"), Block("third", BlockTemplate("- ", "\n"))
 
-Batch = list[tuple[Wanted, BlockKV]]
+Batch = list[tuple[BlockSpec, BlockKV]]
 
 
 def test_precompute_says_what_it_did(fetcher: BlockFetcher, store: FaultyStore) -> None:

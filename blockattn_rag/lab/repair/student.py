@@ -118,8 +118,8 @@ class BlockSource:
     def __call__(self, prompt: BlockPrompt) -> ReadyPrompt:
         """Fetch the blocks of a prompt."""
         context, final_ids = self._model.tokenizer.with_final_ids(prompt)
-        wanted = self._fetcher.wanted(context, as_prompt=True, recipe=self._recipe)
-        blocks = self._fetcher.fetch(wanted).blocks
+        specs = self._fetcher.specs(context, as_prompt=True, recipe=self._recipe)
+        blocks = self._fetcher.fetch(specs).blocks
         return ReadyPrompt(place(blocks), final_ids)
 
 
