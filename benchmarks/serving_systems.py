@@ -23,6 +23,7 @@ import httpx
 from serving_load import ENVIRONMENT, Answer, ask
 
 from blockattn_rag.app.serving import Served, profile_file
+from blockattn_rag.prompts.blocks import STORED
 from blockattn_rag.server.keys import block_keys
 from blockattn_rag.server.profile import ModelProfile
 from blockattn_rag.server.protocol import COMPLETIONS, ENCODE, BlockPlan
@@ -55,7 +56,7 @@ class Question:
     @property
     def plan(self) -> BlockPlan:
         """Plan of a request whose blocks may all be stored."""
-        return BlockPlan("complete", self.lengths, keep=("store",) * len(self.lengths))
+        return BlockPlan("complete", self.lengths, keep=(STORED,) * len(self.lengths))
 
     @property
     def final_ids(self) -> list[int]:

@@ -28,6 +28,7 @@ from blockattn_rag.server.protocol import (
     OPENAI,
     EncodeAnswer,
     EncodeBody,
+    Outcome,
     ServerInfo,
     marker_key_id,
 )
@@ -124,12 +125,13 @@ class FakeServer:
         blocks = [Block(text.strip(), CHAT.template) for text in body.texts]
         stored = [self.engine.contains(block) for block in blocks]
         if body.only_look:
-            return EncodeAnswer(tuple("found" if one else "missing" for one in stored)).to_dict()
+            seen: list[Outcome] = ["found" if one else "missing" for one in stored]
+            return EncodeAnswer(tuple(seen)).to_dict()
         if self.engine.access.read_only and not all(stored):
             raise RefusalError(409, "blocks are not stored and this server is read_only")
         stats = self.engine.precompute(blocks)
-        outcomes = tuple("found" if one else "encoded" for one in stored)
-        return EncodeAnswer(outcomes, stats.computed_tokens, stats.stored_bytes).to_dict()
+        outcomes: list[Outcome] = ["found" if one else "encoded" for one in stored]
+        return EncodeAnswer(tuple(outcomes), stats.computed_tokens, stats.stored_bytes).to_dict()
 
     def generation(self, path: str, fields: Any) -> tuple[Generation, dict[str, Any]]:
         """Answer a chat or a completion. Returns it with the report on its blocks."""
@@ -145,15 +147,16 @@ class FakeServer:
         mode = body.options.mode if body.has_passages else "full"
         limit = fields.get("max_tokens") or fields.get("max_completion_tokens") or 16
         schema = (fields.get("response_format") or {}).get("json_schema", {}).get("schema")
+        options: dict[str, Any] = {"structured_outputs": {"json": schema}} if schema else {}
         answer = self.engine.generate(
             prompt,
             mode=mode,
             max_new_tokens=limit,
             temperature=fields.get("temperature", 0.0),
             stop=fields.get("stop"),
-            **({} if schema is None else {"structured_outputs": {"json": schema}}),
+            **options,
         )
-        report = {"mode": mode}
+        report: dict[str, Any] = {"mode": mode}
         if mode == "block":
             report |= {**answer.stats.reuse(), "recipe": answer.stats.recipe}
         return answer, {**report, **self.report}
@@ -231,7 +234,7 @@ def _handler(server: FakeServer) -> type[BaseHTTPRequestHandler]:
             for text in (answer.text[:half], answer.text[half:]):
                 said = {"delta": {"content": text}} if is_chat else {"text": text}
                 events.append({**own, "choices": [{**said, "index": 0, "finish_reason": None}]})
-            last = {"delta": {}} if is_chat else {"text": ""}
+            last: dict[str, Any] = {"delta": {}} if is_chat else {"text": ""}
             events.append({**own, "choices": [{**last, **end}], "blockattn": report})
             if (body.get("stream_options") or {}).get("include_usage"):
                 events.append({**own, "choices": [], "usage": usage})

@@ -14,7 +14,7 @@ from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.engine.results import Mode
 from blockattn_rag.kv.block_kv import BlockKV, store_key, token_digest
 from blockattn_rag.model import BlockModel, EncodeRequest
-from blockattn_rag.prompts.blocks import BlockPrompt, Keep
+from blockattn_rag.prompts.blocks import STORED, BlockPrompt, Keep
 from blockattn_rag.prompts.formats import BLANK_LINE
 from blockattn_rag.prompts.markers import segment, wrap
 from blockattn_rag.server.plan import BlockPlan
@@ -56,7 +56,7 @@ class Case(NamedTuple):
     @property
     def keep(self) -> tuple[Keep, ...]:
         """All blocks may be stored."""
-        return ("store",) * len(self.lengths)
+        return (STORED,) * len(self.lengths)
 
     @property
     def params(self) -> dict[str, Any]:

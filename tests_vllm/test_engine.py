@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from blockattn_rag.engine.recipe import Recipe
+from blockattn_rag.prompts.blocks import STORED
 from blockattn_rag.server.keys import salt
 from blockattn_rag.server.plan import BlockPlan
 from blockattn_rag.store import DirectoryStore
@@ -230,7 +231,7 @@ def test_encoded_block_is_a_hit_for_all_engines(reference: Reference, engine: En
     store = DirectoryStore(reference.store)
     for block in case.blocks:
         if reference.key(block) not in store:
-            plan = BlockPlan("encode", (len(block),), keep=("store",))
+            plan = BlockPlan("encode", (len(block),), keep=(STORED,))
             engine.ask(block, plan.to_dict(), max_tokens=1)
     for block in case.blocks:
         assert_close(reference.written(block), reference.encoded(block))

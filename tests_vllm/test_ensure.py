@@ -21,7 +21,7 @@ from blockattn_rag.errors import (
     ServingError,
     StoreError,
 )
-from blockattn_rag.prompts.blocks import Keep
+from blockattn_rag.prompts.blocks import IN_MEMORY, PRIVATE, STORED, Keep
 from blockattn_rag.server.config import ServingConfig
 from blockattn_rag.server.plan import parse_plan
 from blockattn_rag.server.vllm import ensure
@@ -65,9 +65,9 @@ class Client:
         self.asked.append(ids)
         self.at_once += 1
         self.most_at_once = max(self.most_at_once, self.at_once)
-        self.kept += [keep for keep in plan.keep if keep != "store"]
+        self.kept += [keep for keep in plan.keep if keep != STORED]
         await asyncio.sleep(0.05)
-        if self.reason == "length" and "store" in plan.keep and not self.unstored:
+        if self.reason == "length" and STORED in plan.keep and not self.unstored:
             self.store.put(self.reference.key(ids), self.reference.encoded(ids))
         self.at_once -= 1
         yield SimpleNamespace(outputs=[SimpleNamespace(finish_reason=self.reason)])
@@ -86,7 +86,7 @@ def ensurer_of(client: Client, **options: Any) -> BlockEnsurer:
 
 def blocks_of(reference: Reference) -> list[Encodable]:
     blocks = reference.case(1).blocks
-    blocks, keep = [*blocks, blocks[1]], ["store"] * (len(blocks) + 1)
+    blocks, keep = [*blocks, blocks[1]], [STORED] * (len(blocks) + 1)
     return encodables(blocks, "", reference.profile, opens_prompt=True, keep=keep)
 
 
@@ -182,7 +182,7 @@ def test_full_store_keeps_blocks_in_memory(reference: Reference, store: Director
     began = time.monotonic()
     assert asyncio.run(ensurer.ensure(blocks)) == [True] * len(blocks)
     assert time.monotonic() - began < 10
-    assert client.kept == ["memory"] * (len(blocks) - 1)
+    assert client.kept == [IN_MEMORY] * (len(blocks) - 1)
     assert asyncio.run(ensurer.ensure(blocks)) == [False] * len(blocks)
     assert list(store.keys()) == []
 
@@ -260,31 +260,31 @@ def kept_of(reference: Reference, *keep: Keep) -> list[Encodable]:
 def test_read_only_server_encodes_for_memory(reference: Reference, store: DirectoryStore) -> None:
     client = Client(reference, store)
     ensurer = ensurer_of(client, read_only=True)
-    blocks = kept_of(reference, "memory", "private", "private")
+    blocks = kept_of(reference, IN_MEMORY, PRIVATE, PRIVATE)
     for encoded in (True, False):
         assert asyncio.run(ensurer.ensure(blocks)) == [encoded] * 3
-    assert client.kept == ["memory", "private", "private"]
+    assert client.kept == [IN_MEMORY, PRIVATE, PRIVATE]
     assert list(store.keys()) == []
     # Lost by the workers, as a failed load tells.
     assert asyncio.run(ensurer.ensure(blocks, thorough=True)) == [True] * 3
 
 
 def test_stored_blocks_do_not_serve_as_private(reference: Reference, store: DirectoryStore) -> None:
-    blocks = kept_of(reference, "memory", "private")
-    for one in kept_of(reference, "store", "store"):
+    blocks = kept_of(reference, IN_MEMORY, PRIVATE)
+    for one in kept_of(reference, STORED, STORED):
         store.put(one.key, reference.encoded(one.token_ids))
     client = Client(reference, store)
     for thorough in (False, True):
         found = asyncio.run(ensurer_of(client).ensure(blocks, thorough=thorough))
         assert found == [False, True]
-    assert client.kept == ["private"] * 2
+    assert client.kept == [PRIVATE] * 2
 
 
 def test_memory_block_is_stored_later(reference: Reference, store: DirectoryStore) -> None:
     client = Client(reference, store)
     ensurer = ensurer_of(client)
-    assert asyncio.run(ensurer.ensure(kept_of(reference, "memory"))) == [True]
-    (block,) = kept_of(reference, "store")
+    assert asyncio.run(ensurer.ensure(kept_of(reference, IN_MEMORY))) == [True]
+    (block,) = kept_of(reference, STORED)
 
     async def ensure_and_wait() -> list[bool]:
         encoded = await ensurer.ensure([block])
@@ -294,23 +294,23 @@ def test_memory_block_is_stored_later(reference: Reference, store: DirectoryStor
 
     assert asyncio.run(ensure_and_wait()) == [False]
     assert block.key in store
-    assert client.kept == ["memory"]
+    assert client.kept == [IN_MEMORY]
     assert len(client.asked) == 2
 
 
 def test_read_only_server_stores_nothing(reference: Reference, store: DirectoryStore) -> None:
     client = Client(reference, store)
     ensurer = ensurer_of(client, read_only=True)
-    assert asyncio.run(ensurer.ensure(kept_of(reference, "memory"))) == [True]
-    assert asyncio.run(ensurer.ensure(kept_of(reference, "store"))) == [False]
+    assert asyncio.run(ensurer.ensure(kept_of(reference, IN_MEMORY))) == [True]
+    assert asyncio.run(ensurer.ensure(kept_of(reference, STORED))) == [False]
     assert len(client.asked) == 1
     with pytest.raises(MissError):
-        asyncio.run(ensurer.ensure(kept_of(reference, "store"), thorough=True))
+        asyncio.run(ensurer.ensure(kept_of(reference, STORED), thorough=True))
 
 
 def test_too_many_blocks_are_refused_first(reference: Reference, store: DirectoryStore) -> None:
     client = Client(reference, store)
-    blocks = kept_of(reference, "private", "private")
+    blocks = kept_of(reference, PRIVATE, PRIVATE)
     room = sum(one.tokens for one in blocks) * reference.profile.bytes_per_token
     with pytest.raises(ProtocolError, match="raise private_memory"):
         asyncio.run(ensurer_of(client, private_memory=str(room - 1)).ensure(blocks))

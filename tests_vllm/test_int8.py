@@ -12,7 +12,7 @@ import pytest
 from fastapi.datastructures import Headers
 
 from blockattn_rag import BlockAttentionEngine
-from blockattn_rag.prompts.blocks import Keep
+from blockattn_rag.prompts.blocks import IN_MEMORY, STORED, Keep
 from blockattn_rag.server.config import ServingConfig
 from blockattn_rag.server.plan import BlockPlan
 from blockattn_rag.server.protocol import EncodeBody
@@ -48,7 +48,7 @@ def local(reference: Reference, store: DirectoryStore) -> BlockAttentionEngine:
 def encode(engine: Engine, reference: Reference, store: DirectoryStore, case: Case) -> None:
     """Have those blocks of a prompt encoded by the server that are not stored."""
     missing = [ids for ids in case.blocks if reference.key(ids) not in store]
-    plans = [BlockPlan("encode", (len(ids),), keep=("store",)).to_dict() for ids in missing]
+    plans = [BlockPlan("encode", (len(ids),), keep=(STORED,)).to_dict() for ids in missing]
     engine.ask_all([*zip(missing, plans, strict=True)], max_tokens=1)
     until = time.monotonic() + 30
     while not all(reference.key(ids) in store for ids in missing) and time.monotonic() < until:
@@ -118,7 +118,7 @@ def test_a_block_that_stays_in_memory_is_kept_in_int8(
     reference: Reference, engine: Engine, local: BlockAttentionEngine
 ) -> None:
     case = reference.case(47)
-    keep: Keep = "memory"
+    keep: Keep = IN_MEMORY
     for ids in case.blocks:
         engine.ask(ids, BlockPlan("encode", (len(ids),), keep=(keep,)).to_dict(), max_tokens=1)
     plan = BlockPlan("complete", case.lengths, keep=(keep,) * len(case.lengths))

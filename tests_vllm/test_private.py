@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from blockattn_rag.prompts.blocks import Keep
+from blockattn_rag.prompts.blocks import IN_MEMORY, PRIVATE, STORED, Keep
 from blockattn_rag.server.plan import BlockPlan
 from blockattn_rag.store import DirectoryStore
 from tests_vllm.engines import Engine, Said
@@ -38,21 +38,21 @@ def engine(reference: Reference, home: DirectoryStore) -> Iterator[Engine]:
         engine.close()
 
 
-def encode(engine: Engine, blocks: Sequence[list[int]], keep: Keep = "private") -> list[Said]:
+def encode(engine: Engine, blocks: Sequence[list[int]], keep: Keep = PRIVATE) -> list[Said]:
     plans = [BlockPlan("encode", (len(block),), keep=(keep,)).to_dict() for block in blocks]
     return engine.ask_all([*zip(blocks, plans, strict=True)], max_tokens=1)
 
 
-def ask(engine: Engine, case: Case, keep: Keep = "private") -> Said:
+def ask(engine: Engine, case: Case, keep: Keep = PRIVATE) -> Said:
     plan = BlockPlan("complete", case.lengths, keep=(keep,) * len(case.lengths))
     return engine.ask(case.ids, plan.to_dict())
 
 
-@pytest.mark.parametrize("keep", ["private", "memory"])
+@pytest.mark.parametrize("keep", [PRIVATE, IN_MEMORY])
 def test_answers_are_those_of_the_local_engine_and_nothing_is_written(
     reference: Reference, home: DirectoryStore, engine: Engine, keep: Keep
 ) -> None:
-    case = reference.case({"private": 33, "memory": 34}[keep])
+    case = reference.case({PRIVATE: 33, IN_MEMORY: 34}[keep])
     encode(engine, case.blocks, keep)
     said = ask(engine, case, keep)
     assert said.tokens == reference.answer(case)
@@ -97,7 +97,7 @@ def test_least_recently_used_makes_room(reference: Reference, engine: Engine) ->
 
 def test_what_this_server_does_not_keep_is_refused(reference: Reference, engine: Engine) -> None:
     refused = engine.counted("vllm:blockattn_refused")
-    (said,) = encode(engine, [reference.case(39).blocks[1]], "store")
+    (said,) = encode(engine, [reference.case(39).blocks[1]], STORED)
     assert said.reason == "error"
     (said,) = encode(engine, [[5] * (ROOM + 1)])
     assert said.reason == "error"

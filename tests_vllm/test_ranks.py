@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from blockattn_rag.prompts.blocks import Keep
+from blockattn_rag.prompts.blocks import IN_MEMORY, STORED, Keep
 from blockattn_rag.server.plan import BlockPlan
 from blockattn_rag.store import DirectoryStore
 from tests_vllm.engines import Engine
@@ -78,7 +78,7 @@ def test_missing_block_fails_on_both_ranks(reference: Reference, engine: Engine)
 
 def test_a_block_that_both_encoded_is_stored_whole(reference: Reference, tensor: Engine) -> None:
     block = reference.case(42).blocks[1]
-    tensor.ask(block, BlockPlan("encode", (len(block),), keep=("store",)).to_dict(), max_tokens=1)
+    tensor.ask(block, BlockPlan("encode", (len(block),), keep=(STORED,)).to_dict(), max_tokens=1)
     kv, own = reference.written(block), reference.encoded(block)
     assert kv.token_outline == own.token_outline
     assert_close(kv, own)
@@ -104,7 +104,7 @@ def test_each_rank_keeps_its_own_layers_on_disk(reference: Reference, pipeline: 
 
 def test_each_rank_keeps_private_blocks(reference: Reference, pipeline: Engine) -> None:
     case = reference.case(47)
-    keep: Keep = "memory"
+    keep: Keep = IN_MEMORY
     for block in case.blocks:
         plan = BlockPlan("encode", (len(block),), keep=(keep,))
         assert pipeline.ask(block, plan.to_dict(), max_tokens=1).reason == "length"

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from blockattn_rag import BlockAttentionEngine, Recipe
-from blockattn_rag.prompts.blocks import Keep
+from blockattn_rag.prompts.blocks import IN_MEMORY, STORED, Keep
 from blockattn_rag.server.keys import block_keys
 from blockattn_rag.server.plan import BlockPlan
 from blockattn_rag.server.profile import ModelProfile, profile_of
@@ -123,13 +123,13 @@ def test_what_a_server_encodes_gives_the_local_engine_s_answer_on_both_sides(
     case = reference.case(number, records=2)
     expected = answer(local(reference, recipe, MemoryStore(1 << 28), kind), case)
     assert expected != reference.answer(case, recipe=Recipe(recipe.sink))
-    keep: Keep = "memory" if kind == "two stages" else "store"
+    keep: Keep = IN_MEMORY if kind == "two stages" else STORED
     encode(engine, profile, case, keep)
-    if keep == "store":
+    if keep == STORED:
         wait_for(store, profile, case)
     plan = BlockPlan("complete", case.lengths, keep=(keep,) * len(case.lengths))
     assert engine.ask(case.ids, plan.to_dict()).tokens == expected
-    if keep == "store":
+    if keep == STORED:
         found = local(reference, recipe, DirectoryStore(store.path), kind, on_miss="error")
         assert answer(found, case) == expected
 
@@ -146,6 +146,6 @@ def test_refuses_another_prefix_than_the_sink(
     reference: Reference, engine: Engine, profile: ModelProfile
 ) -> None:
     block = reference.case(13).blocks[1]
-    plan = BlockPlan("encode", (len(block),), keep=("memory",)).to_dict()
+    plan = BlockPlan("encode", (len(block),), keep=(IN_MEMORY,)).to_dict()
     assert engine.ask([5, 6, 7, 8, *block], plan, max_tokens=1).reason == "error"
     assert engine.ask([*profile.sink_ids, *block], plan, max_tokens=1).reason == "length"

@@ -9,14 +9,15 @@ import pytest
 from vllm.lora.request import LoRARequest
 from vllm.v1.request import Request, RequestStatus
 
+from blockattn_rag.prompts.blocks import STORED
 from blockattn_rag.server.config import ServingConfig
 from blockattn_rag.server.plan import BlockPlan
 from blockattn_rag.server.vllm.scheduler import UNSAVED, SchedulerSide
 from tests_vllm.engines import sampling_of
 from tests_vllm.reference import Reference
 
-ENCODE = BlockPlan("encode", (5,), keep=("store",)).to_dict()
-COMPLETE = BlockPlan("complete", (2, 2), keep=("store",) * 2).to_dict()
+ENCODE = BlockPlan("encode", (5,), keep=(STORED,)).to_dict()
+COMPLETE = BlockPlan("complete", (2, 2), keep=(STORED,) * 2).to_dict()
 NOTHING: Any = SimpleNamespace(total_num_scheduled_tokens=0)
 
 
@@ -54,7 +55,7 @@ def test_saves_whole_requests(reference: Reference, status: RequestStatus, is_sa
         (COMPLETE, {}, {"lora_request": LoRARequest("b", 2, "/b")}),
         (COMPLETE, {}, {"mm_features": [SimpleNamespace()]}),
         (COMPLETE, {}, {"resumable": True}),
-        (BlockPlan("encode", (4,), keep=("store",)).to_dict(), {}, {}),
+        (BlockPlan("encode", (4,), keep=(STORED,)).to_dict(), {}, {}),
     ],
 )
 def test_what_block_mode_cannot_do_fails_by_a_load_that_never_ends_well(

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import compress
 from typing import Literal, NamedTuple
-from weakref import WeakSet
 
-from blockattn_rag.engine.lookup import PLAIN, BlockLookup, Name, Wanted, distinct
+from blockattn_rag.engine.block_cache import BlockCache
+from blockattn_rag.engine.lookup import PLAIN, BlockLookup, BlockSpec, Name, merge_specs
 from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.errors import MissError, StoreError, StoreUnavailableError
 from blockattn_rag.kv.block_kv import BlockKV, joined_handles, store_key
 from blockattn_rag.kv.quantization import KVDtype, check_kv_dtype
 from blockattn_rag.model import BlockModel, EncodeRequest
 from blockattn_rag.prompts.blocks import Block, Keep
-from blockattn_rag.store.base import Found, KVStore, is_damage
-from blockattn_rag.store.device_cache import DeviceCache, with_device_cache
+from blockattn_rag.store.base import KVStore, is_damage
+from blockattn_rag.store.find_blocks import find_blocks
 from blockattn_rag.store.namespaces import OPEN, Access
 from blockattn_rag.store.passage_index import PassageIndex
 
@@ -91,48 +91,50 @@ class BlockFetcher:
             )
         self._model = model
         self._on_miss = check_on_miss(on_miss)
-        self.wanted = BlockLookup(model, access).wanted
-        self._cache = (
-            DeviceCache(store, resident_bytes or 1)  # a store in memory stays unchanged too
-            if access.read_only
-            else with_device_cache(store, resident_bytes)
-        )
-        self._checked: WeakSet[BlockKV] = WeakSet()  # blocks never change, so one check is enough
+        self._lookup = BlockLookup(model, access)
+        self._cache = BlockCache(store, resident_bytes, read_only=access.read_only)
+        self._outline = model.profile.token_outline
         # Keys of blocks to store when they are next computed or used: system messages that were
         # used once, and damaged entries of any origin.
         self._to_store: set[str] = set()
 
+    def specs(
+        self, blocks: Sequence[Block], *, as_prompt: bool, recipe: Recipe = PLAIN
+    ) -> list[BlockSpec]:
+        """Specs of blocks; see ``BlockLookup.specs``."""
+        return self._lookup.specs(blocks, as_prompt=as_prompt, recipe=recipe)
+
     def contains(self, block: Block, *, first: bool = False, recipe: Recipe = PLAIN) -> bool:
         """Whether the store has an entry for a block. Its contents are not checked."""
-        (one,) = self.wanted([block], as_prompt=first, recipe=recipe)
-        return any(key in self.store for key in one.keys)
+        (spec,) = self.specs([block], as_prompt=first, recipe=recipe)
+        return any(key in self.store for key in spec.keys)
 
-    def claim(self, one: Wanted) -> bool:
+    def claim(self, spec: BlockSpec) -> bool:
         """Mark an entry as used now and as shared by the texts with its handles.
 
         Returns:
             Whether there is an entry that looks intact.
         """
-        own, *others = one.keys
+        own, *others = spec.keys
         if self.access.read_only:
             others = [own, *others]
-        elif self.store.claim(own, one.handles):
+        elif self.store.claim(own, spec.handles):
             return True
         return any(self.store.touch(key) for key in others)
 
-    def fetch(self, context: Sequence[Wanted]) -> Fetched:
+    def fetch(self, context: Sequence[BlockSpec]) -> Fetched:
         """Get the KV of a prompt's context blocks. Missing blocks are computed in batches.
 
         Computed passages are stored. System messages are stored on their second use. All other text
         is private to its prompt and kept in this process's memory only.
 
         Raises:
-            MissError: a passage is not stored, and ``on_miss`` is ``"error"``.
+            MissError: A passage is not stored, and ``on_miss`` is ``"error"``.
         """
-        wanted = distinct(context)
-        found = self._look_up(wanted.values())
-        missing = [one for one in wanted.values() if one.name not in found]
-        passages = [one for one in missing if one.keep == "store"]
+        specs = merge_specs(context)
+        blocks = self._look_up([*specs.values()])
+        missing = [spec for spec in specs.values() if spec.name not in blocks]
+        passages = [spec for spec in missing if spec.keep.is_stored]
         if passages and self._on_miss == "error":
             raise MissError(
                 f"{len(passages)} of {len(context)} blocks are not in the store and "
@@ -141,122 +143,94 @@ class BlockFetcher:
             )
         if missing:
             for batch in self.encode(missing):
-                for one, kv in batch:
-                    self._keep(kv, one.keep)
-                    found[one.name] = kv
+                for spec, kv in batch:
+                    self._keep(kv, spec.keep)
+                    blocks[spec.name] = kv
         # A text without tokens has no KV: it is neither a hit nor a miss.
-        used = [one for one in context if one.ids]
-        computed = {one.name for one in missing}
+        used = [spec for spec in context if spec.ids]
+        computed = {spec.name for spec in missing}
         is_hit = []
-        for one in used:
-            is_hit.append(one.name not in computed)
-            computed.discard(one.name)
-        return Fetched([found[one.name] for one in used], is_hit)
+        for spec in used:
+            is_hit.append(spec.name not in computed)
+            computed.discard(spec.name)
+        return Fetched([blocks[spec.name] for spec in used], is_hit)
 
     def encode(
-        self, wanted: Sequence[Wanted], batch_tokens: int | None = None
-    ) -> Iterator[list[tuple[Wanted, BlockKV]]]:
+        self, specs: Sequence[BlockSpec], batch_tokens: int | None = None
+    ) -> Iterator[list[tuple[BlockSpec, BlockKV]]]:
         """Compute blocks in batches, as ``BlockModel.encode`` does.
 
         If the store has a block's KV without the adapter, only the adapter is applied. Blocks
         without tokens are skipped.
         """
         requests: dict[str, EncodeRequest] = {}
-        waiting: dict[str, list[Wanted]] = {}  # blocks with the same tokens in several namespaces
-        for one in wanted:
-            encoded = self._stored_without_adapter(one) if one.ids else None
+        # Blocks of several namespaces may have the same tokens.
+        waiting: dict[str, list[BlockSpec]] = {}
+        for spec in specs:
+            encoded = self._stored_without_adapter(spec) if spec.ids else None
             if encoded is not None:
-                yield [(one, self._finished(encoded, one))]
-            elif one.ids:
-                digest = one.encoded_digest
-                requests[digest] = EncodeRequest(one.ids, digest, one.block.handle, one.sink_ids)
-                waiting.setdefault(digest, []).append(one)
+                yield [(spec, self._finished(encoded, spec))]
+            elif spec.ids:
+                digest = spec.encoded_digest
+                requests[digest] = EncodeRequest(spec.ids, digest, spec.block.handle, spec.sink_ids)
+                waiting.setdefault(digest, []).append(spec)
         for batch in self._model.encode([*requests.values()], batch_tokens=batch_tokens):
-            yield [(one, self._finished(kv, one)) for kv in batch for one in waiting[kv.digest]]
+            yield [(spec, self._finished(kv, spec)) for kv in batch for spec in waiting[kv.digest]]
 
-    def _stored_without_adapter(self, one: Wanted) -> BlockKV | None:
-        if one.adapter is None:
+    def _stored_without_adapter(self, spec: BlockSpec) -> BlockKV | None:
+        if spec.adapter is None:
             return None
-        key = store_key(self._model.fingerprint, one.encoded_digest, one.namespaces[0])
-        try:
-            if (stored := self.store.get(key)) is not None:
-                self._check(stored, key, one.ids)
-        except StoreError:  # logged when this entry itself is requested
-            return None
+        key = store_key(self._model.fingerprint, spec.encoded_digest, spec.namespaces[0])
+        plain = spec._replace(keys=(key,))
+        (stored,), _ = find_blocks([plain], self.store.get_many, self._outline)
         if stored is None or stored.scales is not None:  # int8 values would be rounded twice
             return None
         return stored.to(self._model.device)
 
-    def _finished(self, encoded: BlockKV, one: Wanted) -> BlockKV:
+    def _finished(self, encoded: BlockKV, spec: BlockSpec) -> BlockKV:
         """Apply the adapter to a computed block and convert it to ``kv_dtype``."""
-        if one.adapter is not None:
-            encoded = one.adapter.corrected(encoded, self._model.profile.layouts)
+        if spec.adapter is not None:
+            encoded = spec.adapter.corrected(encoded, self._model.profile.layouts)
         if self.kv_dtype == "int8":
             encoded = encoded.quantised()
-        handle, namespace = joined_handles(one.handles), one.namespaces[0]
-        return replace(encoded, digest=one.digest, handle=handle, namespace=namespace)
+        handle, namespace = joined_handles(spec.handles), spec.namespaces[0]
+        return replace(encoded, digest=spec.digest, handle=handle, namespace=namespace)
 
-    def _look_up(self, wanted: Collection[Wanted]) -> dict[Name, BlockKV]:
+    def _look_up(self, specs: Sequence[BlockSpec]) -> dict[Name, BlockKV]:
         """Read the blocks that are stored. Returns them by name, on the model's device."""
-        found: dict[Name, BlockKV] = {}
-        device = self._model.device
-        for place in range(1 + len(self.access.read_namespaces)):
-            asked = [one for one in wanted if one.name not in found and place < len(one.keys)]
-            keys = [one.keys[place] for one in asked]
-            answers = self._cache.get_many(keys) if keys else []
-            for one, key, answer in zip(asked, keys, answers, strict=True):
-                if (kv := self._sound(answer, key, one)) is None:
-                    continue
-                if kv.device != device:
-                    kv = kv.to(device)
-                    self._cache.keep(key, kv)
-                found[one.name] = kv
-        return found
+        stored, errors = find_blocks(specs, self._cache.get_many, self._outline)
+        blocks: dict[Name, BlockKV] = {}
+        for spec, kv in zip(specs, stored, strict=True):
+            for key in spec.keys:
+                if key in errors:
+                    self._note_error(spec, errors[key])
+            if kv is None:
+                continue
+            if kv.key in self._to_store:
+                self._store(kv)
+            if kv.device != self._model.device:
+                key, kv = kv.key, kv.to(self._model.device)
+                self._cache.keep(key, kv)
+            blocks[spec.name] = kv
+        return blocks
 
-    def _sound(self, answer: Found, key: str, one: Wanted) -> BlockKV | None:
-        """The block that the store returned, if it is the requested one. Bad entries are misses."""
-        try:
-            if isinstance(answer, StoreError):
-                raise answer
-            if answer is not None:
-                self._check(answer, key, one.ids)
-        except StoreError as error:
-            is_bad = isinstance(answer, BlockKV) or is_damage(answer)
+    def _note_error(self, spec: BlockSpec, error: StoreError) -> None:
+        """Log an entry that cannot be used. A bad entry is overwritten."""
+        if not is_damage(error):  # an unavailable store may have no entry to overwrite
+            done = "the store is tried again next time"
+        else:
             done = "kept in memory" if self.access.read_only else "the entry is overwritten"
-            done = done if is_bad else "the store is tried again next time"
-            logger.warning("%s. The block is computed again and %s.", error, done)
-            if is_bad:  # an unavailable store may have no entry to overwrite
-                self._to_store.add(one.key)
-            return None
-        if answer is not None and key in self._to_store:
-            self._store(answer)
-        return answer
-
-    def _check(self, kv: BlockKV, key: str, ids: list[int]) -> None:
-        """Raise ``StoreError`` if a block is not the requested one."""
-        if kv.key != key:
-            raise StoreError(
-                f"The store entry {key} belongs to another block or another model (found digest "
-                f"{kv.digest[:12]}, fingerprint {kv.fingerprint[:12]})"
-            )
-        if kv in self._checked:
-            return
-        if kv.token_ids.tolist() != ids:
-            raise StoreError(f"The store entry {key} contains the KV of other tokens")
-        if not self._model.could_have_computed(kv):
-            raise StoreError(
-                f"The store entry {key} has keys and values whose shape does not fit this model"
-            )
-        self._checked.add(kv)
+            self._to_store.add(spec.key)
+        logger.warning("%s. The block is computed again and %s.", error, done)
 
     def _keep(self, kv: BlockKV, allowed: Keep) -> None:
         """Keep a computed block in the store if that is allowed, else in memory."""
         key = kv.key
-        if allowed == "store" or key in self._to_store:
+        if allowed.is_stored or key in self._to_store:
             self._store(kv)
             return
         self._cache.keep(key, kv)
-        if allowed == "memory":
+        if not allowed.is_private:
             if len(self._to_store) >= _MOST_TO_STORE:
                 self._to_store.clear()
             self._to_store.add(key)

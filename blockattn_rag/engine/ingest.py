@@ -11,13 +11,13 @@ from functools import partial
 from tqdm.auto import tqdm
 
 from blockattn_rag.engine.fetcher import BlockFetcher
-from blockattn_rag.engine.lookup import PLAIN, Wanted, distinct
+from blockattn_rag.engine.lookup import PLAIN, BlockSpec, merge_specs
 from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.prompts.blocks import Block, BlockPrompt
 from blockattn_rag.prompts.recognition import entries_of
 
-_Batch = list[tuple[Wanted, BlockKV]]
+_Batch = list[tuple[BlockSpec, BlockKV]]
 Run = Callable[[Callable[[], _Batch | None]], _Batch | None]
 """Runs a function on the model's thread and returns its result."""
 
@@ -88,16 +88,15 @@ def precompute(
         StoreError: a block cannot be stored.
     """
     started = time.perf_counter()
-    found = fetcher.wanted(blocks, as_prompt=as_prompt, recipe=recipe)
-    wanted = [*distinct(found).values()]
-    absent = [one for one in wanted if not fetcher.claim(one)]
+    specs = [*merge_specs(fetcher.specs(blocks, as_prompt=as_prompt, recipe=recipe)).values()]
+    absent = [spec for spec in specs if not fetcher.claim(spec)]
     if absent and fetcher.access.read_only:
         raise ValueError(
-            f"{len(absent)} of {len(wanted)} blocks are not in the store, and this engine has "
+            f"{len(absent)} of {len(specs)} blocks are not in the store, and this engine has "
             "read_only=True: encode them with an engine that has read_only=False."
         )
-    stats = EncodeStats(reused=len(wanted) - len(absent))
-    total, left = (sum(len(one.ids) for one in some) for some in (wanted, absent))
+    stats = EncodeStats(reused=len(specs) - len(absent))
+    total, left = (sum(len(spec.ids) for spec in group) for group in (specs, absent))
     with progress(total, total - left, show_progress, on_progress) as report:
         for at in range(0, len(absent), _WINDOW):
             batches = fetcher.encode(absent[at : at + _WINDOW], batch_tokens)
@@ -112,7 +111,7 @@ def precompute(
                     )
                     report(kv.num_tokens)
     if fetcher.passages is not None and not fetcher.access.read_only:
-        texts = [one.text for one in blocks[as_prompt:] if one.origin == "passage"]
+        texts = [block.text for block in blocks[as_prompt:] if block.origin == "passage"]
         fetcher.passages.add(entries_of(texts), fetcher.access.namespace)
     return replace(stats, seconds=time.perf_counter() - started)
 

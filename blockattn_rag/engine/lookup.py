@@ -10,7 +10,7 @@ from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.kv.block_kv import corrected_digest, store_key, token_digest
 from blockattn_rag.model import BlockModel
 from blockattn_rag.model.correction import Correction
-from blockattn_rag.prompts.blocks import Block, Keep, is_private, keep_of
+from blockattn_rag.prompts.blocks import Block, Keep, keep_of
 from blockattn_rag.prompts.sinks import NO_SINK, sink_ids
 from blockattn_rag.store.namespaces import Access
 
@@ -23,8 +23,8 @@ Name = tuple[str, str]
 """Namespace and digest of a block: its identity among the blocks of one model."""
 
 
-class Wanted(NamedTuple):
-    """A block to look up.
+class BlockSpec(NamedTuple):
+    """What identifies a block in the store, and what it is computed from.
 
     Args:
         keys: Store key of the block in each of ``namespaces``.
@@ -59,14 +59,15 @@ class Wanted(NamedTuple):
         return self.namespaces[0], self.digest
 
 
-def distinct(wanted: Iterable[Wanted]) -> dict[Name, Wanted]:
+def merge_specs(specs: Iterable[BlockSpec]) -> dict[Name, BlockSpec]:
     """Merge blocks with the same name, joining their handles. Blocks without tokens are dropped."""
-    found: dict[Name, Wanted] = {}
-    for one in wanted:
-        if one.ids:
-            before = found[one.name].handles if one.name in found else ()
-            found[one.name] = one._replace(handles=tuple(dict.fromkeys([*before, *one.handles])))
-    return found
+    merged: dict[Name, BlockSpec] = {}
+    for spec in specs:
+        if spec.ids:
+            before = merged[spec.name].handles if spec.name in merged else ()
+            handles = tuple(dict.fromkeys([*before, *spec.handles]))
+            merged[spec.name] = spec._replace(handles=handles)
+    return merged
 
 
 class BlockLookup:
@@ -77,40 +78,44 @@ class BlockLookup:
 
     def __init__(self, model: BlockModel, access: Access) -> None:
         self._model = model
-        self._namespaces = {one: access.namespaces(private=one) for one in (False, True)}
+        self._namespaces = {
+            is_private: access.namespaces(private=is_private) for is_private in (False, True)
+        }
         self._sink_ids = cache(lambda sink: tuple(sink_ids(sink, model.tokenizer)))
-        self._remembered = lru_cache(MOST_REMEMBERED)(self._wanted)
+        self._spec = lru_cache(MOST_REMEMBERED)(self._make_spec)
 
-    def wanted(
+    def specs(
         self,
         blocks: Sequence[Block],
         *,
         as_prompt: bool,
         recipe: Recipe = PLAIN,
-    ) -> list[Wanted]:
-        """Return what to look up for each block.
+    ) -> list[BlockSpec]:
+        """Specs of blocks.
 
         Args:
             as_prompt: Whether the first block starts a prompt. If so, it has the BOS token and is
                 encoded without sink and adapter.
             recipe: How the other blocks are encoded.
         """
-        wanted = []
+        specs = []
         for index, block in enumerate(blocks):
             first = as_prompt and index == 0
             encoding = (NO_SINK, None) if first else (recipe.sink, recipe.adapter)
-            wanted.append(self._remembered(block, first, *encoding))
-        return wanted
+            specs.append(self._spec(block, first, *encoding))
+        return specs
 
-    def _wanted(self, block: Block, first: bool, sink: str, adapter: Correction | None) -> Wanted:
+    def _make_spec(
+        self, block: Block, first: bool, sink: str, adapter: Correction | None
+    ) -> BlockSpec:
         fingerprint = self._model.fingerprint
         keep = keep_of(block.origin)
-        namespaces = self._namespaces[is_private(keep)]
+        namespaces = self._namespaces[keep.is_private]
         ids = self._model.tokenizer.block_ids(block, first=first)
         before = self._sink_ids(sink)
         encoded = token_digest(ids, before)
         digest = corrected_digest(encoded, adapter.digest) if adapter else encoded
-        return Wanted(
+        return BlockSpec(
             keys=tuple(store_key(fingerprint, digest, name) for name in namespaces),
             namespaces=namespaces,
             ids=ids,

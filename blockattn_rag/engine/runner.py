@@ -103,15 +103,15 @@ class Runner:
         started = time.perf_counter()
         recipe = options.recipe
         blocks, final_ids = self._model.tokenizer.with_final_ids(prompt, recipe.promote)
-        wanted = self._fetcher.wanted(blocks, as_prompt=True, recipe=recipe)
-        prompt_tokens = sum(len(one.ids) for one in wanted) + len(final_ids)
+        specs = self._fetcher.specs(blocks, as_prompt=True, recipe=recipe)
+        prompt_tokens = sum(len(spec.ids) for spec in specs) + len(final_ids)
         # Raises before anything is computed if the prompt does not fit.
         limit = self._model.room_for(prompt_tokens, options.sampling)
-        fetched = self._fetcher.fetch(wanted)
+        fetched = self._fetcher.fetch(specs)
         context = place(fetched.blocks, recipe.positions)
         # The first block already attends to everything before it, even if it has no tokens.
         may_change = [
-            one.block.is_passage and index > 0 for index, one in enumerate(wanted) if one.ids
+            spec.block.is_passage and index > 0 for index, spec in enumerate(specs) if spec.ids
         ]
         reused = fetched.reused_tokens
         stats = ReuseStats(

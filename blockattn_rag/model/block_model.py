@@ -24,7 +24,7 @@ from blockattn_rag.model.exclusion import lock_of, turn_to_draw
 from blockattn_rag.model.fingerprint import Snapshot, fingerprint_of
 from blockattn_rag.model.graphs import GraphRunner
 from blockattn_rag.model.packing import pack_linears
-from blockattn_rag.model.probe import AttentionProfile, profile_attention, vocabulary_size
+from blockattn_rag.model.probe import AttentionProfile, profile_attention
 from blockattn_rag.model.repetition import LoopGuard
 from blockattn_rag.model.sampling import Sampling, room_for
 from blockattn_rag.output.grammar import Grammar
@@ -168,11 +168,6 @@ class BlockModel:
     def bytes_per_token(self) -> int:
         """Size of the keys and values of one token, in bytes."""
         return sum(heads * size * kind.itemsize for heads, size, kind in self.profile.token_outline)
-
-    def could_have_computed(self, kv: BlockKV) -> bool:
-        """Whether a block fits this model's layers, heads, head sizes, dtype and vocabulary."""
-        known = int(kv.token_ids.max()) < vocabulary_size(self.hf_model)
-        return known and kv.token_outline == self.profile.token_outline
 
     def encode(
         self, requests: Sequence[EncodeRequest], *, batch_tokens: int | None = None

@@ -31,13 +31,23 @@ Control tokens are parsed only in ``template`` and ``prompt``.
 
 PASSAGES: frozenset[Origin] = frozenset({"passage", "altered"})
 
-Keep = Literal["store", "memory", "private", "private-store"]
-"""Where the KV of a block may be kept.
 
-``store``: in the store. ``memory``: in memory, unless it is stored already. ``private``: in memory.
-``private-store``: in the store. Only private blocks can hit the KV of private blocks, so response
-times do not reveal to users which passages are stored.
-"""
+class Keep(NamedTuple):
+    """Where the KV of a block may be kept. Decided once, by the block's origin (``keep_of``).
+
+    Args:
+        is_private: Whether only private blocks can hit the KV, so that response times do not reveal
+            to users which passages are stored.
+        is_stored: Whether the KV is stored. Otherwise, it stays in memory.
+    """
+
+    is_private: bool
+    is_stored: bool
+
+
+STORED = Keep(is_private=False, is_stored=True)
+IN_MEMORY = Keep(is_private=False, is_stored=False)
+PRIVATE = Keep(is_private=True, is_stored=False)
 
 
 def keep_of(origin: Origin, *, on_purpose: bool = False) -> Keep:
@@ -50,19 +60,7 @@ def keep_of(origin: Origin, *, on_purpose: bool = False) -> Keep:
         origin: Origin of the block.
         on_purpose: Whether the caller encodes the block explicitly, rather than in a prompt.
     """
-    if origin in ("passage", "system"):
-        return "store" if origin == "passage" or on_purpose else "memory"
-    return "private-store" if on_purpose else "private"
-
-
-def is_private(keep: Keep) -> bool:
-    """Whether a block is private: only lookups of private blocks find it."""
-    return keep in ("private", "private-store")
-
-
-def may_store(keep: Keep) -> bool:
-    """Whether a block may be stored."""
-    return keep in ("store", "private-store")
+    return Keep(origin not in ("passage", "system"), origin == "passage" or on_purpose)
 
 
 def handle_of(text: str) -> str:

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from functools import cache
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import regex
 from numpy.typing import NDArray
 
-from blockattn_rag.prompts.blocks import PASSAGES, Span, handle_of, merged
+from blockattn_rag.prompts.blocks import PASSAGES, Span, handle_of, merged, text_of
 
 Recognize: TypeAlias = bool | Literal["system"]
 """Option of servers and engines: whether to find passages in plain text. ``"system"``: also in
@@ -60,31 +61,20 @@ Entries = NDArray[np.void]
 Integers = NDArray[Any]
 
 
-def _powers(base: int, first: int, count: int) -> Integers:
-    powers = np.full(count, base, np.uint64)
-    powers[0] = first
-    return np.multiply.accumulate(powers)
+@cache
+def _power_table(bits: int) -> tuple[Integers, Integers]:
+    """First ``2 ** bits`` powers of the hash's base, and scaled powers of its inverse."""
+    tables = []
+    for base, first in ((_BASE, 1), (pow(_BASE, -1, 1 << 64), _SCALE)):
+        powers = np.full(1 << bits, base, np.uint64)
+        powers[0] = first
+        tables.append(np.multiply.accumulate(powers))
+    return tables[0], tables[1]
 
 
-class _Powers:
-    """Powers of the hash's base, and scaled powers of its inverse, for texts of any length."""
-
-    def __init__(self) -> None:
-        self._known = self._made(1 << 16)
-
-    def upto(self, count: int) -> tuple[Integers, Integers]:
-        known = self._known
-        if len(known[0]) < count:
-            known = self._made(1 << count.bit_length())
-            if len(known[0]) > len(self._known[0]):
-                self._known = known
-        return known
-
-    def _made(self, count: int) -> tuple[Integers, Integers]:
-        return _powers(_BASE, 1, count), _powers(pow(_BASE, -1, 1 << 64), _SCALE, count)
-
-
-_POWERS = _Powers()
+def _powers(count: int) -> tuple[Integers, Integers]:
+    """Tables of at least ``count`` powers."""
+    return _power_table(max(16, count.bit_length()))
 
 
 def _characters(text: str) -> Integers:
@@ -102,10 +92,11 @@ def entries_of(texts: Iterable[str]) -> Entries:
     rows = []
     for text in (text.strip() for text in texts):
         if WINDOW <= len(text) <= MOST_CHARACTERS and not _WORDLESS.fullmatch(text):
-            terms = _characters(text) * _POWERS.upto(len(text))[0][: len(text)]
+            powers, inverses = _powers(len(text))
+            terms = _characters(text) * powers[: len(text)]
             at, whole = _middle(len(text)), int(terms.sum()) * _SCALE & _MASK
             inside = int(terms[at : at + WINDOW].sum())
-            window = inside * int(_POWERS.upto(at + 1)[1][at]) & _MASK
+            window = inside * int(inverses[at]) & _MASK
             rows.append((window, whole, len(text), [*bytes.fromhex(handle_of(text))]))
     return np.array(rows, ENTRY)
 
@@ -119,9 +110,9 @@ class PassageMatcher:
 
     def __init__(self, entries: Entries) -> None:
         order = np.argsort(np.ascontiguousarray(entries["window"]), kind="stable")
-        self._entries = entries[order]
-        self._windows = np.ascontiguousarray(self._entries["window"])
-        self._chars = self._entries["chars"].astype(np.int64)
+        self.entries = entries[order]
+        self._windows = np.ascontiguousarray(self.entries["window"])
+        self._chars = self.entries["chars"].astype(np.int64)
         # One bit for each of the first bits of a hash rejects most windows without a search. The
         # table has 8 bytes per passage, so that it stays in the processor's cache.
         bits = min(30, max(12, (64 * len(entries)).bit_length()))
@@ -131,7 +122,7 @@ class PassageMatcher:
         self._seen = np.packbits(seen, bitorder="little")
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self.entries)
 
     def has(self, entries: Entries) -> NDArray[np.bool_]:
         """Whether each of these entries is indexed, ``bool [passages]``."""
@@ -139,7 +130,7 @@ class PassageMatcher:
             self._windows.searchsorted(entries["window"], to) for to in ("left", "right")
         )
         pairs = zip(entries, left, right, strict=True)
-        return np.array([one in self._entries[start:end] for one, start, end in pairs], np.bool_)
+        return np.array([entry in self.entries[start:end] for entry, start, end in pairs], np.bool_)
 
     def split(
         self, spans: Iterable[Span], *others: PassageMatcher, in_system: bool = False
@@ -156,25 +147,25 @@ class PassageMatcher:
             in_system: Whether to search system messages. A passage in them is cut out of the rules
                 around it, so only for applications whose documents are as trusted as their rules.
         """
-        given = tuple(span for span in spans if span.text)
-        room = MOST_PASSAGES - sum(span.origin in PASSAGES for span in given)
-        lengths = [len(span.text) for span in given]
-        ends = np.cumsum(lengths, dtype=np.int64)
-        matchers = [one for one in (self, *others) if len(one)]
-        if not matchers or room < 1 or not WINDOW <= sum(lengths) <= MOST_CHARACTERS:
-            return merged(given)
+        spans = tuple(span for span in spans if span.text)
+        room = MOST_PASSAGES - sum(span.origin in PASSAGES for span in spans)
+        ends = np.cumsum([len(span.text) for span in spans], dtype=np.int64)
+        text = text_of(spans)
+        matchers = [matcher for matcher in (self, *others) if len(matcher)]
+        if not matchers or room < 1 or not WINDOW <= len(text) <= MOST_CHARACTERS:
+            return merged(spans)
         kept = {*PASSAGES, "template", "answer", *(() if in_system else ("system",))}
-        is_plain = np.array([span.origin not in kept for span in given])
-        text = "".join(span.text for span in given)
-        found = _found(matchers, text, ends, is_plain, room)
+        is_plain = np.array([span.origin not in kept for span in spans])
+        places = _passages(matchers, text, ends, is_plain, room)
         pieces: list[Span] = []
-        for span, end, length in zip(given, ends.tolist(), lengths, strict=True):
-            at = end - length
-            while found and found[0][0] < end:
-                start, stop = found.pop(0)
+        at = 0
+        for span, end in zip(spans, ends.tolist(), strict=True):
+            while places and places[0][0] < end:
+                start, stop = places.pop(0)
                 pieces += Span(text[at:start], span.origin), Span(text[start:stop], "passage")
                 at = stop
-            pieces.append(span if at == end - length else Span(text[at:end], span.origin))
+            pieces.append(Span(text[at:end], span.origin))
+            at = end
         return merged(pieces)
 
     def candidates(
@@ -192,8 +183,8 @@ class PassageMatcher:
         fits = np.flatnonzero((starts >= 0) & (stops < len(sums)))
         starts, stops, rows = starts[fits], stops[fits], rows[fits]
         hashes = (sums[stops] - sums[starts]) * inverses[starts]
-        same = np.flatnonzero(hashes == self._entries["whole"][rows])
-        return starts[same], self._entries[rows[same]]
+        same = np.flatnonzero(hashes == self.entries["whole"][rows])
+        return starts[same], self.entries[rows[same]]
 
     def _seen_at(self, windows: Integers) -> Integers:
         """Places of the hashes that may be indexed."""
@@ -205,43 +196,42 @@ class PassageMatcher:
 def _hashes(text: str) -> tuple[Integers, Integers, Integers]:
     """Sums of a text's hash up to each place, their scales, and the hash of each window."""
     size = len(text)
-    powers, inverses = _POWERS.upto(size + 1)
+    powers, inverses = _powers(size + 1)
     sums = np.zeros(size + 1, np.uint64)
     np.cumsum(_characters(text) * powers[:size], out=sums[1:])
     return sums, inverses, (sums[WINDOW:] - sums[:-WINDOW]) * inverses[: size - WINDOW + 1]
 
 
-def _found(
+def _passages(
     matchers: Sequence[PassageMatcher], text: str, ends: Integers, is_plain: Integers, most: int
 ) -> list[tuple[int, int]]:
     """Start and end of at most ``most`` passages, in order."""
     hashes = _hashes(text)
-    parts = [one.candidates(*hashes) for one in matchers]
+    parts = [matcher.candidates(*hashes) for matcher in matchers]
     starts, entries = (np.concatenate(part) for part in zip(*parts, strict=True))
     stops = starts + entries["chars"]
     place = np.searchsorted(ends, starts, "right")
     inside = is_plain[place] & (stops <= ends[place]) & _has_words(text, starts, stops)
-    starts, stops, place = (one[inside] for one in (starts, stops, place))
+    starts, stops, place = starts[inside], stops[inside], place[inside]
     handles = entries["handle"][inside]
-    first = np.concatenate([[0], ends])[place]
-    last = ends[place]
-    taken, found, wasted = bytearray(len(text)), [], 0
-    for one in np.lexsort((starts, starts - stops)).tolist():
-        start, stop = int(starts[one]), int(stops[one])
+    first, last = np.concatenate([[0], ends])[place], ends[place]
+    taken, passages, wasted = bytearray(len(text)), list[tuple[int, int]](), 0
+    for row in np.lexsort((starts, starts - stops)).tolist():
+        start, stop = int(starts[row]), int(stops[row])
         if taken[start] or taken[stop - 1]:  # by a passage that is as long or longer
             continue
-        if any(_is_within(text, cut, first[one], last[one]) for cut in (start, stop)):
+        if any(_is_within(text, cut, first[row], last[row]) for cut in (start, stop)):
             continue
-        if handle_of(text[start:stop]) != handles[one].tobytes().hex():
+        if handle_of(text[start:stop]) != handles[row].tobytes().hex():
             wasted += stop - start
             if wasted > _WASTED * len(text):
                 break
             continue
         taken[start:stop] = bytes([1]) * (stop - start)
-        found.append((start, stop))
-        if len(found) == most:
+        passages.append((start, stop))
+        if len(passages) == most:
             break
-    return sorted(found)
+    return sorted(passages)
 
 
 def _middle(chars: Any) -> Any:

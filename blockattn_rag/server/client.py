@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, cast
 from urllib.parse import urlsplit
 
 import httpx
@@ -237,15 +237,12 @@ class ServerClient:
             self.check_markers()
             head, context = f"{CHAT.system}\n\n{CHAT.before}", "".join(map(wrap, passages))
             prompt = f"{head}{context}{CHAT.after.format(question=question)}"
-            chunks: Iterable[Any] = self.openai.completions.create(
-                prompt=prompt, extra_body=extra, **options
-            )
-            return chunks
+            options["prompt"] = prompt
+            return cast(Iterable[Any], self.openai.completions.create(extra_body=extra, **options))
         extra["documents"] = [{"text": text} for text in passages]
         extra["chat_template_kwargs"] = dict(chat_template_kwargs or {})
-        return self.openai.chat.completions.create(
-            messages=[{"role": "user", "content": question}], extra_body=extra, **options
-        )
+        options["messages"] = [{"role": "user", "content": question}]
+        return cast(Iterable[Any], self.openai.chat.completions.create(extra_body=extra, **options))
 
     def _ask(self, method: Literal["GET", "POST"], path: str, body: Any = None) -> Any:
         """Send a request, and return its JSON. Raises MissError or ServingError."""

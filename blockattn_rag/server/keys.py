@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from blockattn_rag.errors import ProtocolError
 from blockattn_rag.kv.block_kv import store_key, token_digest
-from blockattn_rag.prompts.blocks import Keep, is_private
+from blockattn_rag.prompts.blocks import STORED, Keep
 from blockattn_rag.server.plan import BlockPlan, code
 from blockattn_rag.server.profile import ModelProfile
 from blockattn_rag.server.protocol import PROTOCOL_VERSION
@@ -29,7 +29,7 @@ def salt(plan: BlockPlan, profile: ModelProfile, own: str | None = None) -> str:
     Args:
         own: Salt that the client sent.
     """
-    private = [place for place, keep in enumerate(plan.keep) if is_private(keep)]
+    private = [place for place, keep in enumerate(plan.keep) if keep.is_private]
     cut = [plan.op, plan.lengths, private]
     encoding = [profile.fingerprint, profile.sink_ids, profile.adapter]
     parts = [*encoding, plan.namespace, cut, own]
@@ -74,7 +74,7 @@ class BlockId(NamedTuple):
     digest: str
     namespaces: tuple[str, ...]
     keys: tuple[str, ...]
-    keep: Keep = "store"
+    keep: Keep = STORED
 
     @property
     def key(self) -> str:
@@ -118,7 +118,7 @@ def block_keys(
         encoding = () if opens_prompt and not place else (profile.sink_ids, profile.adapter)
         digest = token_digest(ids, *encoding)
         keep = plan.keep[place]
-        names = access.namespaces(private=is_private(keep))
+        names = access.namespaces(private=keep.is_private)
         keys = tuple(store_key(profile.fingerprint, digest, name) for name in names)
         found.append(BlockId(place, start, ids, digest, names, keys, keep))
         start += length

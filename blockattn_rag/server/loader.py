@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from blockattn_rag.errors import LoadError, StoreError
 from blockattn_rag.kv.block_kv import BlockKV
-from blockattn_rag.prompts.blocks import Keep
 from blockattn_rag.server.keys import BlockId
 from blockattn_rag.server.profile import ModelProfile
 from blockattn_rag.server.shares import Share
-from blockattn_rag.store.base import Found, KVStore, TierStats, is_damage
+from blockattn_rag.store.base import KVStore, ReadResult, TierStats, is_damage
 from blockattn_rag.store.concurrency import Readers, check_seconds, deadline, outcome, remaining
+from blockattn_rag.store.find_blocks import find_blocks
+from blockattn_rag.store.memory import MemoryStore
+from blockattn_rag.store.tiered import TieredStore
 
 logger = logging.getLogger("blockattn_rag")
-
-_MISSING: dict[Keep, str] = {
-    "store": "no reachable store has it",
-    "memory": "neither a reachable store nor this server's memory (private_memory) has it",
-    "private": "neither a reachable store nor this server's memory (private_memory) has it",
-    "private-store": "no reachable store has it",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +71,7 @@ class BlockLoader:
         kept: KVStore | None = None,
     ) -> None:
         self.store = store
-        self._kept = kept
+        self._kept = MemoryStore(1) if kept is None else kept
         self._outline = share.token_outline(profile)
         self._deadline_s = check_seconds("deadline_s", deadline_s)
         if most_waiting < 1:
@@ -115,7 +110,7 @@ class BlockLoader:
         return refused
 
     def stats(self) -> LoaderStats:
-        tiers = self.store.tier_stats()
+        tiers = self.store.tier_stats() if isinstance(self.store, TieredStore) else ()
         with self._lock:
             return replace(self._stats, tiers=tiers)
 
@@ -155,55 +150,23 @@ class BlockLoader:
         """
         if not remaining(until):
             raise StoreError("other loads took all the time until the deadline")
-        found = self._look_up_kept(blocks)
-        missing = {one.place: _MISSING[one.keep] for one in blocks if one.place not in found}
-        damaged: list[str] = []
-        for turn in range(max((len(one.keys) for one in blocks), default=0)):
-            asked = [one for one in blocks if one.place in missing and turn < len(one.keys)]
-            keys = [*dict.fromkeys(one.keys[turn] for one in asked)]
-            if not keys:
-                break
+
+        def get_many(keys: Sequence[str]) -> Sequence[ReadResult]:
             read = self._readers.start(self.store.get_many, keys)
-            said = outcome(read, until, f"ask {self.store!r}")
-            answers = dict(zip(keys, said, strict=True))
-            for one in asked:
-                key = one.keys[turn]
-                answer = self._checked(answers[key], one, key)
-                if isinstance(answer, BlockKV):
-                    found[one.place] = answer
-                    del missing[one.place]
-                elif answer is not None:
-                    missing[one.place] = str(answer)
-                    damaged += [key] * (is_damage(answer) or answers[key] is not answer)
-        if missing:
-            raise _failure(blocks, missing, damaged)
-        return found
+            return outcome(read, until, f"ask {self.store!r}")
 
-    def _look_up_kept(self, blocks: Sequence[BlockId]) -> dict[int, BlockKV]:
-        """Look up blocks that are in memory because they were not stored. Returns them by index."""
-        found: dict[int, BlockKV] = {}
-        if self._kept is None:
-            return found
-        for one in blocks:
-            kv = self._checked(self._kept.get(one.key), one, one.key)
-            if isinstance(kv, BlockKV):
-                found[one.place] = kv
+        own = [block._replace(keys=block.keys[:1]) for block in blocks]
+        kept = find_blocks(own, self._kept.get_many, self._outline).blocks
+        absent = [block for block, kv in zip(blocks, kept, strict=True) if kv is None]
+        stored, errors = find_blocks(absent, get_many, self._outline)
+        found = {
+            block.place: kv
+            for block, kv in zip([*blocks, *absent], [*kept, *stored], strict=True)
+            if kv is not None
+        }
+        if missing := [block for block in absent if block.place not in found]:
+            raise _failure(missing, errors)
         return found
-
-    def _checked(self, answer: Found, one: BlockId, key: str) -> Found:
-        """Return the store's answer, or a StoreError if it is not the requested block."""
-        if not isinstance(answer, BlockKV):
-            return answer
-        if answer.key != key:
-            return StoreError(f"the store has another block under {key}")
-        if answer.token_ids.tolist() != [*one.ids]:
-            return StoreError(f"the store has the keys and values of other tokens under {key}")
-        if answer.token_outline != self._outline:
-            return StoreError(
-                f"the store has keys and values of another shape or dtype under {key} than the "
-                "profile says for this rank; a disk tier belongs to one rank of one model"
-            )
-        return answer
 
     def _since(self, until: float) -> float:
         """Seconds since the start of a load with the deadline ``until``."""
@@ -219,15 +182,21 @@ class BlockLoader:
             self._waiting -= 1
 
 
-def _failure(
-    blocks: Sequence[BlockId], missing: dict[int, str], damaged: Sequence[str]
-) -> LoadError:
+def _failure(missing: Sequence[BlockId], errors: Mapping[str, StoreError]) -> LoadError:
     """LoadError that names the first missing block and the reason."""
-    first = next(one for one in blocks if one.place in missing)
+    first = missing[0]
     others = f", and {len(missing) - 1} more" if len(missing) > 1 else ""
+    reasons = [str(errors[key]) for key in first.keys if key in errors]
+    keys = dict.fromkeys(key for block in missing for key in block.keys)
     return LoadError(
         f"Block {first.place} of the prompt ({len(first.ids)} tokens from token {first.start} on)"
-        f"{others} cannot be loaded: {missing[first.place]}",
-        tuple(sorted(missing)),
-        tuple(dict.fromkeys(damaged)),
+        f"{others} cannot be loaded: {[_absence(first), *reasons][-1]}",
+        tuple(block.place for block in missing),
+        tuple(key for key in keys if is_damage(errors.get(key))),
     )
+
+
+def _absence(block: BlockId) -> str:
+    if block.keep.is_stored:
+        return "no reachable store has it"
+    return "neither a reachable store nor this server's memory (private_memory) has it"

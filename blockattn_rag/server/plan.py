@@ -20,7 +20,7 @@ from pydantic import Field, StrictBool, ValidationInfo, field_validator
 from pydantic.dataclasses import dataclass
 
 from blockattn_rag.errors import ProtocolError
-from blockattn_rag.prompts.blocks import Keep
+from blockattn_rag.prompts.blocks import PRIVATE, Keep
 from blockattn_rag.server.protocol import FIELD, MOST_BLOCKS, PROTOCOL_VERSION
 from blockattn_rag.server.validation import (
     STRICT,
@@ -45,7 +45,7 @@ class BlockPlan:
             with the blocks, and at least one token follows. ``encode``: one block at the end of the
             prompt.
         namespace: Namespace of the blocks, see ``store.namespaces``.
-        keep: Where each block may be kept. Default: ``private`` for all, so that the KV of text
+        keep: Where each block may be kept. Default: ``PRIVATE`` for all, so that the KV of text
             that a client did not mark as a passage never reaches the store.
         opens_prompt: For ``encode``: whether the block opens a prompt, and so is encoded without
             sink and adapter.
@@ -79,8 +79,7 @@ class BlockPlan:
         blocks = len(info.data.get("lengths", keep))
         if len(keep) not in (0, blocks):
             raise ValueError(f"expected one item for each of {blocks} blocks, found {len(keep)}")
-        private: Keep = "private"
-        return keep or (private,) * blocks
+        return keep or (PRIVATE,) * blocks
 
     @property
     def context_tokens(self) -> int:
@@ -109,8 +108,8 @@ class BlockPlan:
             "op": self.op,
             "lengths": list(self.lengths),
         }
-        if {*self.keep} != {"private"}:
-            fields["keep"] = list(self.keep)
+        if {*self.keep} != {PRIVATE}:
+            fields["keep"] = [[*keep] for keep in self.keep]
         if self.opens_prompt:
             fields["opens_prompt"] = True
         if secret is not None:

@@ -17,7 +17,7 @@ from blockattn_rag.errors import FingerprintMismatchError, StoreError
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.model.correction import Correction, LayerCorrection
 from blockattn_rag.server.profile import ModelProfile
-from blockattn_rag.store.base import Found, KVStore, MaintainedStore, StoreStats
+from blockattn_rag.store.base import KVStore, MaintainedStore, ReadResult, StoreStats
 from blockattn_rag.store.header import Header
 from blockattn_rag.store.layout import LayerShape, Layout, share_of
 
@@ -124,7 +124,7 @@ class ShareStore(KVStore):
         heads = self.share.heads[0]
         return f"ShareStore({self.home!r}, heads={heads}, layers={self.share.layers})"
 
-    def get_many(self, keys: Sequence[str]) -> list[Found]:
+    def get_many(self, keys: Sequence[str]) -> list[ReadResult]:
         """Read the shares of entries, with one call to the home.
 
         A result is a CorruptEntryError if the header, the token ids or this share are damaged, and
@@ -163,12 +163,12 @@ class ShareStore(KVStore):
     def _choose(self, header: Header) -> dict[int, range]:
         """Heads to read of each layer."""
         layout = header.layout
-        expected = _layout(self._profile, layout.num_tokens, layout.quantised)
+        expected = _layout(self._profile, layout.num_tokens, layout.quantized)
         if layout != expected or header.dtype != self._profile.torch_dtype:
             raise _other_shape(header.key)
         return dict(zip(self.share.layers, self.share.heads, strict=True))
 
-    def _cut(self, found: Found) -> Found:
+    def _cut(self, found: ReadResult) -> ReadResult:
         if not isinstance(found, BlockKV):
             return found
         if found.token_outline != Share.of(self._profile).token_outline(self._profile):

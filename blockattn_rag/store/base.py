@@ -13,7 +13,7 @@ from blockattn_rag.errors import CorruptEntryError, FingerprintMismatchError, St
 from blockattn_rag.kv.block_kv import BlockKV, joined_handles, split_handles
 from blockattn_rag.store.header import Header
 
-Found: TypeAlias = BlockKV | StoreError | None
+ReadResult: TypeAlias = BlockKV | StoreError | None
 """Result of reading one of several entries: the entry, None if it does not exist, or the StoreError
 that ``get`` would raise. Errors are returned, so that one bad entry does not hide the others."""
 
@@ -98,20 +98,14 @@ class Sidecar(ABC):
 class KVStore(ABC):
     """Base class of stores: a thread-safe map from store keys (``kv.store_key``) to ``BlockKV``.
 
-    Subclasses implement the abstract methods, and either ``get`` or, if reading several entries at
-    once is faster, ``get_many``. A store that evicts entries also implements ``touch``.
+    A new backend implements ``get`` (or ``get_many``, if reading several entries at once is
+    faster), ``put``, ``__contains__``, ``delete``, ``keys`` and ``stats``. The other methods have
+    defaults. Override ``touch`` if the store evicts entries, and ``sidecar`` to support
+    recognition. A store that ``blockattn-rag store`` maintains derives from ``MaintainedStore``.
     """
-
-    is_resident: ClassVar[bool] = False
-    """Whether blocks are in the memory of this process, ready for a model."""
 
     records_use: ClassVar[bool] = True
     """Whether ``touch`` changes the time of use of an entry."""
-
-    @property
-    def sidecar(self) -> Sidecar | None:
-        """Small files beside the entries, such as the index of passages. None: not supported."""
-        return None
 
     def get(self, key: str) -> BlockKV | None:
         """Return the entry of a key, or None. Counts as a use of the entry.
@@ -125,14 +119,20 @@ class KVStore(ABC):
             FingerprintMismatchError: The entry belongs to another text, model or tenant.
             StoreError: The entry cannot be read, or the deadline passed.
         """
-        (found,) = self.get_many([key])
-        if isinstance(found, StoreError):
-            raise found
-        return found
+        (entry,) = self.get_many([key])
+        if isinstance(entry, StoreError):
+            raise entry
+        return entry
 
-    def get_many(self, keys: Sequence[str]) -> list[Found]:
+    def get_many(self, keys: Sequence[str]) -> list[ReadResult]:
         """Read several entries, in the order of the keys. Errors are returned, not raised."""
-        return [self._found(key) for key in keys]
+        return [self._get_or_error(key) for key in keys]
+
+    def _get_or_error(self, key: str) -> ReadResult:
+        try:
+            return self.get(key)
+        except StoreError as error:
+            return error
 
     @abstractmethod
     def put(self, key: str, kv: BlockKV) -> None:
@@ -183,25 +183,17 @@ class KVStore(ABC):
         """
         return self.touch(key)
 
-    def keep(self, key: str, kv: BlockKV) -> None:  # noqa: B027 - not every store is in memory
-        """Cache an entry in memory without storing it. Does nothing in stores outside memory."""
-
-    def tier_stats(self) -> tuple[TierStats, ...]:
-        """Stats of each tier, fastest first. Empty for a store without tiers. Sends no request."""
-        return ()
-
-    def _found(self, key: str) -> Found:
-        try:
-            return self.get(key)
-        except StoreError as error:
-            return error
+    @property
+    def sidecar(self) -> Sidecar | None:
+        """Small files beside the entries, such as the index of passages. None: not supported."""
+        return None
 
 
 class StoredEntry(NamedTuple):
     """Entry in a listing of a store.
 
     Args:
-        nbytes: Size of the entry in the store.
+        nbytes: Size of the entry in the store. 0 if its path is not a regular file.
         used_ns: Time of the last use that the store recorded, in nanoseconds since 1970.
     """
 
@@ -261,7 +253,7 @@ class MaintainedStore(KVStore):
         keys: Sequence[str],
         choose: Callable[[Header], Mapping[int, range]],
         head_bytes: int,
-    ) -> list[Found]:
+    ) -> list[ReadResult]:
         """Read some heads of some layers of entries, verified like complete entries.
 
         Counts as a use. A remote store reads the headers of all entries concurrently, and then the
@@ -277,10 +269,6 @@ class MaintainedStore(KVStore):
             For each key: the part as a block with the key of the entry, None if there is no entry,
             or the StoreError that ``get`` would raise.
         """
-
-    def listed(self) -> Iterator[tuple[str, int | None]]:
-        """Keys and times of use of all paths named like entries. The time of a non-file is None."""
-        return ((entry.key, entry.used_ns) for entry in self.entries())
 
     def leftovers(self) -> Iterator[Path]:
         """Temporary files of running and of killed writers."""

@@ -10,9 +10,12 @@ from typing import NamedTuple, TypeGuard
 import torch
 from torch import Tensor
 
-from blockattn_rag.errors import StoreError
+from blockattn_rag.errors import FingerprintMismatchError, StoreError
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.kv.quantization import STEPS, KVScales
+
+Outline = tuple[tuple[int, int, torch.dtype], ...]
+"""``BlockKV.token_outline``: heads, head size and dtype of each layer's keys, then values."""
 
 DTYPES = {
     "F64": torch.float64,
@@ -23,7 +26,7 @@ DTYPES = {
     "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
     "F8_E5M2": torch.float8_e5m2,
     "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
-    "I8": torch.int8,  # for quantised keys and values only
+    "I8": torch.int8,  # for quantized keys and values only
     "I64": torch.int64,  # for token ids only
 }
 """Dtypes of an entry, by their names in safetensors."""
@@ -65,21 +68,48 @@ def check_storable(kv: BlockKV) -> None:
     """Raise ValueError if a block is malformed.
 
     A block is malformed if it has no layers or no tokens, inconsistent shapes, a dtype that is not
-    floating-point (in a quantised block: not int8, or scales that do not fit), or names that are
+    floating-point (in a quantized block: not int8, or scales that do not fit), or names that are
     not text.
     """
     for text in (kv.fingerprint, kv.digest, kv.handle, kv.namespace):
         check_text(text)
-    check_states(kv.token_ids, kv.keys, kv.values, quantised=kv.scales is not None)
+    check_states(kv.token_ids, kv.keys, kv.values, quantized=kv.scales is not None)
     if kv.scales is not None:
         _check_scales(kv, kv.scales)
+
+
+def check_block(kv: BlockKV, key: str, token_ids: Sequence[int], outline: Outline) -> None:
+    """Check that a block that was read is the requested one.
+
+    Args:
+        key: Key that it was read under.
+        token_ids: Requested tokens.
+        outline: ``BlockKV.token_outline`` of the model's blocks.
+
+    Raises:
+        FingerprintMismatchError: It is another block.
+    """
+    if kv.key != key:
+        raise FingerprintMismatchError(
+            f"The store has another block under {key} (found digest {kv.digest[:12]}, fingerprint "
+            f"{kv.fingerprint[:12]})"
+        )
+    if kv.token_ids.tolist() != [*token_ids]:
+        raise FingerprintMismatchError(
+            f"The store has the keys and values of other tokens under {key}"
+        )
+    if kv.token_outline != outline:
+        raise FingerprintMismatchError(
+            f"The store has keys and values of another shape or dtype under {key} than this model; "
+            "a disk tier belongs to one rank of one model"
+        )
 
 
 def is_finite(kv: BlockKV) -> bool:
     """Whether all keys and values are finite. One NaN or infinity spoils every answer."""
     if kv.scales is None:
         return all(all_finite(states) for states in (*kv.keys, *kv.values))
-    # The largest magnitude that a scale can give, in the dtype of the dequantised states.
+    # The largest magnitude that a scale can give, in the dtype of the dequantized states.
     scales = (*kv.scales.keys, *kv.scales.values)
     return all(all_finite((scale * STEPS).to(kv.scales.dtype)) for scale in scales)
 
@@ -112,7 +142,7 @@ _Shaped = Tensor | TensorSpec
 
 
 def check_states(
-    ids: _Shaped, keys: Sequence[_Shaped], values: Sequence[_Shaped], *, quantised: bool = False
+    ids: _Shaped, keys: Sequence[_Shaped], values: Sequence[_Shaped], *, quantized: bool = False
 ) -> None:
     if not keys or len(keys) != len(values) or len(keys) > MOST_LAYERS:
         raise ValueError(
@@ -130,9 +160,9 @@ def check_states(
                 f"Keys and values must be [num_kv_heads, {ids.shape[0]} tokens, head_dim] and not "
                 f"empty; found {list(layer.shape)}"
             )
-        if quantised and layer.dtype != torch.int8:
+        if quantized and layer.dtype != torch.int8:
             raise ValueError(f"Keys and values with scales must be int8; found {layer.dtype}")
-        if not quantised and not (layer.dtype.is_floating_point and layer.dtype in DTYPE_NAMES):
+        if not quantized and not (layer.dtype.is_floating_point and layer.dtype in DTYPE_NAMES):
             raise ValueError(
                 f"Keys and values must be of a floating-point dtype that safetensors supports; "
                 f"found {layer.dtype}"
@@ -147,15 +177,15 @@ def check_states(
 
 def _check_scales(kv: BlockKV, scales: KVScales) -> None:
     if not scales.dtype.is_floating_point or scales.dtype not in DTYPE_NAMES:
-        raise ValueError(f"Blocks cannot be dequantised to {scales.dtype}")
-    found = [(t.dtype, tuple(t.shape)) for t in (*scales.keys, *scales.values)]
+        raise ValueError(f"Blocks cannot be dequantized to {scales.dtype}")
+    actual = [(t.dtype, tuple(t.shape)) for t in (*scales.keys, *scales.values)]
     shapes = [(k.shape[0], 1, k.shape[2]) for k in kv.keys]
     shapes += [(v.shape[0], v.shape[1], 1) for v in kv.values]
     expected = [(torch.float32, shape) for shape in shapes]
-    if found != expected:
+    if actual != expected:
         raise ValueError(
-            "A quantised block needs float32 scales, of keys [num_kv_heads, 1, head_dim] and of "
-            f"values [num_kv_heads, num_tokens, 1] in each layer; found {found}, "
+            "A quantized block needs float32 scales, of keys [num_kv_heads, 1, head_dim] and of "
+            f"values [num_kv_heads, num_tokens, 1] in each layer; found {actual}, "
             f"expected {expected}"
         )
 

@@ -19,7 +19,7 @@ import torch
 
 from blockattn_rag.errors import StoreError
 from blockattn_rag.kv.block_kv import BlockKV
-from blockattn_rag.store.base import Found
+from blockattn_rag.store.base import ReadResult
 from blockattn_rag.store.eviction import check_max_bytes
 
 T = TypeVar("T")
@@ -43,8 +43,8 @@ class _ForkAware(ABC):
 
     @classmethod
     def renew_all(cls) -> None:
-        for one in list(cls._known):
-            one._renew()
+        for instance in list(cls._known):
+            instance._renew()
 
 
 if hasattr(os, "register_at_fork"):
@@ -116,14 +116,14 @@ class SingleFlight(_ForkAware):
 
     def _renew(self) -> None:
         self._lock = threading.Lock()
-        self._reads: dict[str, Future[Found]] = {}
+        self._reads: dict[str, Future[ReadResult]] = {}
 
     def read(
         self,
         keys: Sequence[str],
-        read_many: Callable[[Sequence[str]], Sequence[Found]],
+        read_many: Callable[[Sequence[str]], Sequence[ReadResult]],
         most_s: float,
-    ) -> list[Found]:
+    ) -> list[ReadResult]:
         """Read keys with ``read_many``. For keys that another thread is reading, wait for its
         result.
 
@@ -132,7 +132,7 @@ class SingleFlight(_ForkAware):
                 StoreError.
         """
         until = deadline(most_s)
-        awaited: dict[str, Future[Found]] = {}
+        awaited: dict[str, Future[ReadResult]] = {}
         own: list[str] = []
         with self._lock:
             for key in dict.fromkeys(keys):
@@ -141,8 +141,8 @@ class SingleFlight(_ForkAware):
                     own.append(key)
                 awaited[key] = self._reads[key]
         try:
-            for key, found in zip(own, read_many(own) if own else (), strict=True):
-                awaited[key].set_result(found)
+            for key, entry in zip(own, read_many(own) if own else (), strict=True):
+                awaited[key].set_result(entry)
         finally:
             for key in own:
                 if not awaited[key].done():  # read_many raised in this thread
@@ -155,13 +155,13 @@ class SingleFlight(_ForkAware):
         with self._lock:
             self._reads.pop(key, None)
 
-    def _end(self, key: str, read: Future[Found]) -> None:
+    def _end(self, key: str, read: Future[ReadResult]) -> None:
         with self._lock:
             if self._reads.get(key) is read:
                 del self._reads[key]
 
 
-def _answer(read: Future[Found], until: float, key: str) -> Found:
+def _answer(read: Future[ReadResult], until: float, key: str) -> ReadResult:
     try:
         return read.result(remaining(until))
     except TimeoutError:
@@ -203,16 +203,11 @@ class WriteQueue(_ForkAware):
         key: str,
         kv: BlockKV,
         write: Callable[[str, BlockKV], object],
-        wait_s: float = 0.0,
-        *,
-        unless_waiting: bool = False,
     ) -> bool:
         """Queue ``write(key, kv)``, replacing any queued write of this key.
 
         Args:
             write: Function that writes the block. Must not raise.
-            wait_s: Seconds to wait for room.
-            unless_waiting: Keep an already queued write of this key instead of replacing it.
 
         Returns:
             False if the queue is full or closed: the block will not be written.
@@ -220,9 +215,6 @@ class WriteQueue(_ForkAware):
         kv = kv.to(torch.device("cpu"))
         queued = _Write(kv, write)
         with self._changed:
-            if unless_waiting and key in self._waiting:
-                return True
-            self._changed.wait_for(lambda: self._closed or self._has_room(kv.nbytes), wait_s)
             if self._closed or not self._has_room(kv.nbytes):
                 return False
             try:
@@ -233,12 +225,6 @@ class WriteQueue(_ForkAware):
             self._bytes += kv.nbytes
         return True
 
-    def pending(self, key: str) -> BlockKV | None:
-        """Return the block of a queued or running write, or None."""
-        with self._changed:
-            write = self._waiting.get(key)
-            return None if write is None else write.kv
-
     def discard(self, key: str) -> bool:
         """Cancel a queued write. Returns whether there was one."""
         with self._changed:
@@ -248,10 +234,6 @@ class WriteQueue(_ForkAware):
         """Wait until the queue is empty, at most ``wait_s`` seconds. Returns whether it is."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._bytes, wait_s)
-
-    @property
-    def is_closed(self) -> bool:
-        return self._closed
 
     def close(self) -> None:
         """Write the queued blocks, and accept no more."""

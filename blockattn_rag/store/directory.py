@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import itertools
 import json
 import os
@@ -22,8 +21,8 @@ from blockattn_rag.store import files
 from blockattn_rag.store.base import (
     SIDECAR,
     EntryInfo,
-    Found,
     MaintainedStore,
+    ReadResult,
     StoredEntry,
     StoreStats,
 )
@@ -31,7 +30,7 @@ from blockattn_rag.store.checks import check_key, is_key
 from blockattn_rag.store.concurrency import Readers
 from blockattn_rag.store.eviction import SizeBound
 from blockattn_rag.store.format import (
-    check_found_under,
+    check_entry_key,
     decode_part,
     decoded,
     encoded,
@@ -118,9 +117,9 @@ class DirectoryStore(MaintainedStore):
     def get(self, key: str) -> BlockKV | None:
         return self._load(key, use=True)
 
-    def get_many(self, keys: Sequence[str]) -> list[Found]:
+    def get_many(self, keys: Sequence[str]) -> list[ReadResult]:
         """Read several entries concurrently."""
-        return self._at_once(self._found, keys)
+        return self._at_once(self._get_or_error, keys)
 
     def peek(self, key: str) -> BlockKV | None:
         return self._load(key, use=False)
@@ -130,7 +129,7 @@ class DirectoryStore(MaintainedStore):
         keys: Sequence[str],
         choose: Callable[[Header], Mapping[int, range]],
         head_bytes: int,
-    ) -> list[Found]:
+    ) -> list[ReadResult]:
         """Read parts of entries with headers of any length (see ``MaintainedStore``)."""
         return self._at_once(partial(self._part, choose), keys)
 
@@ -185,19 +184,15 @@ class DirectoryStore(MaintainedStore):
         return (path.stem for path in self._names() if _is_entry(path))
 
     def entries(self) -> Iterator[StoredEntry]:
-        """All entries that are regular files. The time of use is the file's modification time: of
-        its last write, touch, or read (recorded once a minute)."""
+        """All entries. The time of use is the file's modification time: of its last write, touch,
+        or read (recorded once a minute)."""
         for path in self._names():
-            if _is_entry(path) and (status := _status(path)) is not None:
-                yield StoredEntry(path.stem, status.st_size, status.st_mtime_ns)
-
-    def listed(self) -> Iterator[tuple[str, int | None]]:
-        for key in self.keys():
-            try:
-                status = _status(self.entry_path(key))
-            except StoreError:  # reading the entry reports why
-                status = None
-            yield key, None if status is None else status.st_mtime_ns
+            if _is_entry(path):
+                with files.explained("look at", path):
+                    status = files.status_of(path)
+                if status is not None:
+                    nbytes = status.st_size if stat.S_ISREG(status.st_mode) else 0
+                    yield StoredEntry(path.stem, nbytes, status.st_mtime_ns)
 
     def stats(self) -> StoreStats:
         sizes = [entry.nbytes for entry in self.entries()]
@@ -220,8 +215,8 @@ class DirectoryStore(MaintainedStore):
 
     def leftovers(self) -> Iterator[Path]:
         own = (self.path / name for name in files.names_in(self.path))
-        found = (path for path in itertools.chain(own, self._names()) if is_temporary(path.name))
-        return itertools.chain(found, self.sidecar.leftovers())
+        entries = (path for path in itertools.chain(own, self._names()) if is_temporary(path.name))
+        return itertools.chain(entries, self.sidecar.leftovers())
 
     def _load(self, key: str, *, use: bool) -> BlockKV | None:
         path = self.entry_path(key)
@@ -238,10 +233,10 @@ class DirectoryStore(MaintainedStore):
         can be computed in parallel."""
         if len(keys) < 2:
             return [read(key) for key in keys]
-        started = [self._readers.start(read, key) for key in keys]
-        return [one.result() for one in started]
+        reads = [self._readers.start(read, key) for key in keys]
+        return [future.result() for future in reads]
 
-    def _part(self, choose: Callable[[Header], Mapping[int, range]], key: str) -> Found:
+    def _part(self, choose: Callable[[Header], Mapping[int, range]], key: str) -> ReadResult:
         path = self.entry_path(key)
         try:
             with files.opened(path) as file:
@@ -331,23 +326,10 @@ def _is_entry(path: Path) -> bool:
     return path.suffix == _SUFFIX and is_key(path.stem) and path.stem[:2] == path.parent.name
 
 
-def _status(path: Path) -> os.stat_result | None:
-    """Status of a regular file. None if it was deleted since it was listed, or is not a regular
-    file."""
-    with files.explained("look at", path):
-        try:
-            status = path.stat()
-        except OSError as error:
-            if error.errno in (errno.ENOENT, errno.ELOOP):  # deleted; a link to itself
-                return None
-            raise
-    return status if stat.S_ISREG(status.st_mode) else None
-
-
 def _read_header(path: Path, file: FileIO) -> Header:
     header = read_header(file, os.fstat(file.fileno()).st_size)
     if not header.is_outdated:
-        check_found_under(path.stem, header, path)
+        check_entry_key(path.stem, header, path)
     return header
 
 
@@ -360,13 +342,13 @@ def _check_mark(mark: Path) -> int:
     with files.opened(mark) as file:
         content = file.read() if file is not None else b""
     try:
-        found = json.loads(content)
+        mark_fields = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise StoreError(f"{mark} is not readable JSON: {error}") from error
     for version in range(1, VERSION + 1):
-        if found == {**_MARKED, "version": version}:
+        if mark_fields == {**_MARKED, "version": version}:
             return version
     raise StoreError(
-        f"{mark.parent} is a store of another format: found {found}, expected {_MARKED}; "
+        f"{mark.parent} is a store of another format: found {mark_fields}, expected {_MARKED}; "
         "use another directory, or ingest again"
     )

@@ -70,7 +70,7 @@ def evict(
     Returns:
         Bytes of the remaining entries, and the deleted entries.
     """
-    known = [*entries]
+    known = [entry for entry in entries if entry.nbytes]
     left, spare = sum(entry.nbytes for entry in known), more_bytes
     deleted: list[StoredEntry] = []
     if left <= max_bytes:

@@ -149,17 +149,33 @@ def remove_unused(path: Path, used_ns: int) -> bool | None:
     Returns:
         True if it was deleted, False if it was used, None if it was gone.
     """
-    aside = temporary_name(path)
+    aside, is_deleted = temporary_name(path), False
     try:
         os.rename(path, aside)
-        if os.stat(aside).st_mtime_ns == used_ns:
-            os.unlink(aside)
-            return True
-        # A file that was written here meanwhile is the same block, so either may stay.
-        os.replace(aside, path)
+        try:
+            status = status_of(aside)
+            if status is not None and status.st_mtime_ns == used_ns:
+                os.unlink(aside)
+                is_deleted = True
+        finally:
+            if not is_deleted:
+                # A file that was written here meanwhile is the same block, so either may stay.
+                os.replace(aside, path)
     except FileNotFoundError:
         return None
-    return False
+    return is_deleted
+
+
+def status_of(path: Path) -> os.stat_result | None:
+    """Status of a file, or of a link that leads nowhere. None if there is none."""
+    try:
+        return os.stat(path)
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ELOOP):
+            raise
+    with contextlib.suppress(FileNotFoundError):
+        return os.lstat(path)
+    return None
 
 
 class FolderSidecar(Sidecar):

@@ -125,14 +125,14 @@ def decode_part(header: Header, part: HeadsByLayer, data: Tensor) -> BlockKV:
                 state = joined[:, members.index(layer)]
                 # A copy of some layers does not keep the others in memory.
                 states[kind][layer] = state if len(own) == len(members) else state.clone()
-    by_layer = {kind: [found[layer] for layer in sorted(found)] for kind, found in states.items()}
+    by_layer = {kind: [part[layer] for layer in sorted(part)] for kind, part in states.items()}
     kv = _block(header, token_ids, by_layer)
-    if layout.quantised and not checks.is_finite(kv):
+    if layout.quantized and not checks.is_finite(kv):
         raise FormatError(f"its scales are too large for {header.dtype}")
     return kv
 
 
-def check_found_under(key: str, entry: BlockKV | Header, place: object) -> None:
+def check_entry_key(key: str, entry: BlockKV | Header, place: object) -> None:
     """Raise FingerprintMismatchError if the entry at ``place``, under ``key``, has another key."""
     if entry.key != key:
         raise FingerprintMismatchError(
@@ -166,7 +166,7 @@ def decoded(key: str, raw: Tensor, place: object) -> BlockKV | None:
     with damage_reported(place):
         kv = decode(raw)
     if kv is not None:
-        check_found_under(key, kv, place)
+        check_entry_key(key, kv, place)
     return kv
 
 
@@ -219,7 +219,7 @@ def _stacked(heads: Sequence[Tensor]) -> Tensor:
 def _block(header: Header, token_ids: Tensor, by_layer: Mapping[str, Sequence[Tensor]]) -> BlockKV:
     """Build a block from its tensors by kind and layer."""
     scales = None
-    if header.layout.quantised:
+    if header.layout.quantized:
         keys = tuple(scale.unsqueeze(1) for scale in by_layer["key_scales"])
         values = tuple(scale.unsqueeze(2) for scale in by_layer["value_scales"])
         scales = KVScales(keys, values, header.dtype)

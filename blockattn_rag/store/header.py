@@ -67,7 +67,7 @@ class Header(NamedTuple):
     @property
     def kv_dtype(self) -> str:
         """``"int8"``, or ``"model"`` for keys and values as the model computes them."""
-        return "int8" if self.layout.quantised else "model"
+        return "int8" if self.layout.quantized else "model"
 
     @property
     def is_outdated(self) -> bool:
@@ -150,7 +150,7 @@ def metadata(kv: BlockKV, layout: Layout, checksums: Mapping[str, str]) -> dict[
         "format": FORMAT,
         "version": str(VERSION),
         **texts,
-        "kv_dtype": "int8" if layout.quantised else "model",
+        "kv_dtype": "int8" if layout.quantized else "model",
         "dtype": checks.DTYPE_NAMES[dtype],
         "layers": ",".join(str(groups[layer]) for layer in range(len(layout.layers))),
         **checksums,
@@ -195,7 +195,7 @@ def _described(about: dict[str, Any], fields: dict[str, Any], start: int, size: 
     if _header_checksum(about, layout) != expected:
         raise FormatError("its header is damaged: its checksum does not match")
     dtype = checks.DTYPES[about["dtype"]]
-    if not dtype.is_floating_point or not (layout.quantised or dtype == layout.layers[0].key_dtype):
+    if not dtype.is_floating_point or not (layout.quantized or dtype == layout.layers[0].key_dtype):
         raise ValueError(f"found the dtype {dtype}, which is not the dtype of its keys")
     checksums = {name: about[name] for name in places}
     fingerprint, digest, handle, namespace = (about[name] for name in _TEXTS)
@@ -204,7 +204,7 @@ def _described(about: dict[str, Any], fields: dict[str, Any], start: int, size: 
 
 def _layout(about: Mapping[str, str], places: Mapping[str, TensorSpec]) -> Layout:
     """Layout of the tensors. The caller checks that it has these tensors and no others."""
-    quantised = {"model": False, "int8": True}[about["kv_dtype"]]
+    quantized = {"model": False, "int8": True}[about["kv_dtype"]]
     (num_tokens,) = places[TOKEN_IDS].shape
     shapes, keys, values = list[LayerShape](), list[TensorSpec](), list[TensorSpec]()
     while tensor_name(0, "keys", number := len(shapes)) in places:
@@ -215,11 +215,11 @@ def _layout(about: Mapping[str, str], places: Mapping[str, TensorSpec]) -> Layou
         shapes.append(LayerShape(heads, k.shape[-1], v.shape[-1], k.dtype, v.dtype))
         keys.append(k._replace(shape=(heads, num_tokens, k.shape[-1])))
         values.append(v._replace(shape=(heads, num_tokens, v.shape[-1])))
-    checks.check_states(places[TOKEN_IDS], keys, values, quantised=quantised)
+    checks.check_states(places[TOKEN_IDS], keys, values, quantized=quantized)
     layers = about["layers"].split(",", checks.MOST_LAYERS)
     if len(layers) > checks.MOST_LAYERS:
         raise ValueError(f"found more than {checks.MOST_LAYERS} layers")
-    return Layout(num_tokens, tuple(shapes[_whole(int(one))] for one in layers), quantised)
+    return Layout(num_tokens, tuple(shapes[_whole(int(group))] for group in layers), quantized)
 
 
 def _place(field: Any, start: int) -> TensorSpec:

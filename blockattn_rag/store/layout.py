@@ -44,12 +44,12 @@ class Layout:
     Args:
         num_tokens: Number of tokens of the block.
         layers: Shape of each layer.
-        quantised: Whether keys and values are int8 and have scales.
+        quantized: Whether keys and values are int8 and have scales.
     """
 
     num_tokens: int
     layers: tuple[LayerShape, ...]
-    quantised: bool = False
+    quantized: bool = False
 
     @classmethod
     def of(cls, kv: BlockKV) -> Layout:
@@ -63,7 +63,7 @@ class Layout:
     @property
     def kinds(self) -> tuple[str, ...]:
         """Kinds of tensors that each head has."""
-        return (*_KINDS, *_SCALES) if self.quantised else _KINDS
+        return (*_KINDS, *_SCALES) if self.quantized else _KINDS
 
     @cached_property
     def groups(self) -> tuple[LayerGroup, ...]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from blockattn_rag.errors import StoreError
-from blockattn_rag.store.base import EntryInfo, MaintainedStore, age_s, is_damage
+from blockattn_rag.store.base import EntryInfo, MaintainedStore, StoredEntry, age_s, is_damage
 from blockattn_rag.store.namespaces import is_of
 
 T = TypeVar("T")
@@ -107,7 +107,7 @@ class GcReport:
 
 
 class _Verdict(NamedTuple):
-    """Result of ``verify`` or ``gc`` for one entry.
+    """Result of ``verify`` or ``gc`` for an entry.
 
     Args:
         outcome: Name of the counter that the entry belongs to.
@@ -123,32 +123,24 @@ class _Verdict(NamedTuple):
     error: str = ""
 
 
-class _Totals(NamedTuple):
-    """Sums over verdicts."""
-
-    counts: Counter[str]
-    nbytes: int
-    errors: Tally
-
-
 def _added_up(
     verdicts: Iterable[_Verdict],
     note: Callable[[_Verdict], None],
     progress: Callable[[int], None] | None,
-) -> _Totals:
-    """Add up verdicts. ``note`` is called with each one that has a reason."""
+) -> tuple[Counter[str], int, Tally]:
+    """Counts of outcomes, sum of bytes, and errors. Calls ``note`` with verdicts with a reason."""
     counts: Counter[str] = Counter()
     nbytes, errors = 0, Tally()
-    for done, one in enumerate(verdicts, start=1):
-        counts[one.outcome] += 1
-        nbytes += one.nbytes
-        if one.reason:
-            note(one)
-        if one.error:
-            errors.add(one.key, one.error)
+    for done, verdict in enumerate(verdicts, start=1):
+        counts[verdict.outcome] += 1
+        nbytes += verdict.nbytes
+        if verdict.reason:
+            note(verdict)
+        if verdict.error:
+            errors.add(verdict.key, verdict.error)
         if progress is not None:
             progress(done)
-    return _Totals(counts, nbytes, errors)
+    return counts, nbytes, errors
 
 
 def verify(
@@ -158,7 +150,7 @@ def verify(
     delete_damaged: bool = False,
     sample: float = 1.0,
     seed: int = 0,
-    found: Callable[[str, str], None] | None = None,
+    on_damage: Callable[[str, str], None] | None = None,
 ) -> VerifyReport:
     """Read and verify complete entries, alongside readers and writers. Does not count as a use.
 
@@ -169,52 +161,52 @@ def verify(
         sample: Fraction of the entries to read, more than 0 and at most 1. Keys are divided into
             ``ceil(1 / sample)`` parts, of which one is read.
         seed: Number of the part to read. Runs with consecutive seeds cover all entries.
-        found: Called with the key and the reason of each damaged or unreadable entry. The report
-            names only the first ``MOST_NAMES``.
+        on_damage: Called with the key and the reason of each damaged or unreadable entry. The
+            report names only the first ``MOST_NAMES``.
 
     Raises:
         StoreError: The store cannot be listed.
         ValueError: ``sample`` is out of range.
     """
-    chosen = _part(sample, seed)
+    if not 0 < sample <= 1:
+        raise ValueError(f"sample must be more than 0 and at most 1, found {sample!r}")
+    parts = math.ceil(1 / sample - 1e-9)  # tolerates rounding of the division
     skipped = 0
-    damaged, unread = Tally(), Tally()
+    damaged, unread, leftovers = Tally(), Tally(), Tally()
 
-    def wanted() -> Iterator[tuple[str, int | None]]:
+    def sampled() -> Iterator[StoredEntry]:
         nonlocal skipped
-        for listed in store.listed():
-            if chosen(listed[0]):
-                yield listed
+        for entry in store.entries():  # parts have equal sizes, because keys are digests
+            if int(entry.key[-15:], 16) * parts >> 60 == seed % parts:
+                yield entry
             else:
                 skipped += 1
 
-    def note(one: _Verdict) -> None:
-        (unread if one.outcome == "unread" else damaged).add(one.key, one.reason)
-        if found is not None:
-            found(one.key, one.reason)
+    def note(verdict: _Verdict) -> None:
+        tally = unread if verdict.outcome == "unread" else damaged
+        tally.add(verdict.key, verdict.reason)
+        if on_damage is not None:
+            on_damage(verdict.key, verdict.reason)
 
     check = partial(_check, store, delete_damaged)
-    totals = _added_up(_at_once(check, wanted(), _WHOLE_AT_ONCE), note, progress)
-    leftovers = Tally()
+    verdicts = _at_once(check, sampled(), _WHOLE_AT_ONCE)
+    counts, total_bytes, errors = _added_up(verdicts, note, progress)
     for path in store.leftovers():
         leftovers.add(str(path), "temporary file")
     return VerifyReport(
-        ok=totals.counts["ok"],
-        total_bytes=totals.nbytes,
+        ok=counts["ok"],
+        total_bytes=total_bytes,
         skipped=skipped,
         damaged=damaged,
         unread=unread,
-        deleted=totals.counts["deleted"],
-        errors=totals.errors,
+        deleted=counts["deleted"],
+        errors=errors,
         leftovers=leftovers,
     )
 
 
-def _check(
-    store: MaintainedStore, delete_damaged: bool, listed: tuple[str, int | None]
-) -> _Verdict:
-    """Read an entry, and delete it if it is damaged and ``delete_damaged``."""
-    key, used_ns = listed
+def _check(store: MaintainedStore, delete_damaged: bool, entry: StoredEntry) -> _Verdict:
+    key = entry.key
     try:
         if store.peek(key) is not None and (info := store.describe(key)):
             return _Verdict(key, "ok", info.nbytes)
@@ -225,19 +217,11 @@ def _check(
             return _Verdict(key, "unread", reason=reason)
     if not delete_damaged:
         return _Verdict(key, "damaged", reason=reason)
-    try:  # only a regular file has a time of use
-        deleted = store.delete(key) if used_ns is None else store.discard(key, used_ns)
+    try:
+        deleted = store.discard(key, entry.used_ns)
     except StoreError as error:
         return _Verdict(key, "damaged", reason=reason, error=str(error))
     return _Verdict(key, "deleted" if deleted else "damaged", reason=reason)
-
-
-def _part(sample: float, seed: int) -> Callable[[str], bool]:
-    """Return a test for keys of the part. Parts have equal sizes, because keys are digests."""
-    if not 0 < sample <= 1:
-        raise ValueError(f"sample must be more than 0 and at most 1, found {sample!r}")
-    parts = math.ceil(1 / sample - 1e-9)  # tolerates rounding of the division
-    return lambda key: int(key[-15:], 16) * parts >> 60 == seed % parts
 
 
 def gc(
@@ -250,7 +234,6 @@ def gc(
     namespaces: Collection[str] | None = None,
     dry_run: bool = False,
     force: bool = False,
-    deleted: Callable[[str], None] | None = None,
 ) -> GcReport:
     """Delete unreferenced entries (mark and sweep). Safe to run alongside an ingestion.
 
@@ -277,8 +260,6 @@ def gc(
             ignored. None: all namespaces.
         dry_run: Delete nothing.
         force: Accept an empty ``live_handles``, which may delete every entry that has a handle.
-        deleted: Called with the key of each deleted entry. The report names only the first
-            ``MOST_NAMES``.
 
     Raises:
         StoreError: The store cannot be listed.
@@ -294,7 +275,7 @@ def gc(
             f"The time to live ({ttl_s:g} s) is shorter than the grace period ({grace_s:g} s), "
             "within which nothing is deleted; shorten the grace period too"
         )
-    gone = Tally()
+    deleted, leftovers = Tally(), Tally()
 
     def judge(key: str) -> _Verdict:
         try:
@@ -311,20 +292,15 @@ def gc(
         except StoreError as error:
             return _Verdict(key, error=str(error))
 
-    def note(one: _Verdict) -> None:
-        gone.add(one.key, one.reason)
-        if deleted is not None:
-            deleted(one.key)
-
+    verdicts = _at_once(judge, store.keys(), _HEADERS_AT_ONCE)
     counts, freed_bytes, errors = _added_up(
-        _at_once(judge, store.keys(), _HEADERS_AT_ONCE), note, progress
+        verdicts, lambda verdict: deleted.add(verdict.key, verdict.reason), progress
     )
-    leftovers = Tally()
     freed_bytes += _sweep_leftovers(store.leftovers(), grace_s, dry_run, leftovers, errors)
     return GcReport(
         kept=counts["kept"],
         kept_young=counts["young"],
-        deleted=gone,
+        deleted=deleted,
         expired=counts["expired"],
         freed_bytes=freed_bytes,
         leftovers=leftovers,
@@ -339,7 +315,9 @@ def _outcome(
 ) -> tuple[str, str]:
     """Counter of ``gc`` that an entry belongs to, and the reason if the entry is to be deleted."""
     handles = info.handles  # none for entries that a server encoded
-    is_live = live_handles is None or not handles or any(one in live_handles for one in handles)
+    is_live = (
+        live_handles is None or not handles or any(handle in live_handles for handle in handles)
+    )
     is_unused = ttl_s is not None and info.age_s >= ttl_s
     if is_live and not is_unused and not info.header.is_outdated:
         return "kept", ""

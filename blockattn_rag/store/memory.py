@@ -47,8 +47,6 @@ class MemoryStore(KVStore):
             device at full speed. For a tier in front of a slower store.
     """
 
-    is_resident = True
-
     def __init__(self, max_bytes: int, *, on_host: bool = False) -> None:
         check_max_bytes(max_bytes)
         self.max_bytes = max_bytes
@@ -89,11 +87,6 @@ class MemoryStore(KVStore):
                 self._evictions += 1
             self._entries[key] = kv
             self._total_bytes += nbytes
-
-    def keep(self, key: str, kv: BlockKV) -> None:
-        """Store an entry unless the key already has one."""
-        if key not in self:
-            self.put(key, kv)
 
     def touch(self, key: str) -> bool:
         return self.get(key) is not None

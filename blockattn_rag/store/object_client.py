@@ -39,7 +39,7 @@ Choose = Callable[[memoryview, int], Sequence[ByteRange]]
 """Function that selects byte ranges of an object, given its first bytes and its size."""
 
 
-class _Begun(NamedTuple):
+class _Read(NamedTuple):
     """Object that is being read: its buffer, and the running reads of its other parts."""
 
     raw: Tensor
@@ -75,26 +75,26 @@ class ObjectClient:
         return self.read_ranges([(path, _whole) for path in paths], _PART_BYTES)
 
     def read_ranges(
-        self, wishes: Sequence[tuple[str, Choose]], first_bytes: int
+        self, requests: Sequence[tuple[str, Choose]], first_bytes: int
     ) -> list[Tensor | StoreError | None]:
         """Read byte ranges of objects. The ranges of each object are concatenated.
 
         Args:
-            wishes: Paths, each with the function that selects its ranges. If the function raises a
-                StoreError, that error is returned.
+            requests: Paths, each with the function that selects its ranges. A StoreError that it
+                raises is returned.
             first_bytes: Number of bytes to read first. Ranges within them are not read again.
         """
         until = deadline(self.deadline_s)
         start = self._readers.start
-        reads = [start(self._begin, path, choose, first_bytes, until) for path, choose in wishes]
-        paths = [path for path, _ in wishes]
+        reads = [start(self._begin, path, choose, first_bytes, until) for path, choose in requests]
+        paths = [path for path, _ in requests]
         return [self._finish(*each, until) for each in zip(paths, reads, strict=True)]
 
     def read_start(self, path: str, nbytes: int) -> tuple[bytes, ObjectMeta] | None:
         """Read the first ``nbytes`` bytes of an object, and its metadata. None: no object."""
         read = self._readers.start(self._range, path, 0, nbytes)
-        found = outcome(read, deadline(self.deadline_s), f"read {self.place(path)}")
-        return None if found is None else (bytes(found[0]), found[1])
+        start = outcome(read, deadline(self.deadline_s), f"read {self.place(path)}")
+        return None if start is None else (bytes(start[0]), start[1])
 
     def head(self, path: str) -> ObjectMeta | None:
         """Metadata of an object, or None."""
@@ -123,19 +123,19 @@ class ObjectClient:
             for page in self._backend.list(folder, chunk_size=_PAGE):
                 yield from page
 
-    def _begin(self, path: str, choose: Choose, first_bytes: int, until: float) -> _Begun | None:
+    def _begin(self, path: str, choose: Choose, first_bytes: int, until: float) -> _Read | None:
         """Read the first part of an object, select the ranges, and start reading them.
 
         Nothing is read after the deadline, because that would delay later reads.
         """
-        found = self._range(path, 0, first_bytes)
-        if found is None:
+        head = self._range(path, 0, first_bytes)
+        if head is None:
             return None
         if not remaining(until):
             raise StoreError(
                 f"Cannot read {self.place(path)}: its first part arrived after the deadline"
             )
-        first, meta = memoryview(found[0]), found[1]
+        first, meta = memoryview(head[0]), head[1]
         places = choose(first, meta["size"])
         size = sum(stop - start for start, stop in places)
         try:
@@ -154,21 +154,21 @@ class ObjectClient:
                 room = view[at + begin - start : at + end - start]
                 parts.append(self._readers.start(fill, room, begin, end))
             at += stop - start
-        return _Begun(raw, parts)
+        return _Read(raw, parts)
 
     def _fill(self, path: str, room: memoryview, start: int, stop: int, e_tag: str | None) -> None:
-        found = self._range(path, start, stop, e_tag)
-        if found is None:
+        part = self._range(path, start, stop, e_tag)
+        if part is None:
             raise StoreError(f"Cannot read {self.place(path)}: it was deleted meanwhile")
-        if len(found[0]) != stop - start:
+        if len(part[0]) != stop - start:
             raise StoreError(
-                f"Cannot read {self.place(path)}: received {len(found[0])} of the bytes from "
+                f"Cannot read {self.place(path)}: received {len(part[0])} of the bytes from "
                 f"{start} to {stop}"
             )
-        room[:] = memoryview(found[0])
+        room[:] = memoryview(part[0])
 
     def _finish(
-        self, path: str, read: Future[_Begun | None], until: float
+        self, path: str, read: Future[_Read | None], until: float
     ) -> Tensor | StoreError | None:
         doing = f"read {self.place(path)}"
         parts: list[Future[None]] = []
@@ -194,8 +194,8 @@ class ObjectClient:
             options["if_match"] = e_tag
         with self._explained("read", path):
             try:
-                found = self._backend.get(path, options=options)
-                return found.bytes(), found.meta
+                answer = self._backend.get(path, options=options)
+                return answer.bytes(), answer.meta
             except FileNotFoundError:
                 return None
             except Exception as error:
@@ -239,13 +239,15 @@ class ObjectSidecar(Sidecar):
 
     def names(self, folder: str) -> list[str]:
         start = f"{SIDECAR}/{folder}"
-        return [found["path"].removeprefix(f"{start}/") for found in self._client.list(start)]
+        return [meta["path"].removeprefix(f"{start}/") for meta in self._client.list(start)]
 
     def read(self, paths: Sequence[str]) -> list[bytes | None]:
-        found = self._client.read_many([f"{SIDECAR}/{path}" for path in paths])
-        if failed := next((one for one in found if isinstance(one, StoreError)), None):
-            raise failed
-        return [one.numpy().tobytes() if isinstance(one, Tensor) else None for one in found]
+        contents: list[bytes | None] = []
+        for content in self._client.read_many([f"{SIDECAR}/{path}" for path in paths]):
+            if isinstance(content, StoreError):
+                raise content
+            contents.append(None if content is None else content.numpy().tobytes())
+        return contents
 
     def write(self, path: str, content: bytes) -> None:
         self._client.write(f"{SIDECAR}/{path}", content)

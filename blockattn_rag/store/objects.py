@@ -14,8 +14,8 @@ from blockattn_rag.errors import CorruptEntryError, FingerprintMismatchError, St
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.store.base import (
     EntryInfo,
-    Found,
     MaintainedStore,
+    ReadResult,
     StoredEntry,
     StoreStats,
 )
@@ -23,7 +23,7 @@ from blockattn_rag.store.checks import check_key, is_key
 from blockattn_rag.store.concurrency import check_seconds
 from blockattn_rag.store.format import (
     ByteRange,
-    check_found_under,
+    check_entry_key,
     damage_reported,
     decode_part,
     decoded,
@@ -107,7 +107,7 @@ class ObjectStore(MaintainedStore):
     def sidecar(self) -> ObjectSidecar:
         return ObjectSidecar(self._client)
 
-    def get_many(self, keys: Sequence[str]) -> list[Found]:
+    def get_many(self, keys: Sequence[str]) -> list[ReadResult]:
         """Read several entries concurrently, with one deadline."""
         contents = self._client.read_many([entry_path(key) for key in keys])
         return [self._entry(*each) for each in zip(keys, contents, strict=True)]
@@ -120,7 +120,7 @@ class ObjectStore(MaintainedStore):
         keys: Sequence[str],
         choose: Callable[[Header], Mapping[int, range]],
         head_bytes: int,
-    ) -> list[Found]:
+    ) -> list[ReadResult]:
         """Read parts of entries, with one deadline (see ``MaintainedStore``)."""
         chosen: dict[str, tuple[Header, Mapping[int, range]]] = {}
 
@@ -131,7 +131,7 @@ class ObjectStore(MaintainedStore):
             chosen[key] = header, choose(header)
             return ranges(*chosen[key])
 
-        def part(key: str, data: Tensor | StoreError | None) -> Found:
+        def part(key: str, data: Tensor | StoreError | None) -> ReadResult:
             if not isinstance(data, Tensor) or key not in chosen:
                 return None if isinstance(data, Tensor) else data
             try:
@@ -140,8 +140,8 @@ class ObjectStore(MaintainedStore):
             except StoreError as error:
                 return error
 
-        wishes = [(entry_path(key), partial(places, key)) for key in keys]
-        contents = self._client.read_ranges(wishes, head_bytes)
+        requests = [(entry_path(key), partial(places, key)) for key in keys]
+        contents = self._client.read_ranges(requests, head_bytes)
         return [part(*each) for each in zip(keys, contents, strict=True)]
 
     def touch(self, key: str) -> bool:
@@ -189,10 +189,10 @@ class ObjectStore(MaintainedStore):
 
         ``used_ns`` is the time of the last write, because object stores do not record reads.
         """
-        for found in self._client.list(_OBJECTS):
-            name = _NAME.fullmatch(found["path"])
+        for meta in self._client.list(_OBJECTS):
+            name = _NAME.fullmatch(meta["path"])
             if name is not None and name[2].startswith(name[1]):
-                yield StoredEntry(name[2], found["size"], _written_ns(found))
+                yield StoredEntry(name[2], meta["size"], _written_ns(meta))
 
     def stats(self) -> StoreStats:
         """Lists all objects, with one request per 1000."""
@@ -202,13 +202,13 @@ class ObjectStore(MaintainedStore):
     def describe(self, key: str) -> EntryInfo | None:
         path = entry_path(key)
         with damage_reported(self._client.place(path)):
-            found = self._client.read_start(path, _HEADER_BYTES)
-            if found is not None and len(found[0]) < (end := header_end(found[0])):
-                found = self._client.read_start(path, end)
-            if found is None:
+            start = self._client.read_start(path, _HEADER_BYTES)
+            if start is not None and len(start[0]) < (end := header_end(start[0])):
+                start = self._client.read_start(path, end)
+            if start is None:
                 return None
-            start, meta = found
-            header = self._header(key, start, meta["size"])
+            content, meta = start
+            header = self._header(key, content, meta["size"])
         return EntryInfo(header, meta["size"], _written_ns(meta))
 
     def _header(self, key: str, first: bytes | memoryview, size: int) -> Header:
@@ -223,10 +223,10 @@ class ObjectStore(MaintainedStore):
                 )
             header = read_header(BytesIO(first), size)
         if not header.is_outdated:
-            check_found_under(key, header, place)
+            check_entry_key(key, header, place)
         return header
 
-    def _entry(self, key: str, content: Tensor | StoreError | None) -> Found:
+    def _entry(self, key: str, content: Tensor | StoreError | None) -> ReadResult:
         if not isinstance(content, Tensor):
             return content
         try:

@@ -1,8 +1,8 @@
 """Index of the passages in a store, which finds them in prompts without markers.
 
 Each namespace has its own index, so that recognition reveals nothing about other tenants. The index
-consists of immutable files beside the entries (``store.sidecar``): each writer adds files, and
-``compact`` merges them. A file is named after the digest of its content, which is verified.
+consists of immutable files in ``store.sidecar``. Each ingestion adds one file, named after the
+digest of its content; readers load all files, and ``merge_index`` merges them.
 
 An index entry whose passage was deleted is harmless: the passage is encoded again.
 """
@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from concurrent.futures import Future, wait
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -28,6 +28,7 @@ from blockattn_rag.errors import StoreError
 from blockattn_rag.prompts.blocks import Span
 from blockattn_rag.prompts.recognition import ENTRY, Entries, PassageMatcher, checked, joined
 from blockattn_rag.store.base import EntryInfo, KVStore, MaintainedStore, Sidecar
+from blockattn_rag.store.concurrency import Readers
 from blockattn_rag.store.maintenance import describe_all
 from blockattn_rag.store.namespaces import Access
 
@@ -35,12 +36,11 @@ logger = logging.getLogger("blockattn_rag")
 
 _FOLDER = "passages-1"  # with the version of the format
 _SUFFIX = ".safetensors"
-_ATTEMPTS = 3  # a compaction may delete files between their listing and their reading
-_MOST_BYTES = 256 << 20  # index entries in memory, of the namespaces that were used last
-_NAMESPACE_BYTES = 4096  # counted for a namespace, in addition to its entries
-_PATIENCE_S = 0.2  # how long a prompt waits for an index that is read in the background
+_ATTEMPTS = 3  # a merge may delete files between their listing and their reading
+_MOST_ENTRIES = 1 << 22  # in memory, of the most recently used namespaces
+_MOST_NAMESPACES = 1 << 10
+_PATIENCE_S = 0.2
 _THREADS = 2
-_SMALL_PART = 8  # the entries of new files are merged when they exceed this part of the others
 
 
 class PassageIndex:
@@ -48,8 +48,8 @@ class PassageIndex:
 
     Args:
         refresh_s: Seconds for which passages that other processes add may stay unknown.
-        in_background: Whether ``split`` waits at most 0.2 s for new files, which are read in the
-            background. Until then, only the passages of earlier ones are found.
+        in_background: Whether ``split`` waits at most 0.2 s for new files. Until they are read,
+            only the passages of earlier files are found.
 
     Raises:
         ValueError: The store cannot keep an index.
@@ -70,11 +70,10 @@ class PassageIndex:
             )
         self.sidecar = sidecar
         self._refresh_s = refresh_s
-        self._threads = ThreadPoolExecutor(_THREADS) if in_background else None
+        self._patience_s = _PATIENCE_S if in_background else None
+        self._readers = Readers(_THREADS, "blockattn-rag-index")
         self._lock = threading.Lock()
-        self._segments: OrderedDict[str, _Segments] = OrderedDict()
-        self._sizes: dict[str, int] = {}  # bytes of the namespaces
-        self._bytes = 0
+        self._loaded: OrderedDict[str, _NamespaceIndex] = OrderedDict()
 
     def split(
         self, spans: Iterable[Span], access: Access, *, in_system: bool = False
@@ -84,8 +83,7 @@ class PassageIndex:
         Reads new index files at most every ``refresh_s`` seconds, so call it in a thread if the
         store is remote. If the index cannot be read, what was read before is used; this is logged.
         """
-        names = access.namespaces(private=False)
-        first, *others = (one for name in names for one in self._matchers(name))
+        first, *others = map(self._matcher, access.namespaces(private=False))
         return first.split(spans, *others, in_system=in_system)
 
     def add(self, entries: Entries, namespace: str) -> int:
@@ -97,77 +95,140 @@ class PassageIndex:
         Raises:
             StoreError: The index cannot be written.
         """
-        segments = self._known(namespace)
-        with segments.lock:
-            segments.refresh(self._refresh_s)
+        return self._index(namespace).add(entries, self._refresh_s)
+
+    def _matcher(self, namespace: str) -> PassageMatcher:
+        """Matcher of a namespace. Of concurrent prompts, one waits for new files."""
+        index = self._index(namespace)
+        with self._lock:
+            starts = index.is_due(self._refresh_s) and (index.read is None or index.read.done())
+            if starts:
+                index.read = self._readers.start(_refresh_logged, index, self._refresh_s)
+        if index.read is not None and (starts or not index.was_read):
+            wait([index.read], self._patience_s)
+        return index.matcher
+
+    def _index(self, namespace: str) -> _NamespaceIndex:
+        """Index of a namespace. Drops the least recently used ones if they take too much memory."""
+        with self._lock:
+            index = self._loaded.pop(namespace, None) or _NamespaceIndex(self.sidecar, namespace)
+            self._loaded[namespace] = index
+            entries = sum(len(loaded.matcher) for loaded in self._loaded.values())
+            while len(self._loaded) > 1 and (
+                entries > _MOST_ENTRIES or len(self._loaded) > _MOST_NAMESPACES
+            ):
+                _, dropped = self._loaded.popitem(last=False)
+                entries -= len(dropped.matcher)
+            return index
+
+
+def _refresh_logged(index: _NamespaceIndex, every_s: float) -> None:
+    try:
+        index.refresh(every_s)
+    except StoreError as error:
+        logger.warning("The index of passages cannot be read: %s", error)
+    except Exception as error:
+        logger.exception("Unexpected error while the index of passages is read: %s", error)
+
+
+class _NamespaceIndex:
+    """Index files of a namespace, as far as they were read, and the matcher of their entries.
+
+    The matcher is replaced, never changed, so using it needs no lock.
+    """
+
+    def __init__(self, sidecar: Sidecar, namespace: str) -> None:
+        self._sidecar = sidecar
+        self._folder = folder_of(namespace)
+        self._lock = threading.Lock()
+        self._names: frozenset[str] = frozenset()
+        self._read_s = -math.inf
+        self.was_read = False
+        self.read: Future[None] | None = None
+        self.matcher = PassageMatcher(np.empty(0, ENTRY))
+
+    def is_due(self, every_s: float) -> bool:
+        """Whether the files were not read for this time."""
+        return time.monotonic() - self._read_s >= every_s
+
+    def refresh(self, every_s: float) -> None:
+        """Read new files, at most every ``every_s`` seconds."""
+        with self._lock:
+            if self.is_due(every_s):
+                self._read_s = time.monotonic()
+                self._read_new()
+                self.was_read = True
+
+    def add(self, entries: Entries, every_s: float) -> int:
+        """Write new entries as one file. Returns their number."""
+        self.refresh(every_s)
+        with self._lock:
             fresh = joined([entries])
-            segments.make()
-            for matcher in segments.made:
-                fresh = fresh[~matcher.has(fresh)]
+            fresh = fresh[~self.matcher.has(fresh)]
             if len(fresh):
-                segments.write(fresh)
-        self._count(namespace, segments)
-        return len(fresh)
+                name = self._write(fresh)
+                self._use(self._names | {name}, [self.matcher.entries, fresh])
+            return len(fresh)
 
-    def _matchers(self, namespace: str) -> tuple[PassageMatcher, ...]:
-        segments = self._known(namespace)
-        if self._threads is None:
-            self._update(namespace, segments)
-        elif segments.is_due(self._refresh_s) and not segments.is_updating:
-            segments.is_updating = True
-            update = self._threads.submit(self._update_logged, namespace, segments)
-            with suppress(TimeoutError):
-                update.result(_PATIENCE_S)
-        return segments.made
+    def merge(self, stored: set[bytes] | None, added: Entries) -> tuple[int, int]:
+        """Replace the files that were read by one. Returns the numbers of kept and dropped entries.
 
-    def _update_logged(self, namespace: str, segments: _Segments) -> None:
-        try:
-            self._update(namespace, segments)
-        except Exception as error:
-            logger.exception("Unexpected error while the index of passages is read: %s", error)
-
-    def _update(self, namespace: str, segments: _Segments) -> None:
-        """Files are read and matchers are made outside of the lock, which all tenants share."""
-        try:
-            if segments.lock.acquire(blocking=not segments.was_read):  # else another thread reads
-                try:
-                    segments.refresh(self._refresh_s)
-                except StoreError as error:
-                    logger.warning("The index of passages cannot be read: %s", error)
-                finally:
-                    segments.lock.release()
-            segments.make()
-            self._count(namespace, segments)
-        finally:
-            segments.is_updating = False
-
-    def _known(self, namespace: str) -> _Segments:
+        Args:
+            stored: Handles of the entries to keep. None: all.
+            added: Entries to add before.
+        """
         with self._lock:
-            segments = self._segments.pop(namespace, None) or _Segments(self.sidecar, namespace)
-            self._segments[namespace] = segments
-        return segments
+            entries = joined([self.matcher.entries, added])
+            kept = entries
+            if stored is not None:
+                kept = entries[[handle.tobytes() in stored for handle in entries["handle"]]]
+            names = frozenset([self._write(kept)] if len(kept) else [])
+            for name in self._names - names:
+                self._sidecar.delete(f"{self._folder}/{name}")
+            self._use(names, [kept])
+            return len(kept), len(entries) - len(kept)
 
-    def _count(self, namespace: str, segments: _Segments) -> None:
-        """Count the bytes of a namespace, and forget the least recently used namespaces."""
-        with self._lock:
-            if self._segments.get(namespace) is not segments:
-                return  # was forgotten meanwhile
-            size = _NAMESPACE_BYTES + sum(part.nbytes for part in segments.parts.values())
-            self._bytes += size - self._sizes.get(namespace, 0)
-            self._sizes[namespace] = size
-            while self._bytes > _MOST_BYTES and len(self._segments) > 1:
-                oldest, _ = self._segments.popitem(last=False)
-                self._bytes -= self._sizes.pop(oldest, 0)
+    def _read_new(self) -> None:
+        for _ in range(_ATTEMPTS):
+            listed = frozenset(self._sidecar.names(self._folder))
+            is_grown = self._names <= listed
+            new = sorted(listed - self._names if is_grown else listed)
+            contents = self._sidecar.read([f"{self._folder}/{name}" for name in new]) if new else []
+            if None not in contents:
+                break
+        parts = {
+            name: _decoded(name, content)
+            for name, content in zip(new, contents, strict=True)
+            if content is not None
+        }
+        if not is_grown:  # the files were merged
+            self._use(frozenset(parts), [*parts.values()])
+        elif parts:
+            self._use(self._names | parts.keys(), [self.matcher.entries, *parts.values()])
+
+    def _write(self, entries: Entries) -> str:
+        columns = {name: np.ascontiguousarray(entries[name]) for name in ENTRY.names or ()}
+        content = save(columns)
+        name = f"{_digest(content)}{_SUFFIX}"
+        self._sidecar.write(f"{self._folder}/{name}", content)
+        return name
+
+    def _use(self, names: frozenset[str], parts: list[Entries]) -> None:
+        self._names, self.matcher = (
+            names,
+            PassageMatcher(np.concatenate([np.empty(0, ENTRY), *parts])),
+        )
 
 
 class IndexReport(NamedTuple):
-    """Result of ``compact``: number of passages in the index, and of passages dropped from it."""
+    """Result of ``merge_index``: numbers of passages in the index, and of passages dropped from
+    it."""
 
     passages: int
     dropped: int
 
 
-def compact(
+def merge_index(
     store: MaintainedStore,
     added: Mapping[str, Entries] = MappingProxyType({}),
     progress: Callable[[int], None] | None = None,
@@ -187,105 +248,26 @@ def compact(
     """
     sidecar = PassageIndex(store).sidecar
     names = {bytes.fromhex(path.partition("/")[0][1:]).decode() for path in sidecar.names(_FOLDER)}
-    # The index is read before the entries: a passage is added after its entry was stored.
-    indexes = {name: _Segments(sidecar, name) for name in sorted(names | added.keys())}
-    for segments in indexes.values():
-        segments.refresh(0)
+    indexes = {name: _NamespaceIndex(sidecar, name) for name in sorted(names | added.keys())}
+    for index in indexes.values():
+        index.refresh(0)  # before the entries: a passage is added after its entry was stored
     stored: dict[str, set[bytes]] = {name: set() for name in indexes}
     unknown: set[str] = set()
     for done, (_, info) in enumerate(describe_all(store), start=1):
         if not isinstance(info, EntryInfo) or info.header.is_outdated:
             continue
-        if info.header.namespace in indexes:
-            stored[info.header.namespace] |= {bytes.fromhex(one) for one in info.handles}
+        if (namespace := info.header.namespace) in indexes:
+            stored[namespace] |= {bytes.fromhex(handle) for handle in info.handles}
             if not info.handles:
-                unknown.add(info.header.namespace)
+                unknown.add(namespace)
         if progress is not None:
             progress(done)
     passages = dropped = 0
-    for name, segments in indexes.items():
-        entries = joined([*segments.parts.values(), added.get(name, np.empty(0, ENTRY))])
-        is_stored = [name in unknown or one.tobytes() in stored[name] for one in entries["handle"]]
-        kept = entries[np.array(is_stored, np.bool_)]
-        segments.replace(kept)
-        passages, dropped = passages + len(kept), dropped + len(entries) - len(kept)
+    for name, index in indexes.items():
+        handles = None if name in unknown else stored[name]
+        kept, gone = index.merge(handles, added.get(name, np.empty(0, ENTRY)))
+        passages, dropped = passages + kept, dropped + gone
     return IndexReport(passages, dropped)
-
-
-class _Segments:
-    """Index files of a namespace, as far as they were read.
-
-    ``lock`` must be held to read and write files. ``parts`` is replaced as a whole, so using it
-    needs no lock.
-    """
-
-    def __init__(self, sidecar: Sidecar, namespace: str) -> None:
-        self.lock = threading.Lock()
-        self._sidecar = sidecar
-        self._folder = folder_of(namespace)
-        self._read_s: float | None = None
-        self.is_updating = False
-        self.parts: dict[str, Entries] = {}
-        self._making = threading.Lock()
-        self._made = _Matchers.of({})
-
-    @property
-    def was_read(self) -> bool:
-        return self._read_s is not None
-
-    @property
-    def made(self) -> tuple[PassageMatcher, ...]:
-        """Matchers of the files, as far as they were made."""
-        made = self._made
-        return made.large, made.small
-
-    def make(self) -> None:
-        """Make the matchers of new files. While a thread makes them, others use the made ones."""
-        if self._made.parts is not self.parts and self._making.acquire(
-            blocking=not self._made.parts
-        ):
-            try:
-                self._made = self._made.updated(self.parts)
-            finally:
-                self._making.release()
-
-    def is_due(self, every_s: float) -> bool:
-        """Whether the files were not read for this time."""
-        return self._read_s is None or time.monotonic() - self._read_s >= every_s
-
-    def refresh(self, every_s: float) -> None:
-        """Read new files, at most every ``every_s`` seconds."""
-        if not self.is_due(every_s):
-            return
-        self._read_s = time.monotonic()
-        for _ in range(_ATTEMPTS):
-            listed = self._sidecar.names(self._folder)
-            new = [name for name in listed if name not in self.parts]
-            paths = [f"{self._folder}/{name}" for name in new]
-            contents = self._sidecar.read(paths) if paths else []
-            if new or len(listed) != len(self.parts):
-                kept = {name: part for name, part in self.parts.items() if name in listed}
-                for name, content in zip(new, contents, strict=True):
-                    if content is not None:
-                        kept[name] = _decoded(name, content)
-                self.parts = kept
-            if None not in contents:
-                return
-
-    def write(self, entries: Entries) -> None:
-        """Add a file."""
-        name, content = _encoded(entries)
-        self._sidecar.write(f"{self._folder}/{name}", content)
-        self.parts = {**self.parts, name: entries}
-
-    def replace(self, entries: Entries) -> None:
-        """Replace the files that were read by one file, or by none if there are no entries."""
-        old = [*self.parts]
-        if len(entries):
-            self.write(entries)
-        for name in old:
-            if not len(entries) or name != _encoded(entries)[0]:
-                self._sidecar.delete(f"{self._folder}/{name}")
 
 
 def folder_of(namespace: str) -> str:
@@ -293,46 +275,14 @@ def folder_of(namespace: str) -> str:
     return f"{_FOLDER}/n{namespace.encode().hex()}"
 
 
-class _Matchers(NamedTuple):
-    """Matchers of index files: a large one, and a small one of new files, which is quick to make.
-
-    Args:
-        parts: The files.
-        merged: Names of the files in the large matcher.
-    """
-
-    parts: dict[str, Entries]
-    merged: frozenset[str]
-    large: PassageMatcher
-    small: PassageMatcher
-
-    @classmethod
-    def of(cls, parts: dict[str, Entries]) -> _Matchers:
-        large = PassageMatcher(np.concatenate([np.empty(0, ENTRY), *parts.values()]))
-        return cls(parts, frozenset(parts), large, PassageMatcher(np.empty(0, ENTRY)))
-
-    def updated(self, parts: dict[str, Entries]) -> _Matchers:
-        """Matchers of other files. Merges all of them if many are new, or some were deleted."""
-        if parts is self.parts:
-            return self
-        new = [part for name, part in parts.items() if name not in self.merged]
-        if sum(map(len, new)) * _SMALL_PART > len(self.large) or not self.merged <= parts.keys():
-            return _Matchers.of(parts)
-        small = PassageMatcher(np.concatenate([np.empty(0, ENTRY), *new]))
-        return self._replace(parts=parts, small=small)
-
-
-def _encoded(entries: Entries) -> tuple[str, bytes]:
-    """Name and content of an index file."""
-    names = ENTRY.names or ()
-    content = save({name: np.ascontiguousarray(entries[name]) for name in names})
-    return f"{hashlib.sha256(content).hexdigest()[:32]}{_SUFFIX}", content
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:32]
 
 
 def _decoded(name: str, content: bytes) -> Entries:
     """Entries of an index file. A damaged file counts as empty, and is logged."""
     try:
-        if hashlib.sha256(content).hexdigest()[:32] != name.removesuffix(_SUFFIX):
+        if _digest(content) != name.removesuffix(_SUFFIX):
             raise ValueError("its content does not match its name")
         columns = load(content)
         entries = np.empty(len(columns["chars"]), ENTRY)

@@ -15,7 +15,7 @@ import torch
 from blockattn_rag.errors import CorruptEntryError, StoreError
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.lazy import missing_extra
-from blockattn_rag.store.base import Found, KVStore, StoreStats
+from blockattn_rag.store.base import KVStore, ReadResult, StoreStats
 from blockattn_rag.store.checks import check_key, is_key
 from blockattn_rag.store.concurrency import Readers, check_seconds, deadline, outcome
 from blockattn_rag.store.eviction import Refusals, check_max_bytes
@@ -93,7 +93,7 @@ class RedisStore(KVStore):
     def __reduce__(self) -> tuple[Any, ...]:
         return self._reopen, ()
 
-    def get_many(self, keys: Sequence[str]) -> list[Found]:
+    def get_many(self, keys: Sequence[str]) -> list[ReadResult]:
         """Read several entries in one round trip, with one deadline."""
         names = [self._name(key) for key in keys]
         if not names:
@@ -166,7 +166,7 @@ class RedisStore(KVStore):
                     calls.getex(name, px=self._ttl_ms)
             return list(calls.execute(raise_on_error=False))
 
-    def _entry(self, key: str, value: bytes | ResponseError | None) -> Found:
+    def _entry(self, key: str, value: bytes | ResponseError | None) -> ReadResult:
         if value is None:
             return None
         place = f"{self.url} {self._name(key)}"

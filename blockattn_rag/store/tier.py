@@ -12,8 +12,9 @@ from typing import TypeVar
 
 from blockattn_rag.errors import StoreError, StoreUnavailableError
 from blockattn_rag.kv.block_kv import BlockKV
-from blockattn_rag.store.base import Found, KVStore, TierStats, is_damage
+from blockattn_rag.store.base import KVStore, ReadResult, TierStats, is_damage
 from blockattn_rag.store.concurrency import Readers, check_seconds, deadline, outcome
+from blockattn_rag.store.memory import MemoryStore
 
 logger = logging.getLogger("blockattn_rag")
 
@@ -83,27 +84,27 @@ class Tier:
 
     def __init__(self, store: KVStore, deadline_s: float, breaker: CircuitBreaker) -> None:
         self.store = store
-        self.is_resident = store.is_resident
+        self.is_in_memory = isinstance(store, MemoryStore)
         self._deadline_s = deadline_s
         self._breaker = breaker
         self._readers = Readers(_READERS, "blockattn-rag-tier")
         self._lock = threading.Lock()
         self._stats = TierStats(repr(store))
 
-    def read(self, keys: Sequence[str]) -> list[Found]:
+    def read(self, keys: Sequence[str]) -> list[ReadResult]:
         """Read several entries. If the tier fails, every result is a StoreError."""
         try:
-            found = self.ask(lambda: self.store.get_many(keys), len(keys))
+            entries = self.ask(lambda: self.store.get_many(keys), len(keys))
         except StoreError as error:
             return [error] * len(keys)
-        read = [one for one in found if isinstance(one, BlockKV)]
+        blocks = [entry for entry in entries if isinstance(entry, BlockKV)]
         self.count(
-            hits=len(read),
-            read_tokens=sum(one.num_tokens for one in read),
-            read_bytes=sum(one.nbytes for one in read),
-            misses=sum(one is None or is_damage(one) for one in found),
+            hits=len(blocks),
+            read_tokens=sum(kv.num_tokens for kv in blocks),
+            read_bytes=sum(kv.nbytes for kv in blocks),
+            misses=sum(entry is None or is_damage(entry) for entry in entries),
         )
-        return found
+        return entries
 
     def write(self, key: str, kv: BlockKV) -> None:
         """Store an entry.
@@ -120,7 +121,7 @@ class Tier:
         Raises:
             StoreError: The store failed, the deadline passed, or the breaker is open.
         """
-        if self.is_resident:
+        if self.is_in_memory:
             return self._guarded(question, entries)
         until = deadline(self._deadline_s)
         doing = f"ask {self._stats.name}"
@@ -150,10 +151,11 @@ class Tier:
             if not is_damage(error):
                 self._note_failure(error)
             raise
-        answers = answer if isinstance(answer, list) else []
-        errors = [one for one in answers if isinstance(one, StoreError) and not is_damage(one)]
-        if errors:
-            self._note_failure(errors[0])
+        results = answer if isinstance(answer, list) else []
+        failures = (entry for entry in results if isinstance(entry, StoreError))
+        failure = next((error for error in failures if not is_damage(error)), None)
+        if failure is not None:
+            self._note_failure(failure)
         elif self._breaker.succeeded():
             logger.info("%s answers again.", self._stats.name)
         return answer

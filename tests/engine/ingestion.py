@@ -44,4 +44,4 @@ def ingest(fetcher: BlockFetcher, blocks: Sequence[Block], **options: Any) -> En
 
 def fetch(fetcher: BlockFetcher, context: Sequence[Block], **options: Any) -> Fetched:
     """The blocks of a prompt's context."""
-    return fetcher.fetch(fetcher.wanted(context, as_prompt=True, **options))
+    return fetcher.fetch(fetcher.specs(context, as_prompt=True, **options))

@@ -18,7 +18,7 @@ from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.model import BlockModel
 from blockattn_rag.prompts.blocks import Block, BlockTemplate, Origin, Span
 from blockattn_rag.store import DirectoryStore, MemoryStore, shrink
-from blockattn_rag.store.base import Found
+from blockattn_rag.store.base import ReadResult
 from tests.engine.ingestion import FaultyStore, fetch, ingest
 from tests.models import shared_tiny_llama, tiny_model, tiny_tokenizer
 
@@ -144,7 +144,7 @@ class BatchedStore(MemoryStore):
         super().__init__(1 << 20)
         self.asked: list[int] = []
 
-    def get_many(self, keys: Sequence[str]) -> list[Found]:
+    def get_many(self, keys: Sequence[str]) -> list[ReadResult]:
         self.asked.append(len(keys))
         return super().get_many(keys)
 
@@ -292,7 +292,7 @@ def test_resident_is_lru(
 ) -> None:
     store = DirectoryStore(tmp_path / "kv")
     fetcher = BlockFetcher(model, store, 1 << 26)
-    monkeypatch.setattr("blockattn_rag.store.device_cache._TOUCH_EVERY_S", 0.0)
+    monkeypatch.setattr("blockattn_rag.engine.block_cache._REPORT_EVERY_S", 0.0)
     fetch(fetcher, [D, A])  # both are kept in memory too
     for path in tmp_path.rglob("*.safetensors"):
         os.utime(path, (0, time.time() - 200))

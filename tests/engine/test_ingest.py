@@ -11,19 +11,18 @@ import pytest
 
 from blockattn_rag.engine.fetcher import BlockFetcher
 from blockattn_rag.engine.ingest import precompute
-from blockattn_rag.engine.lookup import Wanted
+from blockattn_rag.engine.lookup import BlockSpec
 from blockattn_rag.errors import ContextOverflowError, StoreError
 from blockattn_rag.kv.block_kv import MOST_HANDLES, BlockKV
 from blockattn_rag.model import BlockModel
 from blockattn_rag.prompts.blocks import Block, BlockTemplate
 from blockattn_rag.store import DirectoryStore, KVStore, ObjectStore, TieredStore, gc
-from blockattn_rag.store.tiered import Write
 from tests.engine.ingestion import FaultyStore, ingest
 from tests.store.conftest import objects_in_memory
 
 A, B, C = Block("first passage"), Block("second"), Block("third", BlockTemplate("- ", "\n"))
 
-Batch = list[tuple[Wanted, BlockKV]]
+Batch = list[tuple[BlockSpec, BlockKV]]
 
 
 def test_precompute_says_what_it_did(fetcher: BlockFetcher, store: FaultyStore) -> None:
@@ -121,19 +120,16 @@ def opened(kind: str, path: Path) -> tuple[KVStore, DirectoryStore | ObjectStore
     directory = DirectoryStore(path)
     if kind == "directory":
         return directory, directory
-    write: Write = "behind" if kind == "tiers behind" else "through"
-    return TieredStore("memory:1MB", directory, write=write), directory
+    return TieredStore("memory:1MB", directory), directory
 
 
 @pytest.mark.parametrize("together", [True, False])
-@pytest.mark.parametrize("kind", ["directory", "tiers", "tiers behind", "objects"])
+@pytest.mark.parametrize("kind", ["directory", "tiers", "objects"])
 def test_entry_of_shared_text(model: BlockModel, tmp_path: Path, kind: str, together: bool) -> None:
     store, home = opened(kind, tmp_path / "kv")
     fetcher = BlockFetcher(model, store)
     for blocks in [SHARED] if together else [[block] for block in SHARED]:
         ingest(fetcher, blocks)
-    if isinstance(store, TieredStore):
-        store.close()
     (key,) = home.keys()
     for block in SHARED:
         assert collected(home, [block]) == [key]

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from blockattn_rag.engine.block_cache import BlockCache
 from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.engine.fetcher import BlockFetcher
 from blockattn_rag.engine.results import ReuseStats
@@ -21,7 +22,6 @@ from blockattn_rag.model import BlockModel
 from blockattn_rag.model.correction import Correction
 from blockattn_rag.prompts.blocks import Block
 from blockattn_rag.store import DirectoryStore, KVStore, MemoryStore
-from blockattn_rag.store.device_cache import DeviceCache
 from tests.engine.ingestion import fetch
 from tests.recipes import recipe_of
 
@@ -99,13 +99,13 @@ def test_blocks_stay_in_int8_while_they_are_ready(model: BlockModel, tmp_path: P
     BlockAttentionEngine(model, DirectoryStore(tmp_path), kv_dtype="int8").encode([A])
     store = DirectoryStore(tmp_path)
     (kv,) = stored(store)
-    cache = DeviceCache(store, kv.nbytes)
-    read = cache.get(kv.key)
-    assert read is not None
+    cache = BlockCache(store, kv.nbytes)
+    (read,) = cache.get_many([kv.key])
+    assert isinstance(read, BlockKV)
     assert read.scales is not None
-    assert cache.get(kv.key) is read
-    smaller = DeviceCache(store, kv.nbytes - 1)
-    assert smaller.get(kv.key) is not smaller.get(kv.key)
+    assert cache.get_many([kv.key])[0] is read
+    smaller = BlockCache(store, kv.nbytes - 1)
+    assert smaller.get_many([kv.key])[0] is not smaller.get_many([kv.key])[0]
 
 
 def test_figures_go_through_json(model: BlockModel) -> None:

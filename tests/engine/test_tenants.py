@@ -71,7 +71,7 @@ def test_other_tokens_under_key_miss(model: BlockModel, caplog: pytest.LogCaptur
     store.swapped = forged
     with caplog.at_level(logging.WARNING, "blockattn_rag"):
         again = fetch(fetcher, [A])
-    assert "the KV of other tokens" in caplog.text
+    assert "keys and values of other tokens" in caplog.text
     assert again.misses == 1
     assert torch.equal(again.blocks[0].token_ids, good.token_ids)
 

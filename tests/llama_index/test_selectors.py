@@ -73,7 +73,8 @@ def tools_of(llm: BlockAttentionLLM) -> list[QueryEngineTool]:
 
 
 async def test_a_selector_s_choice_is_what_the_model_called() -> None:
-    selector = PydanticSingleSelector.from_defaults(llm=scripted(choosing))
+    llm: Any = scripted(choosing)  # LlamaIndex expects its class OpenAI here
+    selector = PydanticSingleSelector.from_defaults(llm=llm)
     query = QueryBundle("How deep?")
     for found in (selector.select(CHOICES, query), await selector.aselect(CHOICES, query)):
         assert (found.ind, found.reason) == (1, "It is wet.")
@@ -82,7 +83,7 @@ async def test_a_selector_s_choice_is_what_the_model_called() -> None:
 async def test_a_selector_s_choice_is_a_call_by_grammar_where_the_template_knows_no_tools() -> None:
     model = tuned_model(max_position_embeddings=8192)
     engine = ScriptedEngine(lambda _: call_of("SingleSelection", SELECTED), model=model)
-    llm = BlockAttentionLLM(engine=engine, is_function_calling_model=True, max_new_tokens=300)
+    llm: Any = BlockAttentionLLM(engine=engine, is_function_calling_model=True, max_new_tokens=300)
     query = QueryBundle("How deep?")
     selector = PydanticSingleSelector.from_defaults(llm=llm)
     for found in (selector.select(CHOICES, query), await selector.aselect(CHOICES, query)):

@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 
 from blockattn_rag.check.oracle import oracle_logits
+from blockattn_rag.errors import FingerprintMismatchError
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.kv.context import Assembly, place
 from blockattn_rag.kv.rope import relative_error
 from blockattn_rag.model import BlockModel, EncodeRequest
 from blockattn_rag.model.probe import LOGITS
+from blockattn_rag.store.checks import check_block
 from tests.model.families import SUPPORTED
 from tests.models import shared_tiny_llama, tiny_model, tiny_tokenizer
 
@@ -135,11 +137,18 @@ def test_the_models_number_type_is_that_of_the_cache() -> None:
         assert bool(found.isfinite().all())
 
 
-def test_a_model_knows_its_own_blocks_in_int8() -> None:
+def test_check_block_accepts_only_blocks_of_the_model_in_int8() -> None:
     case = Case(BlockModel(shared_tiny_llama(), tiny_tokenizer()))
     kv = case.blocks[0].quantised()
-    assert case.model.could_have_computed(kv)
     assert kv.scales is not None
-    other = replace(kv, scales=replace(kv.scales, dtype=torch.bfloat16))
-    assert not case.model.could_have_computed(other)
-    assert not case.model.could_have_computed(replace(kv, scales=None))
+    ids, outline = kv.token_ids.tolist(), case.model.profile.token_outline
+    check_block(kv, kv.key, ids, outline)
+    for other in (
+        replace(kv, scales=replace(kv.scales, dtype=torch.bfloat16)),
+        replace(kv, scales=None),
+    ):
+        with pytest.raises(FingerprintMismatchError, match="another shape or dtype"):
+            check_block(other, kv.key, ids, outline)
+    for key, tokens in (("0" * 64, ids), (kv.key, ids[:-1])):
+        with pytest.raises(FingerprintMismatchError):
+            check_block(kv, key, tokens, outline)

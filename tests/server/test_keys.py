@@ -11,7 +11,7 @@ from blockattn_rag import Block, BlockAttentionEngine, BlockModel
 from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.errors import ProtocolError
 from blockattn_rag.kv.block_kv import token_digest
-from blockattn_rag.prompts.blocks import BlockPrompt, Span, keep_of
+from blockattn_rag.prompts.blocks import IN_MEMORY, PRIVATE, STORED, BlockPrompt, Span, keep_of
 from blockattn_rag.server.keys import block_keys, full_mode_salt, is_salt, salt
 from blockattn_rag.server.plan import BlockPlan
 from blockattn_rag.server.profile import profile_of
@@ -27,25 +27,25 @@ PROFILE = make_profile(vocab_size=1000)
 
 
 def test_a_salt_tells_apart_all_that_decides_keys_and_values() -> None:
-    plan = BlockPlan("complete", (3, 2), keep=("store", "store"))
+    plan = BlockPlan("complete", (3, 2), keep=(STORED, STORED))
     others = [
         salt(replace(plan, lengths=(2, 3)), PROFILE),
-        salt(BlockPlan("complete", (32,), keep=("store",)), PROFILE),
+        salt(BlockPlan("complete", (32,), keep=(STORED,)), PROFILE),
         salt(replace(plan, namespace="tenant-1"), PROFILE),
         salt(plan, replace(PROFILE, fingerprint="0" * 64)),
         salt(plan, replace(PROFILE, sink="head:2", sink_ids=SINK_IDS)),
         salt(plan, replace(PROFILE, adapter="a" * 64)),
-        salt(BlockPlan("encode", (3,), keep=("store",)), PROFILE),
-        salt(BlockPlan("complete", (3,), keep=("store",)), PROFILE),
+        salt(BlockPlan("encode", (3,), keep=(STORED,)), PROFILE),
+        salt(BlockPlan("complete", (3,), keep=(STORED,)), PROFILE),
         salt(BlockPlan("complete", (3, 2)), PROFILE),
         salt(plan, PROFILE, "the client's"),
         salt(plan, PROFILE, "another client's"),
-        salt(BlockPlan("complete", (3, 2), keep=("private", "store")), PROFILE),
-        salt(BlockPlan("complete", (3, 2), keep=("store", "private")), PROFILE),
-        salt(BlockPlan("encode", (3,), keep=("private",)), PROFILE),
+        salt(BlockPlan("complete", (3, 2), keep=(PRIVATE, STORED)), PROFILE),
+        salt(BlockPlan("complete", (3, 2), keep=(STORED, PRIVATE)), PROFILE),
+        salt(BlockPlan("encode", (3,), keep=(PRIVATE,)), PROFILE),
     ]
     own = salt(plan, PROFILE)
-    assert own == salt(BlockPlan("complete", (3, 2), keep=("memory", "store")), PROFILE)
+    assert own == salt(BlockPlan("complete", (3, 2), keep=(IN_MEMORY, STORED)), PROFILE)
     assert len({own, *others}) == 1 + len(others)
     assert all(is_salt(one) and len(one) == 44 for one in (own, *others))
 
@@ -90,7 +90,7 @@ def test_server_finds_local_entries(engine: BlockAttentionEngine, recipe: Recipe
     local.encode(prompt)
     ids = engine.model.tokenizer.prompt_ids(prompt)
     profile = profile_of(engine.model, recipe)
-    plan = BlockPlan("complete", tuple(map(len, ids.context)), keep=("store",) * 3)
+    plan = BlockPlan("complete", tuple(map(len, ids.context)), keep=(STORED,) * 3)
     found = block_keys(ids.flat, plan, profile)
     assert sorted({one.key for one in found}) == sorted(store.keys())
     for one, tokens in zip(found, ids.context, strict=True):
@@ -109,7 +109,7 @@ def test_local_engine_finds_server_entries(engine: BlockAttentionEngine, recipe:
     for block, first in ((Block("the first of a prompt"), True), (Block("another"), False)):
         ids = engine.model.tokenizer.block_ids(block, first=first)
         before = [] if first else list(profile.sink_ids)
-        plan = BlockPlan("encode", (len(ids),), keep=("store",), opens_prompt=first)
+        plan = BlockPlan("encode", (len(ids),), keep=(STORED,), opens_prompt=first)
         [one] = block_keys([*before, *ids], plan, profile)
         local.encode(BlockPrompt((Block("x"), block) if not first else (block, Block("y")), "?"))
         kv = store.get(one.key)
@@ -141,7 +141,7 @@ def test_a_plan_that_does_not_fit_its_prompt_has_no_keys() -> None:
 
 
 def test_a_block_is_looked_for_in_its_namespace_first_and_then_where_tenants_share() -> None:
-    tokens, plan = [1, 2, 3], BlockPlan("complete", (2,), "tenant-1", ("store",))
+    tokens, plan = [1, 2, 3], BlockPlan("complete", (2,), "tenant-1", (STORED,))
     [one] = block_keys(tokens, plan, PROFILE, ["shared", "tenant-1"])
     [own] = block_keys(tokens, plan, PROFILE)
     [shared] = block_keys(tokens, replace(plan, namespace="shared"), PROFILE)
@@ -151,14 +151,14 @@ def test_a_block_is_looked_for_in_its_namespace_first_and_then_where_tenants_sha
 
 def test_a_private_block_is_looked_for_among_private_ones_of_its_tenant_alone() -> None:
     tokens = [1, 2, 1, 2, 1, 2, 3]
-    plan = BlockPlan("complete", (2, 2, 2), "a", ("store", "memory", "private"))
+    plan = BlockPlan("complete", (2, 2, 2), "a", (STORED, IN_MEMORY, PRIVATE))
     stored, kept, private = block_keys(tokens, plan, PROFILE, ["shared"])
     assert stored.keys == kept.keys
     assert private.namespaces == ("a/private",)
     assert not {*private.keys} & {*stored.keys}
-    [other] = block_keys(tokens, BlockPlan("complete", (2,), "b", ("private",)), PROFILE)
+    [other] = block_keys(tokens, BlockPlan("complete", (2,), "b", (PRIVATE,)), PROFILE)
     assert other.key != private.key
-    assert [one.keep for one in (stored, kept, private)] == ["store", "memory", "private"]
+    assert [one.keep for one in (stored, kept, private)] == [STORED, IN_MEMORY, PRIVATE]
 
 
 def test_private_key_equals_the_local_one(engine: BlockAttentionEngine) -> None:
@@ -172,4 +172,4 @@ def test_private_key_equals_the_local_one(engine: BlockAttentionEngine) -> None:
     plan = BlockPlan("complete", tuple(map(len, ids.context)), "a", keep)
     found = block_keys(ids.flat, plan, profile_of(engine.model))
     assert sorted(one.key for one in found) == sorted(store.keys())
-    assert keep == ("private", "store")
+    assert keep == (PRIVATE, STORED)

@@ -14,12 +14,13 @@ import torch
 
 from blockattn_rag.errors import CorruptEntryError, LoadError, StoreError
 from blockattn_rag.kv.block_kv import BlockKV, token_digest
+from blockattn_rag.prompts.blocks import IN_MEMORY, PRIVATE, STORED
 from blockattn_rag.server.keys import BlockId, block_keys
 from blockattn_rag.server.loader import BlockLoader, LoaderStats
 from blockattn_rag.server.plan import BlockPlan
 from blockattn_rag.server.shares import Share, open_share
 from blockattn_rag.store import DirectoryStore, KVStore, MemoryStore, TieredStore
-from blockattn_rag.store.base import Found
+from blockattn_rag.store.base import ReadResult
 from tests.holding import LONGEST_S
 from tests.server.profiles import make_profile
 from tests.store.kvs import make_kv, same
@@ -27,7 +28,7 @@ from tests.store.kvs import make_kv, same
 PROFILE = make_profile(vocab_size=1000)
 WHOLE = Share.of(PROFILE)
 PROMPT = [1, 2, 3, 4, 5, 4, 5, 9]
-PLAN = BlockPlan("complete", (3, 2, 2), "tenant", ("store",) * 3)
+PLAN = BlockPlan("complete", (3, 2, 2), "tenant", (STORED,) * 3)
 BLOCKS = block_keys(PROMPT, PLAN, PROFILE, ["shared"])
 
 
@@ -48,14 +49,14 @@ def filled(store: KVStore, *namespaces: str) -> KVStore:
 class Scripted(MemoryStore):
     """A store that says what it is told to say, and holds its answers back until it may speak."""
 
-    def __init__(self, answer: Callable[[str], Found] | None = None) -> None:
+    def __init__(self, answer: Callable[[str], ReadResult] | None = None) -> None:
         super().__init__(1 << 24)
         self.answer = answer or super().get
         self.begun, self.go = threading.Event(), threading.Event()
         self.go.set()
         self.asked: list[list[str]] = []
 
-    def get_many(self, keys: Sequence[str]) -> list[Found]:
+    def get_many(self, keys: Sequence[str]) -> list[ReadResult]:
         self.asked.append([*keys])
         self.begun.set()
         assert self.go.wait(LONGEST_S)
@@ -148,7 +149,7 @@ def test_a_quantised_block_is_of_the_model_s_shape(loader: Make) -> None:
 # -- what may not be stored ---------------------------------------------------------------------
 
 KEPT = block_keys(
-    PROMPT, BlockPlan("complete", (3, 2, 2), "tenant", ("memory", "private", "store")), PROFILE
+    PROMPT, BlockPlan("complete", (3, 2, 2), "tenant", (IN_MEMORY, PRIVATE, STORED)), PROFILE
 )
 
 
@@ -156,7 +157,7 @@ def test_private_blocks_come_from_memory_only(loader: Make) -> None:
     store, kept = Scripted(), MemoryStore(1 << 20)
     for block in KEPT:
         kv = kv_of(block, block.namespaces[0])
-        (store if block.keep == "store" else kept).put(kv.key, kv)
+        (store if block.keep == STORED else kept).put(kv.key, kv)
     found = loader(store, kept=kept).start(KEPT).result()
     assert [kv.namespace for kv in found] == ["tenant", "tenant/private", "tenant"]
     assert store.asked == [[KEPT[2].key]]
@@ -268,7 +269,7 @@ def test_error_fails_load(loader: Make, error: Exception, caplog: pytest.LogCapt
     sound = filled(MemoryStore(1 << 20))
     errors: list[Exception] = [error]
 
-    def fails_once(key: str) -> Found:
+    def fails_once(key: str) -> ReadResult:
         if errors:
             raise errors.pop()
         return sound.get(key)

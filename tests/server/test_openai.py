@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from blockattn_rag.engine.outline import RecipeOutline
 from blockattn_rag.errors import ProtocolError
-from blockattn_rag.prompts.blocks import BlockPrompt
+from blockattn_rag.prompts.blocks import IN_MEMORY, PRIVATE, STORED, BlockPrompt
 from blockattn_rag.prompts.formats import BLANK_LINE, CHAT, Passage
 from blockattn_rag.prompts.markers import segment, wrap
 from blockattn_rag.prompts.recognition import PassageMatcher, entries_of
@@ -59,7 +59,7 @@ def test_documents_give_the_tokens_and_cuts_of_a_prompt_in_process() -> None:
     found = rendered(body)
     lengths = tuple(len(ids) for ids in expected.context)
     assert found.token_ids == expected.flat
-    assert found[1:] == (lengths, ("memory", "store", "store"))
+    assert found[1:] == (lengths, (IN_MEMORY, STORED, STORED))
     full = rendered({**body, "blockattn": {"mode": "full"}})
     assert full == TokenPrompt(expected.flat)
 
@@ -75,7 +75,7 @@ def test_completions_have_the_tokens_of_a_prompt_in_process() -> None:
     assert found.token_ids == expected.flat
     assert found.lengths == tuple(map(len, expected.context))
     assert END not in found.token_ids
-    assert [*found.keep] == ["store", "store", "private", "store"]
+    assert [*found.keep] == [STORED, STORED, PRIVATE, STORED]
     assert body.passages == [*texts, "One."]
 
 

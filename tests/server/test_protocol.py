@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blockattn_rag.errors import BlockAttnError, ProtocolError, ServingError
+from blockattn_rag.prompts.blocks import IN_MEMORY, PRIVATE, STORED
 from blockattn_rag.prompts.markers import marker_key
 from blockattn_rag.server.plan import BlockPlan, parse_plan
 from blockattn_rag.server.protocol import (
@@ -46,7 +47,7 @@ nearly = st.fixed_dictionaries(
         "op": st.sampled_from(["complete", "encode"]) | anything,
         "lengths": st.lists(st.integers(-1, 9) | anything, max_size=4) | anything,
         "opens_prompt": st.booleans() | anything,
-        "keep": st.lists(st.sampled_from(["store", "memory", "private"]), max_size=4) | anything,
+        "keep": st.lists(st.tuples(st.booleans(), st.booleans()).map(list), max_size=4) | anything,
         "namespace": st.sampled_from(["", "a", "/"]) | anything,
         "mac": st.text("0123456789abcdef", min_size=64, max_size=64) | anything,
         "more": anything,
@@ -65,11 +66,12 @@ def test_a_plan_is_read_as_it_was_told() -> None:
 
 
 def test_a_plan_names_where_blocks_may_be_kept_unless_all_are_private() -> None:
-    plan = BlockPlan("complete", (3, 2), keep=("memory", "private"))
+    plan = BlockPlan("complete", (3, 2), keep=(IN_MEMORY, PRIVATE))
     told = plan.to_dict()["blockattn"]
-    assert told == {"v": 2, "op": "complete", "lengths": [3, 2], "keep": ["memory", "private"]}
+    keep = [[False, False], [True, False]]
+    assert told == {"v": 2, "op": "complete", "lengths": [3, 2], "keep": keep}
     assert parse_plan(json.loads(json.dumps(plan.to_dict())), 6) == plan
-    private = BlockPlan("complete", (3, 2), keep=("private", "private"))
+    private = BlockPlan("complete", (3, 2), keep=(PRIVATE, PRIVATE))
     assert private == BlockPlan("complete", (3, 2))
     assert parse_plan(asked(), 6) == private
     assert "keep" not in private.to_dict()["blockattn"]
@@ -104,9 +106,9 @@ def test_parameters_of_others_hold_no_plan(params: Any) -> None:
         (asked(lengths=[3, 3]), "lengths add up to 6 tokens, expected at most 5"),
         (asked(op="encode", lengths=[3, 2]), "takes one block, found 2"),
         (asked(op="encode", lengths=[7]), "lengths add up to 7 tokens, expected at most 6"),
-        (asked(keep=["private"]), "keep: expected one item for each of 2 blocks, found 1"),
+        (asked(keep=[[True, False]]), "keep: expected one item for each of 2 blocks, found 1"),
         (asked(keep="private"), "keep should be a valid list, found 'private'"),
-        (asked(keep=["store", "disk"]), r"keep\[1\] should be 'store', 'memory', "),
+        (asked(keep=[[False, True], "disk"]), r"keep\[1\] should be a list, .* found 'disk'"),
         (asked(), "Only the server's own routes may make plans"),
         (asked(namespace="a"), "Only the server's own routes may make plans"),
         (asked(mac="0" * 64), "Only the server's own routes may make plans"),
@@ -163,13 +165,13 @@ def test_a_plan_of_a_server_without_tenants_has_its_namespace() -> None:
         {"namespace": "tenant-2"},
         {"lengths": [2, 3]},
         {"namespace": ""},
-        {"keep": ["store", "store"]},
-        {"keep": ["private", "store"]},
+        {"keep": [[False, True]] * 2},
+        {"keep": [[True, False], [False, True]]},
         {"opens_prompt": True},
     ],
 )
 def test_a_signature_is_valid_for_one_plan(changed: dict[str, Any]) -> None:
-    params = BlockPlan("complete", (3, 2), "tenant-1", ("store", "private")).to_dict(SECRET)
+    params = BlockPlan("complete", (3, 2), "tenant-1", (STORED, PRIVATE)).to_dict(SECRET)
     params["blockattn"] |= changed
     with pytest.raises(ProtocolError, match="Only the server's own routes"):
         parse_plan(params, 6, secret=SECRET)

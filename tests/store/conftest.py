@@ -19,7 +19,6 @@ from blockattn_rag.store import (
     RedisStore,
     TieredStore,
 )
-from blockattn_rag.store.device_cache import DeviceCache
 from blockattn_rag.store.objects import entry_path
 from tests.store.servers import BUCKET, HAS_MOTO, HAS_REDIS, S3_ENVIRONMENT, redis_server, s3_server
 
@@ -126,16 +125,13 @@ def encoded(request: pytest.FixtureRequest, tmp_path: Path) -> Raw[KVStore]:
 
 @pytest.fixture(
     params=[
-        *("memory", "memory on the host", "directory", "device cache"),
-        *("objects", "s3", "redis", "tiers", "tiers behind"),
+        *("memory", "memory on the host", "directory"),
+        *("objects", "s3", "redis", "tiers"),
     ]
 )
-def any_store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[KVStore]:
+def any_store(request: pytest.FixtureRequest, tmp_path: Path) -> KVStore:
     """An empty store of each kind in turn."""
-    store = _open(request, tmp_path)
-    yield store
-    if isinstance(store, TieredStore):
-        store.close()
+    return _open(request, tmp_path)
 
 
 def _open(request: pytest.FixtureRequest, path: Path) -> KVStore:
@@ -146,8 +142,6 @@ def _open(request: pytest.FixtureRequest, path: Path) -> KVStore:
             return MemoryStore(1 << 30, on_host=True)
         case "directory":
             return DirectoryStore(path / "kv")
-        case "device cache":
-            return DeviceCache(DirectoryStore(path / "kv"), 1 << 20)
         case "objects":
             return objects_in_memory()
         case "s3":
@@ -155,7 +149,5 @@ def _open(request: pytest.FixtureRequest, path: Path) -> KVStore:
         case "redis":
             redis: RedisStore = request.getfixturevalue("redis")
             return redis
-        case "tiers":
-            return TieredStore(MemoryStore(1 << 30), path / "near", objects_in_memory())
         case _:
-            return TieredStore("memory:1MB", path / "near", path / "home", write="behind")
+            return TieredStore(MemoryStore(1 << 30), path / "near", objects_in_memory())

@@ -35,7 +35,7 @@ def test_a_cache_without_a_home_is_warned_of(caplog: pytest.LogCaptureFixture) -
     open_store("redis://localhost:1/0")  # which is asked for nothing yet
     assert "is a cache: blocks that it evicts" in caplog.text
     caplog.clear()
-    TieredStore("redis://localhost:1/0", "memory:").close()
+    TieredStore("redis://localhost:1/0", "memory:")
     assert not caplog.text
 
 

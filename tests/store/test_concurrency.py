@@ -1,16 +1,21 @@
-"""Circuit breaker and single flight."""
+"""Single flight, write queue and circuit breaker."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
 from blockattn_rag.errors import StoreError
-from blockattn_rag.store.base import Found
-from blockattn_rag.store.concurrency import SingleFlight
+from blockattn_rag.kv.block_kv import BlockKV
+from blockattn_rag.store import DirectoryStore
+from blockattn_rag.store.base import ReadResult
+from blockattn_rag.store.concurrency import SingleFlight, WriteQueue
 from blockattn_rag.store.tier import CircuitBreaker
 from tests.store.kvs import make_kv
 
@@ -26,7 +31,7 @@ class Source:
         self.go = threading.Event()
         self.error: Exception | None = None
 
-    def __call__(self, keys: Sequence[str]) -> list[Found]:
+    def __call__(self, keys: Sequence[str]) -> list[ReadResult]:
         self.asked.append(tuple(keys))
         self.reached.set()
         assert self.go.wait(10)
@@ -35,14 +40,16 @@ class Source:
         return [{KV.key: KV, OTHER.key: OTHER}.get(key) for key in keys]
 
 
-def start(pool: ThreadPoolExecutor, flights: SingleFlight, source: Source) -> Future[list[Found]]:
+def start(
+    pool: ThreadPoolExecutor, flights: SingleFlight, source: Source
+) -> Future[list[ReadResult]]:
     """A read of the first block that is under way."""
     read = pool.submit(flights.read, [KV.key], source, 10.0)
     assert source.reached.wait(10)
     return read
 
 
-def test_answers_come_in_order_and_each_key_is_read_once() -> None:
+def test_single_flight_reads_each_key_once() -> None:
     source = Source()
     source.go.set()
     flights = SingleFlight()
@@ -53,7 +60,7 @@ def test_answers_come_in_order_and_each_key_is_read_once() -> None:
     assert len(source.asked) == 1
 
 
-def test_a_read_that_goes_on_is_waited_for_and_the_rest_is_read() -> None:
+def test_single_flight_joins_a_running_read() -> None:
     flights, source, rest = SingleFlight(), Source(), Source()
     rest.go.set()
     with ThreadPoolExecutor() as pool:
@@ -66,7 +73,7 @@ def test_a_read_that_goes_on_is_waited_for_and_the_rest_is_read() -> None:
     assert rest.asked == [(OTHER.key,)]
 
 
-def test_a_read_that_takes_too_long_is_an_error_to_those_who_wait() -> None:
+def test_single_flight_returns_an_error_after_the_deadline() -> None:
     flights, source = SingleFlight(), Source()
     with ThreadPoolExecutor() as pool:
         first = start(pool, flights, source)
@@ -77,7 +84,7 @@ def test_a_read_that_takes_too_long_is_an_error_to_those_who_wait() -> None:
     assert len(source.asked) == 1
 
 
-def test_a_read_that_raises_raises_to_its_own_thread_and_ends() -> None:
+def test_exception_of_a_read_is_raised_in_its_own_thread() -> None:
     flights, source = SingleFlight(), Source()
     source.error = RuntimeError("broken")
     with ThreadPoolExecutor() as pool:
@@ -95,7 +102,7 @@ def test_a_read_that_raises_raises_to_its_own_thread_and_ends() -> None:
     assert flights.read([KV.key], source, 10) == [KV]
 
 
-def test_after_a_change_nobody_joins_an_older_read() -> None:
+def test_no_read_joins_a_forgotten_one() -> None:
     flights, source, fresh = SingleFlight(), Source(), Source()
     fresh.go.set()
     with ThreadPoolExecutor() as pool:
@@ -105,6 +112,61 @@ def test_after_a_change_nobody_joins_an_older_read() -> None:
         source.go.set()
         assert first.result(10) == [KV]
     assert fresh.asked == [(KV.key,)]
+
+
+# Write queue
+
+
+class Writer:
+    """Records writes, and holds them back until ``go`` is set."""
+
+    def __init__(self) -> None:
+        self.written: list[BlockKV] = []
+        self.began, self.go = threading.Event(), threading.Event()
+
+    def __call__(self, _key: str, kv: BlockKV) -> None:
+        self.began.set()
+        assert self.go.wait(10)
+        self.written.append(kv)
+
+
+def test_write_queue_refuses_blocks_beyond_its_limit_and_after_close() -> None:
+    queue, writer = WriteQueue(KV.nbytes), Writer()
+    assert queue.add(KV.key, KV, writer)
+    assert not queue.add(OTHER.key, OTHER, writer)
+    assert not queue.flush(0.05)
+    writer.go.set()
+    assert queue.flush(10)
+    queue.close()
+    assert not queue.add(OTHER.key, OTHER, writer)
+    assert writer.written == [KV]
+
+
+def test_newer_write_of_a_key_runs_after_the_older_one() -> None:
+    queue, older, newer = WriteQueue(1 << 20), Writer(), Writer()
+    newer.go.set()
+    assert queue.add(KV.key, KV, older)
+    assert older.began.wait(10)
+    assert queue.add(KV.key, OTHER, newer)
+    assert not queue.flush(0.1)
+    assert newer.written == []
+    older.go.set()
+    assert queue.flush(10)
+    assert newer.written == [OTHER]
+
+
+def test_normal_exit_writes_the_queue(tmp_path: Path) -> None:
+    code = (
+        "import sys, time; from tests.store.kvs import make_kv\n"
+        "from blockattn_rag.store import DirectoryStore\n"
+        "from blockattn_rag.store.concurrency import WriteQueue\n"
+        "store, queue = DirectoryStore(sys.argv[1]), WriteQueue(1 << 20)\n"
+        "def write(key, kv): time.sleep(0.1); store.put(key, kv)\n"
+        "for i in range(12):\n"
+        "    kv = make_kv(f'passage {i}'); queue.add(kv.key, kv, write)\n"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=60)
+    assert DirectoryStore(tmp_path).stats().entries == 12
 
 
 # Circuit breaker
@@ -127,7 +189,7 @@ def breaker(clock: Clock) -> CircuitBreaker:
     return CircuitBreaker(3, 10.0, clock)
 
 
-def test_failures_in_a_row_open_it_and_no_others(breaker: CircuitBreaker) -> None:
+def test_breaker_opens_after_consecutive_failures(breaker: CircuitBreaker) -> None:
     assert [breaker.failed(), breaker.failed()] == [False, False]
     assert not breaker.succeeded()
     assert [breaker.failed(), breaker.failed()] == [False, False]
@@ -137,7 +199,7 @@ def test_failures_in_a_row_open_it_and_no_others(breaker: CircuitBreaker) -> Non
     assert not breaker.allows()
 
 
-def test_one_caller_retries_after_each_pause(breaker: CircuitBreaker, clock: Clock) -> None:
+def test_open_breaker_allows_one_call_per_pause(breaker: CircuitBreaker, clock: Clock) -> None:
     for _ in range(3):
         breaker.failed()
     clock.now += 9.9
@@ -153,7 +215,7 @@ def test_one_caller_retries_after_each_pause(breaker: CircuitBreaker, clock: Clo
     assert not breaker.allows()
 
 
-def test_a_success_closes_it(breaker: CircuitBreaker, clock: Clock) -> None:
+def test_success_closes_the_breaker(breaker: CircuitBreaker, clock: Clock) -> None:
     for _ in range(3):
         breaker.failed()
     clock.now += 11

@@ -10,17 +10,11 @@ import torch
 
 from blockattn_rag.errors import StoreError
 from blockattn_rag.kv.block_kv import BlockKV
-from blockattn_rag.store import KVStore, TieredStore
+from blockattn_rag.store import KVStore
 from tests.store.kvs import make_kv, same
 
 KVS = [make_kv(f"passage {i}", tokens=2 + i) for i in range(5)]
 KEYS = [kv.key for kv in KVS]
-
-
-def settle(store: KVStore) -> None:
-    """Wait for what is written behind."""
-    if isinstance(store, TieredStore):
-        assert store.flush(30)
 
 
 def got(store: KVStore, key: str) -> BlockKV:
@@ -32,7 +26,6 @@ def got(store: KVStore, key: str) -> BlockKV:
 def test_what_is_put_is_got_to_the_bit_listed_and_counted(any_store: KVStore) -> None:
     for key, kv in zip(KEYS, KVS, strict=True):
         any_store.put(key, kv)
-    settle(any_store)
     assert all(same(got(any_store, key), kv) for key, kv in zip(KEYS, KVS, strict=True))
     assert sorted(any_store.keys()) == sorted(KEYS)
     stats = any_store.stats()
@@ -45,7 +38,6 @@ def test_every_number_type_comes_back(any_store: KVStore, dtype: torch.dtype) ->
     int8 = dtype == torch.int8
     kv = make_kv(dtype=torch.float32 if int8 else dtype, quantised=int8, more_heads=1)
     any_store.put(kv.key, kv)
-    settle(any_store)
     assert same(got(any_store, kv.key), kv)
 
 
@@ -76,7 +68,6 @@ def test_many_keys_are_answered_in_order_each_by_itself(any_store: KVStore) -> N
 
 def test_what_is_there_is_touched_and_what_was_deleted_is_gone(any_store: KVStore) -> None:
     any_store.put(KEYS[0], KVS[0])
-    settle(any_store)
     assert KEYS[0] in any_store
     assert any_store.touch(KEYS[0])
     assert any_store.delete(KEYS[0])
@@ -90,7 +81,6 @@ def test_putting_again_replaces(any_store: KVStore) -> None:
     assert old.key == new.key
     for kv in (old, new):
         any_store.put(kv.key, kv)
-    settle(any_store)
     assert same(got(any_store, new.key), new)
     assert any_store.stats().entries == 1
 

@@ -567,5 +567,5 @@ def test_what_is_no_quantised_block_is_refused(change: dict[str, Any], message: 
 def test_blocks_are_dequantised_to_floating_point_types_alone() -> None:
     kv = make_kv(quantised=True)
     assert kv.scales is not None
-    with pytest.raises(ValueError, match=r"cannot be dequantised to torch\.int32"):
+    with pytest.raises(ValueError, match=r"cannot be dequantized to torch\.int32"):
         check_storable(replace(kv, scales=replace(kv.scales, dtype=torch.int32)))

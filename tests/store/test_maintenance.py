@@ -79,7 +79,7 @@ def test_damage_is_found_reported_and_deleted(new: Raw[MaintainedStore]) -> None
     assert report.total_bytes == store.stats().total_bytes
     assert seen == list(range(1, 13))
     new.flip_last_bit(KEYS[3])
-    report = verify(store, found=lambda key, why: found.append(f"{key}: {why}"))
+    report = verify(store, on_damage=lambda key, why: found.append(f"{key}: {why}"))
     assert (report.ok, report.damaged.count, report.unread.count) == (11, 1, 0)
     assert list(report.damaged.first) == [KEYS[3]]
     assert len(found) == 1
@@ -222,13 +222,13 @@ def test_future_modification_time_does_not_protect(store: DirectoryStore) -> Non
 def test_gc_deletes_what_nothing_refers_to(new: Raw[MaintainedStore]) -> None:
     store = new.store
     live = {kv.handle for kv in MANY[:5]}
-    young, seen, gone = gc(store, live), list[int](), list[str]()
+    young, seen = gc(store, live), list[int]()
     assert (young.kept, young.kept_young, young.deleted.count) == (5, 7, 0)
     told = gc(store, live, grace_s=0, dry_run=True)
     assert (told.deleted.count, len(list(store.keys()))) == (7, 12)
-    done = gc(store, live, seen.append, grace_s=0, deleted=gone.append)
+    done = gc(store, live, seen.append, grace_s=0)
     assert (done.deleted, done.freed_bytes) == (told.deleted, told.freed_bytes)
-    assert sorted(gone) == sorted(kv.key for kv in MANY[5:])
+    assert sorted(done.deleted.first) == sorted(kv.key for kv in MANY[5:])
     assert seen == list(range(1, 13))
     assert sorted(store.keys()) == sorted(kv.key for kv in MANY[:5])
 

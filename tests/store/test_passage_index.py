@@ -18,7 +18,7 @@ from blockattn_rag.prompts.blocks import Span, handle_of
 from blockattn_rag.prompts.recognition import entries_of
 from blockattn_rag.store import DirectoryStore, KVStore, MemoryStore, ObjectStore, TieredStore
 from blockattn_rag.store.namespaces import OPEN, Access
-from blockattn_rag.store.passage_index import IndexReport, PassageIndex, compact, folder_of
+from blockattn_rag.store.passage_index import IndexReport, PassageIndex, folder_of, merge_index
 from tests.store.conftest import objects_in_memory
 from tests.store.kvs import make_kv
 
@@ -180,7 +180,7 @@ def test_killed_writers_leave_files_that_maintenance_lists(tmp_path: Path) -> No
     assert found(PassageIndex(store), *TEXTS) == [TEXTS[0]]
 
 
-# -- compaction --------------------------------------------------------------------------------
+# -- merging --------------------------------------------------------------------------------
 
 
 def stored(store: KVStore, text: str, namespace: str = "", *, is_known: bool = True) -> str:
@@ -192,31 +192,31 @@ def stored(store: KVStore, text: str, namespace: str = "", *, is_known: bool = T
 
 
 @pytest.mark.parametrize("kind", ["folder", "objects"])
-def test_a_compaction_merges_files_and_drops_deleted_passages(kind: str, tmp_path: Path) -> None:
+def test_merge_index_merges_files_and_drops_deleted_passages(kind: str, tmp_path: Path) -> None:
     store = DirectoryStore(tmp_path) if kind == "folder" else objects_in_memory()
     keys = [stored(store, text) for text in TEXTS[:4]]
     stored(store, TEXTS[0], "tenant")
     store.delete(keys[0])
     running = PassageIndex(store, refresh_s=0)
     assert found(running, *TEXTS) == TEXTS[:4]
-    assert compact(store) == IndexReport(passages=4, dropped=1)
+    assert merge_index(store) == IndexReport(passages=4, dropped=1)
     assert len(store.sidecar.names(folder_of(""))) == 1
     for index in (running, PassageIndex(store)):
         assert found(index, *TEXTS) == TEXTS[1:4]
         assert found(index, *TEXTS, access=Access("tenant")) == TEXTS[:1]
-    assert compact(store) == IndexReport(passages=4, dropped=0)
+    assert merge_index(store) == IndexReport(passages=4, dropped=0)
     for key in keys[1:]:
         store.delete(key)
-    assert compact(store) == IndexReport(passages=1, dropped=3)
+    assert merge_index(store) == IndexReport(passages=1, dropped=3)
     assert found(running, *TEXTS) == []
     assert found(PassageIndex(store), *TEXTS) == []
 
 
-def test_a_compaction_adds_passages_that_are_stored(tmp_path: Path) -> None:
+def test_merge_index_adds_passages_that_are_stored(tmp_path: Path) -> None:
     store = DirectoryStore(tmp_path)
     stored(store, TEXTS[0])
     shutil.rmtree(tmp_path / "sidecar")
-    assert compact(store, {"": entries_of(TEXTS)}) == IndexReport(passages=1, dropped=7)
+    assert merge_index(store, {"": entries_of(TEXTS)}) == IndexReport(passages=1, dropped=7)
     assert found(PassageIndex(store), *TEXTS) == TEXTS[:1]
 
 
@@ -224,4 +224,4 @@ def test_passages_of_entries_without_a_handle_stay_in_the_index(tmp_path: Path) 
     store = DirectoryStore(tmp_path)
     stored(store, TEXTS[0], is_known=False)
     add(PassageIndex(store), TEXTS[1])
-    assert compact(store) == IndexReport(passages=2, dropped=0)
+    assert merge_index(store) == IndexReport(passages=2, dropped=0)

@@ -1,10 +1,8 @@
-"""TieredStore: reads fall through and are promoted, one at once; failing tiers cost no answer."""
+"""TieredStore: reads, copies to faster tiers, and failures."""
 
 from __future__ import annotations
 
 import logging
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -17,8 +15,7 @@ import pytest
 from blockattn_rag.errors import CorruptEntryError, StoreError, StoreUnavailableError
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.store import DirectoryStore, KVStore, MemoryStore, StoreStats, TieredStore
-from blockattn_rag.store.base import Found
-from blockattn_rag.store.tiered import Write
+from blockattn_rag.store.base import ReadResult
 from tests.store.conftest import objects_in_memory
 from tests.store.kvs import make_kv, same
 
@@ -29,7 +26,7 @@ ROOM = 1 << 20
 
 
 class Remote(KVStore):
-    """A store that is far away, so to speak: it can be slow, fail, hold damage, and it counts."""
+    """Store that can be slow, fail or be damaged, and that records calls."""
 
     def __init__(self) -> None:
         self._inner = MemoryStore(ROOM)
@@ -43,7 +40,7 @@ class Remote(KVStore):
     def get(self, key: str) -> BlockKV | None:
         return self._inner.get(key)
 
-    def get_many(self, keys: Sequence[str]) -> list[Found]:
+    def get_many(self, keys: Sequence[str]) -> list[ReadResult]:
         self.asked += keys
         self.go.wait(20)
         if self.fails:
@@ -102,7 +99,7 @@ def tiers(fast: MemoryStore, near: DirectoryStore, home: Remote) -> TieredStore:
 # Reading
 
 
-def test_what_only_the_home_has_is_read_there_once_and_goes_to_the_faster_tiers(
+def test_hit_of_the_home_is_copied_to_faster_tiers(
     tiers: TieredStore, fast: MemoryStore, near: DirectoryStore, home: Remote
 ) -> None:
     home.put(KEY, KV)
@@ -124,7 +121,7 @@ def test_what_only_the_home_has_is_read_there_once_and_goes_to_the_faster_tiers(
     assert [tier.read_bytes for tier in (first, second, last)] == [2 * KV.nbytes, 0, KV.nbytes]
 
 
-def test_each_tier_is_asked_once_for_what_is_still_missing(
+def test_each_tier_is_read_once_for_the_missing_entries(
     tiers: TieredStore, fast: MemoryStore, near: DirectoryStore, home: Remote
 ) -> None:
     fast.put(KEYS[0], KVS[0])
@@ -137,7 +134,7 @@ def test_each_tier_is_asked_once_for_what_is_still_missing(
     assert sorted(home.asked) == sorted(KEYS[2:])
 
 
-def test_threads_that_read_one_entry_at_once_cause_one_read(home: Remote) -> None:
+def test_concurrent_reads_of_an_entry_are_merged(home: Remote) -> None:
     home.put(KEY, KV)
     tiers = TieredStore(home)
     home.go.clear()
@@ -150,7 +147,7 @@ def test_threads_that_read_one_entry_at_once_cause_one_read(home: Remote) -> Non
     assert all(one is not None and same(one, KV) for one in found)
 
 
-def test_next_tier_repairs_damage(fast: MemoryStore, home: Remote) -> None:
+def test_damaged_copy_is_replaced(fast: MemoryStore, home: Remote) -> None:
     near = Remote()
     for store in (near, home):
         store.put(KEY, KV)
@@ -162,7 +159,7 @@ def test_next_tier_repairs_damage(fast: MemoryStore, home: Remote) -> None:
     assert not any(tier.failures for tier in tiers.tier_stats())
 
 
-def test_damage_at_home_is_told_so_that_the_entry_is_written_anew(home: Remote) -> None:
+def test_damage_in_the_home_is_raised(home: Remote) -> None:
     home.put(KEY, KV)
     home.damaged.add(KEY)
     tiers = TieredStore(MemoryStore(ROOM), home)
@@ -175,7 +172,7 @@ def test_damage_at_home_is_told_so_that_the_entry_is_written_anew(home: Remote) 
 # Writing
 
 
-def test_writing_through_the_home_has_the_block_when_put_returns(
+def test_put_returns_when_the_home_has_the_block(
     tiers: TieredStore, fast: MemoryStore, near: DirectoryStore, home: Remote
 ) -> None:
     tiers.put(KEY, KV)
@@ -185,148 +182,58 @@ def test_writing_through_the_home_has_the_block_when_put_returns(
     assert KEY in near
 
 
-def test_writing_behind_put_does_not_wait_and_reads_see_what_waits(home: Remote) -> None:
-    home.go.clear()
-    with TieredStore(home, write="behind") as tiers:
-        tiers.put(KEY, KV)
-        assert home.written == []
-        assert KEY in tiers
-        assert tiers.touch(KEY)
-        assert same(tiers.get(KEY) or KVS[1], KV)
-        assert not tiers.flush(0.05)
-        home.go.set()
-    assert home.written == [KEY]
-    assert tiers.tier_stats()[0].written == 1
-
-
-def test_full_queue_drops_and_warns_once(home: Remote, caplog: pytest.LogCaptureFixture) -> None:
-    home.go.clear()
-    tiers = TieredStore(home, write="behind", queue_bytes=KV.nbytes, deadline_s=0.05)
-    with caplog.at_level(logging.WARNING):
-        for key, kv in zip(KEYS, KVS, strict=True):
-            tiers.put(key, kv)
-    home.go.set()
-    tiers.close()
-    assert home.written == [KEY]
+def test_put_does_not_wait_for_copies(home: Remote) -> None:
+    near = Remote()
+    near.go.clear()
+    tiers = TieredStore(near, home, queue_bytes=KV.nbytes, deadline_s=0.05)
+    for kv in KVS:
+        tiers.put(kv.key, kv)
+    assert home.written == KEYS
+    assert not tiers.flush(0.05)
+    near.go.set()
+    assert tiers.flush(10)
+    assert near.written == [KEY]
     assert tiers.tier_stats()[0].dropped == 3
-    assert len(caplog.records) == 1
-    assert "Raise queue_bytes" in caplog.text
 
 
-@pytest.mark.parametrize("write", ["through", "behind"])
-def test_what_overflows_goes_to_no_tier_and_no_tier_is_blamed(home: Remote, write: Write) -> None:
+def test_put_of_nan_reaches_no_tier(home: Remote) -> None:
     kv, fast = make_kv(), MemoryStore(ROOM)
     kv.keys[0][0, 0, 0] = float("nan")
-    tiers = TieredStore(fast, home, write=write, failures=1)
+    tiers = TieredStore(fast, home, failures=1)
     with pytest.raises(StoreError, match=r"Cannot write to TieredStore\(.*NaN"):
         tiers.put(kv.key, kv)
-    tiers.close()
     assert kv.key not in fast
     assert home.written == []
     assert [tier.failures for tier in tiers.tier_stats()] == [0, 0]
 
 
-def test_what_a_thread_fails_to_write_for_no_known_reason_is_counted_and_told(
+def test_unexpected_error_of_a_copy_is_counted_and_logged(
     home: Remote, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def put(_key: str, _kv: BlockKV) -> None:
         raise MemoryError("no room for a copy")
 
-    monkeypatch.setattr(home, "put", put)
-    tiers = TieredStore(home, write="behind")
+    near = Remote()
+    monkeypatch.setattr(near, "put", put)
+    tiers = TieredStore(near, home)
     with caplog.at_level(logging.WARNING):
         tiers.put(KEY, KV)
-        tiers.close()
+        assert tiers.flush(10)
     assert "could not store a block: no room for a copy" in caplog.text
     assert tiers.tier_stats()[0].dropped == 1
 
 
-def test_closed_store_warns_once(home: Remote, caplog: pytest.LogCaptureFixture) -> None:
-    tiers = TieredStore(home, write="behind")
-    tiers.close()
-    for kv in KVS[:2]:
+def test_delete_cancels_queued_copies(home: Remote) -> None:
+    near, last = Remote(), make_kv("last")
+    near.go.clear()
+    tiers = TieredStore(near, home)
+    for kv in (*KVS, last):  # four threads write, and are busy
         tiers.put(kv.key, kv)
-    assert caplog.text.count("is closed and accepts no more blocks") == 1
-    assert "more slowly" not in caplog.text
-    assert tiers.tier_stats()[0].dropped == 2
-
-
-def test_put_waits_for_room_in_the_queue(home: Remote) -> None:
-    home.go.clear()
-    tiers = TieredStore(home, write="behind", queue_bytes=KV.nbytes, deadline_s=10)
-    tiers.put(KEY, KV)
-    threading.Timer(0.2, home.go.set).start()
-    tiers.put(KEYS[1], KVS[1])
-    tiers.close()
-    assert sorted(home.written) == sorted(KEYS[:2])
-
-
-def test_a_promotion_does_not_take_the_place_of_a_write_that_waits(home: Remote) -> None:
-    near = Remote()
-    near.put(KEY, KV)
-    home.go.clear()
-    tiers = TieredStore(Remote(), near, home, write="behind")
-    new = make_kv("passage 0", tokens=9)
-    others = [make_kv(f"other {i}") for i in range(4)]
-    for kv in others:  # four threads write, and are busy
-        tiers.put(kv.key, kv)
-    tiers.put(KEY, new)
-    tiers._fill(KEY, KV, tiers._tiers[:1])
-    home.go.set()
-    tiers.close()
-    assert same(home.get(KEY) or KV, new)
-
-
-def test_a_newer_write_of_a_key_waits_for_the_older_one() -> None:
-    """Else the older one, which ends last, would undo it."""
-
-    class Home(Remote):
-        began, late = threading.Event(), threading.Event()
-
-        def put(self, key: str, kv: BlockKV) -> None:
-            if not self.began.is_set():
-                self.began.set()
-                self.late.wait(0.5)  # set at once by a newer write that does not wait
-                super().put(key, kv)
-            else:
-                super().put(key, kv)
-                self.late.set()
-
-    home, new = Home(), make_kv("passage 0", tokens=9)
-    tiers = TieredStore(home, write="behind")
-    tiers.put(KEY, KV)
-    assert home.began.wait(20)
-    tiers.put(KEY, new)
-    tiers.close()
-    assert same(home.get(KEY) or KV, new)
-
-
-def test_what_is_deleted_is_not_written_later(home: Remote) -> None:
-    home.go.clear()
-    tiers = TieredStore(MemoryStore(ROOM), home, write="behind", queue_bytes=ROOM)
-    for key, kv in zip(KEYS, KVS, strict=True):  # four threads write, and are busy
-        tiers.put(key, kv)
-    last = make_kv("last")
-    tiers.put(last.key, last)
     assert tiers.delete(last.key)
     assert last.key not in tiers
-    home.go.set()
-    tiers.close()
-    assert sorted(home.written) == sorted(KEYS)
-
-
-def test_an_end_of_the_process_loses_nothing_that_waits(tmp_path: Path) -> None:
-    code = (
-        "import sys, time; from tests.store.kvs import make_kv\n"
-        "from blockattn_rag.store import DirectoryStore, TieredStore\n"
-        "class Slow(DirectoryStore):\n"
-        "    def put(self, key, kv): time.sleep(0.1); super().put(key, kv)\n"
-        "tiers = TieredStore('memory:1MB', Slow(sys.argv[1]), write='behind')\n"
-        "for i in range(12):\n"
-        "    kv = make_kv(f'passage {i}'); tiers.put(kv.key, kv)\n"
-    )
-    subprocess.run([sys.executable, "-c", code, str(tmp_path / "home")], check=True, timeout=60)
-    assert DirectoryStore(tmp_path / "home").stats().entries == 12
+    near.go.set()
+    assert tiers.flush(10)
+    assert sorted(near.written) == sorted(KEYS)
 
 
 # Failing
@@ -356,7 +263,7 @@ def test_failing_home_is_paused_and_retried(home: Remote, caplog: pytest.LogCapt
     assert not tiers.tier_stats()[1].is_open
 
 
-def test_a_failing_fast_tier_is_passed_over(home: Remote) -> None:
+def test_failing_copy_is_skipped(home: Remote) -> None:
     near = Remote()
     near.fails = True
     tiers = TieredStore(near, home)
@@ -368,7 +275,7 @@ def test_a_failing_fast_tier_is_passed_over(home: Remote) -> None:
     assert tiers.tier_stats()[0].failures > 0
 
 
-def test_a_tier_that_hangs_is_waited_for_no_longer_than_the_deadline(home: Remote) -> None:
+def test_hanging_tier_is_skipped_after_the_deadline(home: Remote) -> None:
     near = Remote()
     home.put(KEY, KV)
     near.go.clear()
@@ -380,7 +287,7 @@ def test_a_tier_that_hangs_is_waited_for_no_longer_than_the_deadline(home: Remot
     near.go.set()
 
 
-def test_an_error_at_home_is_the_writers_to_know_when_he_writes_through(home: Remote) -> None:
+def test_error_of_the_home_is_raised(home: Remote) -> None:
     home.fails = True
     tiers = TieredStore(MemoryStore(ROOM), home)
     with pytest.raises(StoreError, match="the remote store is down"):
@@ -390,7 +297,9 @@ def test_an_error_at_home_is_the_writers_to_know_when_he_writes_through(home: Re
         tiers.touch(KEY)
 
 
-def test_an_unrecorded_use_is_no_sign_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mark_used_of_an_object_store_closes_no_breaker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     objects = objects_in_memory()
     error = StoreError("the bucket is down")
     monkeypatch.setattr(objects, "get_many", lambda keys: [error] * len(keys))
@@ -408,7 +317,6 @@ def test_an_unrecorded_use_is_no_sign_of_life(monkeypatch: pytest.MonkeyPatch) -
     ("arguments", "options", "message"),
     [
         ((), {}, "at least one tier"),
-        (("memory:",), {"write": "back"}, "write must be one of"),
         (("memory:",), {"deadline_s": 0}, "deadline_s must be"),
         (("memory:",), {"failures": 0}, "failures must be"),
         (("memory:",), {"pause_s": 0}, "pause_s must be"),

@@ -131,7 +131,7 @@ def verify(
             delete_damaged=delete,
             sample=share,
             seed=secrets.randbits(30),
-            found=None if json_file() else lambda key, why: show(f"{key}: {why}"),
+            on_damage=None if json_file() else lambda key, why: show(f"{key}: {why}"),
         )
     data = asdict(report) | {"store": store, "bytes": report.total_bytes, "sample": share}
     for error in report.errors.first.values():
@@ -150,14 +150,14 @@ def verify(
 
 @app.command()
 def index(store: StoreArgument) -> None:
-    """Compact the index of passages, and drop passages that are no longer stored.
+    """Merge the files of the index of passages, and drop passages that are no longer stored.
 
     For a database folder, its passages are added if they are missing, so that an index that was
     deleted or damaged is complete again.
     """
     with counter("entries read") as tick:
         from blockattn_rag.prompts.recognition import entries_of
-        from blockattn_rag.store.passage_index import compact
+        from blockattn_rag.store.passage_index import merge_index
 
         opened = open_maintained(store)
         manifest = Manifest.read(Path(store))
@@ -165,7 +165,7 @@ def index(store: StoreArgument) -> None:
         if manifest is not None:
             texts = all_passages(stored_collection(Path(store)))
             added = {manifest.namespace: entries_of(texts)}
-        report = compact(opened, added, tick)
+        report = merge_index(opened, added, tick)
     summary = f"{count(report.passages, 'passage')} in the index, {report.dropped} dropped"
     emit({"store": store, **report._asdict()}, summary)
 

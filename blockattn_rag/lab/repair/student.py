@@ -28,7 +28,7 @@ from blockattn_rag.model.correction import Correction, LayerCorrection
 from blockattn_rag.model.encoding import logits_to_keep
 from blockattn_rag.prompts.blocks import BlockPrompt
 from blockattn_rag.store import DirectoryStore, KVStore, StoreStats
-from blockattn_rag.store.base import Found
+from blockattn_rag.store.base import ReadResult
 from blockattn_rag.store.namespaces import Access
 
 # Settings of the trials on SmolLM2 and Natural Questions whose results are in the guide. They are
@@ -60,7 +60,7 @@ class ReadThroughStore(KVStore):
         self._own = DirectoryStore(path, max_bytes=max_bytes, fsync=False)
         self._lender = lender
 
-    def get_many(self, keys: Sequence[str]) -> list[Found]:
+    def get_many(self, keys: Sequence[str]) -> list[ReadResult]:
         """Get the block of each key, like ``get``."""
         found = self._own.get_many(keys)
         missing = [key for key, kv in zip(keys, found, strict=True) if kv is None]
@@ -86,7 +86,7 @@ class ReadThroughStore(KVStore):
         return self._own.stats()
 
 
-def _unrounded(found: Found) -> Found:
+def _unrounded(found: ReadResult) -> ReadResult:
     """Replace a block in int8 with None."""
     is_rounded = isinstance(found, BlockKV) and found.scales is not None
     return None if is_rounded else found
@@ -118,8 +118,8 @@ class BlockSource:
     def __call__(self, prompt: BlockPrompt) -> ReadyPrompt:
         """Fetch the blocks of a prompt."""
         context, final_ids = self._model.tokenizer.with_final_ids(prompt)
-        wanted = self._fetcher.wanted(context, as_prompt=True, recipe=self._recipe)
-        blocks = self._fetcher.fetch(wanted).blocks
+        specs = self._fetcher.specs(context, as_prompt=True, recipe=self._recipe)
+        blocks = self._fetcher.fetch(specs).blocks
         return ReadyPrompt(place(blocks), final_ids)
 
 

@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 from blockattn_rag.errors import MissError, ServingError, StoreError
-from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.server.config import ServingConfig
 from blockattn_rag.server.keys import BlockId
 from blockattn_rag.server.profile import ModelProfile
@@ -23,6 +22,7 @@ from blockattn_rag.server.vllm.requests import Encodable
 from blockattn_rag.server.vllm.saver import QUEUE_BYTES
 from blockattn_rag.server.vllm.scheduler import new_encode_name
 from blockattn_rag.store.base import KVStore, is_damage
+from blockattn_rag.store.find_blocks import find_blocks
 from blockattn_rag.store.tier import CircuitBreaker
 
 logger = logging.getLogger("blockattn_rag")
@@ -265,20 +265,14 @@ class BlockEnsurer:
         return any(self._home.touch(key) for key in block.keys)
 
     def _is_sound(self, block: BlockId) -> bool:
-        for key in block.keys:
-            (found,) = self._home.get_many([key])
-            if isinstance(found, StoreError):
-                if not is_damage(found):
-                    raise found
-            elif found is not None and self._fits(found, block):
-                return True
-            if found is not None and key == block.key and not self._config.read_only:
+        (kv,), errors = find_blocks([block], self._home.get_many, self._outline)
+        for key, error in errors.items():
+            if not is_damage(error):
+                if kv is None:
+                    raise error
+            elif key == block.key and not self._config.read_only:
                 self._home.delete(key)
-        return False
-
-    def _fits(self, kv: BlockKV, block: BlockId) -> bool:
-        """Whether a loader would accept an entry as the block."""
-        return tuple(kv.token_ids.tolist()) == block.ids and kv.token_outline == self._outline
+        return kv is not None
 
 
 class Room:

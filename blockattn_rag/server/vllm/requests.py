@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blockattn_rag.errors import ProtocolError
 from blockattn_rag.output.grammar import MOST_CHARACTERS, choice_grammar
-from blockattn_rag.prompts.blocks import Keep, is_private, may_store
+from blockattn_rag.prompts.blocks import STORED, Keep
 from blockattn_rag.server.config import ServingConfig
 from blockattn_rag.server.keys import BlockId, block_keys, full_mode_salt
 from blockattn_rag.server.plan import BlockPlan
@@ -56,7 +56,7 @@ class Encodable(NamedTuple):
     @property
     def in_store(self) -> bool:
         """Whether the block may be stored; otherwise it stays in the workers' memory."""
-        return may_store(self.block.keep)
+        return self.block.keep.is_stored
 
     @property
     def name(self) -> tuple[str, bool]:
@@ -69,7 +69,7 @@ class Encodable(NamedTuple):
 
     def for_memory(self) -> Encodable:
         """Return the same block, to be encoded for the workers' memory."""
-        keep: Keep = "private" if is_private(self.block.keep) else "memory"
+        keep = self.block.keep._replace(is_stored=False)
         plan = replace(self.plan, keep=(keep,))
         return Encodable(self.block._replace(keep=keep), self.token_ids, plan)
 
@@ -142,7 +142,7 @@ class RequestReader:
 
     def passages(self, texts: Sequence[Sequence[int]], headers: Headers) -> list[Encodable]:
         """Passages to store, from their token ids. Raises ProtocolError."""
-        keep: list[Keep] = ["store"] * len(texts)
+        keep = [STORED] * len(texts)
         return self._encodables(texts, self.namespace(headers), opens_prompt=False, keep=keep)
 
     def full_mode(self, request: Any, prompt: TokenPrompt | None, headers: Headers) -> None:

@@ -18,7 +18,6 @@ from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.kv.quantization import KVDtype
 from blockattn_rag.kv.rope import shift_positions
 from blockattn_rag.model.correction import Correction
-from blockattn_rag.prompts.blocks import may_store
 from blockattn_rag.server.keys import BlockId, block_keys
 from blockattn_rag.server.profile import ModelProfile
 from blockattn_rag.server.shares import Share
@@ -86,7 +85,7 @@ class BlockSaver:
         own = self._block(block, [one.read(slots) for one in self._pages])
         if self._adapter is not None and not save.plan.opens_prompt:
             own = self._adapter.applied(own, self._layouts)
-        if not may_store(block.keep):
+        if not block.keep.is_stored:
             self._keep(save.request_id, own)
             return
         states = self._gathered([own.states(layer) for layer in range(own.num_layers)])

@@ -15,7 +15,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 from vllm.v1.request import RequestStatus
 
 from blockattn_rag.errors import ProtocolError
-from blockattn_rag.prompts.blocks import may_store
 from blockattn_rag.server.config import ServingConfig
 from blockattn_rag.server.keys import block_keys, is_salt, salt
 from blockattn_rag.server.plan import BlockPlan, parse_plan
@@ -265,7 +264,7 @@ class SchedulerSide:
 
     def _why_not_kept(self, plan: BlockPlan) -> str | None:
         """Why this server cannot keep a block to be encoded; None if it can."""
-        if may_store(plan.keep[0]):
+        if plan.keep[0].is_stored:
             return "the server is read_only" if self._config.read_only else None
         has_room = plan.context_tokens <= self._config.private_tokens(self._profile)
         return None if has_room else "private_memory has no room for it"

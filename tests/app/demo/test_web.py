@@ -56,7 +56,7 @@ def test_block_mode_answers_before_full_mode_starts(database: Database) -> None:
 
 
 def test_passages_are_marked_by_whether_they_were_stored_before(database: Database) -> None:
-    store = database.local_engine.store
+    store = database.engine.store
     for key in list(store.keys()):
         store.delete(key)
     race = Race(Database.open(database.path), top_k=2)  # no block of which is in memory

@@ -31,7 +31,7 @@ def test_finds_nearest_passages_in_any_graph(model: Path, tmp_path: Path) -> Non
 def test_a_database_keeps_its_namespace(model: Path, tmp_path: Path) -> None:
     wanted = Manifest(str(model), fingerprint="", namespace="one", recipe="head:2")
     Database.create(tmp_path / "db", wanted)
-    engine = Database.open(tmp_path / "db").local_engine
+    engine = Database.open(tmp_path / "db").engine
     assert (engine.access.namespace, engine.recipe.sink) == ("one", "head:2")
     manifest = tmp_path / "db" / MANIFEST
     manifest.write_text(manifest.read_text().replace('"one"', '"o/ne"'))
@@ -57,14 +57,14 @@ def test_fine_tuned_model_runs_as_trained(model: Path, tmp_path: Path) -> None:
         folder = tmp_path / recipe
         created = Database.create(folder, Manifest(str(tuned), fingerprint="", recipe=recipe))
         assert created.manifest.recipe == recipe
-        assert created.local_engine.recipe.sink == sink
-        assert Database.open(folder).local_engine.recipe.sink == sink
+        assert created.engine.recipe.sink == sink
+        assert Database.open(folder).engine.recipe.sink == sink
 
 
 def test_a_database_keeps_its_types(model: Path, tmp_path: Path) -> None:
     wanted = Manifest(str(model), fingerprint="", dtype="bfloat16", kv_dtype="int8")
     for database in (Database.create(tmp_path / "db", wanted), Database.open(tmp_path / "db")):
-        engine = database.local_engine
+        engine = database.engine
         assert (engine.kv_dtype, str(engine.model.dtype)) == ("int8", "torch.bfloat16")
     manifest = tmp_path / "db" / MANIFEST
     manifest.write_text(manifest.read_text().replace('"int8"', '"int4"'))
@@ -75,7 +75,7 @@ def test_a_database_keeps_its_types(model: Path, tmp_path: Path) -> None:
 def test_a_database_keeps_the_address_of_its_store(model: Path, tmp_path: Path) -> None:
     wanted = Manifest(str(model), fingerprint="", store=f"file://{tmp_path}/elsewhere")
     Database.create(tmp_path / "db", wanted)
-    store = Database.open(tmp_path / "db").local_engine.store
+    store = Database.open(tmp_path / "db").engine.store
     assert repr(store) == f"DirectoryStore({str(tmp_path / 'elsewhere')!r})"
     assert not (tmp_path / "db" / "kv").exists()
 
@@ -88,17 +88,17 @@ def test_databases_on_one_store_have_own_recipes(model: Path, tmp_path: Path) ->
     for database, sink in ((first, "head:2"), (second, "head:3")):
         Recipe(sink).save(database.path / "recipe")
     databases = (first, second, third)
-    found = [Database.open(one.path).local_engine.recipe.sink for one in databases]
+    found = [Database.open(one.path).engine.recipe.sink for one in databases]
     assert found == ["head:2", "head:3", "head:4"]
     # A later ingestion uses the database's own, too.
-    assert Database.create(second.path, wanted).local_engine.recipe.sink == "head:3"
-    assert Database.open(second.path, recipe="none").local_engine.recipe == Recipe()
+    assert Database.create(second.path, wanted).engine.recipe.sink == "head:3"
+    assert Database.open(second.path, recipe="none").engine.recipe == Recipe()
 
 
 def test_database_adopts_its_new_recipe(model: Path, tmp_path: Path) -> None:
     wanted = Manifest(str(model), fingerprint="", recipe="none")
     database = Database.create(tmp_path / "db", wanted)
     Recipe("head:2").save(tmp_path / "db" / "recipe")
-    assert Database.open(tmp_path / "db").local_engine.recipe.sink == "none"
+    assert Database.open(tmp_path / "db").engine.recipe.sink == "none"
     database.use_own_recipe()
-    assert Database.open(tmp_path / "db").local_engine.recipe.sink == "head:2"
+    assert Database.open(tmp_path / "db").engine.recipe.sink == "head:2"

@@ -1,0 +1,102 @@
+"""Cache of recently used blocks in memory, in front of a store."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+
+from blockattn_rag.errors import StoreError, StoreUnavailableError
+from blockattn_rag.kv.block_kv import BlockKV
+from blockattn_rag.store.base import KVStore, ReadResult
+from blockattn_rag.store.memory import MemoryStore
+
+logger = logging.getLogger("blockattn_rag")
+
+_REPORT_EVERY_S = 60.0
+_MOST_TIMES = 1 << 16
+
+
+class BlockCache:
+    """Reads and writes blocks of a store, and keeps the most recently used ones in memory.
+
+    A cached block stays as it was read until ``keep`` replaces it with its copy on the model's
+    device. It is not read again, so its file is verified once.
+
+    Args:
+        store: The store to read from and to write to. If it is a ``MemoryStore``, its blocks are in
+            memory already, and the cache has none.
+        max_bytes: Size limit of the cached keys and values. Larger blocks are not cached.
+        read_only: Whether the store stays unchanged even if it is in memory.
+
+    Raises:
+        ValueError: ``max_bytes`` is negative.
+    """
+
+    def __init__(self, store: KVStore, max_bytes: int, *, read_only: bool = False) -> None:
+        if max_bytes < 0:
+            raise ValueError(f"resident_bytes must be 0 or more, found {max_bytes}")
+        self._store = store
+        is_in_memory = isinstance(store, MemoryStore) and not read_only
+        self._cached = None if is_in_memory else MemoryStore(max(1, max_bytes))
+        self._reported_s: dict[str, float] = {}  # last use of each block that the store recorded
+        self._failed_s = -math.inf  # last failure to report a use
+
+    def get_many(self, keys: Sequence[str]) -> list[ReadResult]:
+        """Read several entries. One call to the store reads the ones that are not cached."""
+        if self._cached is None:
+            return self._store.get_many(keys)
+        entries: dict[str, ReadResult] = {key: self._cached.get(key) for key in keys}
+        for key, kv in entries.items():
+            if kv is not None:
+                self._report_use(key)
+        if absent := [key for key, kv in entries.items() if kv is None]:
+            entries.update(zip(absent, self._store.get_many(absent), strict=True))
+            for key in absent:
+                if isinstance(kv := entries[key], BlockKV):
+                    with suppress(ValueError):  # a wrong block, which the caller rejects
+                        self.keep(key, kv)
+                        self._note_use(key)
+        return [entries[key] for key in keys]
+
+    def put(self, key: str, kv: BlockKV) -> None:
+        """Cache a block and store it. If the store rejects the block, it stays cached."""
+        if self._cached is not None:
+            self.keep(key, kv)
+            self._note_use(key)
+        self._store.put(key, kv)
+
+    def keep(self, key: str, kv: BlockKV) -> None:
+        """Cache a block without storing it. A block that a ``MemoryStore`` has is not replaced."""
+        if self._cached is None:
+            if key not in self._store:
+                self._store.put(key, kv)
+        elif kv.nbytes <= self._cached.max_bytes:
+            self._cached.put(key, kv)
+
+    def _note_use(self, key: str) -> None:
+        if len(self._reported_s) >= _MOST_TIMES:
+            self._reported_s.clear()
+        self._reported_s[key] = time.monotonic()
+
+    def _report_use(self, key: str) -> None:
+        """Report a use to the store, at most once a minute per block. Without reports, a store that
+        evicts the least recently used blocks would evict cached ones, which it never has to read.
+
+        After a failure, nothing is reported for a minute, so that an answer from cached blocks does
+        not wait for a store that hangs.
+        """
+        now_s = time.monotonic()
+        last_s = max(self._reported_s.get(key, -math.inf), self._failed_s)
+        if now_s - last_s < _REPORT_EVERY_S:
+            return
+        self._note_use(key)
+        try:
+            self._store.mark_used(key)
+        except StoreUnavailableError:  # logged and counted when the store failed
+            self._failed_s = now_s
+        except StoreError as error:
+            self._failed_s = now_s
+            logger.warning("%s. The answer is not affected.", error)

@@ -1,0 +1,181 @@
+"""BlockCache: cached blocks are not read again, and their uses are reported to the store."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from blockattn_rag.engine.block_cache import BlockCache
+from blockattn_rag.errors import CorruptEntryError, StoreError, StoreUnavailableError
+from blockattn_rag.kv.block_kv import BlockKV
+from blockattn_rag.store import DirectoryStore, KVStore, MemoryStore, ObjectStore, TieredStore
+from blockattn_rag.store.base import ReadResult
+from tests.store.kvs import make_kv
+
+KV, OTHER = make_kv("first"), make_kv("other")
+KEY = KV.key
+
+
+class Recorded(DirectoryStore):
+    """Records calls."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.asked: list[str] = []
+
+    def get(self, key: str) -> BlockKV | None:
+        self.asked.append("get")
+        return super().get(key)
+
+    def touch(self, key: str) -> bool:
+        self.asked.append("touch")
+        return super().touch(key)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Recorded:
+    return Recorded(tmp_path / "kv")
+
+
+@pytest.fixture
+def cache(store: Recorded) -> BlockCache:
+    return BlockCache(store, 1 << 20)
+
+
+def test_blocks_of_a_memory_store_are_not_cached_twice() -> None:
+    memory = MemoryStore(1 << 20)
+    cache = BlockCache(memory, 1 << 20)
+    cache.keep(KEY, KV)
+    cache.keep(KEY, replace(KV, handle=""))
+    assert cache.get_many([KEY]) == [KV]
+    assert memory.get(KEY) is KV
+    memory.delete(KEY)
+    assert cache.get_many([KEY]) == [None]
+
+
+def test_read_only_cache_leaves_a_memory_store_unchanged() -> None:
+    memory = MemoryStore(1 << 20)
+    cache = BlockCache(memory, 1 << 20, read_only=True)
+    cache.keep(KEY, KV)
+    assert cache.get_many([KEY]) == [KV]
+    assert KEY not in memory
+
+
+def test_put_stores_and_keep_does_not(cache: BlockCache, store: Recorded) -> None:
+    cache.put(KEY, KV)
+    cache.keep(OTHER.key, OTHER)
+    assert cache.get_many([KEY, OTHER.key]) == [KV, OTHER]
+    assert list(store.keys()) == [KEY]
+    assert "get" not in store.asked
+
+
+def test_uses_of_cached_blocks_are_reported_once_a_minute(
+    cache: BlockCache, store: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 1000.0
+    monkeypatch.setattr("time.monotonic", lambda: now_s)
+    store.put(KEY, KV)
+    for _ in range(3):
+        cache.get_many([KEY])
+    assert store.asked == ["get"]
+    now_s += 100
+    for _ in range(3):
+        cache.get_many([KEY])
+    assert store.asked == ["get", "touch"]
+
+
+def test_failed_report_is_logged_and_pauses_reports_for_a_minute(
+    cache: BlockCache,
+    store: Recorded,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    now_s = 1000.0
+    monkeypatch.setattr("time.monotonic", lambda: now_s)
+    touched: list[str] = []
+
+    def fail(key: str) -> bool:
+        touched.append(key)
+        raise StoreError("the disk is gone")
+
+    monkeypatch.setattr(store, "touch", fail)
+    for kv in (KV, OTHER):
+        cache.keep(kv.key, kv)
+    with caplog.at_level(logging.WARNING, "blockattn_rag"):
+        for _ in range(2):
+            assert cache.get_many([KEY, OTHER.key]) == [KV, OTHER]
+    assert touched == [KEY]
+    assert caplog.text.count("the disk is gone. The answer is not affected.") == 1
+    now_s += 100
+    cache.get_many([OTHER.key, KEY])
+    assert touched == [KEY, OTHER.key]
+
+
+def test_failure_that_the_store_has_logged_is_not_logged_again(
+    cache: BlockCache,
+    store: Recorded,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fail(key: str) -> bool:
+        raise StoreUnavailableError("logged before")
+
+    monkeypatch.setattr(store, "touch", fail)
+    cache.keep(KEY, KV)
+    assert cache.get_many([KEY]) == [KV]
+    assert not caplog.records
+
+
+def test_uses_are_not_reported_to_object_stores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    obstore = pytest.importorskip("obstore.store")
+    bucket = ObjectStore("memory://kv", backend=obstore.MemoryStore())
+    near = Recorded(tmp_path / "near")
+    monkeypatch.setattr(ObjectStore, "touch", lambda *_: pytest.fail("the bucket was asked"))
+    for store in (bucket, TieredStore(near, bucket)):
+        cache = BlockCache(store, 1 << 20)
+        cache.keep(KEY, KV)
+        assert cache.get_many([KEY]) == [KV]
+    assert near.asked == ["touch"]
+
+
+def test_foreign_entry_is_returned_and_not_cached(
+    cache: BlockCache, store: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for wrong in (OTHER, replace(KV, keys=KV.keys[:1])):
+        monkeypatch.setattr(DirectoryStore, "get", lambda *_, kv=wrong: kv)
+        for _ in range(2):
+            assert cache.get_many([KEY]) == [wrong]
+    assert store.asked == ["get"] * 4
+
+
+class Batched(Recorded):
+    """Records the keys of each call."""
+
+    def get_many(self, keys: Sequence[str]) -> list[ReadResult]:
+        self.asked.append(" ".join(keys))
+        return KVStore.get_many(self, keys)
+
+
+def test_store_is_read_once_for_all_blocks_that_are_not_cached(tmp_path: Path) -> None:
+    store = Batched(tmp_path / "kv")
+    cache = BlockCache(store, 1 << 20)
+    damaged, absent = make_kv("damaged"), make_kv("absent")
+    cache.put(KEY, KV)
+    for kv in (OTHER, damaged):
+        store.put(kv.key, kv)
+    store.entry_path(damaged.key).write_bytes(b"?")
+    found = cache.get_many([OTHER.key, KEY, absent.key, damaged.key, OTHER.key])
+    assert store.asked[0] == f"{OTHER.key} {absent.key} {damaged.key}"
+    assert found[1] is KV
+    assert found[0] is found[4]
+    assert found[2] is None
+    assert isinstance(found[3], CorruptEntryError)
+    del store.asked[:]
+    assert cache.get_many([OTHER.key, KEY]) == [found[0], KV]
+    assert store.asked == []
