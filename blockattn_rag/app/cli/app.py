@@ -178,8 +178,3 @@ class _ToStderr(logging.Handler):
             note(f"note: {record.getMessage()}")
             return
         note(f"{record.levelname} {record.name}: {record.getMessage()}")
-
-
-def main() -> None:
-    """Run the command line and exit."""
-    app(prog_name="blockattn-rag")
