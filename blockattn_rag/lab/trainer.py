@@ -28,9 +28,7 @@ logger = logging.getLogger("blockattn_rag")
 Loss = Callable[[Any, Mapping[str, Any]], tuple[Tensor, Tensor | int]]
 """Function of the model and a batch that returns a sum of losses, and the number of summands."""
 
-_REMEDY = (
-    "start again (overwrite=True, --overwrite) with a lower learning rate or more warm-up steps"
-)
+_REMEDY = "start again with a lower learning rate or more warm-up steps"
 
 _ALL_WARM_UP = (
     "The run has %d steps and the warm-up has %d: the learning rate of %g is not reached; "

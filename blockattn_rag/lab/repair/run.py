@@ -76,17 +76,11 @@ def repair(
         may_resume = isinstance(error, TooLittleTimeError) or not isinstance(error, DataError)
         return (folder / PLAN).is_file() or (has_questions and may_resume)
 
-    # Locked before the inputs are compared, so that a run in progress is reported as such.
-    with work.held(folder):
-        before = work.interrupted_run(folder)
-        if before is not None:
-            advice = "Pass the same inputs to resume it, or delete that folder to start again"
-            work.check_same(folder, before, inputs, advice)
-        with work.started(folder, inputs, is_worth_keeping, resume=before is not None):
-            run = Repair(model, material, folder, 60 * minutes, limits, on_progress)
-            recipe, image = run.run(version)
-            recipe.save(output, plot=image)
-            work.remove(folder)
+    with work.work_folder(folder, inputs, is_worth_keeping):
+        run = Repair(model, material, folder, 60 * minutes, limits, on_progress)
+        recipe, image = run.run(version)
+        recipe.save(output, plot=image)
+        work.remove(folder)
     return recipe
 
 

@@ -19,10 +19,7 @@ Scheduler = Literal["linear", "cosine", "constant"]
 
 # A resumed run may change these settings, because they do not affect the result. Data files are
 # compared by content.
-_INCIDENTAL = (
-    *("output", "train_data", "eval_data", "resume", "overwrite", "progress"),
-    *("save_steps", "eval_steps"),
-)
+_INCIDENTAL = (*("output", "train_data", "eval_data", "progress", "save_steps", "eval_steps"),)
 
 
 # Lower bounds of numeric settings: inclusive in _LEAST, exclusive in _ABOVE.
@@ -41,7 +38,8 @@ class FinetuneConfig:
     Args:
         model: Path or hub id of the model to tune, or ``"bundled"``.
         output: Folder of the result. It must not exist, and is created when the run is complete.
-            Until then, checkpoints are in ``<output>.work``.
+            Until then, checkpoints are in ``<output>.work``, where an interrupted run with the same
+            settings resumes.
         train_data, eval_data: JSON-lines files; see :mod:`blockattn_rag.lab.training.data`.
         modes: ``("block", "full")`` trains every sample in both modes, as the paper does;
             ``("full",)`` is the baseline.
@@ -58,9 +56,6 @@ class FinetuneConfig:
         lora: Whether to train low-rank adapters instead of all weights (needs peft).
         bf16: Whether to compute in bfloat16 with autocast. The weights are float32.
         eval_steps: Steps between evaluations. 0: only at the start and the end.
-        resume: Whether to continue from the last complete checkpoint of an interrupted run.
-        overwrite: Whether to replace an earlier result in ``output`` and discard an interrupted
-            run.
     """
 
     model: str
@@ -86,8 +81,6 @@ class FinetuneConfig:
     seed: int = 0
     eval_steps: int = 0
     save_steps: int = 200
-    resume: bool = False
-    overwrite: bool = False
     progress: bool = True
 
     def __post_init__(self) -> None:
@@ -115,8 +108,6 @@ class FinetuneConfig:
         object.__setattr__(self, "prompt_format", chosen)  # recorded for resuming
         if not Path(self.output).name.strip("."):
             raise ValueError(f"output must name a folder, found {str(self.output)!r}")
-        if self.resume and self.overwrite:
-            raise ValueError("resume and overwrite cannot be combined")
 
     def _check_bounds(self) -> None:
         for name in (*_LEAST, *_ABOVE):

@@ -11,7 +11,9 @@ import dataclasses
 import hashlib
 import json
 import logging
+import os
 import shutil
+import stat
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -33,7 +35,6 @@ from blockattn_rag.lab.trainer import LabTrainer, training_arguments
 from blockattn_rag.lab.training.batches import Collator, ModeDataset, ModelMasks, batch_loss
 from blockattn_rag.lab.training.config import FinetuneConfig
 from blockattn_rag.lab.training.data import DataReport, SampleEncoder, read_samples
-from blockattn_rag.lab.training.output import LOG, check_output, foreign_names, replace_result
 from blockattn_rag.lab.training.report import FinetuneReport, write_card, write_plot
 from blockattn_rag.lazy import missing_extra
 from blockattn_rag.model.gguf import SMOLLM2, is_gguf
@@ -53,6 +54,7 @@ logger = logging.getLogger("blockattn_rag")
 _LORA_RANK = 16
 _LORA_ALPHA = 32  # twice the rank: the usual choice
 LOGGING_STEPS = 10
+_LOG = "training_log.json"
 
 # Settings that have the same names in TrainingArguments.
 _SAME_NAMES = ("learning_rate", "warmup_steps", "adam_beta2", "bf16", "save_steps", "seed")
@@ -62,10 +64,8 @@ def finetune(config: FinetuneConfig) -> FinetuneReport:
     """Fine-tune a model according to ``config``, and write it to ``config.output``.
 
     Raises:
-        FileExistsError: ``output`` or an interrupted run exists, and neither ``resume`` nor
-            ``overwrite`` is set; or ``overwrite`` would replace something other than a result; or
-            other files appeared in ``output`` during the run. The message then names the folder of
-            the new result.
+        FileExistsError: ``output`` exists. If it appeared during the run, the work folder keeps
+            the result.
         DataError: A line is invalid (the message gives file and line), no sample has a context but
             block mode is to be trained, or the interrupted run had other settings.
         DivergedError: A loss or weights are not finite.
@@ -77,10 +77,10 @@ def finetune(config: FinetuneConfig) -> FinetuneReport:
     process.wait_for_everyone()  # all processes check before one of them writes
     folder = work.work_of(config.output)
 
-    def has_checkpoint(_: BaseException) -> bool:
+    def has_checkpoint() -> bool:
         return any((folder / work.CHECKPOINTS).glob("checkpoint-*"))
 
-    opened = work.work_folder(folder, settings, has_checkpoint, resume=config.resume)
+    opened = work.work_folder(folder, settings, lambda _: has_checkpoint())
     with opened if process.is_main_process else nullcontext():
         return _run(config, folder, arguments)
 
@@ -95,9 +95,9 @@ def check_folders(config: FinetuneConfig) -> dict[str, Any]:
         The settings that affect the result, with the digests of the data files.
 
     Raises:
-        DataError: A data file is missing, or the interrupted run had other settings.
-        FileExistsError: See ``finetune``.
-        ValueError: The output folder contains something that the run reads.
+        DataError: A data file is missing, another run is in progress, or the interrupted run had
+            other settings.
+        FileExistsError: The output exists, or the work folder belongs to something else.
     """
     settings = {
         **config.decisive(),
@@ -105,21 +105,14 @@ def check_folders(config: FinetuneConfig) -> dict[str, Any]:
         "evaluation data": [*map(_digest, config.eval_data)],
     }
     settings = json.loads(json.dumps(settings, default=str))
-    check_output(config.output, resume=config.resume, overwrite=config.overwrite, settings=settings)
-    output = Path(config.output)
-    used = (config.model, resolve_name(config.model), *config.train_data, *config.eval_data)
-    for path in map(Path, used):
-        if path.resolve().is_relative_to(output.resolve()):
-            raise ValueError(
-                f"{output} contains {path}, which this run reads; choose another output"
-            )
-    if others := foreign_names(output):
-        raise FileExistsError(
-            f"{output} contains {others}, which no training writes, so it is not overwritten; move "
-            "it away, or choose another output"
-        )
-    # A resumed run replaces an earlier result if the interrupted one was to.
-    return {**settings, "overwrite": config.overwrite}
+    work.check(work.work_of(config.output), settings)
+    _check_output(Path(config.output))
+    return settings
+
+
+def _check_output(output: Path) -> None:
+    if os.path.lexists(output):
+        raise FileExistsError(f"{output} exists; delete it, or choose another output")
 
 
 def _digest(path: str | Path) -> str:
@@ -188,7 +181,7 @@ def _run(config: FinetuneConfig, folder: Path, arguments: TrainingArguments) -> 
         eval_dataset={m: ModeDataset(held, [m], *how) for m in config.modes} if held else None,
     )
     started = time.monotonic()
-    trainer.train_from(work.last_checkpoint(folder / work.CHECKPOINTS) if config.resume else None)
+    trainer.train_from(work.last_checkpoint(folder / work.CHECKPOINTS))
     report = FinetuneReport(
         output=Path(config.output),
         steps=trainer.state.global_step,
@@ -307,10 +300,17 @@ def publish(
     tokenizer.save_pretrained(staging)
     if config.lora:
         write_json(staging / SIDECAR, {**config.marker, **_base_of_adapter(config.model)})
-    write_json(staging / LOG, report.history)
+    write_json(staging / _LOG, report.history)
     write_plot(report.history, staging / "training_curves.png")
     write_card(config, report, staging / "README.md")
-    replace_result(Path(config.output), staging, folder)
+    # safetensors writes weights that only their owner can read; the log has the default mode.
+    mode = stat.S_IMODE((staging / _LOG).stat().st_mode)
+    for path in staging.rglob("*"):
+        if path.is_file():
+            path.chmod(mode)
+    _check_output(Path(config.output))
+    staging.rename(config.output)
+    work.remove(folder)
 
 
 def _base_of_adapter(model: str) -> dict[str, str]:
