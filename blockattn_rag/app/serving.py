@@ -56,11 +56,7 @@ class Served:
 
     @classmethod
     def of_database(cls, path: Path) -> Served:
-        """Model, store and settings of a database.
-
-        Raises:
-            DatabaseError: The folder is not a database, or its model runs on a server.
-        """
+        """Model, store and settings of a database."""
         manifest = require_manifest(path)
         if manifest.server is not None:
             raise DatabaseError(
@@ -79,11 +75,7 @@ class Served:
 
     @property
     def source(self) -> str:
-        """Folder or hub id of the model.
-
-        Raises:
-            UnsupportedModelError: The model is a LoRA adapter.
-        """
+        """Folder or hub id of the model."""
         source = resolve_name(self.model)
         if is_adapter(source):
             raise UnsupportedModelError(
@@ -92,11 +84,7 @@ class Served:
         return source
 
     def connector(self, profile: Path) -> dict[str, Any]:
-        """Options of the connector, with a profile of ``profile_file`` or of the user.
-
-        Raises:
-            ValueError: The profile has an adapter, and there is no recipe folder.
-        """
+        """Options of the connector, with a profile of ``profile_file`` or of the user."""
         options = {"store": self.store, "profile": str(profile.resolve())}
         if ModelProfile.read(profile).adapter:
             kept = profile.with_name(RECIPE_FOLDER)
@@ -117,11 +105,6 @@ def profile_file(served: Served) -> Path:
 
     The file is in a folder of the user's cache, together with the recipe if that has an adapter. A
     changed model has another folder.
-
-    Raises:
-        ValueError: There is no such recipe, or a server cannot apply it.
-        UnsupportedModelError: Block mode is not exact for the model.
-        OSError: There is no such model.
     """
     check_recipe(served.recipe)
     config = load_config(served.source)

@@ -54,12 +54,7 @@ def require_file(path: Path) -> None:
 
 
 def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield the non-blank lines with their line numbers, starting at 1.
-
-    Raises:
-        DataError: the file does not exist, or it is a damaged gzip file. In the second case, the
-            complete lines before the damage are yielded first.
-    """
+    """Yield the non-blank lines with their line numbers, starting at 1."""
     require_file(path)
     with path.open("rb") as raw:
         zipped = raw.read(2) == _GZIP  # the file's name may lack .gz
@@ -76,12 +71,7 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def parse_line(line: bytes) -> object:
-    """Parse the JSON value of a line, ignoring a byte order mark.
-
-    Raises:
-        DataError: the line is not UTF-8, not valid JSON, nested too deeply, or has a number with
-            thousands of digits.
-    """
+    """Parse the JSON value of a line, ignoring a byte order mark."""
     try:
         return json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:

@@ -36,12 +36,10 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
 
 
 def shape_config(shape: str, **settings: Any) -> Any:
-    """Create the transformers config of a shape."""
     return LlamaConfig(**SHAPES[shape], **settings)
 
 
 def floating_type(name: str) -> torch.dtype:
-    """Look up a floating-point type of PyTorch by name."""
     kind = getattr(torch, name, None)
     if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
         raise ValueError(f"Expected a floating-point type such as bfloat16, found {name!r}.")
@@ -83,7 +81,6 @@ class Footprint:
     bytes_per_block: int = 0
 
     def block_bytes(self, tokens: int) -> int:
-        """Bytes of a stored block."""
         return self.bytes_per_block + tokens * self.bytes_per_token
 
 
@@ -124,9 +121,6 @@ def footprint(config: Any, dtype: torch.dtype, kv_dtype: KVDtype = "model") -> F
 
     The model is built and run once on PyTorch's meta device, which computes only shapes, so the
     figures hold for any architecture.
-
-    Raises:
-        UnsupportedModelError: Layers have no keys and values to store.
     """
     factory: Any = AutoModelForCausalLM
     with torch.device("meta"):

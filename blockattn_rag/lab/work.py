@@ -35,12 +35,7 @@ def work_of(output: str | Path) -> Path:
 
 
 def interrupted_run(work: Path) -> dict[str, Any] | None:
-    """Read the settings of the interrupted run in a work folder. None: there is no such run.
-
-    Raises:
-        FileExistsError: The folder exists, but is not the work folder of a run.
-        DataError: The settings are damaged.
-    """
+    """Read the settings of the interrupted run in a work folder. None: there is no such run."""
     if not os.path.lexists(work):
         return None
     if (work / RUN).is_file():
@@ -56,12 +51,7 @@ def interrupted_run(work: Path) -> dict[str, Any] | None:
 
 
 def check(work: Path, settings: Mapping[str, Any]) -> None:
-    """Check that a run with these settings may use a work folder.
-
-    Raises:
-        DataError: Another run is in progress, or the interrupted run had other settings.
-        FileExistsError: The folder exists, but is not the work folder of a run.
-    """
+    """Check that a run with these settings may use a work folder."""
     if (work / _LOCK).is_file():
         with _held(work):
             pass
@@ -153,11 +143,7 @@ def _clear(work: Path) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read the object in a JSON file of a work folder.
-
-    Raises:
-        DataError: The file is damaged.
-    """
+    """Read the object in a JSON file of a work folder."""
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except (TypeError, ValueError) as error:
@@ -167,11 +153,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def kept_json(path: Path, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Read the object in a JSON file. A missing file is created first.
-
-    Raises:
-        DataError: The file is damaged.
-    """
+    """Read the object in a JSON file. A missing file is created first."""
     if not path.is_file():
         write_json(path, make())
     return read_json(path)

@@ -155,7 +155,6 @@ class RetrieveFirst(AgentMiddleware[Any, Any]):
         return self._messages(question, *self._look_up(question))
 
     async def abefore_agent(self, state: Any, runtime: Any) -> dict[str, Any] | None:
-        """``before_agent`` for event loops."""
         if (question := _question(messages := state["messages"])) is None:
             return None
         if prompt := self._condensing(messages, question):
@@ -168,7 +167,6 @@ class RetrieveFirst(AgentMiddleware[Any, Any]):
         return handler(self._shown(request))
 
     async def awrap_model_call(self, request: Any, handler: Callable[[Any], Awaitable[Any]]) -> Any:
-        """``wrap_model_call`` for event loops."""
         return await handler(self._shown(request))
 
     def _shown(self, request: Any) -> Any:

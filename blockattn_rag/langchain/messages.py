@@ -54,11 +54,7 @@ _FIRST_CALL_OF_V1 = 1 << 20
 
 
 def chat_turns(messages: Iterable[BaseMessage]) -> Iterator[ChatTurn]:
-    """Convert messages to turns, with block markers around passages.
-
-    Raises:
-        ValueError: A message has an image or other content that is not text, or an unknown type.
-    """
+    """Convert messages to turns, with block markers around passages."""
     for message in messages:
         calls, thoughts, result_of = [], "", None
         if isinstance(message, AIMessage):

@@ -39,9 +39,6 @@ def structured_chat(
         chat: The model.
         schema: See ``with_structured_output``, also for the other arguments.
         supports_tools: Whether the model's chat template supports tools.
-
-    Raises:
-        ValueError: The method is unknown, or the schema that it needs is missing.
     """
     if method not in get_args(Method):
         known = ", ".join(get_args(Method))
@@ -81,9 +78,6 @@ def named_schema(schema: Any) -> dict[str, Any]:
     Args:
         schema: A pydantic class, a TypedDict, a JSON schema, or a function, tool or response format
             as in OpenAI's API.
-
-    Raises:
-        ValueError: ``schema`` has another type or format.
     """
     if isinstance(schema, type) and is_basemodel_subclass(schema):
         # Uses pydantic, because LangChain's conversion inlines references, even recursive ones.
@@ -126,12 +120,7 @@ def _with_raw(model: Runnable[Any, BaseMessage], parser: Any) -> Runnable[Any, A
 
 
 def _object_of(result: list[Generation]) -> list[Generation]:
-    """The JSON of an answer: its text, or the arguments of its tool call.
-
-    Raises:
-        IncompleteAnswerError: The answer ended before the object was complete. Not raised while a
-            stream continues.
-    """
+    """The JSON of an answer: its text, or the arguments of its tool call."""
     (generation,) = result
     if not isinstance(generation, ChatGeneration):
         return result

@@ -275,7 +275,6 @@ def without_orphans(string: str, gap: Gap) -> str:
 
 
 def holds_orphans(string: str) -> bool:
-    """Whether a string contains an orphan, because a passage was cut."""
     return any(gap.orphans for gap in parse(string).gaps)
 
 

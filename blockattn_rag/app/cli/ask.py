@@ -138,11 +138,7 @@ def ask(
 
 
 def _object(text: str | bytes, option: str, example: str) -> dict[str, Any]:
-    """Parse an option as a JSON object.
-
-    Raises:
-        BadParameter: The value is not a JSON object.
-    """
+    """Parse an option as a JSON object."""
     try:
         found = json.loads(text)
     except ValueError as error:  # includes UnicodeDecodeError
@@ -164,7 +160,6 @@ def _answer(assistant: Assistant, questions: Iterable[str], mode: Mode) -> None:
 
 
 def talk(assistant: Assistant, *, mode: Mode) -> None:
-    """Answer questions until the user leaves."""
     with contextlib.suppress(ImportError):  # missing on Windows; makes lines editable
         import readline  # noqa: F401
     turns: list[Turn] = []

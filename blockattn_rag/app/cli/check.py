@@ -94,7 +94,6 @@ def check(
 
 
 def rows_table(title: str, report: CheckReport) -> RenderableType:
-    """Table of the rows of a report."""
     rows = [
         (
             row.name,

@@ -191,11 +191,6 @@ def ingest(
 
 
 def _show_estimate(found: Estimate) -> None:
-    """Print an estimate of the work.
-
-    Raises:
-        ValueError: The disk is too small.
-    """
     if not found.new_blocks:
         return
     where = f" in {found.folder}, {size(found.free_bytes)} free" if found.free_bytes else ""

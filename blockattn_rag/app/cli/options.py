@@ -41,11 +41,7 @@ _UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def absolute_store(address: str | None) -> str | None:
-    """Make the folder of a store an absolute path. Other addresses stay unchanged.
-
-    Raises:
-        BadParameter: The address is invalid.
-    """
+    """Make the folder of a store an absolute path. Other addresses stay unchanged."""
     from blockattn_rag.store.urls import scheme_of
 
     try:
@@ -73,11 +69,7 @@ def absolute_recipe(name: str | None) -> str | None:
 
 
 def file_in_folder(file: Path | None) -> Path | None:
-    """Check that the folder of a file exists.
-
-    Raises:
-        BadParameter: There is no such folder.
-    """
+    """Check that the folder of a file exists."""
     if file is not None and not file.absolute().parent.is_dir():
         raise typer.BadParameter(f"no such folder: {file.absolute().parent}")
     return file
@@ -94,12 +86,7 @@ def seconds_of(text: str, option: str) -> float:
 
 
 def open_maintained(store: str) -> kv_store.MaintainedStore:
-    """Open the store at an address, in a folder, or of a database folder.
-
-    Raises:
-        FileNotFoundError: There is no such folder.
-        ValueError: The store is a cache, which needs no maintenance, or the address is invalid.
-    """
+    """Open the store at an address, in a folder, or of a database folder."""
     from blockattn_rag.store.urls import folder_of, scheme_of
 
     scheme = scheme_of(store)

@@ -162,11 +162,7 @@ def _command(
 
 
 def _check(url: str, address: str, served: Served) -> str:
-    """Run the self-check, and return the model's name in requests.
-
-    Raises:
-        ServingError: The server does not answer as it should.
-    """
+    """Run the self-check, and return the model's name in requests."""
     from blockattn_rag.check.server import check_server
 
     # A proxy for other hosts must not answer for this one.

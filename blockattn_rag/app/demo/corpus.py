@@ -59,9 +59,6 @@ def bundled_samples(kind: str, num_passages: int, split: str = "test") -> tuple[
     The bundled model was trained only on the split ``"train"``. With 5 passages, there are 60 test
     questions of the kind ``"one-passage"`` and 60 of the kind ``"order"``. With 3 passages, there
     are 100 test and 160 training questions of the kind ``"one-passage"``.
-
-    Raises:
-        FileNotFoundError: The package has no such samples.
     """
     return tuple(_question(record) for record in _records(f"{split}-{kind}-{num_passages}"))
 
@@ -77,7 +74,6 @@ def _normalize(text: str) -> str:
 
 
 def _records(name: str) -> list[dict[str, Any]]:
-    """The JSON objects of a data file."""
     lines = (_DATA / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line) for line in lines]
 

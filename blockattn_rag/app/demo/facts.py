@@ -56,7 +56,6 @@ class Facts:
 
 @cache
 def load() -> Facts:
-    """Read the articles and questions, once per process."""
     articles = [Article(**record) for record in _records("articles.jsonl")]
     questions = [
         Question(**record | {"answers": tuple(record["answers"])})

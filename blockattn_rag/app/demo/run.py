@@ -92,7 +92,6 @@ def default_model() -> str:
 
 
 def default_folder() -> Path:
-    """Folder of the demo's database; see ``files.state_folder``."""
     return state_folder() / "demo"
 
 
@@ -105,11 +104,9 @@ class DemoAnswer:
     full: Answer
 
     def is_right(self, mode: Mode) -> bool:
-        """Whether the answer in this mode contains an accepted answer."""
         return facts.is_right(self.of(mode).answer, self.asked.answers)
 
     def of(self, mode: Mode) -> Answer:
-        """The answer in this mode."""
         return self.block if mode == "block" else self.full
 
     def to_dict(self) -> dict[str, Any]:

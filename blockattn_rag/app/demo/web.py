@@ -170,7 +170,6 @@ def _passages(found: Sequence[Retrieved]) -> str:
 
 
 def is_available() -> bool:
-    """Whether gradio is installed."""
     return find_spec("gradio") is not None
 
 

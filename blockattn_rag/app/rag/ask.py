@@ -138,11 +138,6 @@ class Assistant:
                 complete answer.
             history: Earlier turns, oldest first. Passages are retrieved for this question and the
                 previous question.
-
-        Raises:
-            IncompleteAnswerError: An answer with a schema was cut off.
-            GrammarError: The schema cannot be compiled.
-            ValueError: The question is not valid UTF-8.
         """
         from llama_index.core.query_engine import RetrieverQueryEngine
 

@@ -118,10 +118,6 @@ class Database:
         Args:
             wanted: The settings. The fingerprint is taken from the loaded model.
             remembers: See :meth:`open`.
-
-        Raises:
-            DatabaseError: The folder has passages with another embedding.
-            FileNotFoundError: The embedding is a folder that does not exist.
         """
         old = Manifest.read(path)
         if Path(wanted.model).exists():
@@ -166,9 +162,6 @@ class Database:
             recipe: Recipe to use instead of the database's recipe.
             remembers: Whether blocks and the ends of conversations stay in memory for later
                 answers. Pass False to time answers as in a new process.
-
-        Raises:
-            DatabaseError: The folder is not a database.
         """
         manifest = require_manifest(path)
         server = None if model else manifest.server
@@ -199,11 +192,7 @@ class Database:
 
     @property
     def local_engine(self) -> BlockAttentionEngine:
-        """The engine, if its model runs in this process.
-
-        Raises:
-            DatabaseError: The model runs on a server.
-        """
+        """The engine, if its model runs in this process."""
         from blockattn_rag.engine.engine import BlockAttentionEngine
 
         if not isinstance(self.engine, BlockAttentionEngine):
@@ -238,7 +227,6 @@ class Database:
 
 
 def has_passages(path: Path, manifest: Manifest) -> bool:
-    """Whether a database has passages. A failed ingestion may leave it empty."""
     return _has_collection(path, manifest) and stored_collection(path).count() > 0
 
 
@@ -256,17 +244,12 @@ def _has_collection(path: Path, manifest: Manifest) -> bool:
 
 
 def stored_collection(path: Path) -> Collection:
-    """The Chroma collection of a database, without loading its model.
-
-    Raises:
-        DatabaseError: The folder is not a database, or has no Chroma.
-    """
+    """The Chroma collection of a database, without loading its model."""
     name = require_manifest(path).collection
     return chroma_client(path / _CHROMA).get_collection(name)
 
 
 def require_manifest(path: Path) -> Manifest:
-    """Read the manifest of a folder, which must be a database."""
     if (manifest := Manifest.read(path)) is None:
         raise DatabaseError(
             f"{path} is not a database (it has no {MANIFEST}); create one with `blockattn-rag "
@@ -276,11 +259,7 @@ def require_manifest(path: Path) -> Manifest:
 
 
 def chroma_client(path: Path, *, create: bool = False) -> ClientAPI:
-    """Open embedded Chroma in a folder, with telemetry off.
-
-    Raises:
-        DatabaseError: The folder has no Chroma database, and ``create`` is False.
-    """
+    """Open embedded Chroma in a folder, with telemetry off."""
     if not create and not (path / _CHROMA_FILE).is_file():
         raise DatabaseError(f"{path} has no Chroma database (expected the file {_CHROMA_FILE})")
     import chromadb

@@ -60,10 +60,6 @@ def load_documents(
             are always skipped and reported.
         exclude: Folder to skip, such as the database itself.
         on_progress: Called with (files read, all files).
-
-    Raises:
-        FileNotFoundError: A path does not exist.
-        UnreadableFileError: A file in ``paths`` has no readable text, or no document was found.
     """
     loaded = Loaded()
     wanted: list[tuple[Path, bool]] = []
@@ -152,12 +148,7 @@ def _target(link: Path) -> Path:
 
 
 def _read(file: Path) -> list[Document]:
-    """Read one file into one document, or one document for each page of a PDF.
-
-    Raises:
-        OSError: The file cannot be opened.
-        UnreadableFileError: The file has no readable text.
-    """
+    """Read one file into one document, or one document for each page of a PDF."""
     from llama_index.core import SimpleDirectoryReader
 
     own = _own_reader(file)

@@ -36,11 +36,7 @@ class HtmlReader(BaseReader):
 
 
 def html_text(page: bytes) -> str:
-    """Extract the title and visible text of a page. The encoding is chosen as in browsers.
-
-    Raises:
-        ValueError: The page is not in this encoding.
-    """
+    """Extract the title and visible text of a page. The encoding is chosen as in browsers."""
     declared = _XML.match(page)
     known = webencodings.lookup(declared[1].decode("latin-1")) if declared else None
     # A declaration in ASCII characters cannot be in UTF-16.

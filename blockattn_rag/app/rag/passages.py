@@ -34,7 +34,6 @@ def all_passages(collection: Collection) -> list[str]:
 
 
 def all_sources(collection: Collection) -> list[str]:
-    """The sources of a collection's passages, sorted."""
     found = (metadata or {} for (metadata,) in records_of(collection, "metadatas"))
     return sorted({str(metadata[SOURCE_KEY]) for metadata in found if SOURCE_KEY in metadata})
 
@@ -64,7 +63,6 @@ def _is_gone(path: Path) -> bool:
 
 
 def ids_of(collection: Collection, sources: Sequence[str]) -> Iterator[str]:
-    """IDs of the passages of these sources."""
     for at in range(0, len(sources), _SOURCES_PER_CALL):
         where: Any = {SOURCE_KEY: {"$in": list(sources[at : at + _SOURCES_PER_CALL])}}
         yield from collection.get(where=where, include=[])["ids"]

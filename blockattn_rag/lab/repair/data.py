@@ -154,11 +154,7 @@ def draw_samples(
 
 
 def read_passages(path: Path) -> list[Passage]:
-    """Read the distinct passages of a file.
-
-    Raises:
-        DataError: The file is missing, damaged or empty, or a line is not a passage.
-    """
+    """Read the distinct passages of a file."""
     lines = parsed_lines(path, lambda record, _: _stripped(passage_of(record)))
     found = (passage for _, passage in lines)
     return list(dict.fromkeys(found))
@@ -171,10 +167,6 @@ def read_questions(path: Path, nearest: Nearest | None, num_passages: int) -> li
         nearest: Function that finds passages for questions without any. None: all questions must
             have passages.
         num_passages: Number of passages to find for a question.
-
-    Raises:
-        DataError: The file is missing, damaged or empty, a line is not a question, or a question
-            has no passages and none can be found.
     """
 
     def question(record: Record, _: int) -> Question:
@@ -219,9 +211,6 @@ def write_questions(
         seed: Random seed for the order of passages.
         on_progress: Called with the number of written questions and ``count``.
         time_is_up: Function that returns whether to stop writing, after the first batch.
-
-    Raises:
-        DataError: There is no passage, or the model wrote no question about any passage.
     """
     passages = list(dict.fromkeys(passages))
     if not passages:

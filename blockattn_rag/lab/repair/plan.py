@@ -99,7 +99,6 @@ class Speeds:
         return self.answer + self.encode + self.fetch + (recipes + 2) * self.compare
 
     def sample(self, epochs: float) -> float:
-        """Seconds of a prompt to train on."""
         return self.answer + self.fetch + epochs * self.step
 
     @property
@@ -159,10 +158,6 @@ class Plan:
             questions: Number of distinct questions.
             recipes: Number of recipes to compare.
             batch: Prompts per optimizer step.
-
-        Raises:
-            DataError: There are too few questions.
-            TooLittleTimeError: There is too little time.
         """
         check_enough(questions, limits)
         given, held_s = seconds, speeds.held_out(recipes)

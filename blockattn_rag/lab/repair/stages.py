@@ -174,12 +174,7 @@ class Repair:
     # -- questions and the plan --------------------------------------------------------------
 
     def _checked_speeds(self) -> Speeds:
-        """Measure the speeds.
-
-        Raises:
-            DataError: There are too few questions or no passages.
-            TooLittleTimeError: Even the smallest plan would take too long.
-        """
+        """Measure the speeds."""
         material, limits = self.material, self.limits
         if material.questions is not None:
             check_enough(len(distinct(material.questions, _SEED)), limits)
@@ -334,7 +329,6 @@ class Repair:
     # -- fits --------------------------------------------------------------------------------
 
     def closed_form(self, prompts: Sequence[BlockPrompt]) -> Correction:
-        """The correction fitted in closed form."""
         path = self.folder / "closed-form.safetensors"
         if not path.is_file():
             contexts = [self.model.tokenizer.prompt_ids(prompt).context for prompt in prompts]

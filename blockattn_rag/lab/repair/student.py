@@ -61,7 +61,6 @@ class ReadThroughStore(KVStore):
         self._lender = lender
 
     def get_many(self, keys: Sequence[str]) -> list[Found]:
-        """Get the block of each key, like ``get``."""
         found = self._own.get_many(keys)
         missing = [key for key, kv in zip(keys, found, strict=True) if kv is None]
         if missing and self._lender is not None:
@@ -142,7 +141,6 @@ class Student(nn.Module):
 
     @property
     def correction(self) -> Correction:
-        """The current correction."""
         tensors = iter(self.trained)
         layers = (
             LayerCorrection(weight, bias * _BIAS_UNIT)

@@ -37,7 +37,6 @@ class TopPredictions(NamedTuple):
     log_probs: Tensor
 
     def to(self, device: torch.device | str) -> TopPredictions:
-        """Move the predictions to a device."""
         return TopPredictions(*(tensor.to(device) for tensor in self))
 
 
@@ -119,9 +118,6 @@ class Teacher:
         Args:
             prompts: Prompts to answer.
             on_progress: Called with the number of finished answers and the number of all answers.
-
-        Raises:
-            ContextOverflowError: A prompt leaves no room for the longest answer.
         """
         flat = (self._model.tokenizer.prompt_ids(prompt).flat for prompt in prompts)
         wanted = {self._path(ids): ids for ids in map(list, flat)}

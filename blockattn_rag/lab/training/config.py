@@ -126,7 +126,6 @@ class FinetuneConfig:
         return {"version": 1, "modes": list(self.modes), **how}
 
     def decisive(self) -> dict[str, object]:
-        """The settings that affect the result."""
         return {k: v for k, v in asdict(self).items() if k not in _INCIDENTAL}
 
 

@@ -133,7 +133,6 @@ class SampleEncoder:
         return encoded
 
     def parse(self, record: object) -> Sample:
-        """Parse a record of any kind."""
         fields: Record = of_kind(record, dict, "a record")
         if "messages" in fields:
             return self._parse_messages(fields)

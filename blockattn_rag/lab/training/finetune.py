@@ -93,11 +93,6 @@ def check_folders(config: FinetuneConfig) -> dict[str, Any]:
 
     Returns:
         The settings that affect the result, with the digests of the data files.
-
-    Raises:
-        DataError: A data file is missing, another run is in progress, or the interrupted run had
-            other settings.
-        FileExistsError: The output exists, or the work folder belongs to something else.
     """
     settings = {
         **config.decisive(),
@@ -116,7 +111,6 @@ def _check_output(output: Path) -> None:
 
 
 def _digest(path: str | Path) -> str:
-    """SHA-256 digest of a file."""
     require_file(Path(path))
     with Path(path).open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -196,13 +190,7 @@ def _run(config: FinetuneConfig, folder: Path, arguments: TrainingArguments) -> 
 
 
 def _load_model(config: FinetuneConfig) -> Any:
-    """Load the model to train, check its attention, and mark its config as block-fine-tuned.
-
-    Raises:
-        ImportError: Adapters need peft, which is not installed.
-        UnsupportedModelError: Block mode is not exact for the model.
-        ValueError: The model is an adapter.
-    """
+    """Load the model to train, check its attention, and mark its config as block-fine-tuned."""
     name = resolve_name(config.model)
     if Path(name).is_dir():
         name = str(Path(name).resolve())  # adapters refer to their base by this path
