@@ -130,7 +130,7 @@ def _key(served: Served, dtype: str, config: Any) -> str:
     parts = {
         "version": [__version__, VERSION],
         "model": str(folder.resolve()) if stats else [served.source, config._commit_hash],
-        "files": [[path.name, found.st_size, found.st_mtime_ns] for path, found in stats],
+        "files": [[path.name, stat.st_size, stat.st_mtime_ns] for path, stat in stats],
         "dtype": dtype,
         "recipes": [
             served.recipe,

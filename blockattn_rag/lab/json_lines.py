@@ -75,26 +75,26 @@ def parse_line(line: bytes) -> object:
     try:
         return json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
-        raise DataError(f"found bytes that are not UTF-8 (byte {error.start}); save the file as "
+        raise DataError(f"Found bytes that are not UTF-8 (byte {error.start}); save the file as "
                         "UTF-8") from error  # fmt: skip
     except RecursionError as error:
-        raise DataError("found JSON nested too deeply, expected one object per line") from error
+        raise DataError("Found JSON nested too deeply, expected one object per line") from error
     except ValueError as error:
-        raise DataError(f"found no valid JSON ({error}), expected one object per line") from error
+        raise DataError(f"Found no valid JSON ({error}), expected one object per line") from error
 
 
 def of_kind(value: object, kind: type[Kind], name: str) -> Kind:
     """Return ``value``, or raise ``DataError`` unless it is a ``kind``: dict, list, str or bool."""
     if not isinstance(value, kind):
-        found = "null" if value is None else _KINDS.get(type(value), "a number")
-        raise DataError(f"found {name} of {found}, expected {_KINDS[kind]}")
+        kind_name = "null" if value is None else _KINDS.get(type(value), "a number")
+        raise DataError(f"Found {name} of {kind_name}, expected {_KINDS[kind]}")
     return value
 
 
 def value_of(record: Record, key: str, where: str = "") -> Any:
     """Return the value of a required key, or raise ``DataError``."""
     if key not in record:
-        raise DataError(f"found no '{where}{key}' among the keys {listed(record)}")
+        raise DataError(f"Found no '{where}{key}' among the keys {listed(record)}")
     return record[key]
 
 
@@ -107,7 +107,7 @@ def not_blank(value: object, name: str) -> str:
     """Return ``value``, or raise ``DataError`` unless it is a non-blank string."""
     text = of_kind(value, str, name)
     if not text.strip():
-        raise DataError(f"found an empty {name}, expected text")
+        raise DataError(f"Found an empty {name}, expected text")
     return text
 
 
@@ -115,7 +115,7 @@ def list_of(record: Record, key: str, *, may_be_empty: bool = False) -> Sequence
     """Return the list of a required key. An empty list raises unless ``may_be_empty``."""
     items: list[object] = of_kind(value_of(record, key), list, f"'{key}'")
     if not items and not may_be_empty:
-        raise DataError(f"found an empty list '{key}'")
+        raise DataError(f"Found an empty list '{key}'")
     return items
 
 

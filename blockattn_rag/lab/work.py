@@ -164,8 +164,8 @@ def last_checkpoint(folder: Path) -> Path | None:
 
     The Trainer writes ``trainer_state.json`` last, so a checkpoint is complete if it is readable.
     """
-    found = sorted(folder.glob("checkpoint-*"), key=lambda p: -int(p.name.rpartition("-")[2]))
-    for path in found:
+    checkpoints = sorted(folder.glob("checkpoint-*"), key=lambda p: -int(p.name.rpartition("-")[2]))
+    for path in checkpoints:
         try:
             json.loads((path / "trainer_state.json").read_text(encoding="utf-8"))
             return path

@@ -156,9 +156,9 @@ class Block:
 
         Text of the chat template counts as a system message.
         """
-        found = {span.origin for span in self.spans}
+        origins = {span.origin for span in self.spans}
         privacy: tuple[Origin, ...] = ("conversation", "answer", "prompt", "altered", "passage")
-        return next((origin for origin in privacy if origin in found), "system")
+        return next((origin for origin in privacy if origin in origins), "system")
 
     @property
     def is_passage(self) -> bool:
@@ -197,14 +197,14 @@ class BlockPrompt:
         object.__setattr__(self, "context", tuple(self.context))
         for block in self.context:
             if not isinstance(block, Block):
-                raise TypeError(f"context must contain Block objects, found {type(block).__name__}")
+                raise TypeError(f"Expected Block objects in context, found {type(block).__name__}")
         if not isinstance(self.final, str):
-            raise TypeError(f"final must be a str, found {type(self.final).__name__}")
+            raise TypeError(f"Expected a str as final, found {type(self.final).__name__}")
         if not self.context and not self.final:
             raise ValueError("The prompt is empty: it has no context block and no final text")
         spans = merged(self.final_spans or [Span(self.final, "prompt")])
         if text_of(spans) != self.final:
-            raise ValueError("final_spans must concatenate to the final text")
+            raise ValueError("Expected final_spans that concatenate to the final text")
         object.__setattr__(self, "final_spans", spans)
 
     @classmethod
@@ -223,7 +223,9 @@ class BlockPrompt:
         *context, final = texts
         if isinstance(final, Block):
             raise TypeError("The last item of a prompt is its final block and must be a str")
-        blocks = (one if isinstance(one, Block) else Block(one) for one in context if one != "")
+        blocks = (
+            text if isinstance(text, Block) else Block(text) for text in context if text != ""
+        )
         return cls(tuple(blocks), final)
 
     @classmethod

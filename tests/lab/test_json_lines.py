@@ -84,12 +84,12 @@ def test_fields_that_are_as_expected_come_back_as_they_are() -> None:
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        ({}, "found no 'turns[1].text' among the keys none"),
-        ({"b": 1, "a": 2}, "found no 'turns[1].text' among the keys 'a', 'b'"),
+        ({}, "Found no 'turns[1].text' among the keys none"),
+        ({"b": 1, "a": 2}, "Found no 'turns[1].text' among the keys 'a', 'b'"),
         ({"text": 3.5}, "found 'turns[1].text' of a number, expected a string"),
         ({"text": None}, "found 'turns[1].text' of null, expected a string"),
         ({"text": True}, "found 'turns[1].text' of true or false, expected a string"),
-        ({"text": "\n "}, "found an empty 'turns[1].text', expected text"),
+        ({"text": "\n "}, "Found an empty 'turns[1].text', expected text"),
     ],
 )
 def test_a_text_that_is_none_is_named_with_its_place(record: dict[str, Any], message: str) -> None:
@@ -103,9 +103,9 @@ def test_other_kinds_and_empty_lists_are_named() -> None:
         of_kind([], dict, "a record")
     with pytest.raises(DataError, match="found 'a' of an object, expected a list"):
         list_of({"a": {}}, "a")
-    with pytest.raises(DataError, match="found an empty list 'a'"):
+    with pytest.raises(DataError, match="Found an empty list 'a'"):
         list_of({"a": []}, "a")
-    with pytest.raises(DataError, match=r"found an empty answers\[0\], expected text"):
+    with pytest.raises(DataError, match=r"Found an empty answers\[0\], expected text"):
         not_blank("", "answers[0]")
-    with pytest.raises(DataError, match="found no 'b'"):
+    with pytest.raises(DataError, match="Found no 'b'"):
         value_of({}, "b")

@@ -100,7 +100,7 @@ def ask(
     """
     is_conversation = _is_conversation(question)
     if question is not None and not question.strip():
-        raise typer.BadParameter("the question is empty", param_hint="QUESTION")
+        raise typer.BadParameter("The question is empty", param_hint="QUESTION")
     if compare and mode != "block":
         raise typer.BadParameter("--compare answers in both modes; leave out --mode")
     if compare and is_conversation:
@@ -125,12 +125,12 @@ def ask(
         note("/help lists the commands, Ctrl-D leaves")
         talk(assistant, mode=mode)
         return
-    given = (line.strip() for line in sys.stdin) if question is None else [question]
-    questions = filter(None, given)
+    lines = (line.strip() for line in sys.stdin) if question is None else [question]
+    questions = filter(None, lines)
     if compare:
         with waiting("warming up both modes"):
             assistant.warm_up()
-        compared = [show_comparison(assistant, one) for one in questions]
+        compared = [show_comparison(assistant, line) for line in questions]
         if len(compared) > 1:
             show_medians(compared)
     else:
@@ -140,13 +140,13 @@ def ask(
 def _object(text: str | bytes, option: str, example: str) -> dict[str, Any]:
     """Parse an option as a JSON object."""
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except ValueError as error:  # includes UnicodeDecodeError
-        raise typer.BadParameter(f"invalid JSON: {error}", param_hint=option) from error
-    if not isinstance(found, dict):
-        message = f"found {json.dumps(found)[:100]}, expected an object such as {example}"
+        raise typer.BadParameter(f"Invalid JSON: {error}", param_hint=option) from error
+    if not isinstance(value, dict):
+        message = f"found {json.dumps(value)[:100]}, expected an object such as {example}"
         raise typer.BadParameter(message, param_hint=option)
-    return found
+    return value
 
 
 def _is_conversation(question: str | None) -> bool:
@@ -175,11 +175,11 @@ def talk(assistant: Assistant, *, mode: Mode) -> None:
             case ["/clear"]:
                 turns.clear()
                 last = None
-                note("conversation cleared")
+                note("Conversation cleared")
             case ["/sources"]:
                 show(*(sources(last, complete=True) if last else ["no answer yet"]))
             case [word, *_] if word.startswith("/"):
-                note(f"unknown command {word}; /help lists the commands")
+                note(f"Unknown command {word}; /help lists the commands")
             case _:
                 if (answer := _reply(assistant, line, mode, turns)) is not None:
                     show("", *sources(answer), figures(answer))
@@ -198,7 +198,7 @@ def _read_line() -> str | None:
             piece("\n")
             note("Ctrl-D leaves")
         except UnicodeDecodeError as error:
-            note(f"the line is not valid {error.encoding}, the terminal's encoding; type it again")
+            note(f"The line is not valid {error.encoding}, the terminal's encoding; type it again")
 
 
 def _reply(assistant: Assistant, question: str, mode: Mode, turns: list[Turn]) -> Answer | None:

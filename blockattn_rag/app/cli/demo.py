@@ -87,7 +87,7 @@ def demo(
         if json_file():
             raise typer.BadParameter("--web serves a page; leave out --json")
         if db and store:
-            raise typer.BadParameter("the database of --db has a store; leave out --store")
+            raise typer.BadParameter("The database of --db has a store; leave out --store")
         _web(db, model, store)
         return
     started = _load(db, model, store)
@@ -111,7 +111,7 @@ def _web(db: Path | None, model: str | None, store: str | None) -> None:
         started = _load(db, model, store, remembers=False)
         _ingest(started)
         database = started.database
-        examples = [one.question for one in started.collection.questions]
+        examples = [question.question for question in started.collection.questions]
     race = web.Race(database)
     with waiting("warming up both modes"):
         race.assistant.warm_up()
@@ -148,14 +148,14 @@ def _answers(started: Demo) -> list[DemoAnswer]:
         if not quiet:
             expected = f"[dim]({_text(question.answers[0])})[/dim]"
             _line(f"[bold]{_text(question.question)}[/bold] {expected}")
-        found: dict[Mode, Answer] = {}
+        by_mode: dict[Mode, Answer] = {}
         for mode in MODES:
             left = "" if not answers else f", {_left(begun, len(answers), len(questions))} left"
             with spinner(f"question {number} of {len(questions)}, {mode} mode{left}"):
-                found[mode] = started.assistant.ask(question.question, mode=mode)
+                by_mode[mode] = started.assistant.ask(question.question, mode=mode)
             if not quiet:
-                _show(found[mode], right=is_right(found[mode].answer, question.answers))
-        answers.append(DemoAnswer(question, **found))
+                _show(by_mode[mode], right=is_right(by_mode[mode].answer, question.answers))
+        answers.append(DemoAnswer(question, **by_mode))
     return answers
 
 

@@ -57,7 +57,7 @@ def lasting_store(address: str | None) -> str | None:
     store = absolute_store(address)
     if store and not lasts(store):
         raise typer.BadParameter(
-            "a store in memory is lost when this command ends; pass a folder or an address such as "
+            "A store in memory is lost when this command ends; pass a folder or an address such as "
             "s3://bucket/kv"
         )
     return store
@@ -71,7 +71,7 @@ def absolute_recipe(name: str | None) -> str | None:
 def file_in_folder(file: Path | None) -> Path | None:
     """Check that the folder of a file exists."""
     if file is not None and not file.absolute().parent.is_dir():
-        raise typer.BadParameter(f"no such folder: {file.absolute().parent}")
+        raise typer.BadParameter(f"No such folder: {file.absolute().parent}")
     return file
 
 
@@ -80,7 +80,7 @@ def seconds_of(text: str, option: str) -> float:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhd]?)", text.strip())
     if match is None:
         raise typer.BadParameter(
-            f"expected a time such as 90s, 30m, 24h or 7d, found {text!r}", param_hint=option
+            f"Expected a time such as 90s, 30m, 24h or 7d, found {text!r}", param_hint=option
         )
     return float(match[1]) * _UNITS[match[2]]
 

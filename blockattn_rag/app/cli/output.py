@@ -45,7 +45,7 @@ def plain(text: str) -> str:
     Passages, answers and file names are untrusted. Everything that this module prints passes
     through this function, except JSON, which has its own escapes.
     """
-    return _UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text)
+    return _UNPRINTABLE.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 def fail(message: str) -> None:

@@ -58,7 +58,7 @@ def plan(
     memory to a GPU, and 2 GB/s from disk.
     """
     if tflops is not None and tflops <= 0:
-        raise typer.BadParameter(f"found {tflops:g}, expected above 0", param_hint="--tflops")
+        raise typer.BadParameter(f"Found {tflops:g}, expected above 0", param_hint="--tflops")
     config, kind = _config(model, dtype, on_gpu=gpu_memory is not None)
     machine = _machine(kind, gpu_memory, memory, tflops)
     from blockattn_rag.lab.planning import plan as make_plan

@@ -117,12 +117,12 @@ def _job(
 ) -> _Job:
     """Open the database, or the model and the files, that the options name."""
     if db is not None and passages is not None:
-        raise typer.BadParameter("found --db and --passages, expected one of them")
+        raise typer.BadParameter("Found --db and --passages, expected one of them")
     if db is not None:
         return _of_database(db, model, questions, output)
     if model is None or (passages is None and questions is None):
         raise typer.BadParameter(
-            "expected --db FOLDER, or --model NAME with --passages FILE or with --questions FILE "
+            "Expected --db FOLDER, or --model NAME with --passages FILE or with --questions FILE "
             "whose questions have passages"
         )
     return _of_files(model, passages, questions, output)
@@ -140,13 +140,13 @@ def _of_database(db: Path, model: str | None, questions: Path | None, output: Pa
     engine, find = database.local_engine, retriever(database)
     database.require_passages()
     texts = all_passages(database.collection)
-    made = prompt_maker(database)
+    make_prompt = prompt_maker(database)
 
     def nearest(text: str, number: int) -> list[Passage]:
-        return [Passage("", found) for found in find(text, number)]
+        return [Passage("", passage) for passage in find(text, number)]
 
     def prompt(question: str, shown: Sequence[Passage]) -> BlockPrompt:
-        return made(question, [_text(one) for one in shown])
+        return make_prompt(question, [_text(passage) for passage in shown])
 
     read = None
     if questions is not None:

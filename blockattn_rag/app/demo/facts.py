@@ -71,8 +71,8 @@ def is_right(answer: str, accepted: Sequence[str]) -> bool:
     """
     text = " ".join(answer.split())
     return any(
-        re.search(rf"(?<!\w)(?<!\d[.,]){re.escape(one)}(?!\w|[.,]\d)", text, re.IGNORECASE)
-        for one in accepted
+        re.search(rf"(?<!\w)(?<!\d[.,]){re.escape(expected)}(?!\w|[.,]\d)", text, re.IGNORECASE)
+        for expected in accepted
     )
 
 

@@ -69,13 +69,13 @@ def collection_for(model: str) -> Collection:
     """The encyclopedia for the bundled model, and the articles for every other model."""
     if model == BUNDLED:
         asked = tuple(
-            facts.Question(f"encyclopedia/{number}", one.question, (one.expected,), "")
-            for number, one in enumerate(bundled_questions())
+            facts.Question(f"encyclopedia/{number}", question.question, (question.expected,), "")
+            for number, question in enumerate(bundled_questions())
         )
         return Collection(_ENCYCLOPEDIA, bundled_corpus(), asked, 5, 64)
-    found = facts.load()
-    passages = tuple(Passage(one.title, one.text) for one in found.articles.values())
-    asked = tuple(question for question in found.questions if question.demo)
+    test_set = facts.load()
+    passages = tuple(Passage(article.title, article.text) for article in test_set.articles.values())
+    asked = tuple(question for question in test_set.questions if question.demo)
     return Collection(_FACTS, passages, asked, 6, 40)
 
 
@@ -132,9 +132,9 @@ class DemoAnswer:
 
 def _check_folder(folder: Path) -> None:
     """Refuse a user's database, because the demo would add its passages to it."""
-    found = Manifest.read(folder)
+    manifest = Manifest.read(folder)
     is_own = folder == default_folder()  # may be from an earlier version
-    if found and not is_own and found.collection not in (_ENCYCLOPEDIA, _FACTS):
+    if manifest and not is_own and manifest.collection not in (_ENCYCLOPEDIA, _FACTS):
         raise DatabaseError(
             f"{folder} is a database with other documents than the demo's: choose another folder "
             f"(--db), or query this database with blockattn-rag demo --web --db {folder}"
@@ -184,12 +184,12 @@ def report_of(
     """
     engine = demo.database.local_engine
     block, full = (
-        statistics.median(one.of(mode).stats.ttft_s for one in answers) for mode in MODES
+        statistics.median(answer.of(mode).stats.ttft_s for answer in answers) for mode in MODES
     )
     summary = {
         "of": len(answers),
-        **{f"right_{mode}": sum(one.is_right(mode) for one in answers) for mode in MODES},
-        **sum((one.block.stats for one in answers), ReuseStats("block")).reuse(),
+        **{f"right_{mode}": sum(answer.is_right(mode) for answer in answers) for mode in MODES},
+        **sum((answer.block.stats for answer in answers), ReuseStats("block")).reuse(),
         "ttft_block_median_s": block,
         "ttft_full_median_s": full,
         "speedup": full / block if block else 0.0,
@@ -203,6 +203,6 @@ def report_of(
         "load_s": demo.load_s,
         "ask_s": ask_s,
         "ingest": asdict(ingest),
-        "questions": [one.to_dict() for one in answers],
+        "questions": [answer.to_dict() for answer in answers],
         "summary": summary,
     }

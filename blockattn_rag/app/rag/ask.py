@@ -164,9 +164,9 @@ class Assistant:
         answered_s = time.perf_counter() - started
         text = "".join(pieces).strip()
         finish_reason = calls[-1]["finish_reason"] if calls else "stop"
-        found = None
+        value = None
         if self._schema is not None:
-            found = complete_json(text, finish_reason)
+            value = complete_json(text, finish_reason)
             if on_text:
                 on_text(text)
         stats = _total(mode, calls)
@@ -185,7 +185,7 @@ class Assistant:
             stats=stats,
             finish_reason=finish_reason,
             waited_s=waited_s or answered_s,
-            object=found,
+            object=value,
             answered_s=answered_s,
             includes_warm_up=includes_warm_up,
         )
@@ -293,14 +293,14 @@ def _total(mode: Mode, calls: Sequence[Any]) -> ReuseStats:
     return replace(total, ttft_s=ttft_s, recipe=last.recipe)
 
 
-def _source(found: NodeWithScore) -> Source:
-    node = found.node
+def _source(hit: NodeWithScore) -> Source:
+    node = hit.node
     return Source(
         source=str(node.metadata.get(SOURCE_KEY, "")),
         page=str(node.metadata.get("page_label", "")),
         title=str(node.metadata.get("title", "")),
         text=node.get_content(),
-        score=found.score,
+        score=hit.score,
     )
 
 

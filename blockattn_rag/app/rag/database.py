@@ -87,16 +87,16 @@ class Manifest:
             return None
         try:
             fields = json.loads(path.read_text(encoding="utf-8"))
-            if (found := fields.get("version")) != VERSION:
+            if (version := fields.get("version")) != VERSION:
                 raise DatabaseError(
-                    f"{path} has version {found}, expected {VERSION}; delete the folder, or use "
+                    f"{path} has version {version}, expected {VERSION}; delete the folder, or use "
                     "a new one"
                 )
             check_namespace(fields.get("namespace", ""))
             if (kind := fields.get("kv_dtype", "model")) not in ("model", "int8"):
-                raise ValueError(f"kv_dtype is {kind!r}, expected 'model' or 'int8'")
+                raise ValueError(f"Found kv_dtype {kind!r}, expected 'model' or 'int8'")
             if not isinstance(recipe := fields.get("recipe", AUTO), str):
-                raise ValueError(f"recipe is {recipe!r}, expected a string")
+                raise ValueError(f"Found recipe {recipe!r}, expected a string")
             return cls(**fields)
         except (ValueError, TypeError, AttributeError) as error:
             raise DatabaseError(f"{path} is damaged ({error}); ingest into a new folder") from error
@@ -112,31 +112,31 @@ class Database:
     embedding: BaseEmbedding
 
     @classmethod
-    def create(cls, path: Path, wanted: Manifest, *, remembers: bool = True) -> Database:
+    def create(cls, path: Path, settings: Manifest, *, remembers: bool = True) -> Database:
         """Open a folder for ingestion, and create it if it does not exist.
 
         Args:
-            wanted: The settings. The fingerprint is taken from the loaded model.
+            settings: The settings. The fingerprint is taken from the loaded model.
             remembers: See :meth:`open`.
         """
         old = Manifest.read(path)
-        if Path(wanted.model).exists():
-            wanted = replace(wanted, model=str(Path(wanted.model).resolve()))
-        wanted = replace(wanted, embedding=absolute_embedding(wanted.embedding))
-        is_other = old and (old.embedding, old.template) != (wanted.embedding, wanted.template)
+        if Path(settings.model).exists():
+            settings = replace(settings, model=str(Path(settings.model).resolve()))
+        settings = replace(settings, embedding=absolute_embedding(settings.embedding))
+        is_other = old and (old.embedding, old.template) != (settings.embedding, settings.template)
         if old and is_other and has_passages(path, old):
             raise DatabaseError(
-                f"{path} was made with embedding {old.embedding!r}, found {wanted.embedding!r}: "
+                f"{path} was made with embedding {old.embedding!r}, found {settings.embedding!r}: "
                 "use the same embedding, or ingest into a new folder"
             )
-        embedding = load_embedding(wanted.embedding)
+        embedding = load_embedding(settings.embedding)
         # A server has its own recipe, so the recipe in the manifest does not apply.
-        used = replace(wanted, recipe=AUTO) if wanted.server else wanted
+        used = replace(settings, recipe=AUTO) if settings.server else settings
         engine = _load_engine(path, used, remembers)
-        if old and old.model != wanted.model:
-            names = (path, old.model, wanted.model)
+        if old and old.model != settings.model:
+            names = (path, old.model, settings.model)
             logger.warning("%s was made with %s and now uses %s", *names)
-        manifest = replace(wanted, fingerprint=engine.model.fingerprint)
+        manifest = replace(settings, fingerprint=engine.model.fingerprint)
         path.mkdir(parents=True, exist_ok=True)
         if old and is_other:
             _delete_collection(path, old)
@@ -165,14 +165,14 @@ class Database:
         """
         manifest = require_manifest(path)
         server = None if model else manifest.server
-        wanted = replace(
+        settings = replace(
             manifest,
             model=model or manifest.model,
             server=server,
             recipe=recipe or (AUTO if server else manifest.recipe),
         )
         embedding = load_embedding(manifest.embedding)
-        engine = _load_engine(path, wanted, remembers)
+        engine = _load_engine(path, settings, remembers)
         if engine.model.fingerprint != manifest.fingerprint:
             logger.warning(
                 "%s was encoded by %s in another state (weights, dtype, tokenizer, model, or "
@@ -239,8 +239,8 @@ def _delete_collection(path: Path, manifest: Manifest) -> None:
 def _has_collection(path: Path, manifest: Manifest) -> bool:
     if not (path / _CHROMA / _CHROMA_FILE).is_file():
         return False
-    found = chroma_client(path / _CHROMA).list_collections()
-    return manifest.collection in [one.name for one in found]
+    collections = chroma_client(path / _CHROMA).list_collections()
+    return manifest.collection in [collection.name for collection in collections]
 
 
 def stored_collection(path: Path) -> Collection:
@@ -269,24 +269,24 @@ def chroma_client(path: Path, *, create: bool = False) -> ClientAPI:
     return chromadb.PersistentClient(str(path), settings=Settings(anonymized_telemetry=False))
 
 
-def _load_engine(path: Path, wanted: Manifest, remembers: bool) -> Engine:
-    check_recipe(wanted.recipe)
-    if wanted.server is not None:
+def _load_engine(path: Path, settings: Manifest, remembers: bool) -> Engine:
+    check_recipe(settings.recipe)
+    if settings.server is not None:
         from blockattn_rag.server.client import RemoteEngine
 
-        return RemoteEngine(wanted.server, tokenizer=wanted.model, recipe=wanted.recipe)
+        return RemoteEngine(settings.server, tokenizer=settings.model, recipe=settings.recipe)
     from blockattn_rag.engine.engine import BlockAttentionEngine
     from blockattn_rag.kv.quantization import check_kv_dtype
     from blockattn_rag.store import DEFAULT_RESIDENT_BYTES
 
     started = time.perf_counter()
     engine = BlockAttentionEngine.from_pretrained(
-        wanted.model,
-        store=wanted.store or path / "kv",
-        dtype=wanted.dtype,
-        namespace=wanted.namespace,
-        kv_dtype=check_kv_dtype(wanted.kv_dtype),
-        recipe=wanted.recipe,
+        settings.model,
+        store=settings.store or path / "kv",
+        dtype=settings.dtype,
+        namespace=settings.namespace,
+        kv_dtype=check_kv_dtype(settings.kv_dtype),
+        recipe=settings.recipe,
         folder=path,
         resident_bytes=DEFAULT_RESIDENT_BYTES if remembers else 0,
     )

@@ -80,8 +80,8 @@ def ingest_documents(
     nodes = with_stable_ids(splitter(documents))
     texts = [adapter.canonical_text(node) for node in nodes]
     blocks = [Block(text, database.template) for text in texts if text]
-    if on_estimate is not None and (found := estimate(database, blocks)) is not None:
-        on_estimate(found)
+    if on_estimate is not None and (work := estimate(database, blocks)) is not None:
+        on_estimate(work)
     stats = engine.precompute(blocks, on_progress=partial(report, "encoding tokens of passages"))
     llm = adapter.BlockAttentionLLM(engine=engine, block_template=database.template)
     adapter.encode_prompt_head(llm)
@@ -186,8 +186,8 @@ def estimate(database: Database, blocks: Sequence[Block]) -> Estimate | None:
     model, store = engine.model, engine.store
     distinct = [*{block.handle: block for block in blocks}.values()]
     folder = store.path if isinstance(store, DirectoryStore) else None
-    new = [one for one in distinct if folder is None or not engine.contains(one)]
-    sizes = [len(model.tokenizer.block_ids(one, first=False)) for one in new]
+    new = [block for block in distinct if folder is None or not engine.contains(block)]
+    sizes = [len(model.tokenizer.block_ids(block, first=False)) for block in new]
     config = model.config.get_text_config(decoder=True)
     taken = {
         kind: sum(map(footprint(config, model.dtype, kind).block_bytes, sizes)) if sizes else 0
@@ -203,7 +203,7 @@ def estimate(database: Database, blocks: Sequence[Block]) -> Estimate | None:
         blocks=len(distinct),
         new_blocks=len(new),
         new_tokens=sum(sizes),
-        new_text_bytes=sum(len(one.text.encode()) for one in new),
+        new_text_bytes=sum(len(block.text.encode()) for block in new),
         new_bytes=taken[engine.kv_dtype],
         int8_bytes=taken["int8"],
         seconds=seconds,
@@ -214,4 +214,4 @@ def estimate(database: Database, blocks: Sequence[Block]) -> Estimate | None:
 
 def _existing(folder: Path) -> Path:
     """The folder, or its nearest parent that exists."""
-    return next(one for one in (folder, *folder.absolute().parents) if one.exists())
+    return next(place for place in (folder, *folder.absolute().parents) if place.exists())

@@ -156,9 +156,9 @@ def _add_prompt(
     start = len(first)
     with torch.inference_mode():
         for number, ids in enumerate(others):
-            for layer, one in enumerate(sums):
+            for layer, layer_sums in enumerate(sums):
                 states = _bare(model, blocks[str(number)], layer, 0, len(ids))
-                one.add(states, _bare(model, full, layer, start, start + len(ids)))
+                layer_sums.add(states, _bare(model, full, layer, start, start + len(ids)))
             start += len(ids)
 
 

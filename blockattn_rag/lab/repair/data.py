@@ -99,7 +99,7 @@ class Material:
 
     def inputs(self) -> dict[str, str]:
         """Counts and digests of the data, to compare runs."""
-        found = {
+        inputs = {
             "passages": _digest(self.passages, [[p.title, p.text] for p in self.passages]),
             "prompt format": self.prompt_format,
             "questions": "written by the model",
@@ -109,8 +109,8 @@ class Material:
             parts = [
                 [q.text, q.answers, [[p.title, p.text] for p in q.passages]] for q in self.questions
             ]
-            found["questions"] = _digest(self.questions, parts)
-        return found
+            inputs["questions"] = _digest(self.questions, parts)
+        return inputs
 
 
 def _digest(counted: Sequence[Any], parts: Any) -> str:
@@ -124,9 +124,9 @@ def distinct(questions: Sequence[Question], seed: int) -> list[Question]:
         return hashlib.sha256(question.text.encode("utf-8", "surrogatepass")).hexdigest()
 
     by_text = {question.text.casefold(): question for question in questions}
-    found = sorted(by_text.values(), key=digest)
-    random.Random(seed).shuffle(found)
-    return found
+    ordered = sorted(by_text.values(), key=digest)
+    random.Random(seed).shuffle(ordered)
+    return ordered
 
 
 def draw_samples(
@@ -146,8 +146,8 @@ def draw_samples(
     for index in range(count):
         question = questions[index % len(questions)]
         first, *others = question.passages
-        wanted = rng.randint(min(fewest, len(others) + 1), min(most, len(others) + 1))
-        shown = [first, *rng.sample(others, wanted - 1)]
+        size = rng.randint(min(fewest, len(others) + 1), min(most, len(others) + 1))
+        shown = [first, *rng.sample(others, size - 1)]
         rng.shuffle(shown)
         samples.append(replace(question, passages=tuple(shown)))
     return samples
@@ -156,8 +156,8 @@ def draw_samples(
 def read_passages(path: Path) -> list[Passage]:
     """Read the distinct passages of a file."""
     lines = parsed_lines(path, lambda record, _: _stripped(passage_of(record)))
-    found = (passage for _, passage in lines)
-    return list(dict.fromkeys(found))
+    passages = (passage for _, passage in lines)
+    return list(dict.fromkeys(passages))
 
 
 def read_questions(path: Path, nearest: Nearest | None, num_passages: int) -> list[Question]:
@@ -177,16 +177,16 @@ def read_questions(path: Path, nearest: Nearest | None, num_passages: int) -> li
             return Question(text, tuple(dict.fromkeys(map(_stripped, gold_first))), answers)
         if nearest is None:
             raise DataError(
-                'found a question without passages; add "passages" to it, or pass a database '
+                'Found a question without passages; add "passages" to it, or pass a database '
                 "(--db) or passages (--passages)"
             )
         return Question(text, tuple(nearest(text, num_passages)), answers)
 
-    return [found for _, found in parsed_lines(path, question)]
+    return [parsed for _, parsed in parsed_lines(path, question)]
 
 
-def _stripped(found: EvaluationPassage) -> Passage:
-    return Passage(found.title.strip(), found.text.strip())
+def _stripped(passage: EvaluationPassage) -> Passage:
+    return Passage(passage.title.strip(), passage.text.strip())
 
 
 def write_questions(
@@ -230,7 +230,7 @@ def write_questions(
             text = written[_name(passage)]
             if text and text.lower() not in questions:
                 near = nearest(text, num_passages)
-                others = [one for one in near if one != passage][: num_passages - 1]
+                others = [other for other in near if other != passage][: num_passages - 1]
                 questions[text.lower()] = Question(text, (passage, *others))
         on_progress(len(questions), count)
     if not questions:

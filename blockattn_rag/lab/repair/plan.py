@@ -160,7 +160,7 @@ class Plan:
             batch: Prompts per optimizer step.
         """
         check_enough(questions, limits)
-        given, held_s = seconds, speeds.held_out(recipes)
+        budget_s, held_s = seconds, speeds.held_out(recipes)
         most = min(limits.held_out, math.floor(limits.held_out_share * questions))
         held_out = _within(seconds / 4, held_s, limits.fewest_held_out, most)
         held_out -= held_out % 2
@@ -173,9 +173,9 @@ class Plan:
             needed = math.ceil(-seconds / 60) + 1
             raise TooLittleTimeError(
                 "There is too little time to fit and measure a recipe with this model on this "
-                f"machine: found {max(0.0, given) / 60:.1f} minutes left, expected "
-                f"{(given - seconds) / 60:.1f} (an answer of full mode takes {speeds.answer:.1f} "
-                f"s); give at least {needed} minutes more (--minutes)"
+                f"machine: found {max(0.0, budget_s) / 60:.1f} minutes left, expected "
+                f"{(budget_s - seconds) / 60:.1f} (an answer of full mode takes "
+                f"{speeds.answer:.1f} s); give at least {needed} minutes more (--minutes)"
             )
         measuring_s = held_out * (held_s - speeds.answer)
         fixed = cls(held_out, closed_form, 0, 0, 0.0, measuring_s)

@@ -129,7 +129,7 @@ class Repair:
             if len(choose_on) >= self.limits.promotion_needs:
                 recipes |= promoting(recipes, losses)
                 losses = comparer.losses(choose_on, recipes, tick)
-        costly = [name for name, one in recipes.items() if one.promote or one.recompute]
+        costly = [name for name, recipe in recipes.items() if recipe.promote or recipe.recompute]
         chosen = choose(losses, costly, IN_USE if IN_USE in recipes else None)
         with self._stage("measuring") as tick:
             measured = comparer.compared(report_on, recipes, tick)
@@ -158,12 +158,12 @@ class Repair:
             "version": version,
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
         }
-        found = recipes[chosen]
+        best = recipes[chosen]
         recipe = Recipe(
-            sink=found.sink,
-            adapter=found.adapter,
-            promote=found.promote,
-            recompute=found.recompute,
+            sink=best.sink,
+            adapter=best.adapter,
+            promote=best.promote,
+            recompute=best.recompute,
             fingerprints=(self.model.fingerprint,),
             model=self.model.name,
             prompt_format=self.material.prompt_format,
@@ -277,14 +277,14 @@ class Repair:
         most = self.limits.passages
         (sample,) = draw_samples(questions[:1], 1, most, most, _SEED)
         shown = sample.passages[:2]
-        begun = [replace(one, text=one.text.strip()[:_WARM_UP] or one.text) for one in shown]
+        begun = [replace(p, text=p.text.strip()[:_WARM_UP] or p.text) for p in shown]
         prompts = [self._prompt(replace(sample, passages=tuple(part))) for part in (begun, shown)]
-        found = Speeds(0.0, 0.0, 0.0, 0.0)
+        speeds = Speeds(0.0, 0.0, 0.0, 0.0)
         with self._stage("measuring speed") as tick:
             for number, prompt in enumerate(prompts):
                 tick(number, len(prompts))
                 request = EncodeRequest(self._ids(prompt), "", "")
-                found = Speeds(
+                speeds = Speeds(
                     answer=self.teacher.seconds(prompt),
                     encode=_timed(lambda: [*self.model.encode([request])]),  # noqa: B023
                     fetch=_timed(partial(self.source, prompt)),
@@ -292,7 +292,7 @@ class Repair:
                 )
             tick(len(prompts), len(prompts))
         complete = len(self._ids(self._prompt(sample)))
-        return found.longer(complete / len(self._ids(prompts[-1])))
+        return speeds.longer(complete / len(self._ids(prompts[-1])))
 
     def _ids(self, prompt: BlockPrompt) -> list[int]:
         return [*self.model.tokenizer.prompt_ids(prompt).flat]

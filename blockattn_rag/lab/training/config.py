@@ -85,15 +85,15 @@ class FinetuneConfig:
 
     def __post_init__(self) -> None:
         if not self.train_data or isinstance(self.train_data, (str, Path)):
-            raise ValueError(f"train_data must be a list of files, found {self.train_data!r}")
+            raise ValueError(f"Found train_data {self.train_data!r}, expected a list of files")
         distinct = set(self.modes)
         if not distinct or len(distinct) < len(self.modes) or not distinct <= set(get_args(Mode)):
             raise ValueError(
-                f"modes must be distinct values from {get_args(Mode)}, found {self.modes!r}"
+                f"Found modes {self.modes!r}, expected distinct values from {get_args(Mode)}"
             )
         for name, choices in _choices().items():
-            if (found := getattr(self, name)) not in choices:
-                raise ValueError(f"{name} must be one of {choices}, found {found!r}")
+            if (value := getattr(self, name)) not in choices:
+                raise ValueError(f"Found {name} {value!r}, expected one of {choices}")
         self._check_bounds()
         if self.adam_beta2 >= 1 or self.seed >= 2**32:  # the limit of numpy's seeds
             raise ValueError(
@@ -102,22 +102,23 @@ class FinetuneConfig:
             )
         if check_sink(self.sink) != NO_SINK and "block" not in self.modes:
             raise ValueError(
-                f"sink={self.sink!r} needs block mode: add 'block' to modes, or leave out sink"
+                f"Found sink {self.sink!r}, which needs block mode: add 'block' to modes, or "
+                "leave out sink"
             )
         chosen = format_for(self.prompt_format, self.model).name
         object.__setattr__(self, "prompt_format", chosen)  # recorded for resuming
         if not Path(self.output).name.strip("."):
-            raise ValueError(f"output must name a folder, found {str(self.output)!r}")
+            raise ValueError(f"Found output {str(self.output)!r}, expected the name of a folder")
 
     def _check_bounds(self) -> None:
         for name in (*_LEAST, *_ABOVE):
-            found = getattr(self, name)
-            if found is None:
+            value = getattr(self, name)
+            if value is None:
                 continue
-            fits = found >= _LEAST[name] if name in _LEAST else found > _ABOVE[name]
-            if not (math.isfinite(found) and fits):
+            fits = value >= _LEAST[name] if name in _LEAST else value > _ABOVE[name]
+            if not (math.isfinite(value) and fits):
                 bound = f"{_LEAST[name]} or more" if name in _LEAST else f"above {_ABOVE[name]}"
-                raise ValueError(f"{name} is {found}, expected {bound}")
+                raise ValueError(f"Found {name} {value}, expected {bound}")
 
     @property
     def marker(self) -> dict[str, object]:

@@ -123,12 +123,12 @@ class SampleEncoder:
         except SegmentationError as error:
             raise DataError(str(error)) from error
         except TemplateError as error:
-            raise DataError(f"the chat template refuses this conversation: {error}") from error
+            raise DataError(f"The chat template refuses this conversation: {error}") from error
         encoded = self.encode(sample)
         count = len(encoded.input_ids)
         if self.max_tokens is not None and count > self.max_tokens:
             raise DataError(
-                f"found a sample of {count} tokens, expected at most {self.max_tokens}; shorten it"
+                f"Found a sample of {count} tokens, expected at most {self.max_tokens}; shorten it"
             )
         return encoded
 
@@ -141,7 +141,7 @@ class SampleEncoder:
         if "passages" in fields:
             return self._parse_passages(fields)
         raise DataError(
-            f"found keys {listed(fields)}, expected 'messages', or 'blocks', 'prompt' and "
+            f"Found keys {listed(fields)}, expected 'messages', or 'blocks', 'prompt' and "
             "'response', or 'question', 'passages' and 'answer'"
         )
 
@@ -165,22 +165,22 @@ class SampleEncoder:
         messages = []
         for message, where in _objects(fields, "messages"):
             if message.get("tool_calls"):
-                raise DataError(f"found '{where}tool_calls', which cannot be learned; write the "
+                raise DataError(f"Found '{where}tool_calls', which cannot be learned; write the "
                                 "call into 'content'")  # fmt: skip
             messages.append({k: text_of(message, k, where) for k in ("role", "content")})
         if len(messages) < 2 or messages[-1]["role"] != "assistant":
-            raise DataError("found no response: the last of two or more messages must have "
+            raise DataError("Found no response: the last of two or more messages must have "
                             "the role 'assistant'")  # fmt: skip
         if messages[-2]["role"] == "assistant":
-            raise DataError("the last two messages both have the role 'assistant'; join them, or "
+            raise DataError("The last two messages both have the role 'assistant'; join them, or "
                             "put a user's message between them")  # fmt: skip
         *asked, answer = messages
         prompt = conversation(asked, self.hf_tokenizer, blocks_per_turn=self.blocks_per_turn)
         return Sample(prompt, answer["content"])
 
     def _parse_passages(self, fields: Record) -> Sample:
-        found = passages_of(fields, may_be_empty=True)
-        passages = [formats.Passage(one.title, one.text) for one in found]
+        records = passages_of(fields, may_be_empty=True)
+        passages = [formats.Passage(record.title, record.text) for record in records]
         (question, answer), *later = _turns(fields, "question", "answer")
         prompt = self.format.prompt(question, passages, self.hf_tokenizer)
         return Sample(prompt, answer, tuple((self._follow_up(q), a) for q, a in later))
@@ -205,8 +205,8 @@ def read_samples(
     """
     report = DataReport() if report is None else report
     for path in map(Path, files):
-        lines = parsed_lines(path, lambda one, _: encoder.encode_record(one), may_be_empty=True)
-        for _, sample in lines:
+        encoded = parsed_lines(path, lambda line, _: encoder.encode_record(line), may_be_empty=True)
+        for _, sample in encoded:
             report.samples += 1
             report.with_context += len(sample.block_lengths) > 1
             report.tokens += len(sample.input_ids)
@@ -224,13 +224,13 @@ def _block(item: object, where: str) -> Block:
     """Parse a block, given as a text or as an object with text, template and control."""
     fields: Record = {"text": item} if isinstance(item, str) else of_kind(item, dict, where)
     if unknown := fields.keys() - {"text", "before", "after", "control"}:
-        raise DataError(f"found {where} with keys {listed(unknown)}, expected 'text', and "
+        raise DataError(f"Found {where} with keys {listed(unknown)}, expected 'text', and "
                         "optionally 'before', 'after', 'control'")  # fmt: skip
     before, after = (fields.get(key, "") for key in ("before", "after"))
     control = fields.get("control", False)
     if not (isinstance(before, str) and isinstance(after, str) and isinstance(control, bool)):
         raise DataError(
-            f"expected strings for 'before' and 'after' of {where}, and true or false for 'control'"
+            f"Expected strings for 'before' and 'after' of {where}, and true or false for 'control'"
         )
     text = text_of(fields, "text", f"{where}.")
     span = Span(text, "prompt" if control else "passage")

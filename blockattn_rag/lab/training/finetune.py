@@ -136,8 +136,8 @@ def _arguments(config: FinetuneConfig) -> TrainingArguments:
     shared = config.per_device_batch_size * arguments.world_size
     if config.batch_size % shared:
         raise ValueError(
-            f"batch_size is {config.batch_size}, expected a multiple of {shared} (per-device batch "
-            "size x number of devices)"
+            f"Found batch_size {config.batch_size}, expected a multiple of {shared} (per-device "
+            "batch size x number of devices)"
         )
     arguments.gradient_accumulation_steps = config.batch_size // shared
     return arguments
@@ -240,7 +240,7 @@ def _encoded(
             for sample in read_samples(files, encoder, report):
                 writer.write(dataclasses.asdict(sample))
             if not report.samples:
-                raise DataError(f"found no sample in {', '.join(map(str, files))}")
+                raise DataError(f"Found no sample in {', '.join(map(str, files))}")
             writer.finalize()
         write_json(listing, dataclasses.asdict(report))
     return Dataset.from_file(str(path)), DataReport(**json.loads(listing.read_text("utf-8")))
@@ -250,13 +250,13 @@ def _check_context(report: DataReport) -> None:
     """Raise ``DataError`` if no sample has a context: block mode is then the same as full mode."""
     if not report.with_context:
         raise DataError(
-            "no sample has a context: each is a question and its answer in one block, which is the "
+            "No sample has a context: each is a question and its answer in one block, which is the "
             "same in block and full mode. Add passages or blocks; or split turns of messages "
             "(blocks_per_turn, --blocks-per-turn); or train only full mode (modes)"
         )
     if report.with_context < report.samples / 2:
         logger.warning(
-            "only %d of %d samples have a context: the others are the same in block and full mode",
+            "Only %d of %d samples have a context: the others are the same in block and full mode",
             report.with_context,
             report.samples,
         )

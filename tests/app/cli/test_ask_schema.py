@@ -73,8 +73,8 @@ def test_answer_fits_schema(cli: Command, filled: Path, schema: Write, seen: lis
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (b"{", "invalid JSON: Expecting property name"),
-        (b"\xff\xfe\xff", "invalid JSON: "),
+        (b"{", "Invalid JSON: Expecting property name"),
+        (b"\xff\xfe\xff", "Invalid JSON: "),
         ([1], 'expected an object such as {"type": "object", '),
         (True, "found true"),
     ],

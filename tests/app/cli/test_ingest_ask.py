@@ -64,7 +64,7 @@ def test_ingests_everything_but_what_cannot_be_opened(
         {"path": file, "reason": "cannot be opened (Permission denied)"}
     ]
     assert (report["documents"], report["added"], report["orphaned"]) == (2, 1, [])
-    assert f"skipped: {file}: cannot be opened (Permission denied)" in shown.stderr
+    assert f"Skipped: {file}: cannot be opened (Permission denied)" in shown.stderr
     assert f"error: Could not open 1 file or folder: {file}; everything else" in shown.stderr
     assert cli(*command, "--json").json["inaccessible"] == []
 

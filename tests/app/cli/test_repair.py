@@ -116,9 +116,9 @@ def test_repairs_a_model(cli: Command, model: Path, questions: Path, tmp_path: P
 @pytest.mark.parametrize(
     ("given", "status", "message"),
     [
-        ((), 2, "expected --db FOLDER, or --model NAME with --passages FILE"),
-        (("--model", "MODEL"), 2, "expected --db FOLDER, or --model NAME with --passages FILE"),
-        (("--db", "db", "--passages", "p.jsonl"), 2, "found --db and --passages"),
+        ((), 2, "Expected --db FOLDER, or --model NAME with --passages FILE"),
+        (("--model", "MODEL"), 2, "Expected --db FOLDER, or --model NAME with --passages FILE"),
+        (("--db", "db", "--passages", "p.jsonl"), 2, "Found --db and --passages"),
         (("--db", "nowhere"), 1, "nowhere is not a database"),
         (("--questions", "q.jsonl", "--model", "MODEL"), 1, "line 1: found a question without"),
         (("--passages", "none.jsonl", "--model", "MODEL"), 1, "Found no file none.jsonl"),

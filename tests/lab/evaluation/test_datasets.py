@@ -36,9 +36,9 @@ def test_blank_lines_are_skipped_and_counted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"question": " "}, "found an empty 'question'"),
+        ({"question": " "}, "Found an empty 'question'"),
         ({"answers": "x"}, "found 'answers' of a string, expected a list"),
-        ({"passages": [{"title": "t"}]}, r"found no 'passages\[0\].text'"),
+        ({"passages": [{"title": "t"}]}, r"Found no 'passages\[0\].text'"),
         ({"passages": [{"title": "t", "text": "x", "gold": 1}]}, "expected true or false"),
         ({"question": "\ud800?"}, "half of a surrogate pair"),
     ],

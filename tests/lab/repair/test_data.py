@@ -102,17 +102,17 @@ def test_questions_bring_their_passages_gold_ones_first_or_get_the_nearest(tmp_p
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ({"question": " "}, "line 1: found an empty 'question'"),
-        ({"passages": []}, "line 1: found no 'question'"),
+        ({"question": " "}, "line 1: Found an empty 'question'"),
+        ({"passages": []}, "line 1: Found no 'question'"),
         (
             {"question": "q?", "passages": [{"title": "x"}]},
-            r"line 1: found no 'passages\[0\].text'",
+            r"line 1: Found no 'passages\[0\].text'",
         ),
         (
             {"question": "q?", "passages": [{"text": "x", "gold": 1}]},
             r"'passages\[0\].gold' of a number",
         ),
-        ({"question": "q?"}, "line 1: found a question without passages; add"),
+        ({"question": "q?"}, "line 1: Found a question without passages; add"),
         ([], "line 1: found a record of a list, expected an object"),
     ],
 )

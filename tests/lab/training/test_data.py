@@ -135,7 +135,7 @@ BAD_LINES: dict[str, tuple[bytes, str]] = {
     "not JSON": (b'{"messages": [', "no valid JSON"),
     "not an object": (b"[1]", "a list, expected an object"),
     "broken UTF-8": (b'{"prompt": "\xff"}', "not UTF-8"),
-    "no known key": (b'{"text": "a"}', "found keys 'text', expected 'messages'"),
+    "no known key": (b'{"text": "a"}', "Found keys 'text', expected 'messages'"),
     "missing response": (b'{"blocks": ["a"], "prompt": "b"}', "no 'response'"),
     "empty block": (b'{"blocks": ["a", " "], "prompt": "b", "response": "c"}', "empty 'blocks[1]"),
     "empty turns": (b'{"blocks": ["a"], "turns": []}', "empty list 'turns'"),
@@ -155,7 +155,7 @@ BAD_LINES: dict[str, tuple[bytes, str]] = {
     "two answers at the end": (
         b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, '
         b'{"role": "assistant", "content": "c"}]}',
-        "the last two messages both have the role 'assistant'",
+        "The last two messages both have the role 'assistant'",
     ),
     "tool calls": (
         b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", '
@@ -196,7 +196,7 @@ class TestBadData:
         asked = {"messages": [m for m in MESSAGES["messages"] if m["role"] != "system"]}
         file = tmp_path / "data.jsonl"
         file.write_text("".join(json.dumps(r) + "\n" for r in (asked, refused)))
-        with pytest.raises(DataError, match="line 2: the chat template refuses"):
+        with pytest.raises(DataError, match="line 2: The chat template refuses"):
             list(read_samples([file], SampleEncoder(tokenizer)))
 
     def test_messages_without_a_chat_template_are_reported(self) -> None:
