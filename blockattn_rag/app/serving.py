@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from blockattn_rag import __version__
-from blockattn_rag.app.rag.database import AUTO, require_manifest
+from blockattn_rag.app.rag.database import AUTO_SETTING, require_manifest
 from blockattn_rag.app.rag.names import check_recipe
 from blockattn_rag.check.model import check_model
 from blockattn_rag.engine.find_recipe import known_digests, resolve_recipe
@@ -45,8 +45,8 @@ class Served:
 
     model: str
     store: str
-    recipe: str = AUTO
-    dtype: str = AUTO
+    recipe: str = AUTO_SETTING
+    dtype: str = AUTO_SETTING
     namespace: str = ""
     kv_dtype: str = "model"
     folder: Path | None = None
@@ -88,7 +88,7 @@ class Served:
         options = {"store": self.store, "profile": str(profile.resolve())}
         if ModelProfile.read(profile).adapter:
             kept = profile.with_name(RECIPE_FOLDER)
-            if not kept.is_dir() and self.recipe == AUTO:
+            if not kept.is_dir() and self.recipe == AUTO_SETTING:
                 raise ValueError(
                     f"{profile} was written with a recipe that has an adapter, and there is no "
                     f"recipe at {kept}; pass the folder of that recipe as --recipe"
@@ -117,7 +117,7 @@ def profile_file(served: Served) -> Path:
 
 
 def _dtype(served: Served, config: Any) -> str:
-    if served.dtype != AUTO:
+    if served.dtype != AUTO_SETTING:
         return served.dtype
     dtype = getattr(config, "dtype", None) if torch.cuda.is_available() else None
     return str(dtype or torch.float32).removeprefix("torch.")

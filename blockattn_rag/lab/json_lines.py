@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 
 from blockattn_rag.errors import DataError
 
-Record = Mapping[str, Any]
-Kind = TypeVar("Kind")
+JsonRecord = Mapping[str, Any]
+_Kind = TypeVar("Kind")
 T = TypeVar("T")
 
 _GZIP = b"\x1f\x8b"
@@ -25,7 +25,7 @@ _KINDS = {dict: "an object", list: "a list", str: "a string", bool: "true or fal
 
 
 def parsed_lines(
-    path: str | Path, parse: Callable[[Record, int], T], *, may_be_empty: bool = False
+    path: str | Path, parse: Callable[[JsonRecord, int], T], *, may_be_empty: bool = False
 ) -> Iterator[tuple[int, T]]:
     """Parse the records of a JSON-lines file, plain or gzip. Yields line numbers and results.
 
@@ -83,7 +83,7 @@ def parse_line(line: bytes) -> object:
         raise DataError(f"Found no valid JSON ({error}), expected one object per line") from error
 
 
-def of_kind(value: object, kind: type[Kind], name: str) -> Kind:
+def of_kind(value: object, kind: type[_Kind], name: str) -> _Kind:
     """Return ``value``, or raise ``DataError`` unless it is a ``kind``: dict, list, str or bool."""
     if not isinstance(value, kind):
         kind_name = "null" if value is None else _KINDS.get(type(value), "a number")
@@ -91,14 +91,14 @@ def of_kind(value: object, kind: type[Kind], name: str) -> Kind:
     return value
 
 
-def value_of(record: Record, key: str, where: str = "") -> Any:
+def value_of(record: JsonRecord, key: str, where: str = "") -> Any:
     """Return the value of a required key, or raise ``DataError``."""
     if key not in record:
-        raise DataError(f"Found no '{where}{key}' among the keys {listed(record)}")
+        raise DataError(f"Found no '{where}{key}' among the keys {quoted_names(record)}")
     return record[key]
 
 
-def text_of(record: Record, key: str, where: str = "") -> str:
+def required_text(record: JsonRecord, key: str, where: str = "") -> str:
     """Return the non-blank string of a required key, or raise ``DataError``."""
     return not_blank(value_of(record, key, where), f"'{where}{key}'")
 
@@ -111,7 +111,7 @@ def not_blank(value: object, name: str) -> str:
     return text
 
 
-def list_of(record: Record, key: str, *, may_be_empty: bool = False) -> Sequence[object]:
+def list_of(record: JsonRecord, key: str, *, may_be_empty: bool = False) -> Sequence[object]:
     """Return the list of a required key. An empty list raises unless ``may_be_empty``."""
     items: list[object] = of_kind(value_of(record, key), list, f"'{key}'")
     if not items and not may_be_empty:
@@ -119,6 +119,6 @@ def list_of(record: Record, key: str, *, may_be_empty: bool = False) -> Sequence
     return items
 
 
-def listed(keys: Iterable[str]) -> str:
+def quoted_names(keys: Iterable[str]) -> str:
     """Sorted, quoted keys, separated by commas; "none" if there are none."""
     return ", ".join(repr(key) for key in sorted(keys)) or "none"

@@ -85,7 +85,7 @@ class Footprint:
 
 
 @dataclass(frozen=True, slots=True)
-class Tier:
+class CapacityTier:
     """A place for blocks: how many passages fit, and the first token's time from there."""
 
     name: str
@@ -94,7 +94,7 @@ class Tier:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class CapacityPlan:
     """Storage, ingestion and time to first token of a collection.
 
     Args:
@@ -113,7 +113,7 @@ class Plan:
     ingest_s: float
     full_ttft_s: float
     break_even_bytes_per_s: float | None
-    tiers: tuple[Tier, ...]
+    tiers: tuple[CapacityTier, ...]
 
 
 def footprint(config: Any, dtype: torch.dtype, kv_dtype: KVDtype = "model") -> Footprint:
@@ -175,7 +175,7 @@ def _active_width(config: Any) -> int:
     return int(experts * each + (getattr(config, "shared_expert_intermediate_size", None) or 0))
 
 
-def plan(
+def plan_capacity(
     config: Any,
     dtype: torch.dtype,
     machine: Machine,
@@ -185,7 +185,7 @@ def plan(
     top_k: int = 10,
     question_tokens: int = 50,
     kv_dtype: KVDtype = "model",
-) -> Plan:
+) -> CapacityPlan:
     """Estimate storage and times for a collection of passages.
 
     Args:
@@ -210,12 +210,12 @@ def plan(
     if machine.gpu_bytes is not None:
         # A tenth of the GPU's memory is for activations and the allocator.
         on_gpu = math.floor(0.9 * machine.gpu_bytes) - model.weight_bytes
-        tiers.append(Tier("gpu", max(0, on_gpu) // passage, ttft_s))
+        tiers.append(CapacityTier("gpu", max(0, on_gpu) // passage, ttft_s))
         room, ttft_s = machine.memory_bytes, ttft_s + moved / machine.transfer_bytes_per_s
-    tiers.append(Tier("memory", max(0, room) // passage, ttft_s))
+    tiers.append(CapacityTier("memory", max(0, room) // passage, ttft_s))
     from_disk = ttft_s + moved / machine.disk_bytes_per_s
-    tiers.append(Tier("disk", machine.disk_bytes // passage, from_disk))
-    return Plan(
+    tiers.append(CapacityTier("disk", machine.disk_bytes // passage, from_disk))
+    return CapacityPlan(
         footprint=model,
         passage_bytes=passage,
         total_bytes=passage * passages,

@@ -39,7 +39,7 @@ def interrupted_run(work: Path) -> dict[str, Any] | None:
     if not os.path.lexists(work):
         return None
     if (work / RUN).is_file():
-        settings = read_json(work / RUN)
+        settings = read_work_file(work / RUN)
         if not any(fields <= settings.keys() for fields in _FIELDS):
             raise FileExistsError(
                 f"{work} is not the work folder of a run (its {RUN} has other fields); move it away"
@@ -50,7 +50,7 @@ def interrupted_run(work: Path) -> dict[str, Any] | None:
     return None
 
 
-def check(work: Path, settings: Mapping[str, Any]) -> None:
+def check_resumable(work: Path, settings: Mapping[str, Any]) -> None:
     """Check that a run with these settings may use a work folder."""
     if (work / _LOCK).is_file():
         with _held(work):
@@ -124,11 +124,11 @@ def work_folder(
                     work,
                 )
             else:
-                remove(work)
+                remove_work(work)
             raise
 
 
-def remove(work: Path) -> None:
+def remove_work(work: Path) -> None:
     """Delete a work folder, settings last, so that it is recognized after an interruption."""
     _clear(work)
     shutil.rmtree(work, ignore_errors=True)
@@ -142,7 +142,7 @@ def _clear(work: Path) -> None:
             path.unlink()
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_work_file(path: Path) -> dict[str, Any]:
     """Read the object in a JSON file of a work folder."""
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))
@@ -156,7 +156,7 @@ def kept_json(path: Path, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Read the object in a JSON file. A missing file is created first."""
     if not path.is_file():
         write_json(path, make())
-    return read_json(path)
+    return read_work_file(path)
 
 
 def last_checkpoint(folder: Path) -> Path | None:

@@ -115,7 +115,7 @@ class BlockTemplate:
     after: str = ""
 
 
-PLAIN = BlockTemplate()
+NO_TEMPLATE = BlockTemplate()
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ class Block:
     """
 
     text: str
-    template: BlockTemplate = PLAIN
+    template: BlockTemplate = NO_TEMPLATE
     spans: tuple[Span, ...] = ()
     handle: str = field(init=False)
 
@@ -145,7 +145,7 @@ class Block:
         object.__setattr__(self, "handle", handle_of(self.text))
 
     @classmethod
-    def of(cls, spans: Iterable[Span], template: BlockTemplate = PLAIN) -> Block:
+    def of(cls, spans: Iterable[Span], template: BlockTemplate = NO_TEMPLATE) -> Block:
         """Create a block from spans."""
         spans = merged(spans)
         return cls(text_of(spans), template, spans)
@@ -229,7 +229,9 @@ class BlockPrompt:
         return cls(tuple(blocks), final)
 
     @classmethod
-    def from_spans(cls, spans: Iterable[Span], template: BlockTemplate = PLAIN) -> BlockPrompt:
+    def from_spans(
+        cls, spans: Iterable[Span], template: BlockTemplate = NO_TEMPLATE
+    ) -> BlockPrompt:
         """Create a prompt from spans. Each passage becomes a block with ``template``.
 
         Text before the first passage is the first block, and text after the last passage is the

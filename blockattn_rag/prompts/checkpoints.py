@@ -13,7 +13,7 @@ from pathlib import Path
 from blockattn_rag.prompts.formats import CHAT, PromptFormat, prompt_format
 from blockattn_rag.prompts.sinks import NO_SINK
 
-AUTO = "auto"
+AUTO_FORMAT = "auto"
 """Selects the format that a known checkpoint was trained on, or ``chat`` for other models."""
 
 # The command line shows messages of this logger as notes.
@@ -109,7 +109,7 @@ def format_for(name: str | PromptFormat, model: str) -> PromptFormat:
     Raises:
         ValueError: The format is unknown.
     """
-    if name != AUTO:
+    if name != AUTO_FORMAT:
         return prompt_format(name)
     known = known_checkpoint(model)
     if known is None:

@@ -30,7 +30,14 @@ from typing import NamedTuple
 
 from blockattn_rag.errors import SegmentationError
 from blockattn_rag.files import state_folder, temporary_name
-from blockattn_rag.prompts.blocks import PLAIN, BlockPrompt, BlockTemplate, Origin, Span, handle_of
+from blockattn_rag.prompts.blocks import (
+    NO_TEMPLATE,
+    BlockPrompt,
+    BlockTemplate,
+    Origin,
+    Span,
+    handle_of,
+)
 
 logger = logging.getLogger("blockattn_rag")
 
@@ -225,7 +232,7 @@ def _key_in(path: Path) -> bytes:
     return path.read_bytes()
 
 
-def segment(string: str, template: BlockTemplate = PLAIN) -> BlockPrompt:
+def segment(string: str, template: BlockTemplate = NO_TEMPLATE) -> BlockPrompt:
     """Create a prompt from a string with markers; see ``BlockPrompt.from_spans``.
 
     Control tokens are not parsed, because it is unknown which text a template wrote.

@@ -18,7 +18,7 @@ from blockattn_rag.app.cli.options import (
     lasting_store,
 )
 from blockattn_rag.app.cli.output import count, duration, emit, fail, note, size
-from blockattn_rag.app.cli.progress import progress, stages, waiting
+from blockattn_rag.app.cli.progress import stage_progress, stages, waiting
 from blockattn_rag.app.rag.database import (
     Database,
     Manifest,
@@ -27,7 +27,7 @@ from blockattn_rag.app.rag.database import (
 )
 from blockattn_rag.app.rag.documents import load_documents
 from blockattn_rag.app.rag.ingest import Estimate, ingest_documents
-from blockattn_rag.app.rag.names import HASHING, MINILM, check_model, existing_model
+from blockattn_rag.app.rag.names import HASHING, MINILM, existing_model, require_model
 from blockattn_rag.app.rag.passages import (
     all_sources,
     delete_passages,
@@ -131,8 +131,8 @@ def ingest(
         server=server,
     )
     if settings.server is None:
-        check_model(settings.model)  # before the documents are read
-    with progress("reading files") as tick:
+        require_model(settings.model)  # before the documents are read
+    with stage_progress("reading files") as tick:
         loaded = load_documents(paths, exclude=db, on_progress=tick)
     for file, reason in (*loaded.inaccessible, *loaded.skipped):
         note(f"Skipped: {file}: {reason}")

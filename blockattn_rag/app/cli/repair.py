@@ -178,7 +178,7 @@ def _of_files(
     from blockattn_rag.lab.repair.data import Material, read_passages, read_questions
     from blockattn_rag.lab.repair.plan import LIMITS
     from blockattn_rag.model import BlockModel
-    from blockattn_rag.prompts.checkpoints import AUTO, format_for
+    from blockattn_rag.prompts.checkpoints import AUTO_FORMAT, format_for
     from blockattn_rag.store import open_store
 
     read = [] if passages is None else read_passages(passages)
@@ -188,7 +188,7 @@ def _of_files(
         asked = read_questions(questions, nearest, LIMITS.passages)
     # Packing is off because training would pack the weights again at every change of mode.
     loaded = BlockModel.from_pretrained(model, pack_weights=False)
-    form, tokenizer = format_for(AUTO, loaded.name), loaded.tokenizer.tokenizer
+    form, tokenizer = format_for(AUTO_FORMAT, loaded.name), loaded.tokenizer.tokenizer
     material = Material(
         prompt=lambda question, shown: form.prompt(question, shown, tokenizer),
         prompt_format=form.name,

@@ -18,7 +18,7 @@ _DATA = Path(__file__).parent / "data"
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class CorpusQuestion:
     """A question with the answer in the passages.
 
     Args:
@@ -47,13 +47,15 @@ def bundled_corpus() -> tuple[Passage, ...]:
 
 
 @cache
-def bundled_questions() -> tuple[Question, ...]:
+def bundled_questions() -> tuple[CorpusQuestion, ...]:
     """Fifteen questions about the bundled corpus: ten on one passage, five comparisons."""
     return tuple(_question(record) for record in _records("questions"))
 
 
 @cache
-def bundled_samples(kind: str, num_passages: int, split: str = "test") -> tuple[Question, ...]:
+def bundled_samples(
+    kind: str, num_passages: int, split: str = "test"
+) -> tuple[CorpusQuestion, ...]:
     """Questions with the passages of their prompts.
 
     The bundled model was trained only on the split ``"train"``. With 5 passages, there are 60 test
@@ -63,7 +65,7 @@ def bundled_samples(kind: str, num_passages: int, split: str = "test") -> tuple[
     return tuple(_question(record) for record in _records(f"{split}-{kind}-{num_passages}"))
 
 
-def is_correct(question: Question, answer: str) -> bool:
+def is_correct(question: CorpusQuestion, answer: str) -> bool:
     """Whether the answer contains the expected words in sequence, ignoring case."""
     return f" {_normalize(question.expected)} " in f" {_normalize(answer)} "
 
@@ -78,6 +80,6 @@ def _records(name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
-def _question(record: dict[str, Any]) -> Question:
+def _question(record: dict[str, Any]) -> CorpusQuestion:
     passages = tuple(Passage(**passage) for passage in record.get("passages", ()))
-    return Question(**{**record, "gold": tuple(record["gold"]), "passages": passages})
+    return CorpusQuestion(**{**record, "gold": tuple(record["gold"]), "passages": passages})

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from blockattn_rag.app.demo import facts
 from blockattn_rag.app.demo.corpus import bundled_corpus, bundled_questions
-from blockattn_rag.app.rag.ask import Answer, Assistant
+from blockattn_rag.app.rag.ask import Assistant, AssistantAnswer
 from blockattn_rag.app.rag.database import Database, Manifest
 from blockattn_rag.app.rag.documents import set_source
 from blockattn_rag.app.rag.ingest import IngestReport
@@ -48,7 +48,7 @@ class Collection:
 
     name: str
     passages: tuple[Passage, ...]
-    questions: tuple[facts.Question, ...]
+    questions: tuple[facts.FactQuestion, ...]
     top_k: int
     max_new_tokens: int
 
@@ -69,7 +69,9 @@ def collection_for(model: str) -> Collection:
     """The encyclopedia for the bundled model, and the articles for every other model."""
     if model == BUNDLED:
         asked = tuple(
-            facts.Question(f"encyclopedia/{number}", question.question, (question.expected,), "")
+            facts.FactQuestion(
+                f"encyclopedia/{number}", question.question, (question.expected,), ""
+            )
             for number, question in enumerate(bundled_questions())
         )
         return Collection(_ENCYCLOPEDIA, bundled_corpus(), asked, 5, 64)
@@ -99,14 +101,14 @@ def default_folder() -> Path:
 class DemoAnswer:
     """A question and its answers in both modes."""
 
-    asked: facts.Question
-    block: Answer
-    full: Answer
+    asked: facts.FactQuestion
+    block: AssistantAnswer
+    full: AssistantAnswer
 
     def is_right(self, mode: Mode) -> bool:
         return facts.is_right(self.of(mode).answer, self.asked.answers)
 
-    def of(self, mode: Mode) -> Answer:
+    def of(self, mode: Mode) -> AssistantAnswer:
         return self.block if mode == "block" else self.full
 
     def to_dict(self) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from threading import Event
 from typing import Any, NamedTuple
 
 from blockattn_rag.app.demo.run import speedup
-from blockattn_rag.app.rag.ask import Answer, Assistant
+from blockattn_rag.app.rag.ask import Assistant, AssistantAnswer
 from blockattn_rag.app.rag.database import Database
 from blockattn_rag.app.rag.passages import retriever
 from blockattn_rag.engine.results import Mode, ReuseStats
@@ -77,7 +77,7 @@ class Race:
             retrieved = self.retrieved(question)
             shown = shown._replace(passages=_passages(retrieved))
             yield shown
-            answers: dict[Mode, Answer] = {}
+            answers: dict[Mode, AssistantAnswer] = {}
             for mode in ("block", "full"):
                 for text, clock_s, answer in self._stream(question, mode):
                     stats = answer.stats if answer else None
@@ -103,7 +103,9 @@ class Race:
             retrieved.append(Retrieved(text, tokens, engine.contains(block)))
         return retrieved
 
-    def _stream(self, question: str, mode: Mode) -> Iterator[tuple[str, float, Answer | None]]:
+    def _stream(
+        self, question: str, mode: Mode
+    ) -> Iterator[tuple[str, float, AssistantAnswer | None]]:
         """Yield the text so far, the time until its first token (or until now), and the answer.
 
         The answer is None until it is complete.
@@ -173,7 +175,7 @@ def is_available() -> bool:
     return find_spec("gradio") is not None
 
 
-def serve(race: Race, examples: Sequence[str], on_ready: Callable[[str], None]) -> None:
+def serve_page(race: Race, examples: Sequence[str], on_ready: Callable[[str], None]) -> None:
     """Serve the page until Ctrl-C.
 
     The server listens on 127.0.0.1, or on ``$GRADIO_SERVER_NAME``, and refuses requests for other

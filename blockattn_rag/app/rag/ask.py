@@ -47,7 +47,7 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class AssistantAnswer:
     """An answer with its sources and reuse statistics.
 
     Attributes:
@@ -129,7 +129,7 @@ class Assistant:
         mode: Mode = "block",
         on_text: Callable[[str], None] | None = None,
         history: Sequence[Turn] = (),
-    ) -> Answer:
+    ) -> AssistantAnswer:
         """Answer a question.
 
         Args:
@@ -178,7 +178,7 @@ class Assistant:
             mode, len(response.source_nodes), stats.fetch_s, stats.assemble_s, stats.prefill_s,
             waited_s or answered_s,
         )  # fmt: skip
-        return Answer(
+        return AssistantAnswer(
             question=question,
             answer=text,
             sources=tuple(_source(node) for node in response.source_nodes),

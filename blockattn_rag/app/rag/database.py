@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from blockattn_rag.engine.protocol import Engine
 
 MANIFEST = "blockattn.json"
-AUTO = "auto"
-VERSION = 2
+AUTO_SETTING = "auto"
+MANIFEST_VERSION = 2
 _CHROMA, _CHROMA_FILE = "chroma", "chroma.sqlite3"
 
 logger = logging.getLogger("blockattn_rag.app.rag")
@@ -71,13 +71,13 @@ class Manifest:
     collection: str = "passages"
     chunk_size: int = 512
     template: dict[str, str] = field(default_factory=lambda: asdict(BLANK_LINE))
-    recipe: str = AUTO
+    recipe: str = AUTO_SETTING
     namespace: str = ""
-    dtype: str = AUTO
+    dtype: str = AUTO_SETTING
     kv_dtype: str = "model"
     store: str | None = None
     server: str | None = None
-    version: int = VERSION
+    version: int = MANIFEST_VERSION
 
     @classmethod
     def read(cls, folder: Path) -> Manifest | None:
@@ -87,15 +87,15 @@ class Manifest:
             return None
         try:
             fields = json.loads(path.read_text(encoding="utf-8"))
-            if (version := fields.get("version")) != VERSION:
+            if (version := fields.get("version")) != MANIFEST_VERSION:
                 raise DatabaseError(
-                    f"{path} has version {version}, expected {VERSION}; delete the folder, or use "
-                    "a new one"
+                    f"{path} has version {version}, expected {MANIFEST_VERSION}: delete it, "
+                    "or use a new one"
                 )
             check_namespace(fields.get("namespace", ""))
             if (kind := fields.get("kv_dtype", "model")) not in ("model", "int8"):
                 raise ValueError(f"Found kv_dtype {kind!r}, expected 'model' or 'int8'")
-            if not isinstance(recipe := fields.get("recipe", AUTO), str):
+            if not isinstance(recipe := fields.get("recipe", AUTO_SETTING), str):
                 raise ValueError(f"Found recipe {recipe!r}, expected a string")
             return cls(**fields)
         except (ValueError, TypeError, AttributeError) as error:
@@ -131,7 +131,7 @@ class Database:
             )
         embedding = load_embedding(settings.embedding)
         # A server has its own recipe, so the recipe in the manifest does not apply.
-        used = replace(settings, recipe=AUTO) if settings.server else settings
+        used = replace(settings, recipe=AUTO_SETTING) if settings.server else settings
         engine = _load_engine(path, used, remembers)
         if old and old.model != settings.model:
             names = (path, old.model, settings.model)
@@ -169,7 +169,7 @@ class Database:
             manifest,
             model=model or manifest.model,
             server=server,
-            recipe=recipe or (AUTO if server else manifest.recipe),
+            recipe=recipe or (AUTO_SETTING if server else manifest.recipe),
         )
         embedding = load_embedding(manifest.embedding)
         engine = _load_engine(path, settings, remembers)
@@ -204,8 +204,8 @@ class Database:
 
     def use_own_recipe(self) -> None:
         """Use the recipe in the database's folder from now on."""
-        if self.manifest.recipe != AUTO:
-            write_json(self.path / MANIFEST, asdict(replace(self.manifest, recipe=AUTO)))
+        if self.manifest.recipe != AUTO_SETTING:
+            write_json(self.path / MANIFEST, asdict(replace(self.manifest, recipe=AUTO_SETTING)))
 
     @property
     def template(self) -> BlockTemplate:

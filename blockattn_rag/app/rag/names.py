@@ -23,7 +23,7 @@ _INSTALL_MINILM = (
 )
 
 
-def check_model(name: str) -> None:
+def require_model(name: str) -> None:
     """Check that a model exists by loading its config."""
     from blockattn_rag.model.loading import load_config
 

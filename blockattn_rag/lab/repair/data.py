@@ -26,7 +26,7 @@ from blockattn_rag.lab.evaluation.datasets import (
     passage_of,
     passages_of,
 )
-from blockattn_rag.lab.json_lines import Record, parsed_lines, text_of
+from blockattn_rag.lab.json_lines import JsonRecord, parsed_lines, required_text
 from blockattn_rag.prompts.blocks import BlockPrompt, Span
 from blockattn_rag.prompts.chat_template import Message, chat_spans, has_chat_template
 from blockattn_rag.prompts.formats import Passage
@@ -117,7 +117,7 @@ def _digest(counted: Sequence[Any], parts: Any) -> str:
     return f"{len(counted)} (sha256 {digest_of(parts)[:12]})"
 
 
-def distinct(questions: Sequence[Question], seed: int) -> list[Question]:
+def distinct_questions(questions: Sequence[Question], seed: int) -> list[Question]:
     """Return each question once, ignoring case, in an order that depends only on texts and seed."""
 
     def digest(question: Question) -> str:
@@ -169,8 +169,8 @@ def read_questions(path: Path, nearest: Nearest | None, num_passages: int) -> li
         num_passages: Number of passages to find for a question.
     """
 
-    def question(record: Record, _: int) -> Question:
-        text = text_of(record, "question").strip()
+    def question(record: JsonRecord, _: int) -> Question:
+        text = required_text(record, "question").strip()
         answers = answers_of(record, may_be_empty=True) if "answers" in record else ()
         if "passages" in record:
             gold_first = sorted(passages_of(record), key=lambda passage: not passage.gold)

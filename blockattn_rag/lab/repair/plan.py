@@ -118,7 +118,7 @@ class Speeds:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RepairPlan:
     """Numbers of prompts and steps of a repair.
 
     Args:
@@ -147,7 +147,7 @@ class Plan:
         recipes: int,
         batch: int,
         limits: Limits,
-    ) -> Plan:
+    ) -> RepairPlan:
         """Make a plan for the remaining time.
 
         Held-out questions get at most a quarter of the time, and the closed form at most a fifth.
@@ -187,7 +187,7 @@ class Plan:
 
     def trained(
         self, seconds: float, speeds: Speeds, questions: int, *, batch: int, limits: Limits
-    ) -> Plan:
+    ) -> RepairPlan:
         """Return this plan with as much training as fits into ``seconds``.
 
         The samples of this plan already have answers and blocks. A repair calls this method again

@@ -15,7 +15,7 @@ from blockattn_rag.lazy import missing_extra
 logger = logging.getLogger("blockattn_rag")
 
 
-Report = Mapping[str, Any]
+RepairReport = Mapping[str, Any]
 """Result of a repair, as plain JSON types:
 
 - ``model``, ``fingerprint``, ``version``, ``date``: model, version of this package, date in UTC.
@@ -34,7 +34,7 @@ _FEW = 10
 """Number of held-out questions below which results are unreliable."""
 
 
-def figures(report: Report) -> list[str]:
+def figures(report: RepairReport) -> list[str]:
     """Summarize a report in three lines."""
     by_name = {candidate["name"]: candidate for candidate in report["candidates"]}
     plain, chosen = by_name[PLAIN], by_name[report["chosen"]]
@@ -62,7 +62,7 @@ def figures(report: Report) -> list[str]:
     ]
 
 
-def _shortfall(report: Report) -> str:
+def _shortfall(report: RepairReport) -> str:
     """Sentences about missing time or questions. Empty: there was enough."""
     few = report["measured_on"] < _FEW
     untrained = not report["plan"]["samples"]
@@ -78,7 +78,7 @@ def _percent(share: float) -> str:
     return f"{100 * share:.0f} %"
 
 
-def plot(report: Report) -> bytes | None:
+def plot(report: RepairReport) -> bytes | None:
     """Plot the divergence of all candidates and the losses of the training, as PNG.
 
     Returns None if matplotlib is not installed.

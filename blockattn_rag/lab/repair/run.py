@@ -80,7 +80,7 @@ def repair(
         run = Repair(model, material, folder, 60 * minutes, limits, on_progress)
         recipe, image = run.run(version)
         recipe.save(output, plot=image)
-        work.remove(folder)
+        work.remove_work(folder)
     return recipe
 
 

@@ -15,7 +15,7 @@ from blockattn_rag.prompts.sinks import NO_SINK, check_sink
 if TYPE_CHECKING:
     from blockattn_rag.kv.context import Positions
 
-Scheduler = Literal["linear", "cosine", "constant"]
+LearningRateSchedule = Literal["linear", "cosine", "constant"]
 
 # A resumed run may change these settings, because they do not affect the result. Data files are
 # compared by content.
@@ -70,7 +70,7 @@ class FinetuneConfig:
     epochs: float = 1.0
     max_steps: int | None = None
     learning_rate: float = 2e-5
-    lr_scheduler: Scheduler = "linear"
+    lr_scheduler: LearningRateSchedule = "linear"
     batch_size: int = 64
     per_device_batch_size: int = 1
     warmup_steps: int = 20

@@ -34,7 +34,7 @@ from blockattn_rag.lab.json_lines import require_file
 from blockattn_rag.lab.trainer import LabTrainer, training_arguments
 from blockattn_rag.lab.training.batches import Collator, ModeDataset, ModelMasks, batch_loss
 from blockattn_rag.lab.training.config import FinetuneConfig
-from blockattn_rag.lab.training.data import DataReport, SampleEncoder, read_samples
+from blockattn_rag.lab.training.data import DataReport, SampleEncoder, read_training_samples
 from blockattn_rag.lab.training.report import FinetuneReport, write_card, write_plot
 from blockattn_rag.lazy import missing_extra
 from blockattn_rag.model.gguf import SMOLLM2, is_gguf
@@ -100,7 +100,7 @@ def check_folders(config: FinetuneConfig) -> dict[str, Any]:
         "evaluation data": [*map(_digest, config.eval_data)],
     }
     settings = json.loads(json.dumps(settings, default=str))
-    work.check(work.work_of(config.output), settings)
+    work.check_resumable(work.work_of(config.output), settings)
     _check_output(Path(config.output))
     return settings
 
@@ -237,7 +237,7 @@ def _encoded(
         return [], report
     if PartialState().is_main_process:
         with ArrowWriter(path=str(path)) as writer:
-            for sample in read_samples(files, encoder, report):
+            for sample in read_training_samples(files, encoder, report):
                 writer.write(dataclasses.asdict(sample))
             if not report.samples:
                 raise DataError(f"Found no sample in {', '.join(map(str, files))}")
@@ -298,7 +298,7 @@ def publish(
             path.chmod(mode)
     _check_output(Path(config.output))
     staging.rename(config.output)
-    work.remove(folder)
+    work.remove_work(folder)
 
 
 def _base_of_adapter(model: str) -> dict[str, str]:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from blockattn_rag.app.cli.ask import talk
-from blockattn_rag.app.rag.ask import Answer, Source, Turn
+from blockattn_rag.app.rag.ask import AssistantAnswer, Source, Turn
 from blockattn_rag.engine.results import ReuseStats
 from blockattn_rag.errors import ContextOverflowError
 from tests.app.cli.conftest import Command
@@ -32,7 +32,7 @@ class Answering:
 
     def ask(
         self, question: str, *, mode: Any, on_text: Callable[[str], None], history: Sequence[Turn]
-    ) -> Answer:
+    ) -> AssistantAnswer:
         self.asked.append((question, [*history]))
         answer = next(self._answers)
         on_text("begun ")
@@ -40,7 +40,7 @@ class Answering:
             raise answer
         on_text(answer)
         stats = ReuseStats(mode, 2, 0, 90, 10, generated_tokens=3)
-        return Answer(question, answer, (SOURCE,), stats, "stop", 0.25)
+        return AssistantAnswer(question, answer, (SOURCE,), stats, "stop", 0.25)
 
 
 @pytest.fixture

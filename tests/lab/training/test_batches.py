@@ -19,8 +19,8 @@ from blockattn_rag.lab.training.batches import (
     ModeDataset,
     ModelMasks,
     TokenLayout,
-    answer_loss,
-    block_mask,
+    layout_mask,
+    summed_cross_entropy,
 )
 from tests.models import tiny_model
 
@@ -120,7 +120,9 @@ def loss_and_gradients(batch: Any) -> list[torch.Tensor]:
     model: Any = tiny_model("llama", num_hidden_layers=2)
     model.set_attn_implementation("sdpa")
     layout = TokenLayout(*(batch[name] for name in TokenLayout._fields))
-    loss = answer_loss(model, batch, ModelMasks(model.config, "sdpa")(layout, torch.float32))
+    loss = summed_cross_entropy(
+        model, batch, ModelMasks(model.config, "sdpa")(layout, torch.float32)
+    )
     loss.backward()  # type: ignore[no-untyped-call]
     return [loss.detach(), *(p.grad for p in model.parameters())]
 
@@ -205,7 +207,7 @@ class TestBlockMask:
         self, lengths: list[int], options: dict[str, int], picture: str
     ) -> None:
         where = layout(lengths, sink=options.get("sink", 0))
-        found = block_mask(where, window=options.get("window"))
+        found = layout_mask(where, window=options.get("window"))
         assert torch.equal(found[0, 0], drawn(picture))
 
     @given(
@@ -217,7 +219,7 @@ class TestBlockMask:
     def test_each_row_of_a_batch_equals_the_oracle_and_never_sees_padding(
         self, samples: list[list[int]], window: int | None, sink: int
     ) -> None:
-        mask = block_mask(layout(*samples, sink=sink), window=window)[:, 0]
+        mask = layout_mask(layout(*samples, sink=sink), window=window)[:, 0]
         for lengths, found in zip(samples, mask, strict=True):
             expected = reference.block_mask(lengths, window, sink)
             used = len(expected)

@@ -97,11 +97,10 @@ class TestResult:
         assert not base.is_block_tuned
         assert tuned.fingerprint != base.fingerprint
 
-    @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-    def test_files_follow_the_umask(self, folder: Path, lora: bool) -> None:
+    def test_files_follow_the_umask(self, folder: Path) -> None:
         before = os.umask(0o027)
         try:
-            finetune(config(settings(folder, max_steps=1, lora=lora)))
+            finetune(config(settings(folder, max_steps=1)))
         finally:
             os.umask(before)
         modes = {path.name: path.stat().st_mode & 0o777 for path in (folder / "out").iterdir()}
@@ -234,7 +233,7 @@ class TestRefusals:
 
     def test_data_without_a_sample_are_refused(self, folder: Path) -> None:
         (folder / "train.jsonl").write_text("\n")
-        with pytest.raises(DataError, match="found no sample"):
+        with pytest.raises(DataError, match="Found no sample"):
             finetune(config(settings(folder)))
 
     @pytest.mark.parametrize("kind", ["folder", "file", "link"])
@@ -320,7 +319,7 @@ class TestRefusals:
     def test_block_mode_is_not_trained_without_any_context(self, folder: Path) -> None:
         turns = [{"role": "user", "content": "A?\n\nB?"}, {"role": "assistant", "content": "C."}]
         (folder / "train.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
-        with pytest.raises(DataError, match="no sample has a context"):
+        with pytest.raises(DataError, match="No sample has a context"):
             finetune(config(settings(folder)))
         finetune(config(settings(folder, "full", max_steps=1, modes=("full",))))
         report = finetune(config(settings(folder, "cut", max_steps=1, blocks_per_turn=2)))
@@ -332,7 +331,7 @@ class TestRefusals:
         with (folder / "train.jsonl").open("a") as file:
             file.write('{"blocks": [], "prompt": "a", "response": "b"}\n' * 20)
         finetune(config(settings(folder, "more", max_steps=1)))
-        assert "only 12 of 32 samples have a context" in caplog.text
+        assert "Only 12 of 32 samples have a context" in caplog.text
 
     def test_an_unsupported_model_is_refused(self, folder: Path) -> None:
         rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
@@ -344,19 +343,19 @@ class TestRefusals:
         ("changes", "expected"),
         [
             ({"batch_size": 3}, "a multiple of 2"),
-            ({"modes": ("blocks",)}, "modes"),
-            ({"modes": ("block", "block")}, "modes must be distinct"),
-            ({"positions": "none"}, "positions"),
+            ({"modes": ("blocks",)}, "Found modes"),
+            ({"modes": ("block", "block")}, "expected distinct values"),
+            ({"positions": "none"}, "Found positions"),
             ({"sink": "tail"}, "Unknown sink 'tail': expected 'none', 'bos' or 'head:N'"),
-            ({"sink": "bos", "modes": ("full",)}, "sink='bos' needs block mode"),
+            ({"sink": "bos", "modes": ("full",)}, "Found sink 'bos', which needs block mode"),
             ({"sink": "head:999"}, "the head of a prompt has"),
             ({"train_data": "a.jsonl"}, "a list of files"),
-            ({"epochs": 0.0}, "epochs is 0.0, expected above 0"),
-            ({"learning_rate": math.nan}, "learning_rate is nan"),
+            ({"epochs": 0.0}, "Found epochs 0.0, expected above 0"),
+            ({"learning_rate": math.nan}, "Found learning_rate nan"),
             ({"adam_beta2": 1.0}, "expected adam_beta2 below 1"),
-            ({"batch_size": 0}, "batch_size is 0, expected 1 or more"),
+            ({"batch_size": 0}, "Found batch_size 0, expected 1 or more"),
             ({"seed": 2**32}, "seed below 4294967296"),
-            ({"lr_scheduler": "cosine_with_min_lr"}, "lr_scheduler must be one of"),
+            ({"lr_scheduler": "cosine_with_min_lr"}, "Found lr_scheduler .*, expected one of"),
         ],
     )
     def test_invalid_settings(self, folder: Path, changes: dict[str, Any], expected: str) -> None:
@@ -365,7 +364,7 @@ class TestRefusals:
 
     @pytest.mark.parametrize("output", ["", ".", "..", "a/.."])
     def test_an_output_without_a_name_is_refused(self, folder: Path, output: str) -> None:
-        with pytest.raises(ValueError, match="output must name a folder"):
+        with pytest.raises(ValueError, match="expected the name of a folder"):
             config({**settings(folder), "output": output})
 
     def test_lora_needs_peft(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
