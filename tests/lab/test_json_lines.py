@@ -26,7 +26,7 @@ def test_lines_keep_their_numbers_where_blank_ones_are_passed_over(tmp_path: Pat
     assert list(numbered_lines(tmp_path / "a.jsonl")) == [(1, b"1\n"), (4, b"2")]
 
 
-def test_gzip_is_told_by_content_and_a_false_name_is_reported(tmp_path: Path) -> None:
+def test_gzip_is_detected_by_content_and_a_false_name_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(gzip.compress(b"1\n"))
     assert list(numbered_lines(tmp_path / "a.jsonl")) == [(1, b"1\n")]
     (tmp_path / "b.jsonl.gz").write_bytes(b"1\n")
@@ -63,7 +63,7 @@ def test_a_byte_order_mark_does_not_count() -> None:
     ],
     ids=["bytes", "cut", "open", "deep", "long number"],
 )
-def test_what_is_no_json_is_reported(line: bytes, expected: str) -> None:
+def test_invalid_json_is_refused(line: bytes, expected: str) -> None:
     with pytest.raises(DataError, match=expected):
         parse_line(line)
 
@@ -73,7 +73,7 @@ def test_json_is_read_as_it_is() -> None:
     assert parse_line(json.dumps(value, ensure_ascii=False).encode()) == value
 
 
-def test_fields_that_are_as_expected_come_back_as_they_are() -> None:
+def test_valid_fields_are_returned_unchanged() -> None:
     record = {"text": " a ", "list": [1], "none": [], "flag": False}
     assert required_text(record, "text") == " a "
     assert list_of(record, "list") == [1]
@@ -92,7 +92,7 @@ def test_fields_that_are_as_expected_come_back_as_they_are() -> None:
         ({"text": "\n "}, "Found an empty 'turns[1].text', expected text"),
     ],
 )
-def test_a_text_that_is_none_is_named_with_its_place(record: dict[str, Any], message: str) -> None:
+def test_invalid_texts_are_refused_with_their_path(record: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError) as raised:
         required_text(record, "text", "turns[1].")
     assert str(raised.value) == message

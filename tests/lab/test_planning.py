@@ -40,7 +40,7 @@ def test_the_footprint_is_that_of_the_model_itself() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "phi"])
-def test_an_int8_block_takes_what_is_planned_for_it(family: str) -> None:
+def test_an_int8_block_has_the_planned_size(family: str) -> None:
     model = BlockModel(tiny_model(family), tiny_tokenizer())
     [[kv]] = model.encode([EncodeRequest([*range(30)], "", "")])
     planned = footprint(model.config, torch.float32, "int8")
@@ -146,7 +146,7 @@ def test_reuse_that_saves_nothing_has_no_break_even() -> None:
     assert all(tier.ttft_s >= found.full_ttft_s for tier in found.tiers)
 
 
-def test_operations_of_an_8b_model_equal_those_of_the_papers() -> None:
+def test_operations_of_an_8b_model_equal_published_counts() -> None:
     full = prefill_flops(LLAMA_8B, 32768 + 50)
     block = prefill_flops(LLAMA_8B, 50, 32768)
     assert full == pytest.approx(740e12, rel=0.01)

@@ -147,7 +147,7 @@ def test_unknown_methods_and_arguments_are_refused(chat: ChatBlockAttention) -> 
         chat.with_structured_output(Tower, stict=True)
 
 
-def test_what_the_schema_cannot_say_is_still_validated(chat: ChatBlockAttention) -> None:
+def test_validators_outside_the_schema_still_run(chat: ChatBlockAttention) -> None:
     class Odd(Tower):
         def model_post_init(self, context: Any) -> None:
             raise ValueError("never right")

@@ -57,7 +57,9 @@ def test_a_variable_reaches_the_template() -> None:
         ({1: 2}, TypeError, "as a mapping of names"),
     ],
 )
-def test_what_would_be_lost_is_refused(given: Any, error: type[Exception], told: str) -> None:
+def test_unread_and_reserved_variables_are_refused(
+    given: Any, error: type[Exception], told: str
+) -> None:
     with pytest.raises(error, match=told):
         check_template_kwargs(thinking_tokenizer(), given)
 

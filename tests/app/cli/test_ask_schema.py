@@ -79,7 +79,7 @@ def test_answer_fits_schema(cli: Command, filled: Path, schema: Write, seen: lis
         (True, "found true"),
     ],
 )
-def test_a_file_that_holds_no_schema_is_refused_before_a_model_is_loaded(
+def test_an_invalid_schema_file_is_refused_before_the_model_is_loaded(
     cli: Command, filled: Path, schema: Write, given: Any, message: str
 ) -> None:
     output = cli("ask", QUESTION, "--db", filled / "none", "--schema", schema(given))

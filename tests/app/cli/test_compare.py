@@ -129,7 +129,7 @@ def test_passages_that_block_mode_had_to_compute_are_reported(cli: Command, data
     assert "had to compute" not in cli(*command(database, "--compare")).stdout
 
 
-def test_a_question_that_comes_again_is_computed_again(cli: Command, filled: Path) -> None:
+def test_a_repeated_question_is_computed_again(cli: Command, filled: Path) -> None:
     output = cli("ask", "--db", filled, "--max-new-tokens", 2, "--compare", "--json",
                  given=f"{QUESTION}\n{QUESTION}\n")  # fmt: skip
     *questions, _ = map(json.loads, output.stdout.splitlines())

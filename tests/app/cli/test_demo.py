@@ -66,7 +66,7 @@ def test_the_demo_shows_each_question_in_both_modes_and_a_summary(
     assert "not installed" not in output.stdout
 
 
-def test_each_mode_is_judged_by_its_own_answer() -> None:
+def test_each_mode_is_scored_by_its_answer() -> None:
     question = next(one for one in facts.load().questions if one.id == "marie-curie/birthplace")
     texts: dict[Mode, str] = {"block": "She was born in Warsaw.", "full": "Marie Curie was Polish."}
     given = [

@@ -125,7 +125,7 @@ def test_repairs_a_model(cli: Command, model: Path, questions: Path, tmp_path: P
         (("--passages", "p.jsonl", "--model", "MODEL"), 1, "wrote no question about any of 6"),
     ],
 )
-def test_what_cannot_be_done_is_reported_in_one_line(
+def test_impossible_requests_are_reported_in_one_line(
     cli: Command,
     model: Path,
     tmp_path: Path,

@@ -82,7 +82,7 @@ def test_another_recipe_than_the_servers_is_refused(
         (("--dtype", "bfloat16"), "Cannot be combined with --server, which has its own dtype"),
     ],
 )
-def test_what_a_server_decides_is_refused(
+def test_options_that_the_server_decides_are_refused(
     cli: Command,
     server: FakeServer,
     model: Path,

@@ -195,7 +195,7 @@ def test_text_that_is_not_utf8_is_refused_and_not_thinned_out(tmp_path: Path) ->
     assert [file.name for file, _ in load_documents([tmp_path]).skipped] == ["old.txt"]
 
 
-def test_a_folder_of_unreadable_files_says_why(documents: Path) -> None:
+def test_a_folder_of_unreadable_files_raises_the_reason(documents: Path) -> None:
     (documents / "tower.txt").unlink()
     (documents / "more" / "river.md").unlink()
     with pytest.raises(

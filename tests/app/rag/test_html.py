@@ -71,7 +71,7 @@ def test_preformatted_text_keeps_its_lines_and_indentation() -> None:
         "<a title=\"a > b\" data-x='>' href=it's>",
     ],
 )
-def test_what_a_reader_does_not_see_is_left_out(hidden: str) -> None:
+def test_invisible_elements_are_left_out(hidden: str) -> None:
     assert html_text(f"<p>be{hidden}fore</p>".encode()) == "before"
 
 

@@ -28,7 +28,7 @@ QUESTIONS = [
 ]
 
 
-def test_samples_always_show_the_first_passage_in_random_company() -> None:
+def test_samples_have_the_first_passage_and_random_others() -> None:
     samples = draw_samples(QUESTIONS, 80, 1, 4, seed=0)
     for number, sample in enumerate(samples):
         question = QUESTIONS[number % 4]
@@ -88,7 +88,7 @@ def test_passages_are_read_once_each(tmp_path: Path) -> None:
     assert read_passages(write(tmp_path / "p.jsonl", *lines, lines[0])) == [ONE, TWO]
 
 
-def test_questions_bring_their_passages_gold_ones_first_or_get_the_nearest(tmp_path: Path) -> None:
+def test_questions_use_their_own_passages_gold_first_or_the_nearest(tmp_path: Path) -> None:
     own = {
         "question": "which?",
         "answers": ["x", "y"],

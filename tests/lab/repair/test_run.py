@@ -226,7 +226,7 @@ class TestMaterial:
         assert report["written"]
         assert report["questions"] == 12
 
-    def test_a_lenders_blocks_are_used_and_none_is_added(
+    def test_blocks_of_a_lender_are_read_and_never_written(
         self, model: BlockModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         lender = MemoryStore(1 << 26)

@@ -157,13 +157,13 @@ class TestSampler:
     def test_every_sample_comes_once(self, lengths: list[int], size: int) -> None:
         assert sorted(LengthGroupedSampler(lengths, size, 0)) == list(range(len(lengths)))
 
-    def test_batches_hold_samples_of_similar_length(self) -> None:
+    def test_batches_have_samples_of_similar_length(self) -> None:
         lengths = [i % 100 for i in range(400)]
         order = list(LengthGroupedSampler(lengths, 4, 0))
         batches = ([lengths[i] for i in order[k : k + 4]] for k in range(0, 400, 4))
         assert max(max(batch) - min(batch) for batch in batches) <= 4
 
-    def test_an_epoch_has_its_own_order_and_always_the_same(self) -> None:
+    def test_the_order_depends_on_the_epoch_alone(self) -> None:
         sampler = LengthGroupedSampler(list(range(40)), 4, 0)
         first = list(sampler)
         sampler.set_epoch(1)
@@ -203,7 +203,7 @@ class TestBlockMask:
         ],
         ids=["four blocks, as in the module", "one block", "window", "sink, as in the module"],
     )  # fmt: skip
-    def test_masks_look_as_drawn(
+    def test_masks_equal_the_documented_drawings(
         self, lengths: list[int], options: dict[str, int], picture: str
     ) -> None:
         where = layout(lengths, sink=options.get("sink", 0))

@@ -68,7 +68,7 @@ class TestKinds:
         assert texts(sample) == ["<|begin|>a is 1. ", "b is 2. ", "b is 2<|end|>"]
         assert learned(sample) == " 2<|end|>"
 
-    def test_a_block_may_bring_its_template_and_control_tokens(self) -> None:
+    def test_a_block_may_have_a_template_and_control_tokens(self) -> None:
         blocks = [
             {"text": "<|user|>", "control": True},
             {"text": "<|end|>", "before": "<|doc_start|>", "after": "<|doc_end|>"},

@@ -145,7 +145,7 @@ class TestResult:
         assert report.steps == 2
         assert 0 < report.loss < 20
 
-    def test_accumulating_does_not_change_what_is_learned(self, folder: Path) -> None:
+    def test_accumulation_does_not_change_the_weights(self, folder: Path) -> None:
         for name, size in (("whole", 4), ("by one", 1)):
             finetune(config(settings(folder, name, max_steps=3, per_device_batch_size=size)))
         for key, expected in weights(folder / "whole").items():
@@ -269,7 +269,7 @@ class TestRefusals:
         assert finetune(config(settings(folder, max_steps=1))).steps == 1
         assert BlockModel.from_pretrained(out).is_block_tuned
 
-    def test_a_run_in_progress_is_reported_as_such(self, folder: Path) -> None:
+    def test_a_run_in_progress_is_reported(self, folder: Path) -> None:
         work = folder / "out.work"
         with (
             work_folder(work, {"model": "m", "training data": []}, lambda _: False),
