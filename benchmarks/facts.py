@@ -23,7 +23,7 @@ import json
 import random
 from typing import Any
 
-from blockattn_rag.app.demo.facts import Question, load
+from blockattn_rag.app.demo.facts import FactQuestion, load
 
 SAME_CLUSTER = 3
 """Distractors from the cluster of the right article."""
@@ -32,7 +32,7 @@ OTHER_CLUSTERS = 2
 """Distractors from all other clusters."""
 
 
-def passages_for(question: Question, seed: int) -> list[tuple[str, str]]:
+def passages_for(question: FactQuestion, seed: int) -> list[tuple[str, str]]:
     """Draws the six passages of a question.
 
     Args:

@@ -35,7 +35,7 @@ import numpy as np
 import typer
 
 from blockattn_rag.errors import DataError
-from blockattn_rag.lab.json_lines import Record, parsed_lines
+from blockattn_rag.lab.json_lines import JsonRecord, parsed_lines
 from blockattn_rag.lab.planning import (
     Footprint,
     Machine,
@@ -83,7 +83,7 @@ def read_log(path: Path) -> list[Request]:
     return [request for _, request in parsed_lines(path, lambda line, _: _request(line, known))]
 
 
-def _request(record: Record, known: dict[str, Segment]) -> Request:
+def _request(record: JsonRecord, known: dict[str, Segment]) -> Request:
     parts = [Segment(part["id"], part["tokens"], part["kind"]) for part in record["segments"]]
     for part in parts:
         if (first := known.setdefault(part.id, part)).tokens != part.tokens:

@@ -31,6 +31,7 @@ EXTRA_OF = {
     "adapters/hashed_embedding.py": "llama-index",  # LangChain's extra has what it imports, too
     "langchain": "langchain",
     "llama_index": "llama-index",
+    "app/cli": "cli",
     "app/rag": "llama-index",
     "lab/trainer.py": "train",
     "lab/training": "train",

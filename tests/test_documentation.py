@@ -19,7 +19,7 @@ import pytest
 import typer
 
 import blockattn_rag
-from blockattn_rag.app.cli import app
+from blockattn_rag.app.cli.app import app
 from blockattn_rag.app.demo.facts import is_right, load
 
 ROOT = Path(__file__).parents[1]

@@ -187,10 +187,10 @@ def _answerer(model: str, recipe: str, max_new_tokens: int, tuned: Sequence[Path
 
 def _stock(model: str) -> tuple[BlockAttentionEngine, PromptFormat]:
     """An engine without a recipe, and the prompt format of its model."""
-    from blockattn_rag.prompts.checkpoints import AUTO, format_for
+    from blockattn_rag.prompts.checkpoints import AUTO_FORMAT, format_for
 
     engine = _engine(model_path(model), "none")
-    return engine, format_for(AUTO, engine.model.name)
+    return engine, format_for(AUTO_FORMAT, engine.model.name)
 
 
 def _engine(model: str, recipe: str) -> BlockAttentionEngine:

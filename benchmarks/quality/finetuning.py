@@ -12,7 +12,6 @@ from blockattn_rag.lab.evaluation.accuracy import make_prompt
 from blockattn_rag.lab.evaluation.datasets import EvaluationSample
 from blockattn_rag.lab.training.config import FinetuneConfig
 from blockattn_rag.lab.training.finetune import finetune
-from blockattn_rag.lab.work import work_of
 from blockattn_rag.prompts.formats import PromptFormat
 
 MAX_ANSWER_TOKENS = 64
@@ -77,6 +76,5 @@ def tune(model: str, data: Path, samples: int, output: Path, *, lora: bool) -> N
             batch_size=4,
             warmup_steps=max(1, samples // 40),
             save_steps=4,
-            resume=work_of(output).exists(),
         )
     )

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from facts import passages_for
 
-from blockattn_rag.app.demo.facts import Article, Question, load
+from blockattn_rag.app.demo.facts import Article, FactQuestion, load
 from blockattn_rag.lab.evaluation.datasets import read_samples
 from blockattn_rag.lab.evaluation.metrics import contains_answer, f1_score, normalize_answer
 from blockattn_rag.prompts.formats import Passage
@@ -186,7 +186,7 @@ def mixed(sets: Iterable[Sequence[Item]]) -> list[Item]:
     return [item for turn in zip_longest(*drawn) for item in turn if item is not None]
 
 
-def _item(name: str, one: Question, shown: Sequence[tuple[str, str]]) -> Item:
+def _item(name: str, one: FactQuestion, shown: Sequence[tuple[str, str]]) -> Item:
     title = load().articles[one.article].title
     best = next(place for place, passage in enumerate(shown) if passage[0] == title)
     passages = tuple(Passage(*passage) for passage in shown)

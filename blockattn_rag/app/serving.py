@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from blockattn_rag import __version__
-from blockattn_rag.app.rag.database import AUTO, require_manifest
+from blockattn_rag.app.rag.database import AUTO_SETTING, require_manifest
 from blockattn_rag.app.rag.names import check_recipe
 from blockattn_rag.check.model import check_model
 from blockattn_rag.engine.find_recipe import known_digests, resolve_recipe
@@ -45,8 +45,8 @@ class Served:
 
     model: str
     store: str
-    recipe: str = AUTO
-    dtype: str = AUTO
+    recipe: str = AUTO_SETTING
+    dtype: str = AUTO_SETTING
     namespace: str = ""
     kv_dtype: str = "model"
     folder: Path | None = None
@@ -56,11 +56,7 @@ class Served:
 
     @classmethod
     def of_database(cls, path: Path) -> Served:
-        """Model, store and settings of a database.
-
-        Raises:
-            DatabaseError: The folder is not a database, or its model runs on a server.
-        """
+        """Model, store and settings of a database."""
         manifest = require_manifest(path)
         if manifest.server is not None:
             raise DatabaseError(
@@ -79,11 +75,7 @@ class Served:
 
     @property
     def source(self) -> str:
-        """Folder or hub id of the model.
-
-        Raises:
-            UnsupportedModelError: The model is a LoRA adapter.
-        """
+        """Folder or hub id of the model."""
         source = resolve_name(self.model)
         if is_adapter(source):
             raise UnsupportedModelError(
@@ -92,15 +84,11 @@ class Served:
         return source
 
     def connector(self, profile: Path) -> dict[str, Any]:
-        """Options of the connector, with a profile of ``profile_file`` or of the user.
-
-        Raises:
-            ValueError: The profile has an adapter, and there is no recipe folder.
-        """
+        """Options of the connector, with a profile of ``profile_file`` or of the user."""
         options = {"store": self.store, "profile": str(profile.resolve())}
         if ModelProfile.read(profile).adapter:
             kept = profile.with_name(RECIPE_FOLDER)
-            if not kept.is_dir() and self.recipe == AUTO:
+            if not kept.is_dir() and self.recipe == AUTO_SETTING:
                 raise ValueError(
                     f"{profile} was written with a recipe that has an adapter, and there is no "
                     f"recipe at {kept}; pass the folder of that recipe as --recipe"
@@ -117,11 +105,6 @@ def profile_file(served: Served) -> Path:
 
     The file is in a folder of the user's cache, together with the recipe if that has an adapter. A
     changed model has another folder.
-
-    Raises:
-        ValueError: There is no such recipe, or a server cannot apply it.
-        UnsupportedModelError: Block mode is not exact for the model.
-        OSError: There is no such model.
     """
     check_recipe(served.recipe)
     config = load_config(served.source)
@@ -134,7 +117,7 @@ def profile_file(served: Served) -> Path:
 
 
 def _dtype(served: Served, config: Any) -> str:
-    if served.dtype != AUTO:
+    if served.dtype != AUTO_SETTING:
         return served.dtype
     dtype = getattr(config, "dtype", None) if torch.cuda.is_available() else None
     return str(dtype or torch.float32).removeprefix("torch.")
@@ -147,7 +130,7 @@ def _key(served: Served, dtype: str, config: Any) -> str:
     parts = {
         "version": [__version__, VERSION],
         "model": str(folder.resolve()) if stats else [served.source, config._commit_hash],
-        "files": [[path.name, found.st_size, found.st_mtime_ns] for path, found in stats],
+        "files": [[path.name, stat.st_size, stat.st_mtime_ns] for path, stat in stats],
         "dtype": dtype,
         "recipes": [
             served.recipe,

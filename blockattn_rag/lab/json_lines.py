@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 
 from blockattn_rag.errors import DataError
 
-Record = Mapping[str, Any]
-Kind = TypeVar("Kind")
+JsonRecord = Mapping[str, Any]
+_Kind = TypeVar("_Kind")
 T = TypeVar("T")
 
 _GZIP = b"\x1f\x8b"
@@ -25,7 +25,7 @@ _KINDS = {dict: "an object", list: "a list", str: "a string", bool: "true or fal
 
 
 def parsed_lines(
-    path: str | Path, parse: Callable[[Record, int], T], *, may_be_empty: bool = False
+    path: str | Path, parse: Callable[[JsonRecord, int], T], *, may_be_empty: bool = False
 ) -> Iterator[tuple[int, T]]:
     """Parse the records of a JSON-lines file, plain or gzip. Yields line numbers and results.
 
@@ -54,12 +54,7 @@ def require_file(path: Path) -> None:
 
 
 def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield the non-blank lines with their line numbers, starting at 1.
-
-    Raises:
-        DataError: the file does not exist, or it is a damaged gzip file. In the second case, the
-            complete lines before the damage are yielded first.
-    """
+    """Yield the non-blank lines with their line numbers, starting at 1."""
     require_file(path)
     with path.open("rb") as raw:
         zipped = raw.read(2) == _GZIP  # the file's name may lack .gz
@@ -76,39 +71,34 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def parse_line(line: bytes) -> object:
-    """Parse the JSON value of a line, ignoring a byte order mark.
-
-    Raises:
-        DataError: the line is not UTF-8, not valid JSON, nested too deeply, or has a number with
-            thousands of digits.
-    """
+    """Parse the JSON value of a line, ignoring a byte order mark."""
     try:
         return json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
-        raise DataError(f"found bytes that are not UTF-8 (byte {error.start}); save the file as "
+        raise DataError(f"Found bytes that are not UTF-8 (byte {error.start}); save the file as "
                         "UTF-8") from error  # fmt: skip
     except RecursionError as error:
-        raise DataError("found JSON nested too deeply, expected one object per line") from error
+        raise DataError("Found JSON nested too deeply, expected one object per line") from error
     except ValueError as error:
-        raise DataError(f"found no valid JSON ({error}), expected one object per line") from error
+        raise DataError(f"Found no valid JSON ({error}), expected one object per line") from error
 
 
-def of_kind(value: object, kind: type[Kind], name: str) -> Kind:
+def of_kind(value: object, kind: type[_Kind], name: str) -> _Kind:
     """Return ``value``, or raise ``DataError`` unless it is a ``kind``: dict, list, str or bool."""
     if not isinstance(value, kind):
-        found = "null" if value is None else _KINDS.get(type(value), "a number")
-        raise DataError(f"found {name} of {found}, expected {_KINDS[kind]}")
+        kind_name = "null" if value is None else _KINDS.get(type(value), "a number")
+        raise DataError(f"Found {name} of {kind_name}, expected {_KINDS[kind]}")
     return value
 
 
-def value_of(record: Record, key: str, where: str = "") -> Any:
+def value_of(record: JsonRecord, key: str, where: str = "") -> Any:
     """Return the value of a required key, or raise ``DataError``."""
     if key not in record:
-        raise DataError(f"found no '{where}{key}' among the keys {listed(record)}")
+        raise DataError(f"Found no '{where}{key}' among the keys {quoted_names(record)}")
     return record[key]
 
 
-def text_of(record: Record, key: str, where: str = "") -> str:
+def required_text(record: JsonRecord, key: str, where: str = "") -> str:
     """Return the non-blank string of a required key, or raise ``DataError``."""
     return not_blank(value_of(record, key, where), f"'{where}{key}'")
 
@@ -117,18 +107,18 @@ def not_blank(value: object, name: str) -> str:
     """Return ``value``, or raise ``DataError`` unless it is a non-blank string."""
     text = of_kind(value, str, name)
     if not text.strip():
-        raise DataError(f"found an empty {name}, expected text")
+        raise DataError(f"Found an empty {name}, expected text")
     return text
 
 
-def list_of(record: Record, key: str, *, may_be_empty: bool = False) -> Sequence[object]:
+def list_of(record: JsonRecord, key: str, *, may_be_empty: bool = False) -> Sequence[object]:
     """Return the list of a required key. An empty list raises unless ``may_be_empty``."""
     items: list[object] = of_kind(value_of(record, key), list, f"'{key}'")
     if not items and not may_be_empty:
-        raise DataError(f"found an empty list '{key}'")
+        raise DataError(f"Found an empty list '{key}'")
     return items
 
 
-def listed(keys: Iterable[str]) -> str:
+def quoted_names(keys: Iterable[str]) -> str:
     """Sorted, quoted keys, separated by commas; "none" if there are none."""
     return ", ".join(repr(key) for key in sorted(keys)) or "none"

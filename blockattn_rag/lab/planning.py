@@ -36,12 +36,10 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
 
 
 def shape_config(shape: str, **settings: Any) -> Any:
-    """Create the transformers config of a shape."""
     return LlamaConfig(**SHAPES[shape], **settings)
 
 
 def floating_type(name: str) -> torch.dtype:
-    """Look up a floating-point type of PyTorch by name."""
     kind = getattr(torch, name, None)
     if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
         raise ValueError(f"Expected a floating-point type such as bfloat16, found {name!r}.")
@@ -83,12 +81,11 @@ class Footprint:
     bytes_per_block: int = 0
 
     def block_bytes(self, tokens: int) -> int:
-        """Bytes of a stored block."""
         return self.bytes_per_block + tokens * self.bytes_per_token
 
 
 @dataclass(frozen=True, slots=True)
-class Tier:
+class CapacityTier:
     """A place for blocks: how many passages fit, and the first token's time from there."""
 
     name: str
@@ -97,7 +94,7 @@ class Tier:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class CapacityPlan:
     """Storage, ingestion and time to first token of a collection.
 
     Args:
@@ -116,7 +113,7 @@ class Plan:
     ingest_s: float
     full_ttft_s: float
     break_even_bytes_per_s: float | None
-    tiers: tuple[Tier, ...]
+    tiers: tuple[CapacityTier, ...]
 
 
 def footprint(config: Any, dtype: torch.dtype, kv_dtype: KVDtype = "model") -> Footprint:
@@ -124,9 +121,6 @@ def footprint(config: Any, dtype: torch.dtype, kv_dtype: KVDtype = "model") -> F
 
     The model is built and run once on PyTorch's meta device, which computes only shapes, so the
     figures hold for any architecture.
-
-    Raises:
-        UnsupportedModelError: Layers have no keys and values to store.
     """
     factory: Any = AutoModelForCausalLM
     with torch.device("meta"):
@@ -181,7 +175,7 @@ def _active_width(config: Any) -> int:
     return int(experts * each + (getattr(config, "shared_expert_intermediate_size", None) or 0))
 
 
-def plan(
+def plan_capacity(
     config: Any,
     dtype: torch.dtype,
     machine: Machine,
@@ -191,7 +185,7 @@ def plan(
     top_k: int = 10,
     question_tokens: int = 50,
     kv_dtype: KVDtype = "model",
-) -> Plan:
+) -> CapacityPlan:
     """Estimate storage and times for a collection of passages.
 
     Args:
@@ -216,12 +210,12 @@ def plan(
     if machine.gpu_bytes is not None:
         # A tenth of the GPU's memory is for activations and the allocator.
         on_gpu = math.floor(0.9 * machine.gpu_bytes) - model.weight_bytes
-        tiers.append(Tier("gpu", max(0, on_gpu) // passage, ttft_s))
+        tiers.append(CapacityTier("gpu", max(0, on_gpu) // passage, ttft_s))
         room, ttft_s = machine.memory_bytes, ttft_s + moved / machine.transfer_bytes_per_s
-    tiers.append(Tier("memory", max(0, room) // passage, ttft_s))
+    tiers.append(CapacityTier("memory", max(0, room) // passage, ttft_s))
     from_disk = ttft_s + moved / machine.disk_bytes_per_s
-    tiers.append(Tier("disk", machine.disk_bytes // passage, from_disk))
-    return Plan(
+    tiers.append(CapacityTier("disk", machine.disk_bytes // passage, from_disk))
+    return CapacityPlan(
         footprint=model,
         passage_bytes=passage,
         total_bytes=passage * passages,

@@ -28,9 +28,7 @@ logger = logging.getLogger("blockattn_rag")
 Loss = Callable[[Any, Mapping[str, Any]], tuple[Tensor, Tensor | int]]
 """Function of the model and a batch that returns a sum of losses, and the number of summands."""
 
-_REMEDY = (
-    "start again (overwrite=True, --overwrite) with a lower learning rate or more warm-up steps"
-)
+_REMEDY = "start again with a lower learning rate or more warm-up steps"
 
 _ALL_WARM_UP = (
     "The run has %d steps and the warm-up has %d: the learning rate of %g is not reached; "
@@ -166,7 +164,7 @@ class LabTrainer(Trainer):
         was_training = model.training
         model.eval()
         if isinstance(data, dict):
-            metrics = {f"eval_{name}_loss": self._mean_loss(one) for name, one in data.items()}
+            metrics = {f"eval_{name}_loss": self._mean_loss(part) for name, part in data.items()}
         else:
             metrics = {"eval_loss": self._mean_loss(data)}
         model.train(was_training)
@@ -208,8 +206,8 @@ class _Watch(TrainerCallback):
             logger.warning(_ALL_WARM_UP, state.max_steps, warm_up, args.learning_rate)
         self.on_progress(state.global_step, state.max_steps)
 
-    def on_log(self, args: Any, state: Any, control: Any, **found: Any) -> None:
-        for name, value in found["logs"].items():
+    def on_log(self, args: Any, state: Any, control: Any, **settings: Any) -> None:
+        for name, value in settings["logs"].items():
             if name.endswith("loss") and not math.isfinite(value):
                 raise DivergedError(f"{name} is {value} at step {state.global_step}; {_REMEDY}")
 

@@ -34,28 +34,12 @@ def work_of(output: str | Path) -> Path:
     return path.with_name(f"{path.name}.work")
 
 
-def is_foreign(output: Path, mark: str) -> bool:
-    """Whether ``output`` exists and is neither an empty folder nor an earlier result.
-
-    Args:
-        mark: Name of a file that every result contains.
-    """
-    if not os.path.lexists(output):
-        return False
-    return not (output.is_dir() and ((output / mark).is_file() or not any(output.iterdir())))
-
-
 def interrupted_run(work: Path) -> dict[str, Any] | None:
-    """Read the settings of the interrupted run in a work folder. None: there is no such run.
-
-    Raises:
-        FileExistsError: The folder exists, but is not the work folder of a run.
-        DataError: The settings are damaged.
-    """
+    """Read the settings of the interrupted run in a work folder. None: there is no such run."""
     if not os.path.lexists(work):
         return None
     if (work / RUN).is_file():
-        settings = read_json(work / RUN)
+        settings = read_work_file(work / RUN)
         if not any(fields <= settings.keys() for fields in _FIELDS):
             raise FileExistsError(
                 f"{work} is not the work folder of a run (its {RUN} has other fields); move it away"
@@ -66,48 +50,35 @@ def interrupted_run(work: Path) -> dict[str, Any] | None:
     return None
 
 
-def check_same(work: Path, before: Mapping[str, Any], now: Mapping[str, Any], advice: str) -> None:
-    """Check that an interrupted run had the settings of this run.
+def check_resumable(work: Path, settings: Mapping[str, Any]) -> None:
+    """Check that a run with these settings may use a work folder."""
+    if (work / _LOCK).is_file():
+        with _held(work):
+            pass
+    _check_same(work, settings)
 
-    Args:
-        before, now: Settings of the interrupted run and of this run.
-        advice: End of the error message, which says what to do.
 
-    Raises:
-        DataError: Settings differ.
-    """
+def _check_same(work: Path, settings: Mapping[str, Any]) -> bool:
+    """Whether there is an interrupted run. Raises ``DataError`` if it had other settings."""
+    before = interrupted_run(work)
+    if before is None:
+        return False
     changed = [
-        f"{name} ({before.get(name)}, now {now.get(name)})"
-        for name in sorted({*before, *now})
-        if before.get(name) != now.get(name)
+        f"{name} ({before.get(name)}, now {settings.get(name)})"
+        for name in sorted({*before, *settings})
+        if before.get(name) != settings.get(name)
     ]
     if changed:
         raise DataError(
-            f"{work} has an interrupted run with other settings: {', '.join(changed)}. {advice}"
+            f"{work} has an interrupted run with other settings: {', '.join(changed)}. Pass the "
+            "same inputs to resume it, or delete that folder to start again"
         )
+    return True
 
 
 @contextmanager
-def work_folder(
-    work: Path,
-    settings: Mapping[str, Any],
-    is_worth_keeping: Callable[[BaseException], bool],
-    *,
-    resume: bool,
-) -> Iterator[None]:
-    """Context of a run: ``held`` and ``started`` together."""
-    with held(work), started(work, settings, is_worth_keeping, resume=resume):
-        yield
-
-
-@contextmanager
-def held(work: Path) -> Iterator[None]:
-    """Lock a work folder against other processes. The folder is created if it does not exist.
-
-    Raises:
-        DataError: Another process uses the folder, or the settings in it are damaged.
-        FileExistsError: The folder exists, but is not the work folder of a run.
-    """
+def _held(work: Path) -> Iterator[None]:
+    """Lock a work folder against other processes. The folder is created if it does not exist."""
     interrupted_run(work)
     work.mkdir(parents=True, exist_ok=True)
     try:
@@ -121,49 +92,43 @@ def held(work: Path) -> Iterator[None]:
         yield
 
 
-def check_idle(work: Path) -> None:
-    """Raise ``DataError`` if another process uses a work folder."""
-    if (work / _LOCK).is_file():
-        with held(work):
-            pass
-
-
 @contextmanager
-def started(
+def work_folder(
     work: Path,
     settings: Mapping[str, Any],
     is_worth_keeping: Callable[[BaseException], bool],
-    *,
-    resume: bool,
 ) -> Iterator[None]:
-    """Context of a run in a folder that is held.
+    """Context of a run in its work folder, which is locked. An interrupted run is resumed.
 
     Args:
-        settings: JSON values that affect the result. A resumed run keeps those of the first run.
+        settings: JSON values that affect the result.
         is_worth_keeping: Function of an error that returns whether the failed run can be resumed.
             If not, the folder is removed.
-        resume: Whether to keep the files of an interrupted run.
+
+    Raises:
+        DataError: Another run is in progress, or the interrupted run had other settings.
+        FileExistsError: The folder exists, but is not the work folder of a run.
     """
-    if not resume:
-        _clear(work)
-        (work / RUN).unlink(missing_ok=True)
-    if not (work / RUN).is_file():
-        write_json(work / RUN, dict(settings))
-    try:
-        yield
-    except BaseException as error:
-        if is_worth_keeping(error):
-            logger.warning(
-                "What was computed stays in %s: a run with the same inputs resumes there. Delete "
-                "the folder to start again.",
-                work,
-            )
-        else:
-            remove(work)
-        raise
+    # Locked before the settings are compared, so that a run in progress is reported as such.
+    with _held(work):
+        if not _check_same(work, settings):
+            _clear(work)
+            write_json(work / RUN, dict(settings))
+        try:
+            yield
+        except BaseException as error:
+            if is_worth_keeping(error):
+                logger.warning(
+                    "Everything computed so far is in %s, where a run with the same inputs "
+                    "resumes. Delete the folder to start again.",
+                    work,
+                )
+            else:
+                remove_work(work)
+            raise
 
 
-def remove(work: Path) -> None:
+def remove_work(work: Path) -> None:
     """Delete a work folder, settings last, so that it is recognized after an interruption."""
     _clear(work)
     shutil.rmtree(work, ignore_errors=True)
@@ -177,12 +142,8 @@ def _clear(work: Path) -> None:
             path.unlink()
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Read the object in a JSON file of a work folder.
-
-    Raises:
-        DataError: The file is damaged.
-    """
+def read_work_file(path: Path) -> dict[str, Any]:
+    """Read the object in a JSON file of a work folder."""
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except (TypeError, ValueError) as error:
@@ -192,14 +153,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def kept_json(path: Path, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Read the object in a JSON file. A missing file is created first.
-
-    Raises:
-        DataError: The file is damaged.
-    """
+    """Read the object in a JSON file. A missing file is created first."""
     if not path.is_file():
         write_json(path, make())
-    return read_json(path)
+    return read_work_file(path)
 
 
 def last_checkpoint(folder: Path) -> Path | None:
@@ -207,8 +164,8 @@ def last_checkpoint(folder: Path) -> Path | None:
 
     The Trainer writes ``trainer_state.json`` last, so a checkpoint is complete if it is readable.
     """
-    found = sorted(folder.glob("checkpoint-*"), key=lambda p: -int(p.name.rpartition("-")[2]))
-    for path in found:
+    checkpoints = sorted(folder.glob("checkpoint-*"), key=lambda p: -int(p.name.rpartition("-")[2]))
+    for path in checkpoints:
         try:
             json.loads((path / "trainer_state.json").read_text(encoding="utf-8"))
             return path

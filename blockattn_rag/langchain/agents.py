@@ -41,10 +41,10 @@ class _Query(BaseModel):
     query: str = Field(description="What to look up, as a question or in key words.")
 
 
-def _check_runnable(given: Any, what: str, hint: str) -> None:
+def _check_runnable(source: Any, what: str, hint: str) -> None:
     """Raise a TypeError with a hint if the object has no ``invoke``."""
-    if not hasattr(given, "invoke"):
-        raise TypeError(f"Expected {what}, found {type(given).__name__}; pass {hint}")
+    if not hasattr(source, "invoke"):
+        raise TypeError(f"Expected {what}, found {type(source).__name__}; pass {hint}")
 
 
 def _lookups(retriever: BaseRetriever, document_prompt: BasePromptTemplate[str] | None) -> Any:
@@ -155,7 +155,6 @@ class RetrieveFirst(AgentMiddleware[Any, Any]):
         return self._messages(question, *self._look_up(question))
 
     async def abefore_agent(self, state: Any, runtime: Any) -> dict[str, Any] | None:
-        """``before_agent`` for event loops."""
         if (question := _question(messages := state["messages"])) is None:
             return None
         if prompt := self._condensing(messages, question):
@@ -168,7 +167,6 @@ class RetrieveFirst(AgentMiddleware[Any, Any]):
         return handler(self._shown(request))
 
     async def awrap_model_call(self, request: Any, handler: Callable[[Any], Awaitable[Any]]) -> Any:
-        """``wrap_model_call`` for event loops."""
         return await handler(self._shown(request))
 
     def _shown(self, request: Any) -> Any:
@@ -187,9 +185,9 @@ class RetrieveFirst(AgentMiddleware[Any, Any]):
     def _messages(self, query: str, text: str, documents: list[Document]) -> dict[str, Any]:
         call_id, name = new_call_id(), self._tool_name
         call = {"name": name, "args": {"query": query}, "id": call_id, "type": "tool_call"}
-        found = ToolMessage(text, name=name, tool_call_id=call_id, artifact=documents)
+        retrieval = ToolMessage(text, name=name, tool_call_id=call_id, artifact=documents)
         asked = AIMessage("", tool_calls=[call], additional_kwargs={_RETRIEVAL: True})
-        return {"messages": [asked, found]}
+        return {"messages": [asked, retrieval]}
 
 
 def _with_passages(messages: Sequence[BaseMessage]) -> list[BaseMessage]:

@@ -97,12 +97,12 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
         ``kwargs`` are further constructor arguments.
         """
         if task != "text-generation":
-            raise ValueError(f"task must be 'text-generation', found {task!r}")
+            raise ValueError(f"Expected task 'text-generation', found {task!r}")
         if isinstance(device, int):
             device = "cpu" if device < 0 else f"cuda:{device}"
         options = dict(pipeline_kwargs or {})
         if options.pop("return_full_text", False):
-            raise ValueError("return_full_text=True is not supported: answers exclude the prompt")
+            raise ValueError("Unsupported return_full_text=True: answers exclude the prompt")
         named = ("max_new_tokens", "temperature", "stop")
         own = {} if device is None and device_map is None else {"device": device or device_map}
         arguments = {
@@ -307,9 +307,9 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
         if (group := self._group(len(inputs), at_once, kwargs)) is None:
             return batch(inputs, config, return_exceptions=return_exceptions, **kwargs)
 
-        def answer(one: LanguageModelInput, its: RunnableConfig) -> AIMessage:
+        def answer(value: LanguageModelInput, its: RunnableConfig) -> AIMessage:
             with group.call():
-                return batch([one], its, return_exceptions=return_exceptions, **kwargs)[0]
+                return batch([value], its, return_exceptions=return_exceptions, **kwargs)[0]
 
         configs = get_config_list(config, len(inputs))
         with get_executor_for_config({"max_concurrency": at_once}) as executor:
@@ -333,13 +333,13 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
         if (group := self._group(len(inputs), at_once, kwargs)) is None:
             return await abatch(inputs, config, return_exceptions=return_exceptions, **kwargs)
 
-        async def answer(one: LanguageModelInput, its: RunnableConfig) -> AIMessage:
+        async def answer(value: LanguageModelInput, its: RunnableConfig) -> AIMessage:
             with group.call():
-                only = await abatch([one], its, return_exceptions=return_exceptions, **kwargs)
+                only = await abatch([value], its, return_exceptions=return_exceptions, **kwargs)
                 return only[0]
 
         configs = get_config_list(config, len(inputs))
-        answers = (answer(one, its) for one, its in zip(inputs, configs, strict=True))
+        answers = (answer(value, its) for value, its in zip(inputs, configs, strict=True))
         return await gather_with_concurrency(at_once, *answers)
 
     def _group(self, calls: int, at_once: int, call: dict[str, Any]) -> Group | None:
@@ -353,8 +353,8 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
 
 def _at_once(inputs: list[LanguageModelInput], config: Configs) -> int:
     first = config[0] if isinstance(config, list) and config else config
-    wanted = first.get("max_concurrency") if isinstance(first, dict) else None
-    return min(len(inputs), wanted or MAX_BATCH)
+    limit = first.get("max_concurrency") if isinstance(first, dict) else None
+    return min(len(inputs), limit or MAX_BATCH)
 
 
 class SourceProfile(UserDict[str, Any]):

@@ -63,7 +63,6 @@ class BlockDocumentPrompt(StringPromptTemplate):
 
     @classmethod
     def from_template(cls, template: str, **kwargs: Any) -> BlockDocumentPrompt:
-        """Create from a template string, with ``kwargs`` of ``PromptTemplate.from_template``."""
         return cls(document_prompt=PromptTemplate.from_template(template, **kwargs))
 
     @classmethod
@@ -80,7 +79,6 @@ class BlockDocumentPrompt(StringPromptTemplate):
         return wrap(self.document_prompt.format(**self._merge_partial_and_user_variables(**kwargs)))
 
     def canonical_text(self, document: Document) -> str:
-        """The text that a document's handle is computed from: formatted and stripped."""
         values = self._merge_partial_and_user_variables()
         return format_document(document, self.document_prompt.partial(**values)).strip()
 

@@ -54,11 +54,7 @@ _FIRST_CALL_OF_V1 = 1 << 20
 
 
 def chat_turns(messages: Iterable[BaseMessage]) -> Iterator[ChatTurn]:
-    """Convert messages to turns, with block markers around passages.
-
-    Raises:
-        ValueError: A message has an image or other content that is not text, or an unknown type.
-    """
+    """Convert messages to turns, with block markers around passages."""
     for message in messages:
         calls, thoughts, result_of = [], "", None
         if isinstance(message, AIMessage):
@@ -89,7 +85,7 @@ def _text_of(message: BaseMessage) -> str:
         text = "".join(_text_of_part(part, message) for part in message.content)
     invalid = message.invalid_tool_calls if isinstance(message, AIMessage) else []
     # Invalid calls are included so that the model can correct them.
-    return "\n".join(part for part in (text, *(str(one["args"]) for one in invalid)) if part)
+    return "\n".join(part for part in (text, *(str(call["args"]) for call in invalid)) if part)
 
 
 def _marked(content: str, artifact: Any) -> str:
@@ -103,9 +99,9 @@ def _marked(content: str, artifact: Any) -> str:
         text = document.page_content.strip() if isinstance(document, Document) else ""
         # Match complete lines only, because a short text may occur inside another text.
         lines = re.compile(rf"(?:\A|\n)[^\S\n]*({re.escape(text)})[^\S\n]*(?=\n|\Z)")
-        if text and (found := lines.search(content, position)):
-            marked += content[position : found.start(1)] + wrap(text)
-            position = found.end(1)
+        if text and (line := lines.search(content, position)):
+            marked += content[position : line.start(1)] + wrap(text)
+            position = line.end(1)
     return marked + content[position:]
 
 
@@ -131,10 +127,10 @@ def chat_result(step: Step, model_name: str | None) -> ChatResult:
     _, calls, invalid = ReadAnswer.of(step.pieces)
     message = AIMessage(
         **_content(step),
-        tool_calls=[tool_call(name=one.name, args=one.arguments, id=one.id) for one in calls],
+        tool_calls=[tool_call(name=call.name, args=call.arguments, id=call.id) for call in calls],
         invalid_tool_calls=[
-            invalid_tool_call(name=one.name, args=one.text, id=one.id, error=one.error)
-            for one in invalid
+            invalid_tool_call(name=call.name, args=call.text, id=call.id, error=call.error)
+            for call in invalid
         ],
         **_figures(answer, model_name),
     )

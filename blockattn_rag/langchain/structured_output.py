@@ -39,15 +39,14 @@ def structured_chat(
         chat: The model.
         schema: See ``with_structured_output``, also for the other arguments.
         supports_tools: Whether the model's chat template supports tools.
-
-    Raises:
-        ValueError: The method is unknown, or the schema that it needs is missing.
     """
     if method not in get_args(Method):
         known = ", ".join(get_args(Method))
-        raise ValueError(f"method must be one of {known}; found {method!r}")
+        raise ValueError(f"Found method {method!r}, expected one of {known}")
     if schema is None and method != "json_mode":
-        raise ValueError(f"method={method!r} needs a schema; only json_mode works without one")
+        raise ValueError(
+            f"Found no schema, which method {method!r} needs; only json_mode works without one"
+        )
     asked: dict[str, Any] = {"type": "json_object"}
     if schema is not None:
         named = named_schema(schema)
@@ -81,9 +80,6 @@ def named_schema(schema: Any) -> dict[str, Any]:
     Args:
         schema: A pydantic class, a TypedDict, a JSON schema, or a function, tool or response format
             as in OpenAI's API.
-
-    Raises:
-        ValueError: ``schema`` has another type or format.
     """
     if isinstance(schema, type) and is_basemodel_subclass(schema):
         # Uses pydantic, because LangChain's conversion inlines references, even recursive ones.
@@ -91,11 +87,11 @@ def named_schema(schema: Any) -> dict[str, Any]:
         of = getattr(pydantic, "model_json_schema", None) or pydantic.schema
         return {"name": schema.__name__, "schema": of()}
     if isinstance(schema, Mapping):
-        given = schema.get("json_schema", schema)
-        if isinstance(given.get("schema"), Mapping):
-            return {"name": given.get("name", "answer"), "schema": dict(given["schema"])}
-        if "name" not in given and given.get("type") != "function":
-            return {"name": given.get("title", "answer"), "schema": dict(given)}
+        definition = schema.get("json_schema", schema)
+        if isinstance(definition.get("schema"), Mapping):
+            return {"name": definition.get("name", "answer"), "schema": dict(definition["schema"])}
+        if "name" not in definition and definition.get("type") != "function":
+            return {"name": definition.get("title", "answer"), "schema": dict(definition)}
     if isinstance(schema, Mapping):
         schema = schema.get("function", schema)  # unwraps a tool
     try:
@@ -126,12 +122,7 @@ def _with_raw(model: Runnable[Any, BaseMessage], parser: Any) -> Runnable[Any, A
 
 
 def _object_of(result: list[Generation]) -> list[Generation]:
-    """The JSON of an answer: its text, or the arguments of its tool call.
-
-    Raises:
-        IncompleteAnswerError: The answer ended before the object was complete. Not raised while a
-            stream continues.
-    """
+    """The JSON of an answer: its text, or the arguments of its tool call."""
     (generation,) = result
     if not isinstance(generation, ChatGeneration):
         return result

@@ -154,11 +154,11 @@ class BlockKVTransform(SourceComponent, TransformComponent):
     def _check_key(self, nodes: Sequence[BaseNode]) -> None:
         """Warn if no node has the metadata key, because it may be misspelt."""
         if self.metadata_key and nodes and all(self.metadata_key not in n.metadata for n in nodes):
-            found = sorted({key for node in nodes for key in node.metadata})
+            keys = sorted({key for node in nodes for key in node.metadata})
             logger.warning(
                 "No node has the metadata key %r, so the nodes' own texts are encoded; found %s",
                 self.metadata_key,
-                ", ".join(found) or "none",
+                ", ".join(keys) or "none",
             )
 
     def _check_split(self, nodes: Sequence[BaseNode], texts: Sequence[str]) -> None:

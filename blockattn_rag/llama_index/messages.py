@@ -163,10 +163,10 @@ class Responses:
         if shown or not answer.calls:
             blocks.append(TextBlock(text=shown))
         blocks += [
-            ToolCallBlock(tool_call_id=one.id, tool_name=one.name, tool_kwargs=one.arguments)
-            for one in answer.calls
+            ToolCallBlock(tool_call_id=call.id, tool_name=call.name, tool_kwargs=call.arguments)
+            for call in answer.calls
         ]
-        extra = {INVALID_CALLS: [asdict(one) for one in answer.invalid]} if answer.invalid else {}
+        extra = {INVALID_CALLS: [asdict(call) for call in answer.invalid]} if answer.invalid else {}
         return ChatMessage(role=MessageRole.ASSISTANT, blocks=blocks, additional_kwargs=extra)
 
 
@@ -209,8 +209,8 @@ def tool_selections(response: ChatResponse, *, required: bool) -> list[ToolSelec
     invalid = message.additional_kwargs.get(INVALID_CALLS, [])
     calls = [block for block in message.blocks if isinstance(block, ToolCallBlock)]
     if required and invalid:
-        found = "; ".join(f"{one['error']}: {one['text'][:200]!r}" for one in invalid)
-        raise ToolCallError(f"The model wrote a malformed tool call. {found}")
+        reasons = "; ".join(f"{call['error']}: {call['text'][:200]!r}" for call in invalid)
+        raise ToolCallError(f"The model wrote a malformed tool call. {reasons}")
     if required and not calls:
         raise ToolCallError(
             f"Expected a tool call, but the model answered {(message.content or '')[:200]!r}. Pass "

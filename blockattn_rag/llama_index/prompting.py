@@ -121,8 +121,8 @@ class PromptMaking(EngineComponent, LLM):
     @property
     def _own_template(self) -> Any:
         """The user's ``messages_to_prompt``, which replaces the chat template, or None."""
-        given: Any = self.messages_to_prompt
-        return None if given is generic_messages_to_prompt else given
+        own: Any = self.messages_to_prompt
+        return None if own is generic_messages_to_prompt else own
 
     @property
     def _takes_tools(self) -> bool:
@@ -151,9 +151,9 @@ class PromptMaking(EngineComponent, LLM):
             )
         turns = template_messages(chat_turns(messages))
 
-        def render(given: Sequence[Mapping[str, Any]]) -> str:
+        def render(turns: Sequence[Mapping[str, Any]]) -> str:
             copies = []
-            for message, turn in zip(messages, given, strict=True):
+            for message, turn in zip(messages, turns, strict=True):
                 extra = turn["additional_kwargs"]
                 shown = {"blocks": [TextBlock(text=turn["content"])], "additional_kwargs": extra}
                 copies.append(message.model_copy(update=shown))

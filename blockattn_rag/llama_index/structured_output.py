@@ -91,8 +91,8 @@ class StructuredPrediction(LLM):
 
         async def objects() -> AsyncGenerator[Any, None]:
             async for step in steps:
-                for one in partial_objects.take(step):
-                    yield one
+                for partial in partial_objects.take(step):
+                    yield partial
 
         return objects()
 
@@ -123,15 +123,15 @@ class _PartialObjects:
             return
         try:
             text = step.message.content or ""
-            found = _JSON.validate_json(text, experimental_allow_partial="trailing-strings")
+            value = _JSON.validate_json(text, experimental_allow_partial="trailing-strings")
         except ValueError:  # the object has not begun
             return
-        if isinstance(found, dict) and found != self._last:
-            self._last = found
+        if isinstance(value, dict) and value != self._last:
+            self._last = value
             try:
-                yield self._output_cls.model_validate(found)
+                yield self._output_cls.model_validate(value)
             except ValidationError:
-                yield self._partial_cls.model_validate(found)
+                yield self._partial_cls.model_validate(value)
 
 
 def _with_schema(output_cls: type[BaseModel], llm_kwargs: dict[str, Any] | None) -> dict[str, Any]:

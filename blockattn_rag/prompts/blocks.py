@@ -113,7 +113,7 @@ class BlockTemplate:
     after: str = ""
 
 
-PLAIN = BlockTemplate()
+NO_TEMPLATE = BlockTemplate()
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ class Block:
     """
 
     text: str
-    template: BlockTemplate = PLAIN
+    template: BlockTemplate = NO_TEMPLATE
     spans: tuple[Span, ...] = ()
     handle: str = field(init=False)
 
@@ -143,7 +143,7 @@ class Block:
         object.__setattr__(self, "handle", handle_of(self.text))
 
     @classmethod
-    def of(cls, spans: Iterable[Span], template: BlockTemplate = PLAIN) -> Block:
+    def of(cls, spans: Iterable[Span], template: BlockTemplate = NO_TEMPLATE) -> Block:
         """Create a block from spans."""
         spans = merged(spans)
         return cls(text_of(spans), template, spans)
@@ -154,9 +154,9 @@ class Block:
 
         Text of the chat template counts as a system message.
         """
-        found = {span.origin for span in self.spans}
+        origins = {span.origin for span in self.spans}
         privacy: tuple[Origin, ...] = ("conversation", "answer", "prompt", "altered", "passage")
-        return next((origin for origin in privacy if origin in found), "system")
+        return next((origin for origin in privacy if origin in origins), "system")
 
     @property
     def is_passage(self) -> bool:
@@ -195,14 +195,14 @@ class BlockPrompt:
         object.__setattr__(self, "context", tuple(self.context))
         for block in self.context:
             if not isinstance(block, Block):
-                raise TypeError(f"context must contain Block objects, found {type(block).__name__}")
+                raise TypeError(f"Expected Block objects in context, found {type(block).__name__}")
         if not isinstance(self.final, str):
-            raise TypeError(f"final must be a str, found {type(self.final).__name__}")
+            raise TypeError(f"Expected a str as final, found {type(self.final).__name__}")
         if not self.context and not self.final:
             raise ValueError("The prompt is empty: it has no context block and no final text")
         spans = merged(self.final_spans or [Span(self.final, "prompt")])
         if text_of(spans) != self.final:
-            raise ValueError("final_spans must concatenate to the final text")
+            raise ValueError("Expected final_spans that concatenate to the final text")
         object.__setattr__(self, "final_spans", spans)
 
     @classmethod
@@ -221,11 +221,15 @@ class BlockPrompt:
         *context, final = texts
         if isinstance(final, Block):
             raise TypeError("The last item of a prompt is its final block and must be a str")
-        blocks = (one if isinstance(one, Block) else Block(one) for one in context if one != "")
+        blocks = (
+            text if isinstance(text, Block) else Block(text) for text in context if text != ""
+        )
         return cls(tuple(blocks), final)
 
     @classmethod
-    def from_spans(cls, spans: Iterable[Span], template: BlockTemplate = PLAIN) -> BlockPrompt:
+    def from_spans(
+        cls, spans: Iterable[Span], template: BlockTemplate = NO_TEMPLATE
+    ) -> BlockPrompt:
         """Create a prompt from spans. Each passage becomes a block with ``template``.
 
         Text before the first passage is the first block, and text after the last passage is the

@@ -137,10 +137,10 @@ def _trace(
         variables: Variables of the template. Strings in them that contain one of
             ``control_tokens`` are treated as contents.
     """
-    slots, given = _Slots(), variables or {}
+    slots, values = _Slots(), variables or {}
     slotted = [slots.put_in(turn) for turn in turns]
-    skeleton = render(slotted, **slots.instead_of(given, control_tokens))
-    text = render([{**turn, "content": text_of(turn["content"])} for turn in turns], **given)
+    skeleton = render(slotted, **slots.instead_of(values, control_tokens))
+    text = render([{**turn, "content": text_of(turn["content"])} for turn in turns], **values)
     pieces = slots.pattern.split(skeleton)  # template, slot, template, slot, ..., template
     template, numbers = pieces[::2], [int(number) for number in pieces[1::2]]
     asked, shown = [slots.spans[number] for number in numbers], set(numbers)
@@ -297,16 +297,16 @@ def _find(contents: Sequence[Spans], text: str, template: Sequence[str]) -> list
     """Find the contents in ``text``, between the pieces of the template. None: not found."""
     if not text.startswith(template[0]):
         return None
-    found, at = [], len(template[0])
+    renderings, at = [], len(template[0])
     for spans, after in zip(contents, template[1:], strict=True):
         for shown in _as_templates_show(spans):
             if text.startswith(expected := text_of(shown) + after, at):
-                found.append(shown)
+                renderings.append(shown)
                 at += len(expected)
                 break
         else:
             return None
-    return found if at == len(text) else None
+    return renderings if at == len(text) else None
 
 
 def _as_templates_show(spans: Spans) -> Iterator[Spans]:
@@ -351,38 +351,38 @@ def _changed(span: Span, text: str) -> Span:
     return Span(text, "altered" if altered else span.origin)
 
 
-def check_template_kwargs(tokenizer: Any, given: Mapping[str, Any] | None) -> dict[str, Any]:
+def check_template_kwargs(tokenizer: Any, variables: Mapping[str, Any] | None) -> dict[str, Any]:
     """Validate template variables that an application sets, such as ``enable_thinking``.
 
     Args:
         tokenizer: Tokenizer with the chat template.
-        given: Variables by name. Control tokens in values are parsed, so values must come from the
-            application, never from its users.
+        variables: Variables by name. Control tokens in values are parsed, so values must come from
+            the application, never from its users.
 
     Raises:
-        TypeError: ``given`` is not a mapping with string keys.
+        TypeError: ``variables`` is not a mapping with string keys.
         ValueError: A variable is not read by the template, or is set by this package.
     """
-    if not given:
+    if not variables:
         return {}
-    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+    if not isinstance(variables, Mapping) or not all(isinstance(name, str) for name in variables):
         raise TypeError(
-            "chat_template_kwargs must be a mapping of names, such as {'enable_thinking': False}, "
-            f"found {given!r:.80}"
+            "Expected chat_template_kwargs as a mapping of names, such as {'enable_thinking': "
+            f"False}}, found {variables!r:.80}"
         )
-    if taken := sorted(_RESERVED & {*given}):
+    if taken := sorted(_RESERVED & {*variables}):
         raise ValueError(
-            f"chat_template_kwargs sets {', '.join(taken)}, which this package sets itself: pass "
-            "messages, tools and passages as arguments of the call"
+            f"Found {', '.join(taken)} in chat_template_kwargs, which this package sets itself: "
+            "pass messages, tools and passages as arguments of the call"
         )
     known = template_variables(tokenizer)
-    if unknown := sorted({*given} - known):
+    if unknown := sorted({*variables} - known):
         names = ", ".join(sorted(known)) or "none"
         raise ValueError(
-            f"chat_template_kwargs sets {', '.join(unknown)}, which the chat template of this "
+            f"Found {', '.join(unknown)} in chat_template_kwargs, which the chat template of this "
             f"model does not read; it reads: {names}"
         )
-    return dict(given)
+    return dict(variables)
 
 
 def template_variables(tokenizer: Any) -> frozenset[str]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from blockattn_rag.prompts.formats import CHAT, PromptFormat, prompt_format
 from blockattn_rag.prompts.sinks import NO_SINK
 
-AUTO = "auto"
+AUTO_FORMAT = "auto"
 """Selects the format that a known checkpoint was trained on, or ``chat`` for other models."""
 
 # The command line shows messages of this logger as notes.
@@ -51,26 +51,25 @@ class Checkpoint:
         return other_switches(self.hub_id, self.switches, {"positions": positions, "sink": sink})
 
 
-def other_switches(model: str, trained: Mapping[str, str], found: Mapping[str, str]) -> str:
+def other_switches(model: str, trained: Mapping[str, str], used: Mapping[str, str]) -> str:
     """Explain in a sentence how options of block mode differ from training. Empty if they match.
 
     Args:
         model: Name of the model.
         trained: Options of the training. Other options may have any value.
-        found: Options in use.
+        used: Options in use.
     """
-    if all(found[name] == value for name, value in trained.items()):
+    if all(used[name] == value for name, value in trained.items()):
         return ""
     with_, other = (
-        " and ".join(f"{name}={options[name]!r}" for name in trained)
-        for options in (trained, found)
+        " and ".join(f"{name}={options[name]!r}" for name in trained) for options in (trained, used)
     )
     return f"{model} was trained with {with_}, found {other}: block mode will be less accurate"
 
 
 CHECKPOINTS: dict[str, Checkpoint] = {
-    one.hub_id: one
-    for one in (
+    checkpoint.hub_id: checkpoint
+    for checkpoint in (
         # Trained on ten passages, best first. Its block-mode samples began with
         # "[Block-Attention]", which the authors' inference leaves out.
         Checkpoint("ldsjmdy/Tulu3-Block-FT", "tulu3-block", bos=False),
@@ -84,7 +83,7 @@ CHECKPOINTS: dict[str, Checkpoint] = {
 }
 """The known checkpoints by hub id."""
 
-_BY_LOWER_ID = {hub_id.lower(): one for hub_id, one in CHECKPOINTS.items()}
+_BY_LOWER_ID = {hub_id.lower(): checkpoint for hub_id, checkpoint in CHECKPOINTS.items()}
 
 
 def known_checkpoint(model: str) -> Checkpoint | None:
@@ -100,18 +99,18 @@ def known_checkpoint(model: str) -> Checkpoint | None:
     return _BY_LOWER_ID.get(hub_id.lower())
 
 
-def format_for(wanted: str | PromptFormat, model: str) -> PromptFormat:
+def format_for(name: str | PromptFormat, model: str) -> PromptFormat:
     """The prompt format for a model. For known checkpoints, the choice of ``"auto"`` is logged.
 
     Args:
-        wanted: A format, its name, or ``"auto"``: a known checkpoint's own format, else ``chat``.
+        name: A format, its name, or ``"auto"``: a known checkpoint's own format, else ``chat``.
         model: Hub id, path or other name of the model.
 
     Raises:
         ValueError: The format is unknown.
     """
-    if wanted != AUTO:
-        return prompt_format(wanted)
+    if name != AUTO_FORMAT:
+        return prompt_format(name)
     known = known_checkpoint(model)
     if known is None:
         return CHAT

@@ -94,11 +94,11 @@ class RustEncoder:
     def added_tokens(self, text: str) -> list[FoundToken]:
         """The added tokens in a text, left to right."""
         encoding = self._parsing.encode(text, add_special_tokens=False)
-        found = []
+        tokens = []
         for token_id, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
             if (token := self._added.get(token_id)) is not None:
-                found.append(FoundToken(start, end, token_id, token.lstrip, token.rstrip))
-        return found
+                tokens.append(FoundToken(start, end, token_id, token.lstrip, token.rstrip))
+        return tokens
 
     def plain_ids(self, text: str, *, opens: bool) -> list[int]:
         """Ids of a text in which no added token is recognized.
@@ -111,13 +111,13 @@ class RustEncoder:
         pieces = [(text, self._opening if opens else self._inside)]
         while pieces:
             piece, plain = pieces.pop()
-            found, offsets = plain.encode(piece)
-            if cuts := self._cuts(piece, found, offsets):
+            piece_ids, offsets = plain.encode(piece)
+            if cuts := self._cuts(piece, piece_ids, offsets):
                 parts = [piece[a:b] for a, b in pairwise([0, *cuts, len(piece)])]
                 pieces += [(part, self._after_cut) for part in parts[:0:-1]]
                 pieces.append((parts[0], plain))
             else:
-                ids += found
+                ids += piece_ids
         return ids
 
     def _cuts(self, text: str, ids: list[int], offsets: list[tuple[int, int]]) -> list[int]:
@@ -207,14 +207,14 @@ class PythonEncoder:
     def added_tokens(self, text: str) -> list[FoundToken]:
         with self._lock:
             pieces = self._tokenizer.tokens_trie.split(text)
-        found, at = [], 0
+        tokens, at = [], 0
         for piece in pieces:
             if piece in self._added:
                 token = self._tokenizer.added_tokens_decoder[self._added[piece]]
                 strips = token.lstrip, token.rstrip
-                found.append(FoundToken(at, at + len(piece), self._added[piece], *strips))
+                tokens.append(FoundToken(at, at + len(piece), self._added[piece], *strips))
             at += len(piece)
-        return found
+        return tokens
 
     def plain_ids(self, text: str, *, opens: bool) -> list[int]:
         with self._lock:

@@ -214,7 +214,7 @@ TURBORAG = PromptFormat(
 )
 
 FORMATS: dict[str, PromptFormat] = {
-    one.name: one for one in (CHAT, BLOCK_ATTENTION, TURBORAG, TULU3_BLOCK, LLAMA3_BLOCK)
+    known.name: known for known in (CHAT, BLOCK_ATTENTION, TURBORAG, TULU3_BLOCK, LLAMA3_BLOCK)
 }
 
 

@@ -30,7 +30,14 @@ from typing import NamedTuple
 
 from blockattn_rag.errors import SegmentationError
 from blockattn_rag.files import state_folder, temporary_name
-from blockattn_rag.prompts.blocks import PLAIN, BlockPrompt, BlockTemplate, Origin, Span, handle_of
+from blockattn_rag.prompts.blocks import (
+    NO_TEMPLATE,
+    BlockPrompt,
+    BlockTemplate,
+    Origin,
+    Span,
+    handle_of,
+)
 
 logger = logging.getLogger("blockattn_rag")
 
@@ -130,9 +137,9 @@ def parse(string: str) -> Parsed:
 
 def own_markers(string: str) -> list[Marker]:
     """Markers in a string that were created with the key of this installation."""
-    found = [Marker(*one.span(), bool(one[1]), one[2]) for one in _MARKER.finditer(string)]
-    own = [one for one in found if hmac.compare_digest(_seal(one.seal[:_HALF]), one.seal)]
-    if len(own) < len(found):
+    markers = [Marker(*m.span(), bool(m[1]), m[2]) for m in _MARKER.finditer(string)]
+    own = [m for m in markers if hmac.compare_digest(_seal(m.seal[:_HALF]), m.seal)]
+    if len(own) < len(markers):
         _warn_of_foreign_markers()
     return own
 
@@ -193,13 +200,13 @@ def marker_key() -> bytes:
 
 @cache
 def _found_key() -> bytes:
-    if given := os.environ.get(KEY_VARIABLE):
-        if len(given) < _SHORTEST_KEY:
+    if key := os.environ.get(KEY_VARIABLE):
+        if len(key) < _SHORTEST_KEY:
             raise ValueError(
-                f"{KEY_VARIABLE} has {len(given)} characters, expected at least {_SHORTEST_KEY} "
+                f"{KEY_VARIABLE} has {len(key)} characters, expected at least {_SHORTEST_KEY} "
                 "random ones: python -c 'import secrets; print(secrets.token_hex())'"
             )
-        return given.encode()
+        return key.encode()
     try:
         return _key_in(state_folder() / "marker.key")
     except (OSError, RuntimeError) as error:  # RuntimeError: there is no home folder
@@ -225,7 +232,7 @@ def _key_in(path: Path) -> bytes:
     return path.read_bytes()
 
 
-def segment(string: str, template: BlockTemplate = PLAIN) -> BlockPrompt:
+def segment(string: str, template: BlockTemplate = NO_TEMPLATE) -> BlockPrompt:
     """Create a prompt from a string with markers; see ``BlockPrompt.from_spans``.
 
     Control tokens are not parsed, because it is unknown which text a template wrote.
@@ -275,7 +282,6 @@ def without_orphans(string: str, gap: Gap) -> str:
 
 
 def holds_orphans(string: str) -> bool:
-    """Whether a string contains an orphan, because a passage was cut."""
     return any(gap.orphans for gap in parse(string).gaps)
 
 
@@ -301,14 +307,14 @@ def close_cut_passages(chunk: str) -> str:
 def _without_head_of(marker: str, text: str) -> str:
     """Remove the start of a cut marker, at the end of a word, from ``text``."""
     for size in range(len(marker) - 1, _SHORTEST_PIECE - 1, -1):
-        if found := re.search(re.escape(marker[:size]) + r"(?=\s|\Z)", text):
-            return text[: found.start()] + text[found.end() :]
+        if cut := re.search(re.escape(marker[:size]) + r"(?=\s|\Z)", text):
+            return text[: cut.start()] + text[cut.end() :]
     return text
 
 
 def _without_tail_of(marker: str, text: str) -> str:
     """Remove the end of a cut marker, at the start of a word, from ``text``."""
     for start in range(1, len(marker) - _SHORTEST_PIECE + 1):
-        if found := re.search(r"(?:(?<=\s)|\A)" + re.escape(marker[start:]), text):
-            return text[: found.start()] + text[found.end() :]
+        if cut := re.search(r"(?:(?<=\s)|\A)" + re.escape(marker[start:]), text):
+            return text[: cut.start()] + text[cut.end() :]
     return text

@@ -124,8 +124,8 @@ def _split(text: str, limit: int) -> list[str]:
     No character is lost. If there are too many cuts, the cuts that give the most equal pieces are
     kept.
     """
-    found = ([cut.end() for cut in re.finditer(one, text)] for one in _SEPARATORS)
-    cuts = [end for end in next(filter(None, found), []) if end < len(text)]
+    ends = ([cut.end() for cut in re.finditer(separator, text)] for separator in _SEPARATORS)
+    cuts = [end for end in next(filter(None, ends), []) if end < len(text)]
     if len(cuts) >= limit:
         shares = (len(text) * part / limit for part in range(1, limit))
         cuts = sorted({min(cuts, key=lambda end: abs(end - share)) for share in shares})

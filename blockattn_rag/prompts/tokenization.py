@@ -98,7 +98,7 @@ class BlockTokenizer:
         """Token ids of a complete prompt. ``promote``: See ``with_final_ids``."""
         context, final = self.with_final_ids(prompt, promote)
         ids = [self.block_ids(block, first=index == 0) for index, block in enumerate(context)]
-        return PromptIds([one for one in ids if one], final)
+        return PromptIds([block for block in ids if block], final)
 
     @property
     def fingerprint(self) -> str:

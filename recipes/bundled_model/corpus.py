@@ -12,21 +12,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from blockattn_rag.app.demo.corpus import Question
+from blockattn_rag.app.demo.corpus import CorpusQuestion
 from recipes.bundled_model.names import Split
 from recipes.bundled_model.scenes import QUESTION_KINDS, QuestionKind, turns_of, write_scene
 
 
 def generate_samples(
     seed: int, split: Split, kind: QuestionKind, num_passages: int, n: int
-) -> list[Question]:
+) -> list[CorpusQuestion]:
     """``n`` questions of one kind, each over its own ``num_passages`` passages."""
     if kind not in QUESTION_KINDS:
         raise ValueError(f"kind is {kind!r}; it must be one of {', '.join(QUESTION_KINDS)}")
     if num_passages < 2 and kind != "one-passage":
         raise ValueError(f"a question of kind {kind!r} needs two passages or more")
     rng = random.Random(f"{seed}/{split}/{kind}/{num_passages}")
-    samples: list[Question] = []
+    samples: list[CorpusQuestion] = []
     while len(samples) < n:
         scene = write_scene(rng, split, num_passages, int(kind == "order"))
         passages = tuple(article.passage for article in scene)
@@ -34,7 +34,7 @@ def generate_samples(
     return samples
 
 
-def evaluation_record(sample: Question, name: str) -> dict[str, Any]:
+def evaluation_record(sample: CorpusQuestion, name: str) -> dict[str, Any]:
     """A sample in the evaluation schema."""
     return {
         "id": name,

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 import blockattn_rag.app.demo.corpus
-from blockattn_rag.app.demo.corpus import Question
+from blockattn_rag.app.demo.corpus import CorpusQuestion
 from recipes.bundled_model.catalog import KINDS
 from recipes.bundled_model.corpus import generate_samples, write_jsonl
 from recipes.bundled_model.names import Split
@@ -53,10 +53,10 @@ def articles() -> tuple[Article, ...]:
     )
 
 
-def questions() -> list[Question]:
+def questions() -> list[CorpusQuestion]:
     """Questions about the encyclopedia: of each kind of entity two look-ups and a comparison."""
     rng = random.Random("bundled questions")
-    turns: list[Question] = []
+    turns: list[CorpusQuestion] = []
     for start in range(0, len(articles()), ARTICLES_PER_KIND):
         for first, count, kind in QUESTIONS:
             scene = articles()[start + first :][:count]
@@ -79,7 +79,7 @@ def write_data(folder: Path) -> None:
         write_jsonl(folder / f"{split}-{kind}-{num_passages}.jsonl", samples)
 
 
-def _record(question: Question) -> dict[str, Any]:
+def _record(question: CorpusQuestion) -> dict[str, Any]:
     """A question's fields; passages only where it has its own."""
     record = asdict(question)
     if not question.passages:

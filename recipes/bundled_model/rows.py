@@ -16,7 +16,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from blockattn_rag.app.demo.corpus import Question
+from blockattn_rag.app.demo.corpus import CorpusQuestion
 from blockattn_rag.prompts.formats import Passage
 from recipes.bundled_model.catalog import KINDS, Attribute
 from recipes.bundled_model.formats import Format, draw_format, follow_up
@@ -246,7 +246,7 @@ class RowWriter:
 
     def _draw(
         self, passages: tuple[int, int], turns: int, mix: Mix
-    ) -> tuple[list[Article], list[Question]]:
+    ) -> tuple[list[Article], list[CorpusQuestion]]:
         """A scene, and questions about it (at least one)."""
         while True:
             count = self.rng.randint(*passages)
@@ -257,7 +257,7 @@ class RowWriter:
             if asked := list(self._questions(scene, turns, mix.lookups)):
                 return scene, asked
 
-    def sample(self, sample: Question) -> Row:
+    def sample(self, sample: CorpusQuestion) -> Row:
         """A sample as one prompt in a random format; weights mark the answer alone."""
         prompt = draw_format(self.rng)
         parts = self._prompt(prompt, sample.passages, sample.question)
@@ -270,7 +270,9 @@ class RowWriter:
         blocks = [(prompt.passage(passage, view), PASSAGE_WEIGHT) for passage in passages]
         return [(prompt.head, 0.0), *blocks, (prompt.tail.format(question=question), 0.0)]
 
-    def _questions(self, scene: list[Article], limit: int, lookups: int) -> Iterator[Question]:
+    def _questions(
+        self, scene: list[Article], limit: int, lookups: int
+    ) -> Iterator[CorpusQuestion]:
         """Questions of all kinds in random order, none of which an earlier answer gives away."""
         pool = [
             *turns_of(scene, self.rng, "one-passage")[:lookups],

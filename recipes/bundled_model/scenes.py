@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from blockattn_rag.app.demo.corpus import Question
+from blockattn_rag.app.demo.corpus import CorpusQuestion
 from blockattn_rag.prompts.formats import Passage
 from recipes.bundled_model.catalog import KINDS, Attribute, Kind
 from recipes.bundled_model.names import Split, alike_name, ending_of, pair_name
@@ -178,7 +178,9 @@ def _editions(scene: Sequence[Article]) -> dict[str, list[int]]:
     return found
 
 
-def turns_of(scene: Sequence[Article], rng: random.Random, kind: QuestionKind) -> list[Question]:
+def turns_of(
+    scene: Sequence[Article], rng: random.Random, kind: QuestionKind
+) -> list[CorpusQuestion]:
     """Every question of ``kind`` that the scene answers, in random order."""
     groups = _editions(scene).values()
     single = [group[0] for group in groups if len(group) == 1]
@@ -211,28 +213,28 @@ def turns_of(scene: Sequence[Article], rng: random.Random, kind: QuestionKind) -
     return turns
 
 
-def _lookup(scene: Sequence[Article], rng: random.Random, i: int, of: Attribute) -> Question:
+def _lookup(scene: Sequence[Article], rng: random.Random, i: int, of: Attribute) -> CorpusQuestion:
     article, shown = scene[i], scene[i].facts[of.noun]
     question = rng.choice(of.questions).format(name=article.name)
-    return Question("one-passage", question, of.statement(article.name, shown), shown, (i,))
+    return CorpusQuestion("one-passage", question, of.statement(article.name, shown), shown, (i,))
 
 
 def _order(
     scene: Sequence[Article], rng: random.Random, pair: tuple[int, int], of: Attribute
-) -> Question:
+) -> CorpusQuestion:
     last = scene[max(pair)]
     shown = last.facts[of.noun]
     question = rng.choice(ORDER_QUESTIONS).format(noun=of.noun, name=last.name)
-    return Question("order", question, of.statement(last.name, shown), shown, pair)
+    return CorpusQuestion("order", question, of.statement(last.name, shown), shown, pair)
 
 
 def _comparison(
     scene: Sequence[Article], rng: random.Random, pair: tuple[int, int], of: Attribute
-) -> Question:
+) -> CorpusQuestion:
     a, b = (scene[i] for i in pair)
     question = rng.choice(WHICH_QUESTIONS).format(wins=of.wins, a=a.name, b=b.name)
     answer, verdict = comparison_answer(of, a.name, b.name, a.facts[of.noun], b.facts[of.noun])
-    return Question("comparison", question, answer, verdict, pair)
+    return CorpusQuestion("comparison", question, answer, verdict, pair)
 
 
 def comparison_answer(of: Attribute, a: str, b: str, shown_a: str, shown_b: str) -> tuple[str, str]:

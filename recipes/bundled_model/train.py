@@ -10,6 +10,7 @@ recipes.bundled_model.train --threads 1``.
 from __future__ import annotations
 
 import math
+import os
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -210,23 +211,18 @@ def data_of(out: Path) -> Path:
     return out.with_name(out.name + "-data.jsonl")
 
 
-def check_paths(out: Path, base: Path | None, overwrite: bool) -> None:
-    """See, before the hours and not after them, that nothing is lost without being told.
+def check_paths(out: Path, base: Path | None) -> None:
+    """Check before training that nothing would be overwritten.
 
     Raises:
-        FileExistsError: something is there and ``overwrite`` is False, or ``out`` is no model of
-            ours.
+        FileExistsError: A file or folder that the training writes exists.
     """
-    from blockattn_rag.lab.training.output import check_output
     from blockattn_rag.lab.work import work_of
 
-    check_output(out, overwrite=overwrite)
-    made = [data_of(out), work_of(out), *([] if base else [base_of(out)])]
-    if wrong := [p for p in made if p.exists() and p.is_dir() != (p != data_of(out))]:
-        raise FileExistsError(f"{wrong[0]} is in the way; move it, or choose another --out")
-    if there := [str(path) for path in made if path.exists() and not overwrite]:
+    written = [out, data_of(out), work_of(out), *([] if base else [base_of(out)])]
+    if existing := [str(path) for path in written if os.path.lexists(path)]:
         raise FileExistsError(
-            f"{', '.join(there)} would be written over; choose another --out, or pass --overwrite"
+            f"{', '.join(existing)} would be overwritten; delete it, or choose another --out"
         )
 
 
@@ -269,7 +265,6 @@ def block_finetune(
             seed=seed,
             positions=positions,
             progress=False,
-            overwrite=True,
         )
     )
 
@@ -293,9 +288,6 @@ def main(
     smoke: Annotated[
         bool, typer.Option("--smoke", help="A short run that shows it works.")
     ] = False,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Write over what an earlier run made.")
-    ] = False,
 ) -> None:
     """Train the bundled model: OUT-base after full attention only, OUT after block fine-tuning."""
     torch.set_num_threads(threads)
@@ -304,7 +296,7 @@ def main(
     if BLOCK_BATCH % processes():
         raise typer.BadParameter(f"{processes()} processes; expected 1, 2 or {BLOCK_BATCH}")
     try:
-        check_paths(out, base, overwrite)
+        check_paths(out, base)
     except FileExistsError as error:
         raise typer.BadParameter(str(error)) from error
     if processes() > 1:

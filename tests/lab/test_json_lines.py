@@ -16,7 +16,7 @@ from blockattn_rag.lab.json_lines import (
     numbered_lines,
     of_kind,
     parse_line,
-    text_of,
+    required_text,
     value_of,
 )
 
@@ -26,7 +26,7 @@ def test_lines_keep_their_numbers_where_blank_ones_are_passed_over(tmp_path: Pat
     assert list(numbered_lines(tmp_path / "a.jsonl")) == [(1, b"1\n"), (4, b"2")]
 
 
-def test_gzip_is_told_by_content_and_a_false_name_is_reported(tmp_path: Path) -> None:
+def test_gzip_is_detected_by_content_and_a_false_name_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(gzip.compress(b"1\n"))
     assert list(numbered_lines(tmp_path / "a.jsonl")) == [(1, b"1\n")]
     (tmp_path / "b.jsonl.gz").write_bytes(b"1\n")
@@ -63,7 +63,7 @@ def test_a_byte_order_mark_does_not_count() -> None:
     ],
     ids=["bytes", "cut", "open", "deep", "long number"],
 )
-def test_what_is_no_json_is_reported(line: bytes, expected: str) -> None:
+def test_invalid_json_is_refused(line: bytes, expected: str) -> None:
     with pytest.raises(DataError, match=expected):
         parse_line(line)
 
@@ -73,9 +73,9 @@ def test_json_is_read_as_it_is() -> None:
     assert parse_line(json.dumps(value, ensure_ascii=False).encode()) == value
 
 
-def test_fields_that_are_as_expected_come_back_as_they_are() -> None:
+def test_valid_fields_are_returned_unchanged() -> None:
     record = {"text": " a ", "list": [1], "none": [], "flag": False}
-    assert text_of(record, "text") == " a "
+    assert required_text(record, "text") == " a "
     assert list_of(record, "list") == [1]
     assert list_of(record, "none", may_be_empty=True) == []
     assert of_kind(record["flag"], bool, "'flag'") is False
@@ -84,28 +84,28 @@ def test_fields_that_are_as_expected_come_back_as_they_are() -> None:
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        ({}, "found no 'turns[1].text' among the keys none"),
-        ({"b": 1, "a": 2}, "found no 'turns[1].text' among the keys 'a', 'b'"),
-        ({"text": 3.5}, "found 'turns[1].text' of a number, expected a string"),
-        ({"text": None}, "found 'turns[1].text' of null, expected a string"),
-        ({"text": True}, "found 'turns[1].text' of true or false, expected a string"),
-        ({"text": "\n "}, "found an empty 'turns[1].text', expected text"),
+        ({}, "Found no 'turns[1].text' among the keys none"),
+        ({"b": 1, "a": 2}, "Found no 'turns[1].text' among the keys 'a', 'b'"),
+        ({"text": 3.5}, "Found 'turns[1].text' of a number, expected a string"),
+        ({"text": None}, "Found 'turns[1].text' of null, expected a string"),
+        ({"text": True}, "Found 'turns[1].text' of true or false, expected a string"),
+        ({"text": "\n "}, "Found an empty 'turns[1].text', expected text"),
     ],
 )
-def test_a_text_that_is_none_is_named_with_its_place(record: dict[str, Any], message: str) -> None:
+def test_invalid_texts_are_refused_with_their_path(record: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError) as raised:
-        text_of(record, "text", "turns[1].")
+        required_text(record, "text", "turns[1].")
     assert str(raised.value) == message
 
 
 def test_other_kinds_and_empty_lists_are_named() -> None:
-    with pytest.raises(DataError, match="found a record of a list, expected an object"):
+    with pytest.raises(DataError, match="Found a record of a list, expected an object"):
         of_kind([], dict, "a record")
-    with pytest.raises(DataError, match="found 'a' of an object, expected a list"):
+    with pytest.raises(DataError, match="Found 'a' of an object, expected a list"):
         list_of({"a": {}}, "a")
-    with pytest.raises(DataError, match="found an empty list 'a'"):
+    with pytest.raises(DataError, match="Found an empty list 'a'"):
         list_of({"a": []}, "a")
-    with pytest.raises(DataError, match=r"found an empty answers\[0\], expected text"):
+    with pytest.raises(DataError, match=r"Found an empty answers\[0\], expected text"):
         not_blank("", "answers[0]")
-    with pytest.raises(DataError, match="found no 'b'"):
+    with pytest.raises(DataError, match="Found no 'b'"):
         value_of({}, "b")

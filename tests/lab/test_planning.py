@@ -14,7 +14,7 @@ from blockattn_rag.lab.planning import (
     Machine,
     floating_type,
     footprint,
-    plan,
+    plan_capacity,
     prefill_flops,
     shape_config,
 )
@@ -40,7 +40,7 @@ def test_the_footprint_is_that_of_the_model_itself() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "phi"])
-def test_an_int8_block_takes_what_is_planned_for_it(family: str) -> None:
+def test_an_int8_block_has_the_planned_size(family: str) -> None:
     model = BlockModel(tiny_model(family), tiny_tokenizer())
     [[kv]] = model.encode([EncodeRequest([*range(30)], "", "")])
     planned = footprint(model.config, torch.float32, "int8")
@@ -57,7 +57,7 @@ def test_int8_takes_half_the_bytes_from_disk_and_some_reading() -> None:
         disk_bytes_per_s=1e9,
     )
     sizes = {"passages": 1000, "passage_tokens": 512, "top_k": 4}
-    found = plan(LLAMA_8B, torch.bfloat16, machine, **sizes, kv_dtype="int8")
+    found = plan_capacity(LLAMA_8B, torch.bfloat16, machine, **sizes, kv_dtype="int8")
     layers, heads, channels = 32, 8, 128
     codes = 2 * layers * heads * channels * 512
     assert found.passage_bytes == codes + layers * heads * 4 * (512 + channels)
@@ -67,7 +67,7 @@ def test_int8_takes_half_the_bytes_from_disk_and_some_reading() -> None:
     assert memory.ttft_s == pytest.approx((found.footprint.weight_bytes + read) / 1e10)
     assert disk.ttft_s == pytest.approx(memory.ttft_s + 4 * found.passage_bytes / 1e9)
     with pytest.raises(ValueError, match="found 'int4'"):
-        plan(LLAMA_8B, torch.bfloat16, machine, **sizes, kv_dtype="int4")  # type: ignore[arg-type]
+        plan_capacity(LLAMA_8B, torch.bfloat16, machine, **sizes, kv_dtype="int4")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("family", ["gemma3_text", "gpt_neox", "mixtral"])
@@ -87,7 +87,9 @@ def test_times_and_room_follow_from_operations_bytes_and_speeds() -> None:
         transfer_bytes_per_s=10e9,
         disk_bytes_per_s=1e9,
     )
-    found = plan(LLAMA_8B, torch.bfloat16, machine, passages=1000, passage_tokens=512, top_k=4)
+    found = plan_capacity(
+        LLAMA_8B, torch.bfloat16, machine, passages=1000, passage_tokens=512, top_k=4
+    )
     assert found.passage_bytes == 64 << 20
     assert found.total_bytes == 1000 * (64 << 20)
     assert found.full_ttft_s == pytest.approx(prefill_flops(LLAMA_8B, 2048 + 50) / 1e12)
@@ -104,12 +106,14 @@ def test_times_and_room_follow_from_operations_bytes_and_speeds() -> None:
 
 def test_reading_the_weights_bounds_a_short_forward() -> None:
     machine = Machine(64 * GIB, GIB, operations_per_s=1e18, device_bytes_per_s=1e10)
-    found = plan(LLAMA_8B, torch.bfloat16, machine, passages=1, passage_tokens=8, top_k=1)
+    found = plan_capacity(LLAMA_8B, torch.bfloat16, machine, passages=1, passage_tokens=8, top_k=1)
     assert found.full_ttft_s == pytest.approx(found.footprint.weight_bytes / 1e10)
 
 
 def test_weights_take_their_part_of_a_memory_that_may_be_too_small() -> None:
-    found = plan(LLAMA_8B, torch.bfloat16, Machine(8 * GIB, GIB), passages=1, passage_tokens=512)
+    found = plan_capacity(
+        LLAMA_8B, torch.bfloat16, Machine(8 * GIB, GIB), passages=1, passage_tokens=512
+    )
     assert [tier.name for tier in found.tiers] == ["memory", "disk"]
     assert found.tiers[0].passages == 0
 
@@ -123,7 +127,9 @@ def test_a_store_pays_above_the_speed_at_which_reading_takes_as_long_as_computin
     machine = Machine(
         memory_bytes=GIB, disk_bytes=GIB, operations_per_s=6e14, device_bytes_per_s=2e12
     )
-    planned = partial(plan, LLAMA_8B, torch.bfloat16, passages=1000, passage_tokens=512, top_k=10)
+    planned = partial(
+        plan_capacity, LLAMA_8B, torch.bfloat16, passages=1000, passage_tokens=512, top_k=10
+    )
     speed = planned(machine=machine).break_even_bytes_per_s
     assert speed is not None
     # An 8B model at 600 * 10^12 operations/s: 128 KiB a token in some 23.5 microseconds.
@@ -135,12 +141,12 @@ def test_a_store_pays_above_the_speed_at_which_reading_takes_as_long_as_computin
 
 def test_reuse_that_saves_nothing_has_no_break_even() -> None:
     slow = Machine(memory_bytes=GIB, disk_bytes=GIB, operations_per_s=1e18, device_bytes_per_s=1e9)
-    found = plan(LLAMA_8B, torch.bfloat16, slow, passages=10, passage_tokens=512)
+    found = plan_capacity(LLAMA_8B, torch.bfloat16, slow, passages=10, passage_tokens=512)
     assert found.break_even_bytes_per_s is None
     assert all(tier.ttft_s >= found.full_ttft_s for tier in found.tiers)
 
 
-def test_operations_of_an_8b_model_equal_those_of_the_papers() -> None:
+def test_operations_of_an_8b_model_equal_published_counts() -> None:
     full = prefill_flops(LLAMA_8B, 32768 + 50)
     block = prefill_flops(LLAMA_8B, 50, 32768)
     assert full == pytest.approx(740e12, rel=0.01)

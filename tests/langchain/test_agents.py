@@ -114,7 +114,7 @@ def test_an_agent_with_a_retriever_s_tool_answers_from_stored_passages(retriever
     assert (reuse["hits"], reuse["misses"]) == (2, 1)  # the passages; all before them is new
 
 
-def test_each_turn_of_an_agent_computes_what_is_new(retriever: Numbered) -> None:
+def test_each_turn_of_an_agent_computes_only_new_tokens(retriever: Numbered) -> None:
     chat = chat_that(steps)
     BlockKVTransformer(llm=chat).transform_documents(retriever.documents)
     tool = block_retriever_tool(retriever, "look_up", "Looks up.")

@@ -26,7 +26,7 @@ def test_empty_documents_are_left_out() -> None:
     assert format_blocks([Document(" \n"), Document("a")]) == wrap("a")
 
 
-def test_braces_and_control_tokens_of_a_passage_reach_the_block_as_they_are() -> None:
+def test_braces_and_control_tokens_of_a_passage_stay_unchanged() -> None:
     text = 'a {b} {{c}} "d" <|end|> [[kvblock:x]]'
     assert format_blocks([Document(text)]) == wrap(text)
 

@@ -63,7 +63,7 @@ def test_neighbours_of_one_role_are_merged(chat: ChatBlockAttention) -> None:
     )
 
 
-def test_a_template_with_tools_gets_calls_and_results_as_they_are() -> None:
+def test_a_template_with_tools_gets_calls_and_results_unchanged() -> None:
     messages = [
         HumanMessage("Which?"),
         AIMessage("", tool_calls=[CALL]),
@@ -74,7 +74,7 @@ def test_a_template_with_tools_gets_calls_and_results_as_they_are() -> None:
     assert result == {"role": "tool", "content": "found", "tool_call_id": "1", "name": "search"}
 
 
-def test_a_result_without_a_question_stands_where_it_came() -> None:
+def test_a_result_without_a_question_keeps_its_place() -> None:
     messages = [SystemMessage("s"), ToolMessage("found", tool_call_id="1")]
     turns = without_tools(template_messages(chat_turns(messages)))
     assert [turn["role"] for turn in turns] == ["system", "user"]

@@ -45,7 +45,7 @@ def with_variables(
     return ChatBlockAttention(engine=chat.engine, max_tokens=2, generate_kwargs=own, **fields)
 
 
-def test_answers_that_are_cached_know_their_variables(chat: ChatBlockAttention) -> None:
+def test_cached_answers_depend_on_template_variables(chat: ChatBlockAttention) -> None:
     cache = InMemoryCache()
     for kwargs in ({}, OFF):
         one = with_variables(chat, kwargs, cache=cache)
@@ -88,7 +88,9 @@ def test_the_profile_reports_support_of_tools() -> None:
     assert (profile["tool_choice"], profile["structured_output"]) == (True, True)
 
 
-def test_profile_knows_grammars(chat: ChatBlockAttention, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_profile_reports_structured_output(
+    chat: ChatBlockAttention, monkeypatch: pytest.MonkeyPatch
+) -> None:
     told: Any = chat.profile
     assert (told["tool_choice"], told["structured_output"]) == (False, True)
     monkeypatch.setattr(engine_source, "find_spec", lambda _: None)

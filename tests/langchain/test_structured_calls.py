@@ -80,7 +80,7 @@ def test_a_model_with_tools_calls_one_or_answers_by_the_schema(answer: str) -> N
     assert found.content == ("" if called else OBJECT)
 
 
-def test_a_model_with_tools_and_a_schema_can_say_nothing_else() -> None:
+def test_tools_and_a_schema_exclude_other_text() -> None:
     found = scripted("Hm, well.").bind_tools([look_up], response_format=Tower).invoke("How tall?")
     assert found.tool_calls or Tower.model_validate_json(found.text)
 

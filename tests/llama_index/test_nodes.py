@@ -87,7 +87,7 @@ def test_nodes_without_text_show_nothing() -> None:
         assert as_block_node(node).get_content(MetadataMode.LLM) == ""
 
 
-def test_content_blocks_hold_one_marked_text_and_the_rest() -> None:
+def test_content_blocks_have_one_marked_text_and_the_others() -> None:
     node = Node(text_resource=MediaResource(text="body"), image_resource=MediaResource(data=b"hi"))
     text, image = as_block_node(node).get_content_blocks(MetadataMode.LLM)
     assert getattr(text, "text") == wrap("body")  # noqa: B009 -- a union of block types

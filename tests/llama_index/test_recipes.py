@@ -21,7 +21,7 @@ def test_the_constructor_has_few_arguments() -> None:
     assert (len(own), rest) == (14, "llm_fields")
 
 
-def test_what_promotion_computes_is_shown(llm: BlockAttentionLLM) -> None:
+def test_promoted_tokens_count_as_computed(llm: BlockAttentionLLM) -> None:
     promoting = Recipe(promote=3)
     llm.complete(MARKED)
     shown = llm.complete(MARKED, recipe=promoting).raw["usage"]

@@ -99,7 +99,7 @@ def texts_of(prompt: BlockPrompt) -> list[str]:
 @pytest.mark.parametrize(("count", "size"), [(3, FITS), (5, OVERFLOWS)], ids=["fits", "overflows"])
 @pytest.mark.parametrize("chat", [True, False], ids=["chat", "completion"])
 @pytest.mark.parametrize("mode", READING)
-async def test_blocks_reach_the_model_whole_or_are_computed(
+async def test_blocks_reach_the_model_complete_or_are_computed(
     mode: str,
     chat: bool,
     count: int,

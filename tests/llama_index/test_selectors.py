@@ -72,7 +72,7 @@ def tools_of(llm: BlockAttentionLLM) -> list[QueryEngineTool]:
     ]
 
 
-async def test_a_selector_s_choice_is_what_the_model_called() -> None:
+async def test_a_selector_chooses_by_tool_call() -> None:
     llm: Any = scripted(choosing)  # LlamaIndex expects its class OpenAI here
     selector = PydanticSingleSelector.from_defaults(llm=llm)
     query = QueryBundle("How deep?")
@@ -80,7 +80,7 @@ async def test_a_selector_s_choice_is_what_the_model_called() -> None:
         assert (found.ind, found.reason) == (1, "It is wet.")
 
 
-async def test_a_selector_s_choice_is_a_call_by_grammar_where_the_template_knows_no_tools() -> None:
+async def test_a_selector_chooses_by_grammar_without_tool_support() -> None:
     model = tuned_model(max_position_embeddings=8192)
     engine = ScriptedEngine(lambda _: call_of("SingleSelection", SELECTED), model=model)
     llm: Any = BlockAttentionLLM(engine=engine, is_function_calling_model=True, max_new_tokens=300)

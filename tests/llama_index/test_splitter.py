@@ -20,7 +20,7 @@ def blocks_of(chunk: str) -> list[str]:
     return [block.text for block in segment(chunk + "!", TEMPLATE).context if block.is_passage]
 
 
-def test_a_chunk_has_as_many_whole_blocks_as_fit() -> None:
+def test_a_chunk_has_as_many_blocks_as_fit() -> None:
     text = "\n\n".join(wrap(c * 8) for c in "abcde")
     assert [blocks_of(c) for c in splitter(20).split_text(text)] == [
         ["a" * 8, "b" * 8],
@@ -29,7 +29,7 @@ def test_a_chunk_has_as_many_whole_blocks_as_fit() -> None:
     ]
 
 
-def test_what_fits_stays_together_although_its_markers_would_not() -> None:
+def test_markers_do_not_count_towards_the_chunk_size() -> None:
     text = wrap("a" * 8) + "\n\n" + wrap("b" * 8)
     assert splitter(20).split_text(text) == [text]
 
@@ -61,7 +61,7 @@ def test_text_without_markers_is_split_as_usual() -> None:
     assert chunks == ["aa bb cc", "cc dd ee", "ee ff"]
 
 
-def test_long_text_between_blocks_is_split_and_blocks_stay_whole() -> None:
+def test_long_text_between_blocks_is_split_and_blocks_are_not() -> None:
     between = " ".join(["gap"] * 30)
     chunks = splitter(30).split_text(wrap("one") + "\n\n" + between + "\n\n" + wrap("two"))
     assert [text for chunk in chunks for text in blocks_of(chunk)] == ["one", "two"]
@@ -84,7 +84,7 @@ def test_chunks_fit_and_keep_markers(parts: list[tuple[str, bool]], size: int) -
     assert small <= seen
 
 
-def test_what_is_left_of_markers_neither_counts_nor_comes_out() -> None:
+def test_pieces_of_markers_are_dropped() -> None:
     stray = wrap("text").partition("text")[2]
     assert splitter(10).split_text(f"{stray} aa bb {stray}") == ["aa bb"]
 

@@ -65,7 +65,7 @@ def test_many_messages_of_one_role_are_merged_in_linear_time(
     assert sum(lengths) < 20 * len(prompt.final)
 
 
-def test_the_template_the_system_message_and_the_rest_are_told_apart() -> None:
+def test_spans_distinguish_template_system_and_conversation() -> None:
     tokenizer = tiny_tokenizer()
     messages = [{"role": "system", "content": "Be brief."}, user(FORGED)]
     assert chat_spans(tokenizer, messages) == (
@@ -121,7 +121,7 @@ def test_thoughts_that_a_template_leaves_out_are_left_out() -> None:
     ]
 
 
-def test_what_no_template_is_known_to_do_to_a_content_is_undone() -> None:
+def test_unknown_changes_of_contents_are_undone() -> None:
     template = "{% for m in messages %}<U>{{ m.content | replace(' ', '_') }}{% endfor %}"
     assert spans_of(template, user("Hi <U>")) == [("<U>", "template"), ("Hi <U>", "conversation")]
 
@@ -166,7 +166,7 @@ def test_a_template_of_functions_is_traced_as_well() -> None:
     )
 
 
-def test_the_text_is_what_the_template_makes_of_the_contents() -> None:
+def test_the_text_equals_the_rendered_template() -> None:
     tokenizer = tiny_tokenizer()
     messages = [user("Kv0Slot Hi"), {"role": "assistant", "content": "Yes"}, user("Bye")]
     expected = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)

@@ -61,7 +61,7 @@ def test_the_turborag_format_is_the_papers() -> None:
     assert prompt.final == "\n\nQuestion: How tall?"
 
 
-def test_the_chat_format_stands_in_the_models_own_template() -> None:
+def test_the_chat_format_uses_the_models_chat_template() -> None:
     prompt = FORMATS["chat"].prompt("How tall?", PASSAGES, CHAT)
     assert prompt.context[0].origin == "system"
     assert prompt.context[0].text.startswith("<|begin|><|system|>\nYou are an expert Q&A system")
@@ -78,7 +78,7 @@ def test_the_chat_format_stands_in_the_models_own_template() -> None:
     )
 
 
-def test_the_chat_formats_words_are_those_of_llama_index() -> None:
+def test_the_chat_format_equals_the_text_of_llama_index() -> None:
     prompts = pytest.importorskip("llama_index.core.prompts.chat_prompts")
     messages = prompts.CHAT_TEXT_QA_PROMPT.format_messages(context_str="CTX", query_str="QUERY")
     chat = FORMATS["chat"]
@@ -111,7 +111,7 @@ def test_a_template_that_refuses_anything_else_raises_its_own_error() -> None:
         render_chat(refuses, [{"role": "user", "content": "Hi"}])
 
 
-def test_neighbouring_messages_of_one_role_are_merged_and_none_is_changed() -> None:
+def test_adjacent_messages_of_one_role_are_merged_unchanged() -> None:
     messages = [{"role": "user", "content": "one"}, {"role": "user", "content": "two"}]
     assert render_chat(CHAT, messages) == "<|begin|><|user|>\none\n\ntwo<|end|>\n<|assistant|>\n"
     assert messages[0]["content"] == "one"

@@ -23,7 +23,7 @@ def run(home: Path, **environment: str) -> str:
     return subprocess.run(command, env=kept, check=True, capture_output=True, text=True).stdout
 
 
-def test_processes_of_one_user_know_each_others_markers_and_nobody_elses(tmp_path: Path) -> None:
+def test_processes_of_one_user_share_a_marker_key(tmp_path: Path) -> None:
     one = run(tmp_path / "one")
     assert run(tmp_path / "one") == one != run(tmp_path / "two")
     (file,) = (tmp_path / "one").iterdir()
@@ -73,6 +73,6 @@ def test_a_key_cut_short_is_made_anew(tmp_path: Path) -> None:
     assert len((tmp_path / "marker.key").read_bytes()) == 32
 
 
-def test_where_no_key_can_be_kept_markers_hold_for_the_process(tmp_path: Path) -> None:
+def test_an_unwritable_key_is_valid_for_the_process(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
     assert run(tmp_path / "file") != run(tmp_path / "file")

@@ -86,7 +86,7 @@ def test_none_of_our_markers_is_left_outside_of_passages(text: str) -> None:
 
 
 @given(hostile_text.filter(lambda text: OPENING not in text and CLOSING not in text))
-def test_text_without_our_markers_is_the_final_block_as_it_stands(text: str) -> None:
+def test_text_without_own_markers_is_the_final_block(text: str) -> None:
     text = strip_markers(text.replace(wrap("inner"), "")) + "[[kvblock: [[1, 2], [3]] deadbeef]]"
     assert segment(text) == BlockPrompt((), text, conversation(text))
 
@@ -113,7 +113,7 @@ def test_markers_with_the_right_digest_of_their_text_are_text_if_they_are_not_ou
         assert segment(forged + "Q") == BlockPrompt((), forged + "Q", conversation(forged + "Q"))
 
 
-def test_a_foreign_marker_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_foreign_marker_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     markers._warn_of_foreign_markers.cache_clear()
     with caplog.at_level(logging.WARNING, "blockattn_rag"):
         for _ in range(2):
@@ -192,7 +192,7 @@ def test_orphan_openings_and_closings_are_removed_and_hide_no_block() -> None:
         assert segment(f"{other}Q{junk}").final == "Q"
 
 
-def test_a_splitter_that_cuts_a_marker_leaves_nothing_of_it_beside_its_partner() -> None:
+def test_pieces_of_a_cut_marker_are_removed() -> None:
     marked = wrap("Halden Tower is 214 metres tall.")
     opening_end, closing_start = marked.index("]]") + 2, marked.rindex("[[")
     for cut in range(opening_end, len(marked)):

@@ -29,7 +29,7 @@ BARE.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
 
 class TestConversation:
-    def test_turns_joined_are_what_the_chat_template_writes(self) -> None:
+    def test_joined_turns_equal_the_rendered_chat_template(self) -> None:
         tokenizer = tiny_tokenizer()
         assert conversation(CHAT, tokenizer).text == render_chat(tokenizer, CHAT)
 
@@ -42,7 +42,7 @@ class TestConversation:
         ]
         assert prompt.final == "<|user|>\nBye<|end|>\n<|assistant|>\n"
 
-    def test_fields_that_could_not_be_told_from_the_template_are_refused(self) -> None:
+    def test_fields_that_look_like_the_template_are_refused(self) -> None:
         messages = [{**CHAT[1], "name": "<|end|>"}, *CHAT[2:]]
         with pytest.raises(SegmentationError, match="Found a message with 'name'"):
             conversation(messages, tiny_tokenizer())
@@ -92,7 +92,7 @@ class TestCutTurns:
         return [*(block.text for block in prompt.context), prompt.final]
 
     @given(TEXTS, st.integers(1, 5))
-    def test_pieces_joined_are_the_text_and_none_is_blank(self, text: str, limit: int) -> None:
+    def test_pieces_join_to_the_text_and_none_is_blank(self, text: str, limit: int) -> None:
         pieces = self.pieces(f"<{text}>", limit)
         assert "".join(pieces) == f"<{text}>"
         assert all(piece.strip() for piece in pieces)
@@ -114,7 +114,7 @@ class TestCutTurns:
     def test_coarsest_separator_cuts(self, text: str, pieces: list[str]) -> None:
         assert self.pieces(text, 15) == pieces
 
-    def test_of_too_many_cuts_those_nearest_to_equal_pieces_are_kept(self) -> None:
+    def test_surplus_cuts_are_dropped_to_equalize_pieces(self) -> None:
         assert self.pieces("a\nb\nc\nd\nlongest", 2) == ["a\nb\nc\nd\n", "longest"]
 
     def test_a_long_text_is_cut_in_about_linear_time(self) -> None:

@@ -13,14 +13,14 @@ from tests.models import tiny_tokenizer
 
 
 @pytest.mark.parametrize("sink", ["none", "bos", "head:1", "head:16"])
-def test_a_known_form_is_taken_as_it_stands(sink: str) -> None:
+def test_valid_sinks_are_accepted(sink: str) -> None:
     assert check_sink(sink) == sink
 
 
 @pytest.mark.parametrize(
     "sink", ["", "head", "first-block", "head:0", "head:-1", "head:1.5", "BOS", "4", 4, None]
 )
-def test_any_other_form_is_refused_with_the_known_ones(sink: Any) -> None:
+def test_invalid_sinks_are_refused_with_the_valid_forms(sink: Any) -> None:
     with pytest.raises(ValueError, match=r"Unknown sink .*: expected .*'head:N'"):
         check_sink(sink)
 

@@ -50,14 +50,16 @@ def test_a_variable_reaches_the_template() -> None:
 @pytest.mark.parametrize(
     ("given", "error", "told"),
     [
-        ({"enable_thinkin": False}, ValueError, "enable_thinkin, which .* it reads: enable_thin"),
-        ({"tools": []}, ValueError, "sets tools, which this package sets itself"),
-        ({"add_generation_prompt": False}, ValueError, "sets add_generation_prompt"),
-        (["enable_thinking"], TypeError, "must be a mapping of names"),
-        ({1: 2}, TypeError, "must be a mapping of names"),
+        ({"enable_thinkin": False}, ValueError, "enable_thinkin in .* it reads: enable_thin"),
+        ({"tools": []}, ValueError, "tools in chat_template_kwargs, which this package sets"),
+        ({"add_generation_prompt": False}, ValueError, "Found add_generation_prompt in"),
+        (["enable_thinking"], TypeError, "as a mapping of names"),
+        ({1: 2}, TypeError, "as a mapping of names"),
     ],
 )
-def test_what_would_be_lost_is_refused(given: Any, error: type[Exception], told: str) -> None:
+def test_unread_and_reserved_variables_are_refused(
+    given: Any, error: type[Exception], told: str
+) -> None:
     with pytest.raises(error, match=told):
         check_template_kwargs(thinking_tokenizer(), given)
 

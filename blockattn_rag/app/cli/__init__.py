@@ -1,5 +1,18 @@
 """The command line, ``blockattn-rag``. Importing it loads neither torch nor a framework."""
 
-from blockattn_rag.app.cli.app import app, main
+from __future__ import annotations
 
-__all__ = ["app", "main"]
+import sys
+
+from blockattn_rag.lazy import missing_extra
+
+
+def main() -> None:
+    """Run the command line and exit."""
+    try:
+        from blockattn_rag.app.cli.app import app
+    except ModuleNotFoundError as error:
+        if error.name not in ("rich", "typer"):
+            raise
+        sys.exit(f"error: The command line needs {missing_extra(error.name, 'cli')}")
+    app(prog_name="blockattn-rag")

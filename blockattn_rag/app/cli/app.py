@@ -58,10 +58,10 @@ class _OneLineErrors(TyperGroup):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Accept some options after a command too, and refuse NUL, which no file name has."""
         if damaged := next((argument for argument in args if "\0" in argument), None):
-            raise typer.BadParameter(f"found a NUL character in {damaged!r}, expected none")
+            raise typer.BadParameter(f"Found a NUL character in {damaged!r}, expected none")
         own = args[: args.index("--")] if "--" in args else args
-        moved = dict.fromkeys(one for one in own if one in _ANYWHERE)
-        rest = [one for one in own if one not in _ANYWHERE]
+        moved = dict.fromkeys(argument for argument in own if argument in _ANYWHERE)
+        rest = [argument for argument in own if argument not in _ANYWHERE]
         return super().parse_args(ctx, [*moved, *rest, *args[len(own) :]])
 
     def invoke(self, ctx: Any) -> Any:
@@ -120,8 +120,8 @@ app.add_typer(store.app, name="store")
 app.command(cls=serve.WithVllmOptions)(serve.serve)
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
+def _show_version(is_set: bool) -> None:
+    if is_set:
         typer.echo(f"blockattn-rag {__version__}")
         raise typer.Exit
 
@@ -178,8 +178,3 @@ class _ToStderr(logging.Handler):
             note(f"note: {record.getMessage()}")
             return
         note(f"{record.levelname} {record.name}: {record.getMessage()}")
-
-
-def main() -> None:
-    """Run the command line and exit."""
-    app(prog_name="blockattn-rag")

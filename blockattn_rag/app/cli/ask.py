@@ -26,7 +26,7 @@ from blockattn_rag.app.cli.output import (
     table,
 )
 from blockattn_rag.app.cli.progress import spinner, waiting
-from blockattn_rag.app.rag.ask import TOP_K, Answer, Assistant, Turn
+from blockattn_rag.app.rag.ask import TOP_K, Assistant, AssistantAnswer, Turn
 from blockattn_rag.app.rag.database import Database
 from blockattn_rag.app.rag.names import existing_model
 from blockattn_rag.engine.results import Mode
@@ -100,7 +100,7 @@ def ask(
     """
     is_conversation = _is_conversation(question)
     if question is not None and not question.strip():
-        raise typer.BadParameter("the question is empty", param_hint="QUESTION")
+        raise typer.BadParameter("The question is empty", param_hint="QUESTION")
     if compare and mode != "block":
         raise typer.BadParameter("--compare answers in both modes; leave out --mode")
     if compare and is_conversation:
@@ -125,12 +125,12 @@ def ask(
         note("/help lists the commands, Ctrl-D leaves")
         talk(assistant, mode=mode)
         return
-    given = (line.strip() for line in sys.stdin) if question is None else [question]
-    questions = filter(None, given)
+    lines = (line.strip() for line in sys.stdin) if question is None else [question]
+    questions = filter(None, lines)
     if compare:
         with waiting("warming up both modes"):
             assistant.warm_up()
-        compared = [show_comparison(assistant, one) for one in questions]
+        compared = [show_comparison(assistant, line) for line in questions]
         if len(compared) > 1:
             show_medians(compared)
     else:
@@ -138,19 +138,15 @@ def ask(
 
 
 def _object(text: str | bytes, option: str, example: str) -> dict[str, Any]:
-    """Parse an option as a JSON object.
-
-    Raises:
-        BadParameter: The value is not a JSON object.
-    """
+    """Parse an option as a JSON object."""
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except ValueError as error:  # includes UnicodeDecodeError
-        raise typer.BadParameter(f"invalid JSON: {error}", param_hint=option) from error
-    if not isinstance(found, dict):
-        message = f"found {json.dumps(found)[:100]}, expected an object such as {example}"
+        raise typer.BadParameter(f"Invalid JSON: {error}", param_hint=option) from error
+    if not isinstance(value, dict):
+        message = f"found {json.dumps(value)[:100]}, expected an object such as {example}"
         raise typer.BadParameter(message, param_hint=option)
-    return found
+    return value
 
 
 def _is_conversation(question: str | None) -> bool:
@@ -160,15 +156,14 @@ def _is_conversation(question: str | None) -> bool:
 def _answer(assistant: Assistant, questions: Iterable[str], mode: Mode) -> None:
     for question in questions:
         answer = show_answer(assistant, question, mode=mode)
-        emit(answer.to_dict(), "", *sources(answer), figures(answer))
+        emit(answer.to_dict(), "", *sources(answer), reuse_figures(answer))
 
 
 def talk(assistant: Assistant, *, mode: Mode) -> None:
-    """Answer questions until the user leaves."""
     with contextlib.suppress(ImportError):  # missing on Windows; makes lines editable
         import readline  # noqa: F401
     turns: list[Turn] = []
-    last: Answer | None = None
+    last: AssistantAnswer | None = None
     while (line := _read_line()) is not None:
         match line.split():
             case []:
@@ -180,14 +175,14 @@ def talk(assistant: Assistant, *, mode: Mode) -> None:
             case ["/clear"]:
                 turns.clear()
                 last = None
-                note("conversation cleared")
+                note("Conversation cleared")
             case ["/sources"]:
                 show(*(sources(last, complete=True) if last else ["no answer yet"]))
             case [word, *_] if word.startswith("/"):
-                note(f"unknown command {word}; /help lists the commands")
+                note(f"Unknown command {word}; /help lists the commands")
             case _:
                 if (answer := _reply(assistant, line, mode, turns)) is not None:
-                    show("", *sources(answer), figures(answer))
+                    show("", *sources(answer), reuse_figures(answer))
                     last = answer
 
 
@@ -203,10 +198,12 @@ def _read_line() -> str | None:
             piece("\n")
             note("Ctrl-D leaves")
         except UnicodeDecodeError as error:
-            note(f"the line is not valid {error.encoding}, the terminal's encoding; type it again")
+            note(f"The line is not valid {error.encoding}, the terminal's encoding; type it again")
 
 
-def _reply(assistant: Assistant, question: str, mode: Mode, turns: list[Turn]) -> Answer | None:
+def _reply(
+    assistant: Assistant, question: str, mode: Mode, turns: list[Turn]
+) -> AssistantAnswer | None:
     """Answer a question and add the turn. None: the answer was stopped or failed."""
     try:
         answer = show_answer(assistant, question, mode=mode, history=turns)
@@ -229,7 +226,7 @@ def show_answer(
     *,
     mode: Mode,
     history: Sequence[Turn] = (),
-) -> Answer:
+) -> AssistantAnswer:
     """Ask a question and stream the answer to stdout, unless the output is JSON."""
     quiet = json_file() is not None
     with contextlib.ExitStack() as until_text:
@@ -251,7 +248,7 @@ def show_answer(
     return answer
 
 
-def _ending(answer: Answer) -> str:
+def _ending(answer: AssistantAnswer) -> str:
     """The reason why an answer is incomplete. Empty for complete answers."""
     if answer.finish_reason == "stop":
         return ""
@@ -263,7 +260,7 @@ def _ending(answer: Answer) -> str:
     return f" ... [cut off after {tokens}: --max-new-tokens, or the end of the context window]"
 
 
-def sources(answer: Answer, *, complete: bool = False) -> list[str]:
+def sources(answer: AssistantAnswer, *, complete: bool = False) -> list[str]:
     """Format each source as one line, or with its complete text if ``complete`` is set."""
     lines = []
     for number, source in enumerate(answer.sources, 1):
@@ -279,7 +276,7 @@ def sources(answer: Answer, *, complete: bool = False) -> list[str]:
     return lines
 
 
-def figures(answer: Answer) -> str:
+def reuse_figures(answer: AssistantAnswer) -> str:
     """Summarize the reuse and the times of an answer in one line."""
     stats = answer.stats
     tokens = count(stats.prompt_tokens, "prompt token")
@@ -298,13 +295,13 @@ def figures(answer: Answer) -> str:
     )
 
 
-def show_comparison(assistant: Assistant, question: str) -> tuple[Answer, Answer]:
+def show_comparison(assistant: Assistant, question: str) -> tuple[AssistantAnswer, AssistantAnswer]:
     """Answer in block mode and full mode, and print both answers and a table of their times.
 
     Block mode runs first, so full mode cannot warm it up: it reads the passages from the store, as
     in a new process. Full mode reuses nothing from the store or from earlier answers.
     """
-    answers: list[Answer] = []
+    answers: list[AssistantAnswer] = []
     modes: tuple[Mode, ...] = ("block", "full")
     for mode in modes:
         if not json_file():
@@ -323,7 +320,7 @@ def show_comparison(assistant: Assistant, question: str) -> tuple[Answer, Answer
     return block, full
 
 
-def show_medians(compared: Sequence[tuple[Answer, Answer]]) -> None:
+def show_medians(compared: Sequence[tuple[AssistantAnswer, AssistantAnswer]]) -> None:
     """Print the median times of several questions in both modes, and their ratios."""
     data: dict[str, Any] = {"questions": len(compared)}
     data["equal_answers"] = sum(block.answer == full.answer for block, full in compared)
@@ -352,7 +349,7 @@ def _times(label: str, block_s: float, full_s: float) -> tuple[str, ...]:
     return label, duration(block_s), duration(full_s), f"{full_s / block_s:.1f} x"
 
 
-def _table(block: Answer, full: Answer) -> RenderableType:
+def _table(block: AssistantAnswer, full: AssistantAnswer) -> RenderableType:
     rows = [
         _times("first token", block.waited_s, full.waited_s),
         _times("whole answer", block.answered_s, full.answered_s),
@@ -369,7 +366,7 @@ def _table(block: Answer, full: Answer) -> RenderableType:
     return table(title, ("", "block mode", "full mode", "full / block"), rows)
 
 
-def _remarks(block: Answer, full: Answer) -> list[str]:
+def _remarks(block: AssistantAnswer, full: AssistantAnswer) -> list[str]:
     equal = "The answers are equal." if block.answer == full.answer else "The answers differ."
     recipe = f" Block mode's recipe: {block.stats.recipe}." if block.stats.recipe else ""
     remarks = [f"{equal}{recipe} Times include retrieval, but not loading the model."]

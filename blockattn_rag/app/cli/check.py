@@ -82,7 +82,6 @@ def check(
 
 
 def rows_table(title: str, report: CheckReport) -> RenderableType:
-    """Table of the rows of a report."""
     rows = [
         (
             row.name,

@@ -36,7 +36,7 @@ from blockattn_rag.app.demo.run import (
     report_of,
     speedup,
 )
-from blockattn_rag.app.rag.ask import Answer
+from blockattn_rag.app.rag.ask import AssistantAnswer
 from blockattn_rag.app.rag.database import Database
 from blockattn_rag.app.rag.ingest import IngestReport, ingest_documents
 from blockattn_rag.app.rag.names import existing_model
@@ -87,7 +87,7 @@ def demo(
         if json_file():
             raise typer.BadParameter("--web serves a page; leave out --json")
         if db and store:
-            raise typer.BadParameter("the database of --db has a store; leave out --store")
+            raise typer.BadParameter("The database of --db has a store; leave out --store")
         _web(db, model, store)
         return
     started = _load(db, model, store)
@@ -111,11 +111,11 @@ def _web(db: Path | None, model: str | None, store: str | None) -> None:
         started = _load(db, model, store, remembers=False)
         _ingest(started)
         database = started.database
-        examples = [one.question for one in started.collection.questions]
+        examples = [question.question for question in started.collection.questions]
     race = web.Race(database)
     with waiting("warming up both modes"):
         race.assistant.warm_up()
-    web.serve(race, examples, on_ready=lambda url: note(f"{url}  (Ctrl-C ends it)"))
+    web.serve_page(race, examples, on_ready=lambda url: note(f"{url}  (Ctrl-C ends it)"))
 
 
 def _load(db: Path | None, model: str | None, store: str | None, *, remembers: bool = True) -> Demo:
@@ -148,14 +148,14 @@ def _answers(started: Demo) -> list[DemoAnswer]:
         if not quiet:
             expected = f"[dim]({_text(question.answers[0])})[/dim]"
             _line(f"[bold]{_text(question.question)}[/bold] {expected}")
-        found: dict[Mode, Answer] = {}
+        by_mode: dict[Mode, AssistantAnswer] = {}
         for mode in MODES:
             left = "" if not answers else f", {_left(begun, len(answers), len(questions))} left"
             with spinner(f"question {number} of {len(questions)}, {mode} mode{left}"):
-                found[mode] = started.assistant.ask(question.question, mode=mode)
+                by_mode[mode] = started.assistant.ask(question.question, mode=mode)
             if not quiet:
-                _show(found[mode], right=is_right(found[mode].answer, question.answers))
-        answers.append(DemoAnswer(question, **found))
+                _show(by_mode[mode], right=is_right(by_mode[mode].answer, question.answers))
+        answers.append(DemoAnswer(question, **by_mode))
     return answers
 
 
@@ -163,7 +163,7 @@ def _left(begun: float, done: int, of: int) -> str:
     return f"about {(time.perf_counter() - begun) / done * (of - done):.0f} s"
 
 
-def _show(answer: Answer, *, right: bool) -> None:
+def _show(answer: AssistantAnswer, *, right: bool) -> None:
     mark = "[green]right[/green]" if right else "[red]wrong[/red]"
     cut = " ..." if answer.finish_reason == "length" else ""
     text = " ".join(answer.answer.split()) + cut

@@ -11,7 +11,7 @@ from rich.console import RenderableType
 
 from blockattn_rag.app.cli.options import MODEL_HELP, DtypeOption, KVDtypeOption
 from blockattn_rag.app.cli.output import count, emit, note, percent, table
-from blockattn_rag.app.cli.progress import progress, waiting
+from blockattn_rag.app.cli.progress import stage_progress, waiting
 from blockattn_rag.app.rag.names import check_recipe, existing_model
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def evaluate(
         "settings": {"model": model, "data": file},
     }
     by_answers = data is not None and not fidelity
-    with progress("answering" if by_answers else "comparing") as tick:
+    with stage_progress("answering" if by_answers else "comparing") as tick:
         measure: Any = measure_accuracy if by_answers else measure_fidelity
         report = measure(engine, samples, names, **common, on_progress=tick)
     if by_answers:

@@ -18,7 +18,7 @@ from blockattn_rag.app.cli.options import (
     lasting_store,
 )
 from blockattn_rag.app.cli.output import count, duration, emit, fail, note, size
-from blockattn_rag.app.cli.progress import progress, stages, waiting
+from blockattn_rag.app.cli.progress import stage_progress, stages, waiting
 from blockattn_rag.app.rag.database import (
     Database,
     Manifest,
@@ -27,7 +27,7 @@ from blockattn_rag.app.rag.database import (
 )
 from blockattn_rag.app.rag.documents import load_documents
 from blockattn_rag.app.rag.ingest import Estimate, ingest_documents
-from blockattn_rag.app.rag.names import HASHING, MINILM, check_model, existing_model
+from blockattn_rag.app.rag.names import HASHING, MINILM, existing_model, require_model
 from blockattn_rag.app.rag.passages import (
     all_sources,
     delete_passages,
@@ -118,7 +118,7 @@ def ingest(
     Run it again when files have changed or after an interruption. Stored passages are not computed
     again. The exit status is 3 if files or folders could not be opened; all others are ingested.
     """
-    wanted = _manifest(
+    settings = _manifest(
         db,
         model=model,
         chunk_size=chunk_size,
@@ -130,20 +130,20 @@ def ingest(
         store=store,
         server=server,
     )
-    if wanted.server is None:
-        check_model(wanted.model)  # before the documents are read
-    with progress("reading files") as tick:
+    if settings.server is None:
+        require_model(settings.model)  # before the documents are read
+    with stage_progress("reading files") as tick:
         loaded = load_documents(paths, exclude=db, on_progress=tick)
     for file, reason in (*loaded.inaccessible, *loaded.skipped):
-        note(f"skipped: {file}: {reason}")
+        note(f"Skipped: {file}: {reason}")
     if loaded.links:
         note(
-            f"skipped: {count(len(loaded.links), 'link')} out of their folder, such as "
+            f"Skipped: {count(len(loaded.links), 'link')} out of their folder, such as "
             f"{loaded.links[0]}; to read a link's target, pass it as PATH"
         )
     note(f"{count(len(loaded.documents), 'document')} read; splitting into passages ...")
-    with waiting(f"loading {wanted.model}"):
-        database = Database.create(db, wanted)
+    with waiting(f"loading {settings.model}"):
+        database = Database.create(db, settings)
     with stages() as report_progress:
         report = ingest_documents(
             database, loaded.documents, on_progress=report_progress, on_estimate=_show_estimate
@@ -190,57 +190,52 @@ def ingest(
         raise typer.Exit(INACCESSIBLE)
 
 
-def _show_estimate(found: Estimate) -> None:
-    """Print an estimate of the work.
-
-    Raises:
-        ValueError: The disk is too small.
-    """
-    if not found.new_blocks:
+def _show_estimate(work: Estimate) -> None:
+    if not work.new_blocks:
         return
-    where = f" in {found.folder}, {size(found.free_bytes)} free" if found.free_bytes else ""
-    takes = "" if found.seconds is None else f", about {duration(found.seconds)}"
+    where = f" in {work.folder}, {size(work.free_bytes)} free" if work.free_bytes else ""
+    takes = "" if work.seconds is None else f", about {duration(work.seconds)}"
     note(
-        f"{count(found.new_blocks, 'passage')} of {count(found.new_tokens, 'token')} to encode: "
-        f"about {size(found.new_bytes)} of keys and values{where}{takes}"
+        f"{count(work.new_blocks, 'passage')} of {count(work.new_tokens, 'token')} to encode: "
+        f"about {size(work.new_bytes)} of keys and values{where}{takes}"
     )
-    rate = found.new_bytes / found.new_text_bytes
+    rate = work.new_bytes / work.new_text_bytes
     note(f"1 MB of such text takes about {size(rate * 1_000_000)} with this model")
-    saves = found.int8_bytes < found.new_bytes
-    if found.free_bytes is not None and found.new_bytes > found.free_bytes:
-        int8 = f" (int8 takes {size(found.int8_bytes)}: --kv-dtype int8)" if saves else ""
+    saves = work.int8_bytes < work.new_bytes
+    if work.free_bytes is not None and work.new_bytes > work.free_bytes:
+        int8 = f" (int8 takes {size(work.int8_bytes)}: --kv-dtype int8)" if saves else ""
         raise ValueError(
-            f"{found.folder} has {size(found.free_bytes)} free, but the keys and values of "
-            f"{found.new_blocks:,} passages take about {size(found.new_bytes)}{int8}; free space, "
+            f"{work.folder} has {size(work.free_bytes)} free, but the keys and values of "
+            f"{work.new_blocks:,} passages take about {size(work.new_bytes)}{int8}; free space, "
             "ingest less, or ingest elsewhere"
         )
-    if found.new_bytes >= LARGE_BYTES and saves:
+    if work.new_bytes >= LARGE_BYTES and saves:
         note(
-            f"note: with --kv-dtype int8 they would take about {size(found.int8_bytes)}, with "
+            f"note: with --kv-dtype int8 they would take about {size(work.int8_bytes)}, with "
             "nearly the same answers"
         )
 
 
-def _manifest(db: Path, **wanted: Any) -> Manifest:
+def _manifest(db: Path, **options: Any) -> Manifest:
     """Complete the given options with the database's settings and the defaults."""
     old = Manifest.read(db)
-    if old is None and not wanted["model"]:
-        raise typer.BadParameter("required for a new database", param_hint="--model")
-    other = wanted["model"] and old is not None and not _is_model_of(old, wanted["model"])
+    if old is None and not options["model"]:
+        raise typer.BadParameter("Required for a new database", param_hint="--model")
+    other = options["model"] and old is not None and not _is_model_of(old, options["model"])
     if old is not None and other and has_passages(db, old):
         raise ValueError(
-            f"{db} has passages encoded by {old.model}, found --model {wanted['model']}: leave "
+            f"{db} has passages encoded by {old.model}, found --model {options['model']}: leave "
             "out --model, or ingest into a new folder. To ask this database with another model, "
-            f"use `blockattn-rag ask --db {db} --model {wanted['model']}`"
+            f"use `blockattn-rag ask --db {db} --model {options['model']}`"
         )
-    given = {name: value for name, value in wanted.items() if value}
+    chosen = {name: value for name, value in options.items() if value}
     own = ("recipe", "namespace", "dtype", "kv_dtype", "store")
-    if given.get("server") and (found := [name for name in own if name in given]):
+    if chosen.get("server") and (clashing := [name for name in own if name in chosen]):
         raise typer.BadParameter(
-            f"cannot be combined with --server, which has its own {' and '.join(found)}",
-            param_hint=f"--{found[0].replace('_', '-')}",
+            f"Cannot be combined with --server, which has its own {' and '.join(clashing)}",
+            param_hint=f"--{clashing[0].replace('_', '-')}",
         )
-    return replace(old, **given) if old else Manifest(**given, fingerprint="")
+    return replace(old, **chosen) if old else Manifest(**chosen, fingerprint="")
 
 
 def _is_model_of(old: Manifest, model: str) -> bool:
@@ -267,11 +262,11 @@ def remove(
     """
     collection = stored_collection(db)
     known = all_sources(collection)
-    wanted = {path: sources_at(path, known) for path in paths}
-    if absent := [str(path) for path, found in wanted.items() if not found]:
+    by_path = {path: sources_at(path, known) for path in paths}
+    if absent := [str(path) for path, names in by_path.items() if not names]:
         listed = f"it has {known[0]} and {len(known) - 1} more" if known else "it is empty"
         raise ValueError(f"{db} has no passages from {', '.join(absent)} ({listed})")
-    sources = sorted({source for found in wanted.values() for source in found})
+    sources = sorted({source for names in by_path.values() for source in names})
     ids = list(ids_of(collection, sources))
     delete_passages(collection, ids)
     # Without --force, gc refuses to delete everything.

@@ -41,11 +41,7 @@ _UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def absolute_store(address: str | None) -> str | None:
-    """Make the folder of a store an absolute path. Other addresses stay unchanged.
-
-    Raises:
-        BadParameter: The address is invalid.
-    """
+    """Make the folder of a store an absolute path. Other addresses stay unchanged."""
     from blockattn_rag.store.urls import scheme_of
 
     try:
@@ -61,7 +57,7 @@ def lasting_store(address: str | None) -> str | None:
     store = absolute_store(address)
     if store and not lasts(store):
         raise typer.BadParameter(
-            "a store in memory is lost when this command ends; pass a folder or an address such as "
+            "A store in memory is lost when this command ends; pass a folder or an address such as "
             "s3://bucket/kv"
         )
     return store
@@ -73,13 +69,9 @@ def absolute_recipe(name: str | None) -> str | None:
 
 
 def file_in_folder(file: Path | None) -> Path | None:
-    """Check that the folder of a file exists.
-
-    Raises:
-        BadParameter: There is no such folder.
-    """
+    """Check that the folder of a file exists."""
     if file is not None and not file.absolute().parent.is_dir():
-        raise typer.BadParameter(f"no such folder: {file.absolute().parent}")
+        raise typer.BadParameter(f"No such folder: {file.absolute().parent}")
     return file
 
 
@@ -88,18 +80,13 @@ def seconds_of(text: str, option: str) -> float:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhd]?)", text.strip())
     if match is None:
         raise typer.BadParameter(
-            f"expected a time such as 90s, 30m, 24h or 7d, found {text!r}", param_hint=option
+            f"Expected a time such as 90s, 30m, 24h or 7d, found {text!r}", param_hint=option
         )
     return float(match[1]) * _UNITS[match[2]]
 
 
 def open_maintained(store: str) -> kv_store.MaintainedStore:
-    """Open the store at an address, in a folder, or of a database folder.
-
-    Raises:
-        FileNotFoundError: There is no such folder.
-        ValueError: The store is a cache, which needs no maintenance, or the address is invalid.
-    """
+    """Open the store at an address, in a folder, or of a database folder."""
     from blockattn_rag.store.urls import folder_of, scheme_of
 
     scheme = scheme_of(store)

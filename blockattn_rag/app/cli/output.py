@@ -45,21 +45,18 @@ def plain(text: str) -> str:
     Passages, answers and file names are untrusted. Everything that this module prints passes
     through this function, except JSON, which has its own escapes.
     """
-    return _UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text)
+    return _UNPRINTABLE.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 def fail(message: str) -> None:
-    """Print an error line on stderr."""
     typer.echo(plain(f"error: {message}"), err=True)
 
 
 def note(message: str) -> None:
-    """Print a line on stderr."""
     stderr.print(plain(message), markup=False, highlight=False, soft_wrap=True)
 
 
 def piece(text: str) -> None:
-    """Print a piece of an answer on stdout."""
     typer.echo(plain(text), nl=False)
 
 
@@ -92,7 +89,6 @@ def emit(data: dict[str, Any], *shown: RenderableType) -> None:
 
 
 def show(*shown: RenderableType) -> None:
-    """Print on stdout."""
     for renderable in shown:
         # Square brackets in passages, names and answers are text, not markup.
         if isinstance(renderable, str):

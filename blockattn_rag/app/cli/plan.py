@@ -14,14 +14,14 @@ from blockattn_rag.app.cli.output import count, duration, emit, size, table
 from blockattn_rag.app.rag.names import existing_model
 
 if TYPE_CHECKING:
-    from blockattn_rag.lab.planning import Machine, Plan, Tier
+    from blockattn_rag.lab.planning import CapacityPlan, CapacityTier, Machine
 
 GIB = 1 << 30
 _DEVICE_BYTES_PER_S = {"cpu": 10e9, "cuda": 2e12}
 """Memory bandwidths of a typical machine and of a data center GPU."""
 
 
-def plan(
+def plan_capacity(
     passages: Annotated[int, typer.Option(min=1, help="Passages in the collection.")],
     model: Annotated[
         str,
@@ -58,13 +58,13 @@ def plan(
     memory to a GPU, and 2 GB/s from disk.
     """
     if tflops is not None and tflops <= 0:
-        raise typer.BadParameter(f"found {tflops:g}, expected above 0", param_hint="--tflops")
+        raise typer.BadParameter(f"Found {tflops:g}, expected above 0", param_hint="--tflops")
     config, kind = _config(model, dtype, on_gpu=gpu_memory is not None)
     machine = _machine(kind, gpu_memory, memory, tflops)
-    from blockattn_rag.lab.planning import plan as make_plan
+    from blockattn_rag.lab.planning import plan_capacity
 
     sizes = {"passages": passages, "passage_tokens": tokens, "top_k": top_k}
-    estimate = make_plan(config, kind, machine, **sizes, kv_dtype=kv_dtype)
+    estimate = plan_capacity(config, kind, machine, **sizes, kv_dtype=kv_dtype)
     settings = {"model": model, "dtype": str(kind).removeprefix("torch."), "kv_dtype": kv_dtype}
     data = {**settings, "passages": passages, **asdict(estimate), "machine": asdict(machine)}
     blocks = "" if kv_dtype == "model" else f", blocks in {kv_dtype}"
@@ -115,7 +115,7 @@ def _machine(
     )
 
 
-def _lines(title: str, passages: int, estimate: Plan, machine: Machine) -> list[Any]:
+def _lines(title: str, passages: int, estimate: CapacityPlan, machine: Machine) -> list[Any]:
     """The table of places for blocks, and what else was estimated."""
     rows = [
         (
@@ -144,6 +144,6 @@ def _lines(title: str, passages: int, estimate: Plan, machine: Machine) -> list[
     ]
 
 
-def _gain(estimate: Plan, tier: Tier) -> str:
+def _gain(estimate: CapacityPlan, tier: CapacityTier) -> str:
     gain = f"{estimate.full_ttft_s / tier.ttft_s:.1f} x"
     return gain if tier.ttft_s < estimate.full_ttft_s else f"{gain}: slower than computing"

@@ -55,7 +55,7 @@ def waiting(text: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def progress(description: str) -> Iterator[Callable[[int, int], None]]:
+def stage_progress(description: str) -> Iterator[Callable[[int, int], None]]:
     """Show the progress of one stage. Yields a function of (done, total)."""
     with stages() as report:
         yield lambda done, total: report(description, done, total)

@@ -115,18 +115,14 @@ def _job(
     questions: Path | None,
     output: Path | None,
 ) -> _Job:
-    """Open the database, or the model and the files, that the options name.
-
-    Raises:
-        BadParameter: Options are missing or cannot be combined.
-    """
+    """Open the database, or the model and the files, that the options name."""
     if db is not None and passages is not None:
-        raise typer.BadParameter("found --db and --passages, expected one of them")
+        raise typer.BadParameter("Found --db and --passages, expected one of them")
     if db is not None:
         return _of_database(db, model, questions, output)
     if model is None or (passages is None and questions is None):
         raise typer.BadParameter(
-            "expected --db FOLDER, or --model NAME with --passages FILE or with --questions FILE "
+            "Expected --db FOLDER, or --model NAME with --passages FILE or with --questions FILE "
             "whose questions have passages"
         )
     return _of_files(model, passages, questions, output)
@@ -144,13 +140,13 @@ def _of_database(db: Path, model: str | None, questions: Path | None, output: Pa
     engine, find = database.engine, retriever(database)
     database.require_passages()
     texts = all_passages(database.collection)
-    made = prompt_maker(database)
+    make_prompt = prompt_maker(database)
 
     def nearest(text: str, number: int) -> list[Passage]:
-        return [Passage("", found) for found in find(text, number)]
+        return [Passage("", passage) for passage in find(text, number)]
 
     def prompt(question: str, shown: Sequence[Passage]) -> BlockPrompt:
-        return made(question, [_text(one) for one in shown])
+        return make_prompt(question, [_text(passage) for passage in shown])
 
     read = None
     if questions is not None:
@@ -182,7 +178,7 @@ def _of_files(
     from blockattn_rag.lab.repair.data import Material, read_passages, read_questions
     from blockattn_rag.lab.repair.plan import LIMITS
     from blockattn_rag.model import BlockModel
-    from blockattn_rag.prompts.checkpoints import AUTO, format_for
+    from blockattn_rag.prompts.checkpoints import AUTO_FORMAT, format_for
     from blockattn_rag.store import open_store
 
     read = [] if passages is None else read_passages(passages)
@@ -192,7 +188,7 @@ def _of_files(
         asked = read_questions(questions, nearest, LIMITS.passages)
     # Packing is off because training would pack the weights again at every change of mode.
     loaded = BlockModel.from_pretrained(model, pack_weights=False)
-    form, tokenizer = format_for(AUTO, loaded.name), loaded.tokenizer.tokenizer
+    form, tokenizer = format_for(AUTO_FORMAT, loaded.name), loaded.tokenizer.tokenizer
     material = Material(
         prompt=lambda question, shown: form.prompt(question, shown, tokenizer),
         prompt_format=form.name,

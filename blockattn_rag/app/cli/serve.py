@@ -51,8 +51,8 @@ class WithVllmOptions(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         end = args.index("--") if "--" in args else len(args)
         super().parse_args(ctx, args[:end])
-        ctx.args = given = args[end + 1 :]
-        return given
+        ctx.args = options = args[end + 1 :]
+        return options
 
 
 def serve(
@@ -113,7 +113,7 @@ def serve(
             address = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
             url = f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
             server.wait_until_healthy(
-                address, port, lambda seconds: note(f"waiting for vLLM: {duration(seconds)}")
+                address, port, lambda seconds: note(f"Waiting for vLLM: {duration(seconds)}")
             )
             info = _check(url, address)
             show(f"{info.models[0]} is served at {url}", _curl(url, info))
@@ -129,11 +129,11 @@ def _served(
     if db is not None:
         if model or store or recipe or dtype != "auto":
             raise typer.BadParameter(
-                "a database has its own model, store, recipe and dtype; leave them out"
+                "A database has its own model, store, recipe and dtype; leave them out"
             )
         return Served.of_database(db)
     if model is None or store is None:
-        raise typer.BadParameter("expected a MODEL and a --store, or a database as --db")
+        raise typer.BadParameter("Expected a MODEL and a --store, or a database as --db")
     chosen = absolute_recipe(recipe) or "auto"
     return Served(model=model, store=store, recipe=chosen, dtype=dtype)
 
@@ -184,7 +184,7 @@ def _check(url: str, address: str) -> ServerInfo:
     if not report.passed:
         stderr.print(rows_table(url, report))
         raise ServingError("The server does not answer as it should, and is stopped")
-    note(f"the server answers as it should: {count(len(report.rows), 'check')} passed")
+    note(f"The server answers as it should: {count(len(report.rows), 'check')} passed")
     return report.info
 
 

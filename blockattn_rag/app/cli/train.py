@@ -39,18 +39,13 @@ def train(
             help="Recompute activations in the backward pass: less memory, more time.",
         ),
     ] = False,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Continue an interrupted run from its last checkpoint.")
-    ] = False,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace an earlier result in the output folder.")
-    ] = False,
 ) -> None:
     """Fine-tune a model to answer in block mode as well as in full mode.
 
     Each line of the data is a JSON object with "messages", with "prompt", "blocks" and "response",
     or with "question", "passages" and "answer". The defaults are the settings of the paper.
-    FinetuneConfig in Python has more settings. For several GPUs, run
+    FinetuneConfig in Python has more settings. Run the same command again to resume an interrupted
+    run from its last checkpoint. For several GPUs, run
     `accelerate launch -m blockattn_rag train ...`.
     """
     from blockattn_rag.lab.training.config import FinetuneConfig
@@ -68,8 +63,6 @@ def train(
         lora=lora,
         bf16=bf16,
         gradient_checkpointing=gradient_checkpointing,
-        resume=resume,
-        overwrite=overwrite,
     )
     report = finetune(config)
     _show(report, "adapter" if lora else "model")

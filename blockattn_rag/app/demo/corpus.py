@@ -18,7 +18,7 @@ _DATA = Path(__file__).parent / "data"
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class CorpusQuestion:
     """A question with the answer in the passages.
 
     Args:
@@ -47,26 +47,25 @@ def bundled_corpus() -> tuple[Passage, ...]:
 
 
 @cache
-def bundled_questions() -> tuple[Question, ...]:
+def bundled_questions() -> tuple[CorpusQuestion, ...]:
     """Fifteen questions about the bundled corpus: ten on one passage, five comparisons."""
     return tuple(_question(record) for record in _records("questions"))
 
 
 @cache
-def bundled_samples(kind: str, num_passages: int, split: str = "test") -> tuple[Question, ...]:
+def bundled_samples(
+    kind: str, num_passages: int, split: str = "test"
+) -> tuple[CorpusQuestion, ...]:
     """Questions with the passages of their prompts.
 
     The bundled model was trained only on the split ``"train"``. With 5 passages, there are 60 test
     questions of the kind ``"one-passage"`` and 60 of the kind ``"order"``. With 3 passages, there
     are 100 test and 160 training questions of the kind ``"one-passage"``.
-
-    Raises:
-        FileNotFoundError: The package has no such samples.
     """
     return tuple(_question(record) for record in _records(f"{split}-{kind}-{num_passages}"))
 
 
-def is_correct(question: Question, answer: str) -> bool:
+def is_correct(question: CorpusQuestion, answer: str) -> bool:
     """Whether the answer contains the expected words in sequence, ignoring case."""
     return f" {_normalize(question.expected)} " in f" {_normalize(answer)} "
 
@@ -77,11 +76,10 @@ def _normalize(text: str) -> str:
 
 
 def _records(name: str) -> list[dict[str, Any]]:
-    """The JSON objects of a data file."""
     lines = (_DATA / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line) for line in lines]
 
 
-def _question(record: dict[str, Any]) -> Question:
+def _question(record: dict[str, Any]) -> CorpusQuestion:
     passages = tuple(Passage(**passage) for passage in record.get("passages", ()))
-    return Question(**{**record, "gold": tuple(record["gold"]), "passages": passages})
+    return CorpusQuestion(**{**record, "gold": tuple(record["gold"]), "passages": passages})

@@ -28,7 +28,7 @@ class Article:
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class FactQuestion:
     """A question about one article.
 
     Attributes:
@@ -51,15 +51,14 @@ class Facts:
     """The complete test set: articles by ID, and questions in file order."""
 
     articles: dict[str, Article]
-    questions: tuple[Question, ...]
+    questions: tuple[FactQuestion, ...]
 
 
 @cache
 def load() -> Facts:
-    """Read the articles and questions, once per process."""
     articles = [Article(**record) for record in _records("articles.jsonl")]
     questions = [
-        Question(**record | {"answers": tuple(record["answers"])})
+        FactQuestion(**record | {"answers": tuple(record["answers"])})
         for record in _records("questions.jsonl")
     ]
     return Facts({article.id: article for article in articles}, tuple(questions))
@@ -72,8 +71,8 @@ def is_right(answer: str, accepted: Sequence[str]) -> bool:
     """
     text = " ".join(answer.split())
     return any(
-        re.search(rf"(?<!\w)(?<!\d[.,]){re.escape(one)}(?!\w|[.,]\d)", text, re.IGNORECASE)
-        for one in accepted
+        re.search(rf"(?<!\w)(?<!\d[.,]){re.escape(expected)}(?!\w|[.,]\d)", text, re.IGNORECASE)
+        for expected in accepted
     )
 
 

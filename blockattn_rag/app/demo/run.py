@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from blockattn_rag.app.demo import facts
 from blockattn_rag.app.demo.corpus import bundled_corpus, bundled_questions
-from blockattn_rag.app.rag.ask import Answer, Assistant
+from blockattn_rag.app.rag.ask import Assistant, AssistantAnswer
 from blockattn_rag.app.rag.database import Database, Manifest
 from blockattn_rag.app.rag.documents import set_source
 from blockattn_rag.app.rag.ingest import IngestReport
@@ -48,7 +48,7 @@ class Collection:
 
     name: str
     passages: tuple[Passage, ...]
-    questions: tuple[facts.Question, ...]
+    questions: tuple[facts.FactQuestion, ...]
     top_k: int
     max_new_tokens: int
 
@@ -69,13 +69,15 @@ def collection_for(model: str) -> Collection:
     """The encyclopedia for the bundled model, and the articles for every other model."""
     if model == BUNDLED:
         asked = tuple(
-            facts.Question(f"encyclopedia/{number}", one.question, (one.expected,), "")
-            for number, one in enumerate(bundled_questions())
+            facts.FactQuestion(
+                f"encyclopedia/{number}", question.question, (question.expected,), ""
+            )
+            for number, question in enumerate(bundled_questions())
         )
         return Collection(_ENCYCLOPEDIA, bundled_corpus(), asked, 5, 64)
-    found = facts.load()
-    passages = tuple(Passage(one.title, one.text) for one in found.articles.values())
-    asked = tuple(question for question in found.questions if question.demo)
+    test_set = facts.load()
+    passages = tuple(Passage(article.title, article.text) for article in test_set.articles.values())
+    asked = tuple(question for question in test_set.questions if question.demo)
     return Collection(_FACTS, passages, asked, 6, 40)
 
 
@@ -92,7 +94,6 @@ def default_model() -> str:
 
 
 def default_folder() -> Path:
-    """Folder of the demo's database; see ``files.state_folder``."""
     return state_folder() / "demo"
 
 
@@ -100,16 +101,14 @@ def default_folder() -> Path:
 class DemoAnswer:
     """A question and its answers in both modes."""
 
-    asked: facts.Question
-    block: Answer
-    full: Answer
+    asked: facts.FactQuestion
+    block: AssistantAnswer
+    full: AssistantAnswer
 
     def is_right(self, mode: Mode) -> bool:
-        """Whether the answer in this mode contains an accepted answer."""
         return facts.is_right(self.of(mode).answer, self.asked.answers)
 
-    def of(self, mode: Mode) -> Answer:
-        """The answer in this mode."""
+    def of(self, mode: Mode) -> AssistantAnswer:
         return self.block if mode == "block" else self.full
 
     def to_dict(self) -> dict[str, Any]:
@@ -135,9 +134,9 @@ class DemoAnswer:
 
 def _check_folder(folder: Path) -> None:
     """Refuse a user's database, because the demo would add its passages to it."""
-    found = Manifest.read(folder)
+    manifest = Manifest.read(folder)
     is_own = folder == default_folder()  # may be from an earlier version
-    if found and not is_own and found.collection not in (_ENCYCLOPEDIA, _FACTS):
+    if manifest and not is_own and manifest.collection not in (_ENCYCLOPEDIA, _FACTS):
         raise DatabaseError(
             f"{folder} is a database with other documents than the demo's: choose another folder "
             f"(--db), or query this database with blockattn-rag demo --web --db {folder}"
@@ -187,12 +186,12 @@ def report_of(
     """
     engine = demo.database.engine
     block, full = (
-        statistics.median(one.of(mode).stats.ttft_s for one in answers) for mode in MODES
+        statistics.median(answer.of(mode).stats.ttft_s for answer in answers) for mode in MODES
     )
     summary = {
         "of": len(answers),
-        **{f"right_{mode}": sum(one.is_right(mode) for one in answers) for mode in MODES},
-        **sum((one.block.stats for one in answers), ReuseStats("block")).reuse(),
+        **{f"right_{mode}": sum(answer.is_right(mode) for answer in answers) for mode in MODES},
+        **sum((answer.block.stats for answer in answers), ReuseStats("block")).reuse(),
         "ttft_block_median_s": block,
         "ttft_full_median_s": full,
         "speedup": full / block if block else 0.0,
@@ -206,6 +205,6 @@ def report_of(
         "load_s": demo.load_s,
         "ask_s": ask_s,
         "ingest": asdict(ingest),
-        "questions": [one.to_dict() for one in answers],
+        "questions": [answer.to_dict() for answer in answers],
         "summary": summary,
     }

@@ -19,7 +19,7 @@ from threading import Event
 from typing import Any, NamedTuple
 
 from blockattn_rag.app.demo.run import speedup
-from blockattn_rag.app.rag.ask import Answer, Assistant
+from blockattn_rag.app.rag.ask import Assistant, AssistantAnswer
 from blockattn_rag.app.rag.database import Database
 from blockattn_rag.app.rag.passages import retriever
 from blockattn_rag.engine.results import Mode, ReuseStats
@@ -74,10 +74,10 @@ class Race:
             yield shown._replace(passages="Type a question.")
             return
         try:
-            found = self.retrieved(question)
-            shown = shown._replace(passages=_passages(found))
+            retrieved = self.retrieved(question)
+            shown = shown._replace(passages=_passages(retrieved))
             yield shown
-            answers: dict[Mode, Answer] = {}
+            answers: dict[Mode, AssistantAnswer] = {}
             for mode in ("block", "full"):
                 for text, clock_s, answer in self._stream(question, mode):
                     stats = answer.stats if answer else None
@@ -96,14 +96,16 @@ class Race:
     def retrieved(self, question: str) -> list[Retrieved]:
         """The passages retrieved for a question, best first."""
         engine, template = self._database.engine, self._database.template
-        found = []
+        retrieved = []
         for text in retriever(self._database)(question, self._top_k):
             block = Block(text, template)
             tokens = len(engine.model.tokenizer.block_ids(block, first=False))
-            found.append(Retrieved(text, tokens, engine.contains(block)))
-        return found
+            retrieved.append(Retrieved(text, tokens, engine.contains(block)))
+        return retrieved
 
-    def _stream(self, question: str, mode: Mode) -> Iterator[tuple[str, float, Answer | None]]:
+    def _stream(
+        self, question: str, mode: Mode
+    ) -> Iterator[tuple[str, float, AssistantAnswer | None]]:
         """Yield the text so far, the time until its first token (or until now), and the answer.
 
         The answer is None until it is complete.
@@ -155,26 +157,25 @@ def _column(
     return "".join(parts)
 
 
-def _passages(found: Sequence[Retrieved]) -> str:
+def _passages(retrieved: Sequence[Retrieved]) -> str:
     """HTML of the list of passages, each marked as reused or computed."""
     rows = []
-    for one in found:
-        kind, tag = ("reused", "reused") if one.stored else ("computed", "computed now")
-        start = " ".join(one.text.split())[:90]
+    for passage in retrieved:
+        kind, tag = ("reused", "reused") if passage.stored else ("computed", "computed now")
+        start = " ".join(passage.text.split())[:90]
         rows.append(
-            f"<details><summary>{escape(start)} ... <span class='ba-small'>{one.tokens} tokens"
+            f"<details><summary>{escape(start)} ... <span class='ba-small'>{passage.tokens} tokens"
             f'</span> <span class="ba-tag ba-{kind}">{tag}</span></summary>'
-            f'<div class="ba-text">{escape(one.text)}</div></details>'
+            f'<div class="ba-text">{escape(passage.text)}</div></details>'
         )
-    return f"<h3>{len(found)} passages, and what block mode reuses</h3>{''.join(rows)}"
+    return f"<h3>{len(retrieved)} passages, and what block mode reuses</h3>{''.join(rows)}"
 
 
 def is_available() -> bool:
-    """Whether gradio is installed."""
     return find_spec("gradio") is not None
 
 
-def serve(race: Race, examples: Sequence[str], on_ready: Callable[[str], None]) -> None:
+def serve_page(race: Race, examples: Sequence[str], on_ready: Callable[[str], None]) -> None:
     """Serve the page until Ctrl-C.
 
     The server listens on 127.0.0.1, or on ``$GRADIO_SERVER_NAME``, and refuses requests for other
@@ -190,7 +191,7 @@ def serve(race: Race, examples: Sequence[str], on_ready: Callable[[str], None]) 
             full, block = gradio.HTML(_column("full")), gradio.HTML(_column("block"))
         passages = gradio.HTML()
         if examples:
-            gradio.Examples([[one] for one in examples], question)
+            gradio.Examples([[example] for example in examples], question)
         gradio.on(
             [button.click, question.submit], race.run, question, [full, block, passages],
             show_progress="hidden", concurrency_limit=1,

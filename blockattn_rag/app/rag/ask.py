@@ -47,7 +47,7 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class AssistantAnswer:
     """An answer with its sources and reuse statistics.
 
     Attributes:
@@ -137,7 +137,7 @@ class Assistant:
         mode: Mode = "block",
         on_text: Callable[[str], None] | None = None,
         history: Sequence[Turn] = (),
-    ) -> Answer:
+    ) -> AssistantAnswer:
         """Answer a question.
 
         Args:
@@ -146,11 +146,6 @@ class Assistant:
                 complete answer.
             history: Earlier turns, oldest first. Passages are retrieved for this question and the
                 previous question.
-
-        Raises:
-            IncompleteAnswerError: An answer with a schema was cut off.
-            GrammarError: The schema cannot be compiled.
-            ValueError: The question is not valid UTF-8.
         """
         _check_text(question)
         started = time.perf_counter()
@@ -168,9 +163,9 @@ class Assistant:
         nodes, finish_reason, stats = answer(self._query(question, history), mode, take)
         answered_s = time.perf_counter() - started
         text = "".join(pieces).strip()
-        found = None
+        value = None
         if self._schema is not None:
-            found = complete_json(text, finish_reason)
+            value = complete_json(text, finish_reason)
             if on_text:
                 on_text(text)
         includes_warm_up = mode not in self._warm
@@ -181,14 +176,14 @@ class Assistant:
             mode, len(nodes), stats.fetch_s, stats.assemble_s, stats.prefill_s,
             waited_s or answered_s,
         )  # fmt: skip
-        return Answer(
+        return AssistantAnswer(
             question=question,
             answer=text,
             sources=tuple(map(_source, nodes)),
             stats=stats,
             finish_reason=finish_reason,
             waited_s=waited_s or answered_s,
-            object=found,
+            object=value,
             answered_s=answered_s,
             includes_warm_up=includes_warm_up,
         )
@@ -335,14 +330,14 @@ def _total(mode: Mode, calls: Sequence[Any]) -> ReuseStats:
     return replace(total, ttft_s=ttft_s, recipe=last.recipe)
 
 
-def _source(found: NodeWithScore) -> Source:
-    node = found.node
+def _source(hit: NodeWithScore) -> Source:
+    node = hit.node
     return Source(
         source=str(node.metadata.get(SOURCE_KEY, "")),
         page=str(node.metadata.get("page_label", "")),
         title=str(node.metadata.get("title", "")),
         text=node.get_content(),
-        score=found.score,
+        score=hit.score,
     )
 
 

@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from blockattn_rag.server.client import ServerClient
 
 MANIFEST = "blockattn.json"
-AUTO = "auto"
-VERSION = 2
+AUTO_SETTING = "auto"
+MANIFEST_VERSION = 2
 _CHROMA, _CHROMA_FILE = "chroma", "chroma.sqlite3"
 
 logger = logging.getLogger("blockattn_rag.app.rag")
@@ -73,13 +73,13 @@ class Manifest:
     collection: str = "passages"
     chunk_size: int = 512
     template: dict[str, str] = field(default_factory=lambda: asdict(BLANK_LINE))
-    recipe: str = AUTO
+    recipe: str = AUTO_SETTING
     namespace: str = ""
-    dtype: str = AUTO
+    dtype: str = AUTO_SETTING
     kv_dtype: str = "model"
     store: str | None = None
     server: str | None = None
-    version: int = VERSION
+    version: int = MANIFEST_VERSION
 
     @classmethod
     def read(cls, folder: Path) -> Manifest | None:
@@ -89,16 +89,16 @@ class Manifest:
             return None
         try:
             fields = json.loads(path.read_text(encoding="utf-8"))
-            if (found := fields.get("version")) != VERSION:
+            if (version := fields.get("version")) != MANIFEST_VERSION:
                 raise DatabaseError(
-                    f"{path} has version {found}, expected {VERSION}; delete the folder, or use "
-                    "a new one"
+                    f"{path} has version {version}, expected {MANIFEST_VERSION}: delete it, "
+                    "or use a new one"
                 )
             check_namespace(fields.get("namespace", ""))
             if (kind := fields.get("kv_dtype", "model")) not in ("model", "int8"):
-                raise ValueError(f"kv_dtype is {kind!r}, expected 'model' or 'int8'")
-            if not isinstance(recipe := fields.get("recipe", AUTO), str):
-                raise ValueError(f"recipe is {recipe!r}, expected a string")
+                raise ValueError(f"Found kv_dtype {kind!r}, expected 'model' or 'int8'")
+            if not isinstance(recipe := fields.get("recipe", AUTO_SETTING), str):
+                raise ValueError(f"Found recipe {recipe!r}, expected a string")
             return cls(**fields)
         except (ValueError, TypeError, AttributeError) as error:
             raise DatabaseError(f"{path} is damaged ({error}); ingest into a new folder") from error
@@ -118,35 +118,31 @@ class Database:
     embedding: BaseEmbedding
 
     @classmethod
-    def create(cls, path: Path, wanted: Manifest, *, remembers: bool = True) -> Database:
+    def create(cls, path: Path, settings: Manifest, *, remembers: bool = True) -> Database:
         """Open a folder for ingestion, and create it if it does not exist.
 
         Args:
-            wanted: The settings. The fingerprint is taken from the loaded model.
+            settings: The settings. The fingerprint is taken from the loaded model.
             remembers: See :meth:`open`.
-
-        Raises:
-            DatabaseError: The folder has passages with another embedding.
-            FileNotFoundError: The embedding is a folder that does not exist.
         """
         old = Manifest.read(path)
-        if Path(wanted.model).exists():
-            wanted = replace(wanted, model=str(Path(wanted.model).resolve()))
-        wanted = replace(wanted, embedding=absolute_embedding(wanted.embedding))
-        is_other = old and (old.embedding, old.template) != (wanted.embedding, wanted.template)
+        if Path(settings.model).exists():
+            settings = replace(settings, model=str(Path(settings.model).resolve()))
+        settings = replace(settings, embedding=absolute_embedding(settings.embedding))
+        is_other = old and (old.embedding, old.template) != (settings.embedding, settings.template)
         if old and is_other and has_passages(path, old):
             raise DatabaseError(
-                f"{path} was made with embedding {old.embedding!r}, found {wanted.embedding!r}: "
+                f"{path} was made with embedding {old.embedding!r}, found {settings.embedding!r}: "
                 "use the same embedding, or ingest into a new folder"
             )
-        embedding = load_embedding(wanted.embedding)
+        embedding = load_embedding(settings.embedding)
         # A server has its own recipe, so the recipe in the manifest does not apply.
-        used = replace(wanted, recipe=AUTO) if wanted.server else wanted
+        used = replace(settings, recipe=AUTO_SETTING) if settings.server else settings
         model = _load_model(path, used, remembers)
-        if old and old.model != wanted.model:
-            names = (path, old.model, wanted.model)
+        if old and old.model != settings.model:
+            names = (path, old.model, settings.model)
             logger.warning("%s was made with %s and now uses %s", *names)
-        manifest = replace(wanted, fingerprint=_fingerprint(model))
+        manifest = replace(settings, fingerprint=_fingerprint(model))
         path.mkdir(parents=True, exist_ok=True)
         if old and is_other:
             _delete_collection(path, old)
@@ -172,20 +168,17 @@ class Database:
             recipe: Recipe to use instead of the database's recipe.
             remembers: Whether blocks and the ends of conversations stay in memory for later
                 answers. Pass False to time answers as in a new process.
-
-        Raises:
-            DatabaseError: The folder is not a database.
         """
         manifest = require_manifest(path)
         server = None if model else manifest.server
-        wanted = replace(
+        settings = replace(
             manifest,
             model=model or manifest.model,
             server=server,
-            recipe=recipe or (AUTO if server else manifest.recipe),
+            recipe=recipe or (AUTO_SETTING if server else manifest.recipe),
         )
         embedding = load_embedding(manifest.embedding)
-        loaded = _load_model(path, wanted, remembers)
+        loaded = _load_model(path, settings, remembers)
         if _fingerprint(loaded) != manifest.fingerprint:
             logger.warning(
                 "%s was encoded by %s in another state (weights, dtype, tokenizer, model, or "
@@ -252,8 +245,8 @@ class Database:
 
     def use_own_recipe(self) -> None:
         """Use the recipe in the database's folder from now on."""
-        if self.manifest.recipe != AUTO:
-            write_json(self.path / MANIFEST, asdict(replace(self.manifest, recipe=AUTO)))
+        if self.manifest.recipe != AUTO_SETTING:
+            write_json(self.path / MANIFEST, asdict(replace(self.manifest, recipe=AUTO_SETTING)))
 
     @property
     def template(self) -> BlockTemplate:
@@ -275,7 +268,6 @@ class Database:
 
 
 def has_passages(path: Path, manifest: Manifest) -> bool:
-    """Whether a database has passages. A failed ingestion may leave it empty."""
     return _has_collection(path, manifest) and stored_collection(path).count() > 0
 
 
@@ -288,22 +280,17 @@ def _delete_collection(path: Path, manifest: Manifest) -> None:
 def _has_collection(path: Path, manifest: Manifest) -> bool:
     if not (path / _CHROMA / _CHROMA_FILE).is_file():
         return False
-    found = chroma_client(path / _CHROMA).list_collections()
-    return manifest.collection in [one.name for one in found]
+    collections = chroma_client(path / _CHROMA).list_collections()
+    return manifest.collection in [collection.name for collection in collections]
 
 
 def stored_collection(path: Path) -> Collection:
-    """The Chroma collection of a database, without loading its model.
-
-    Raises:
-        DatabaseError: The folder is not a database, or has no Chroma.
-    """
+    """The Chroma collection of a database, without loading its model."""
     name = require_manifest(path).collection
     return chroma_client(path / _CHROMA).get_collection(name)
 
 
 def require_manifest(path: Path) -> Manifest:
-    """Read the manifest of a folder, which must be a database."""
     if (manifest := Manifest.read(path)) is None:
         raise DatabaseError(
             f"{path} is not a database (it has no {MANIFEST}); create one with `blockattn-rag "
@@ -313,11 +300,7 @@ def require_manifest(path: Path) -> Manifest:
 
 
 def chroma_client(path: Path, *, create: bool = False) -> ClientAPI:
-    """Open embedded Chroma in a folder, with telemetry off.
-
-    Raises:
-        DatabaseError: The folder has no Chroma database, and ``create`` is False.
-    """
+    """Open embedded Chroma in a folder, with telemetry off."""
     if not create and not (path / _CHROMA_FILE).is_file():
         raise DatabaseError(f"{path} has no Chroma database (expected the file {_CHROMA_FILE})")
     import chromadb
@@ -336,16 +319,16 @@ def _fingerprint(model: BlockAttentionEngine | ServerClient) -> str:
 
 
 def _load_model(
-    path: Path, wanted: Manifest, remembers: bool
+    path: Path, settings: Manifest, remembers: bool
 ) -> BlockAttentionEngine | ServerClient:
-    check_recipe(wanted.recipe)
-    if wanted.server is not None:
+    check_recipe(settings.recipe)
+    if settings.server is not None:
         from blockattn_rag.server import ServerClient
 
-        client = ServerClient(wanted.server)
-        if wanted.recipe != AUTO:
+        client = ServerClient(settings.server)
+        if settings.recipe != AUTO_SETTING:
             raise DatabaseError(
-                f"Found the recipe {wanted.recipe!r}, but {client.url} has its own, "
+                f"Found the recipe {settings.recipe!r}, but {client.url} has its own, "
                 f"{client.info.recipe}; leave the recipe out"
             )
         return client
@@ -355,12 +338,12 @@ def _load_model(
 
     started = time.perf_counter()
     engine = BlockAttentionEngine.from_pretrained(
-        wanted.model,
-        store=wanted.store or path / "kv",
-        dtype=wanted.dtype,
-        namespace=wanted.namespace,
-        kv_dtype=check_kv_dtype(wanted.kv_dtype),
-        recipe=wanted.recipe,
+        settings.model,
+        store=settings.store or path / "kv",
+        dtype=settings.dtype,
+        namespace=settings.namespace,
+        kv_dtype=check_kv_dtype(settings.kv_dtype),
+        recipe=settings.recipe,
         folder=path,
         resident_bytes=DEFAULT_RESIDENT_BYTES if remembers else 0,
     )

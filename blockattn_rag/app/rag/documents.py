@@ -60,13 +60,9 @@ def load_documents(
             are always skipped and reported.
         exclude: Folder to skip, such as the database itself.
         on_progress: Called with (files read, all files).
-
-    Raises:
-        FileNotFoundError: A path does not exist.
-        UnreadableFileError: A file in ``paths`` has no readable text, or no document was found.
     """
     loaded = Loaded()
-    wanted: list[tuple[Path, bool]] = []
+    queue: list[tuple[Path, bool]] = []
     for path in paths:
         try:
             is_file = stat.S_ISREG(path.stat().st_mode)
@@ -76,14 +72,14 @@ def load_documents(
             loaded.inaccessible.append((path, _reason(error)))
             continue
         if is_file:
-            wanted.append((path.resolve(), True))
+            queue.append((path.resolve(), True))
             continue
         files = _below(path.resolve(), exclude and exclude.resolve(), loaded)
-        wanted += ((file, False) for file in files)
-    for done, (file, required) in enumerate(wanted, start=1):
+        queue += ((file, False) for file in files)
+    for done, (file, required) in enumerate(queue, start=1):
         _add(loaded, file, required=required)
         if on_progress is not None:
-            on_progress(done, len(wanted))
+            on_progress(done, len(queue))
     if not loaded.documents:
         links = ((link, "a link out of the folder") for link in loaded.links)
         skipped = [*loaded.inaccessible, *loaded.skipped, *links]
@@ -152,12 +148,7 @@ def _target(link: Path) -> Path:
 
 
 def _read(file: Path) -> list[Document]:
-    """Read one file into one document, or one document for each page of a PDF.
-
-    Raises:
-        OSError: The file cannot be opened.
-        UnreadableFileError: The file has no readable text.
-    """
+    """Read one file into one document, or one document for each page of a PDF."""
     from llama_index.core import SimpleDirectoryReader
 
     own = _own_reader(file)
@@ -166,11 +157,11 @@ def _read(file: Path) -> list[Document]:
     is_plain = not own and file.suffix.lower() not in SimpleDirectoryReader.supported_suffix_fn()
     if is_plain and b"\0" in start:
         raise UnreadableFileError(
-            "is binary, in an unknown format (text in UTF-16 must be saved as UTF-8)"
+            "Is binary, in an unknown format (text in UTF-16 must be saved as UTF-8)"
         )
     try:
         # By default, bytes that are not UTF-8 are dropped silently.
-        found = SimpleDirectoryReader(
+        pages = SimpleDirectoryReader(
             input_files=[file],
             filename_as_id=True,
             raise_on_error=True,
@@ -182,12 +173,12 @@ def _read(file: Path) -> list[Document]:
         if isinstance(cause, FileNotFoundError | PermissionError):
             raise cause from error
         # Readers are plugins for dozens of formats, which raise all kinds of errors.
-        raise UnreadableFileError(f"cannot be read ({cause})") from error
-    for document in found:
+        raise UnreadableFileError(f"Cannot be read ({cause})") from error
+    for document in pages:
         document.set_content(document.text.removeprefix(_BYTE_ORDER_MARK))
-    documents = [document for document in found if document.text.strip()]
+    documents = [document for document in pages if document.text.strip()]
     if not documents:
-        raise UnreadableFileError("contains no text")
+        raise UnreadableFileError("Contains no text")
     for document in documents:
         set_source(document, str(file))
     return documents

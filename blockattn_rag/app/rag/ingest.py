@@ -188,8 +188,8 @@ def estimate(engine: BlockAttentionEngine, blocks: Sequence[Block]) -> Estimate:
     model, store = engine.model, engine.store
     distinct = [*{block.handle: block for block in blocks}.values()]
     folder = store.path if isinstance(store, DirectoryStore) else None
-    new = [one for one in distinct if folder is None or not engine.contains(one)]
-    sizes = [len(model.tokenizer.block_ids(one, first=False)) for one in new]
+    new = [block for block in distinct if folder is None or not engine.contains(block)]
+    sizes = [len(model.tokenizer.block_ids(block, first=False)) for block in new]
     config = model.config.get_text_config(decoder=True)
     taken = {
         kind: sum(map(footprint(config, model.dtype, kind).block_bytes, sizes)) if sizes else 0
@@ -205,7 +205,7 @@ def estimate(engine: BlockAttentionEngine, blocks: Sequence[Block]) -> Estimate:
         blocks=len(distinct),
         new_blocks=len(new),
         new_tokens=sum(sizes),
-        new_text_bytes=sum(len(one.text.encode()) for one in new),
+        new_text_bytes=sum(len(block.text.encode()) for block in new),
         new_bytes=taken[engine.kv_dtype],
         int8_bytes=taken["int8"],
         seconds=seconds,
@@ -216,4 +216,4 @@ def estimate(engine: BlockAttentionEngine, blocks: Sequence[Block]) -> Estimate:
 
 def _existing(folder: Path) -> Path:
     """The folder, or its nearest parent that exists."""
-    return next(one for one in (folder, *folder.absolute().parents) if one.exists())
+    return next(place for place in (folder, *folder.absolute().parents) if place.exists())

@@ -23,23 +23,15 @@ _INSTALL_MINILM = (
 )
 
 
-def check_model(name: str) -> None:
-    """Check that a model exists by loading its config.
-
-    Raises:
-        OSError: There is no such model.
-    """
+def require_model(name: str) -> None:
+    """Check that a model exists by loading its config."""
     from blockattn_rag.model.loading import load_config
 
     load_config(name)
 
 
 def check_recipe(name: str | None) -> None:
-    """Check that a folder contains a recipe, before the model is loaded.
-
-    Raises:
-        ValueError: There is no recipe, or the recipe is damaged.
-    """
+    """Check that a folder contains a recipe, before the model is loaded."""
     from blockattn_rag.engine.find_recipe import AUTO
     from blockattn_rag.engine.recipe_files import read_fields
     from blockattn_rag.prompts.sinks import is_sink
@@ -49,13 +41,7 @@ def check_recipe(name: str | None) -> None:
 
 
 def load_embedding(name: str) -> BaseEmbedding:
-    """Load ``hashing`` (offline, no weights), ``minilm``, or another sentence-transformers model.
-
-    Raises:
-        FileNotFoundError: There is no such folder.
-        ImportError: The package for embeddings other than ``hashing`` is missing.
-        OSError: The hub does not provide the model.
-    """
+    """Load ``hashing`` (offline, no weights), ``minilm`` or another sentence-transformers model."""
     import blockattn_rag.llama_index as adapter
 
     if name == HASHING:

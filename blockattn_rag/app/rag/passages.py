@@ -34,9 +34,8 @@ def all_passages(collection: Collection) -> list[str]:
 
 
 def all_sources(collection: Collection) -> list[str]:
-    """The sources of a collection's passages, sorted."""
-    found = (metadata or {} for (metadata,) in records_of(collection, "metadatas"))
-    return sorted({str(metadata[SOURCE_KEY]) for metadata in found if SOURCE_KEY in metadata})
+    records = (metadata or {} for (metadata,) in records_of(collection, "metadatas"))
+    return sorted({str(metadata[SOURCE_KEY]) for metadata in records if SOURCE_KEY in metadata})
 
 
 def sources_at(path: Path, sources: Sequence[str]) -> list[str]:
@@ -46,8 +45,8 @@ def sources_at(path: Path, sources: Sequence[str]) -> list[str]:
     with links not resolved. So a link is looked up first by its own name, then by its target's.
     """
     for place in (path.parent.resolve() / path.name, path.resolve()):
-        if found := [source for source in sources if Path(source).is_relative_to(place)]:
-            return found
+        if inside := [source for source in sources if Path(source).is_relative_to(place)]:
+            return inside
     return []
 
 
@@ -64,7 +63,6 @@ def _is_gone(path: Path) -> bool:
 
 
 def ids_of(collection: Collection, sources: Sequence[str]) -> Iterator[str]:
-    """IDs of the passages of these sources."""
     for at in range(0, len(sources), _SOURCES_PER_CALL):
         where: Any = {SOURCE_KEY: {"$in": list(sources[at : at + _SOURCES_PER_CALL])}}
         yield from collection.get(where=where, include=[])["ids"]
@@ -93,8 +91,8 @@ def retriever(database: Database) -> Callable[[str, int], list[str]]:
     """Return a function that retrieves canonical passages for a question, as ``ask`` does."""
 
     def nearest(question: str, count: int) -> list[str]:
-        found = distinct_retriever(database, count).retrieve(question)
-        return [text for hit in found if (text := adapter.canonical_text(hit.node))]
+        hits = distinct_retriever(database, count).retrieve(question)
+        return [text for hit in hits if (text := adapter.canonical_text(hit.node))]
 
     return nearest
 
@@ -116,11 +114,11 @@ def distinct_retriever(database: Database, top_k: int) -> BaseRetriever:
         def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
             asked = top_k
             while True:
-                found = index.as_retriever(similarity_top_k=asked).retrieve(query_bundle)
+                hits = index.as_retriever(similarity_top_k=asked).retrieve(query_bundle)
                 first: dict[str, NodeWithScore] = {}
-                for hit in found:
+                for hit in hits:
                     first.setdefault(adapter.canonical_text(hit.node), hit)
-                if len(first) >= top_k or len(found) < asked:
+                if len(first) >= top_k or len(hits) < asked:
                     return [*first.values()][:top_k]
                 asked *= 2
 

@@ -29,13 +29,13 @@ from blockattn_rag.lab.evaluation.records import (
     rows_of,
     settings_of,
 )
-from blockattn_rag.prompts.blocks import PLAIN, BlockPrompt
-from blockattn_rag.prompts.checkpoints import AUTO, format_for
+from blockattn_rag.prompts.blocks import NO_TEMPLATE, BlockPrompt
+from blockattn_rag.prompts.checkpoints import AUTO_FORMAT, format_for
 from blockattn_rag.prompts.formats import Passage, PromptFormat
 
 # The closed-book prompt of Liu et al. 2023.
 _CLOSED_BOOK = PromptFormat(
-    "closed-book", "", "", "{text}", PLAIN, "Question: {question}\nAnswer: "
+    "closed-book", "", "", "{text}", NO_TEMPLATE, "Question: {question}\nAnswer: "
 )
 _COUNTS = ("hits", "misses", "reused_tokens", "computed_tokens", "generated_tokens")
 
@@ -149,7 +149,7 @@ def evaluate(
     if not samples:
         raise ValueError("Expected at least one sample, found none")
     rows = rows_of(engine, Row(FULL), recipes, closed_book)
-    form = format_for(AUTO, engine.model.name)
+    form = format_for(AUTO_FORMAT, engine.model.name)
     noted = {
         **(settings or {}),
         **settings_of(engine, prompt_format=form.name),

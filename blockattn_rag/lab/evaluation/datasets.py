@@ -18,12 +18,12 @@ from typing import Any, Protocol, TypeVar
 
 from blockattn_rag.errors import DataError
 from blockattn_rag.lab.json_lines import (
-    Record,
+    JsonRecord,
     list_of,
     not_blank,
     of_kind,
     parsed_lines,
-    text_of,
+    required_text,
     value_of,
 )
 
@@ -95,7 +95,7 @@ def read_samples(path: str | Path, *, limit: int | None = None) -> list[Evaluati
 
 
 def read_distinct(
-    path: str | Path, parse: Callable[[Record, int], S], limit: int | None = None
+    path: str | Path, parse: Callable[[JsonRecord, int], S], limit: int | None = None
 ) -> list[S]:
     """Read the samples of a JSON-lines file, and check that ids are distinct; see ``read_samples``.
 
@@ -116,26 +116,26 @@ def id_of(value: object) -> str:
     return str(value if isinstance(value, int) else of_kind(value, str, "'id'"))
 
 
-def _sample(record: Record) -> EvaluationSample:
+def _sample(record: JsonRecord) -> EvaluationSample:
     try:
         json.dumps(record, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:  # for example \ud800
         raise DataError(f"found half of a surrogate pair ({error}); write full pairs") from error
     return EvaluationSample(
         id=id_of(value_of(record, "id")),
-        question=text_of(record, "question"),
+        question=required_text(record, "question"),
         answers=answers_of(record),  # must not be empty: no output could be right
         passages=passages_of(record, may_be_empty=True),
     )
 
 
-def answers_of(record: Record, *, may_be_empty: bool = False) -> tuple[str, ...]:
+def answers_of(record: JsonRecord, *, may_be_empty: bool = False) -> tuple[str, ...]:
     """Read the right answers of a record."""
     items = enumerate(list_of(record, "answers", may_be_empty=may_be_empty))
     return tuple(not_blank(item, f"'answers[{i}]'") for i, item in items)
 
 
-def passages_of(record: Record, *, may_be_empty: bool = False) -> tuple[EvaluationPassage, ...]:
+def passages_of(record: JsonRecord, *, may_be_empty: bool = False) -> tuple[EvaluationPassage, ...]:
     """Read the passages of a record. ``title`` and ``gold`` are optional."""
     items = enumerate(list_of(record, "passages", may_be_empty=may_be_empty))
     return tuple(
@@ -143,8 +143,8 @@ def passages_of(record: Record, *, may_be_empty: bool = False) -> tuple[Evaluati
     )
 
 
-def passage_of(record: Record, where: str = "") -> EvaluationPassage:
+def passage_of(record: JsonRecord, where: str = "") -> EvaluationPassage:
     """Read one passage. ``where``: its path in the line for messages, such as ``passages[0].``."""
     title = of_kind(record.get("title", ""), str, f"'{where}title'")
     gold = of_kind(record.get("gold", False), bool, f"'{where}gold'")
-    return EvaluationPassage(title, text_of(record, "text", where), gold)
+    return EvaluationPassage(title, required_text(record, "text", where), gold)

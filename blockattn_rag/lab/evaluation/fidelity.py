@@ -49,12 +49,12 @@ from blockattn_rag.lab.evaluation.records import (
     rows_of,
     settings_of,
 )
-from blockattn_rag.lab.json_lines import Record, list_of, not_blank
+from blockattn_rag.lab.json_lines import JsonRecord, list_of, not_blank
 from blockattn_rag.model import BlockModel, EncodeRequest
 from blockattn_rag.model.decoding import greedy_answers
 from blockattn_rag.model.sampling import Sampling
 from blockattn_rag.prompts.blocks import BlockPrompt
-from blockattn_rag.prompts.checkpoints import AUTO, format_for
+from blockattn_rag.prompts.checkpoints import AUTO_FORMAT, format_for
 
 FLOOR = Row("floor")
 """Row of full attention computed in two steps, context first. Differs from full mode by rounding
@@ -164,7 +164,7 @@ class LoggedPrompt:
 def read_log(path: str | Path) -> list[LoggedPrompt]:
     """Read logged prompts from a ``.jsonl`` or ``.jsonl.gz`` file; see ``read_samples``."""
 
-    def parse(record: Record, number: int) -> LoggedPrompt:
+    def parse(record: JsonRecord, number: int) -> LoggedPrompt:
         texts = enumerate(list_of(record, "prompt"))
         return LoggedPrompt(
             id_of(record.get("id", number)),
@@ -208,7 +208,7 @@ def measure_fidelity(
         raise ValueError("Expected at least one sample, found none")
     rows = rows_of(engine, FLOOR, recipes, closed_book)
     is_log = isinstance(samples[0], LoggedPrompt)
-    form = None if is_log else format_for(AUTO, engine.model.name)
+    form = None if is_log else format_for(AUTO_FORMAT, engine.model.name)
     own = settings_of(engine, prompt_format=form and form.name, max_new_tokens=max_new_tokens)
     noted = {**(settings or {}), "measured": "log" if is_log else "fidelity", **own}
 

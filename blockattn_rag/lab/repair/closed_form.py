@@ -109,11 +109,6 @@ def fit_correction(
         held_out: Further prompts, which decide the penalty.
         sink: Prefix tokens that all blocks except the first are encoded with.
         on_progress: Called with the number of finished prompts and the number of all prompts.
-
-    Raises:
-        ValueError: There are no prompts to fit to or no held-out prompts, or a prompt has only one
-            block.
-        ContextOverflowError: A context is longer than the model's context window.
     """
     every = [*contexts, *held_out]
     if not contexts or not held_out or any(len(context) < 2 for context in every):
@@ -161,9 +156,9 @@ def _add_prompt(
     start = len(first)
     with torch.inference_mode():
         for number, ids in enumerate(others):
-            for layer, one in enumerate(sums):
+            for layer, layer_sums in enumerate(sums):
                 states = _bare(model, blocks[str(number)], layer, 0, len(ids))
-                one.add(states, _bare(model, full, layer, start, start + len(ids)))
+                layer_sums.add(states, _bare(model, full, layer, start, start + len(ids)))
             start += len(ids)
 
 

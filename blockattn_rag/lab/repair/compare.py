@@ -57,15 +57,15 @@ def free_recipes(
     A recipe in use is also a candidate, and comes before new adapters.
     """
     prefix = "" if sink == NO_SINK else f"{sink} + "
-    found = {PLAIN: Recipe()}
+    recipes = {PLAIN: Recipe()}
     if sink != NO_SINK:
-        found[sink] = Recipe(sink)
+        recipes[sink] = Recipe(sink)
     if in_use is not None:
-        found[IN_USE] = in_use
+        recipes[IN_USE] = in_use
     fitted = {"closed form": closed} | ({"trained": trained} if trained is not None else {})
     for name, adapter in fitted.items():
-        found[prefix + name] = Recipe(sink, adapter, fingerprints=(model.fingerprint,))
-    return found
+        recipes[prefix + name] = Recipe(sink, adapter, fingerprints=(model.fingerprint,))
+    return recipes
 
 
 def count_candidates(sink: str, in_use: Recipe | None) -> int:
@@ -78,10 +78,10 @@ def count_candidates(sink: str, in_use: Recipe | None) -> int:
 def promoting(free: Mapping[str, Recipe], losses: Losses) -> dict[str, Recipe]:
     """The best candidate with one promoted passage. Empty if it promotes already."""
     best = min(free, key=lambda name: losses[name].mean())
-    one = free[best]
-    if one.promote:
+    recipe = free[best]
+    if recipe.promote:
         return {}
-    return {f"{best} + promote 1": replace(one, promote=1)}
+    return {f"{best} + promote 1": replace(recipe, promote=1)}
 
 
 class Comparer:
@@ -151,13 +151,13 @@ class Comparer:
         texts = {FULL: [decode(ids, skip_special_tokens=True) for ids in answers]}
         for number, (name, recipe) in enumerate((("block", Recipe()), ("recipe", chosen))):
             tick(number, 2)
-            given = self._engine.generate_batch(
+            generations = self._engine.generate_batch(
                 prompts,
                 recipe=recipe,
                 max_new_tokens=max_new_tokens,
                 batch_size=_GENERATED_AT_ONCE,
             )
-            texts[name] = [one.text for one in given]
+            texts[name] = [generation.text for generation in generations]
         tick(2, 2)
         right = {
             name: sum(int(contains_answer(t, s.answers)) for t, s in zip(of, asked, strict=True))

@@ -26,7 +26,7 @@ from blockattn_rag.lab.evaluation.datasets import (
     passage_of,
     passages_of,
 )
-from blockattn_rag.lab.json_lines import Record, parsed_lines, text_of
+from blockattn_rag.lab.json_lines import JsonRecord, parsed_lines, required_text
 from blockattn_rag.prompts.blocks import BlockPrompt, Span
 from blockattn_rag.prompts.chat_template import Message, chat_spans, has_chat_template
 from blockattn_rag.prompts.formats import Passage
@@ -99,7 +99,7 @@ class Material:
 
     def inputs(self) -> dict[str, str]:
         """Counts and digests of the data, to compare runs."""
-        found = {
+        inputs = {
             "passages": _digest(self.passages, [[p.title, p.text] for p in self.passages]),
             "prompt format": self.prompt_format,
             "questions": "written by the model",
@@ -109,24 +109,24 @@ class Material:
             parts = [
                 [q.text, q.answers, [[p.title, p.text] for p in q.passages]] for q in self.questions
             ]
-            found["questions"] = _digest(self.questions, parts)
-        return found
+            inputs["questions"] = _digest(self.questions, parts)
+        return inputs
 
 
 def _digest(counted: Sequence[Any], parts: Any) -> str:
     return f"{len(counted)} (sha256 {digest_of(parts)[:12]})"
 
 
-def distinct(questions: Sequence[Question], seed: int) -> list[Question]:
+def distinct_questions(questions: Sequence[Question], seed: int) -> list[Question]:
     """Return each question once, ignoring case, in an order that depends only on texts and seed."""
 
     def digest(question: Question) -> str:
         return hashlib.sha256(question.text.encode("utf-8", "surrogatepass")).hexdigest()
 
     by_text = {question.text.casefold(): question for question in questions}
-    found = sorted(by_text.values(), key=digest)
-    random.Random(seed).shuffle(found)
-    return found
+    ordered = sorted(by_text.values(), key=digest)
+    random.Random(seed).shuffle(ordered)
+    return ordered
 
 
 def draw_samples(
@@ -146,22 +146,18 @@ def draw_samples(
     for index in range(count):
         question = questions[index % len(questions)]
         first, *others = question.passages
-        wanted = rng.randint(min(fewest, len(others) + 1), min(most, len(others) + 1))
-        shown = [first, *rng.sample(others, wanted - 1)]
+        size = rng.randint(min(fewest, len(others) + 1), min(most, len(others) + 1))
+        shown = [first, *rng.sample(others, size - 1)]
         rng.shuffle(shown)
         samples.append(replace(question, passages=tuple(shown)))
     return samples
 
 
 def read_passages(path: Path) -> list[Passage]:
-    """Read the distinct passages of a file.
-
-    Raises:
-        DataError: The file is missing, damaged or empty, or a line is not a passage.
-    """
+    """Read the distinct passages of a file."""
     lines = parsed_lines(path, lambda record, _: _stripped(passage_of(record)))
-    found = (passage for _, passage in lines)
-    return list(dict.fromkeys(found))
+    passages = (passage for _, passage in lines)
+    return list(dict.fromkeys(passages))
 
 
 def read_questions(path: Path, nearest: Nearest | None, num_passages: int) -> list[Question]:
@@ -171,30 +167,26 @@ def read_questions(path: Path, nearest: Nearest | None, num_passages: int) -> li
         nearest: Function that finds passages for questions without any. None: all questions must
             have passages.
         num_passages: Number of passages to find for a question.
-
-    Raises:
-        DataError: The file is missing, damaged or empty, a line is not a question, or a question
-            has no passages and none can be found.
     """
 
-    def question(record: Record, _: int) -> Question:
-        text = text_of(record, "question").strip()
+    def question(record: JsonRecord, _: int) -> Question:
+        text = required_text(record, "question").strip()
         answers = answers_of(record, may_be_empty=True) if "answers" in record else ()
         if "passages" in record:
             gold_first = sorted(passages_of(record), key=lambda passage: not passage.gold)
             return Question(text, tuple(dict.fromkeys(map(_stripped, gold_first))), answers)
         if nearest is None:
             raise DataError(
-                'found a question without passages; add "passages" to it, or pass a database '
+                'Found a question without passages; add "passages" to it, or pass a database '
                 "(--db) or passages (--passages)"
             )
         return Question(text, tuple(nearest(text, num_passages)), answers)
 
-    return [found for _, found in parsed_lines(path, question)]
+    return [parsed for _, parsed in parsed_lines(path, question)]
 
 
-def _stripped(found: EvaluationPassage) -> Passage:
-    return Passage(found.title.strip(), found.text.strip())
+def _stripped(passage: EvaluationPassage) -> Passage:
+    return Passage(passage.title.strip(), passage.text.strip())
 
 
 def write_questions(
@@ -219,9 +211,6 @@ def write_questions(
         seed: Random seed for the order of passages.
         on_progress: Called with the number of written questions and ``count``.
         time_is_up: Function that returns whether to stop writing, after the first batch.
-
-    Raises:
-        DataError: There is no passage, or the model wrote no question about any passage.
     """
     passages = list(dict.fromkeys(passages))
     if not passages:
@@ -241,7 +230,7 @@ def write_questions(
             text = written[_name(passage)]
             if text and text.lower() not in questions:
                 near = nearest(text, num_passages)
-                others = [one for one in near if one != passage][: num_passages - 1]
+                others = [other for other in near if other != passage][: num_passages - 1]
                 questions[text.lower()] = Question(text, (passage, *others))
         on_progress(len(questions), count)
     if not questions:

@@ -99,7 +99,6 @@ class Speeds:
         return self.answer + self.encode + self.fetch + (recipes + 2) * self.compare
 
     def sample(self, epochs: float) -> float:
-        """Seconds of a prompt to train on."""
         return self.answer + self.fetch + epochs * self.step
 
     @property
@@ -119,7 +118,7 @@ class Speeds:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RepairPlan:
     """Numbers of prompts and steps of a repair.
 
     Args:
@@ -148,7 +147,7 @@ class Plan:
         recipes: int,
         batch: int,
         limits: Limits,
-    ) -> Plan:
+    ) -> RepairPlan:
         """Make a plan for the remaining time.
 
         Held-out questions get at most a quarter of the time, and the closed form at most a fifth.
@@ -159,13 +158,9 @@ class Plan:
             questions: Number of distinct questions.
             recipes: Number of recipes to compare.
             batch: Prompts per optimizer step.
-
-        Raises:
-            DataError: There are too few questions.
-            TooLittleTimeError: There is too little time.
         """
         check_enough(questions, limits)
-        given, held_s = seconds, speeds.held_out(recipes)
+        budget_s, held_s = seconds, speeds.held_out(recipes)
         most = min(limits.held_out, math.floor(limits.held_out_share * questions))
         held_out = _within(seconds / 4, held_s, limits.fewest_held_out, most)
         held_out -= held_out % 2
@@ -178,9 +173,9 @@ class Plan:
             needed = math.ceil(-seconds / 60) + 1
             raise TooLittleTimeError(
                 "There is too little time to fit and measure a recipe with this model on this "
-                f"machine: found {max(0.0, given) / 60:.1f} minutes left, expected "
-                f"{(given - seconds) / 60:.1f} (an answer of full mode takes {speeds.answer:.1f} "
-                f"s); give at least {needed} minutes more (--minutes)"
+                f"machine: found {max(0.0, budget_s) / 60:.1f} minutes left, expected "
+                f"{(budget_s - seconds) / 60:.1f} (an answer of full mode takes "
+                f"{speeds.answer:.1f} s); give at least {needed} minutes more (--minutes)"
             )
         measuring_s = held_out * (held_s - speeds.answer)
         fixed = cls(held_out, closed_form, 0, 0, 0.0, measuring_s)
@@ -192,7 +187,7 @@ class Plan:
 
     def trained(
         self, seconds: float, speeds: Speeds, questions: int, *, batch: int, limits: Limits
-    ) -> Plan:
+    ) -> RepairPlan:
         """Return this plan with as much training as fits into ``seconds``.
 
         The samples of this plan already have answers and blocks. A repair calls this method again

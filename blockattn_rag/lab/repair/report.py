@@ -15,7 +15,7 @@ from blockattn_rag.lazy import missing_extra
 logger = logging.getLogger("blockattn_rag")
 
 
-Report = Mapping[str, Any]
+RepairReport = Mapping[str, Any]
 """Result of a repair, as plain JSON types:
 
 - ``model``, ``fingerprint``, ``version``, ``date``: model, version of this package, date in UTC.
@@ -34,20 +34,20 @@ _FEW = 10
 """Number of held-out questions below which results are unreliable."""
 
 
-def figures(report: Report) -> list[str]:
+def figures(report: RepairReport) -> list[str]:
     """Summarize a report in three lines."""
-    by_name = {one["name"]: one for one in report["candidates"]}
-    plain, found = by_name[PLAIN], by_name[report["chosen"]]
+    by_name = {candidate["name"]: candidate for candidate in report["candidates"]}
+    plain, chosen = by_name[PLAIN], by_name[report["chosen"]]
     recovered = ""
-    if found["recovery"] is not None:
-        mean, low, high = (_percent(found["recovery"][end]) for end in ("mean", "low", "high"))
+    if chosen["recovery"] is not None:
+        mean, low, high = (_percent(chosen["recovery"][end]) for end in ("mean", "low", "high"))
         recovered = f": {mean} recovered ({low} to {high})"
     right = "not measured, because the questions have no right answers"
     if report["right"]:
         counts = ", ".join(f"{name} {count}" for name, count in report["right"].items())
         right = f"{counts} of {report['answered']}"
     changes = (
-        f"{what}: {_percent(plain[name]['mean'])} -> {_percent(found[name]['mean'])}"
+        f"{what}: {_percent(plain[name]['mean'])} -> {_percent(chosen[name]['mean'])}"
         for what, name in (
             ("Tokens that full mode would choose too", "agreement"),
             ("identical answers", "identical"),
@@ -55,14 +55,14 @@ def figures(report: Report) -> list[str]:
     )
     return [
         f"Divergence from full mode (KL), {report['measured_on']} held-out questions: "
-        f"{plain['kl']['mean']:.3f} without a recipe, {found['kl']['mean']:.3f} with "
+        f"{plain['kl']['mean']:.3f} without a recipe, {chosen['kl']['mean']:.3f} with "
         f"it{recovered}.{_shortfall(report)}",
         f"{'; '.join(changes)}.",
         f"Right answers: {right}.",
     ]
 
 
-def _shortfall(report: Report) -> str:
+def _shortfall(report: RepairReport) -> str:
     """Sentences about missing time or questions. Empty: there was enough."""
     few = report["measured_on"] < _FEW
     untrained = not report["plan"]["samples"]
@@ -78,7 +78,7 @@ def _percent(share: float) -> str:
     return f"{100 * share:.0f} %"
 
 
-def plot(report: Report) -> bytes | None:
+def plot(report: RepairReport) -> bytes | None:
     """Plot the divergence of all candidates and the losses of the training, as PNG.
 
     Returns None if matplotlib is not installed.
@@ -90,11 +90,11 @@ def plot(report: Report) -> bytes | None:
         return None
     figure = Figure(figsize=(11.0, 4.0), layout="constrained")
     bars, curve = figure.subplots(1, 2)
-    names = [one["name"] for one in report["candidates"]]
-    found = [Interval(**one["kl"]) for one in report["candidates"]]
-    errors = [[kl.mean - kl.low for kl in found], [kl.high - kl.mean for kl in found]]
+    names = [candidate["name"] for candidate in report["candidates"]]
+    divergences = [Interval(**candidate["kl"]) for candidate in report["candidates"]]
+    errors = [[kl.mean - kl.low for kl in divergences], [kl.high - kl.mean for kl in divergences]]
     colors = ["tab:green" if name == report["chosen"] else "tab:blue" for name in names]
-    bars.barh(names, [kl.mean for kl in found], xerr=errors, color=colors, capsize=3)
+    bars.barh(names, [kl.mean for kl in divergences], xerr=errors, color=colors, capsize=3)
     bars.invert_yaxis()
     bars.set(
         xlabel="KL from full mode, 95 % intervals",

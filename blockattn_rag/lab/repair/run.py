@@ -76,17 +76,11 @@ def repair(
         may_resume = isinstance(error, TooLittleTimeError) or not isinstance(error, DataError)
         return (folder / PLAN).is_file() or (has_questions and may_resume)
 
-    # Locked before the inputs are compared, so that a run in progress is reported as such.
-    with work.held(folder):
-        before = work.interrupted_run(folder)
-        if before is not None:
-            advice = "Pass the same inputs to resume it, or delete that folder to start again"
-            work.check_same(folder, before, inputs, advice)
-        with work.started(folder, inputs, is_worth_keeping, resume=before is not None):
-            run = Repair(model, material, folder, 60 * minutes, limits, on_progress)
-            recipe, image = run.run(version)
-            recipe.save(output, plot=image)
-            work.remove(folder)
+    with work.work_folder(folder, inputs, is_worth_keeping):
+        run = Repair(model, material, folder, 60 * minutes, limits, on_progress)
+        recipe, image = run.run(version)
+        recipe.save(output, plot=image)
+        work.remove_work(folder)
     return recipe
 
 
@@ -100,15 +94,15 @@ def _check_output(output: Path, model: BlockModel) -> None:
     except ValueError as error:
         raise DataError(f"{str(error).rstrip('.')} (--output)") from error
     try:
-        found: Mapping[str, Any] = read_fields(output)
+        earlier: Mapping[str, Any] = read_fields(output)
     except ValueError:
-        found = {"fingerprints": []}
-    owners = found["fingerprints"]
+        earlier = {"fingerprints": []}
+    owners = earlier["fingerprints"]
     if owners and model.fingerprint not in owners:
         shown = ", ".join(owner[:12] for owner in owners)
         raise DataError(
-            f"{output} has a recipe for {found['model']} (fingerprints {shown}), expected one for "
-            f"{model.name} (fingerprint {model.fingerprint[:12]}); choose another folder "
+            f"{output} has a recipe for {earlier['model']} (fingerprints {shown}), expected one "
+            f"for {model.name} (fingerprint {model.fingerprint[:12]}); choose another folder "
             "(--output), or delete that recipe"
         )
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -121,7 +115,7 @@ def _check_disk(
 ) -> None:
     """Raise ``OSError`` if the disk has too little room for passages' keys and values."""
     shown = passages[:: max(1, len(passages) // _LENGTHS)]
-    ids = (model.tokenizer.final_ids(one.text, first=False) for one in shown)
+    ids = (model.tokenizer.final_ids(passage.text, first=False) for passage in shown)
     tokens = sum(map(len, ids)) / max(1, len(shown))
     encoded = min(limits.passages * (limits.samples + limits.held_out), len(passages))
     # Each passage is encoded twice: alone and after the sink.

@@ -33,11 +33,18 @@ from blockattn_rag.lab.repair.data import (
     WRITTEN_AT_ONCE,
     Material,
     Question,
-    distinct,
+    distinct_questions,
     draw_samples,
     write_questions,
 )
-from blockattn_rag.lab.repair.plan import Limits, Plan, Speeds, check_enough, check_time, least_s
+from blockattn_rag.lab.repair.plan import (
+    Limits,
+    RepairPlan,
+    Speeds,
+    check_enough,
+    check_time,
+    least_s,
+)
 from blockattn_rag.lab.repair.report import plot
 from blockattn_rag.lab.repair.student import (
     BATCH,
@@ -109,7 +116,7 @@ class Repair:
         """Run all stages. Returns the recipe with its report, and the plot of the report."""
         # Measured first, so that too little time is reported before anything else is computed.
         speeds = None if self._plan_path.exists() else self._checked_speeds()
-        questions = distinct(self._questions(speeds), _SEED)
+        questions = distinct_questions(self._questions(speeds), _SEED)
         plan = self._plan(questions, speeds)
         train, held = self.samples(questions, plan)
         self._answer([*map(self._prompt, [*train[: plan.samples], *held])])
@@ -129,7 +136,7 @@ class Repair:
             if len(choose_on) >= self.limits.promotion_needs:
                 recipes |= promoting(recipes, losses)
                 losses = comparer.losses(choose_on, recipes, tick)
-        costly = [name for name, one in recipes.items() if one.promote or one.recompute]
+        costly = [name for name, recipe in recipes.items() if recipe.promote or recipe.recompute]
         chosen = choose(losses, costly, IN_USE if IN_USE in recipes else None)
         with self._stage("measuring") as tick:
             measured = comparer.compared(report_on, recipes, tick)
@@ -158,12 +165,12 @@ class Repair:
             "version": version,
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
         }
-        found = recipes[chosen]
+        best = recipes[chosen]
         recipe = Recipe(
-            sink=found.sink,
-            adapter=found.adapter,
-            promote=found.promote,
-            recompute=found.recompute,
+            sink=best.sink,
+            adapter=best.adapter,
+            promote=best.promote,
+            recompute=best.recompute,
             fingerprints=(self.model.fingerprint,),
             model=self.model.name,
             prompt_format=self.material.prompt_format,
@@ -174,15 +181,10 @@ class Repair:
     # -- questions and the plan --------------------------------------------------------------
 
     def _checked_speeds(self) -> Speeds:
-        """Measure the speeds.
-
-        Raises:
-            DataError: There are too few questions or no passages.
-            TooLittleTimeError: Even the smallest plan would take too long.
-        """
+        """Measure the speeds."""
         material, limits = self.material, self.limits
         if material.questions is not None:
-            check_enough(len(distinct(material.questions, _SEED)), limits)
+            check_enough(len(distinct_questions(material.questions, _SEED)), limits)
             sample = material.questions[0]
         elif material.nearest is None or not material.passages:
             raise DataError("Found no questions, and no passages to write questions about")
@@ -229,14 +231,14 @@ class Repair:
     def _plan_path(self) -> Path:
         return self.folder / PLAN
 
-    def _plan(self, questions: Sequence[Question], speeds: Speeds | None) -> Plan:
+    def _plan(self, questions: Sequence[Question], speeds: Speeds | None) -> RepairPlan:
         """The plan of the repair, made once. A resumed run reads it from the work folder."""
         minutes = self.budget_s / 60
 
         def make() -> dict[str, Any]:
             assert speeds is not None  # measured if there is no plan
             left = self._until_reserve() - time.monotonic()
-            plan = Plan.made(
+            plan = RepairPlan.made(
                 left,
                 speeds,
                 len(questions),
@@ -253,9 +255,9 @@ class Repair:
                 f"{minutes:g}: pass the same --minutes to resume it, or delete that folder to "
                 "start again"
             )
-        return Plan(**kept)
+        return RepairPlan(**kept)
 
-    def _replanned(self, plan: Plan, questions: Sequence[Question]) -> Plan:
+    def _replanned(self, plan: RepairPlan, questions: Sequence[Question]) -> RepairPlan:
         """The plan with as much training as current speeds allow. Made once, before training."""
 
         def make() -> dict[str, Any]:
@@ -264,7 +266,7 @@ class Repair:
             limits = self.limits
             return asdict(plan.trained(left, speeds, len(questions), batch=BATCH, limits=limits))
 
-        return Plan(**work.kept_json(self.folder / "training-plan.json", make))
+        return RepairPlan(**work.kept_json(self.folder / "training-plan.json", make))
 
     def _until_reserve(self) -> float:
         """Time on the monotonic clock at which the reserve of the time limit begins."""
@@ -282,14 +284,14 @@ class Repair:
         most = self.limits.passages
         (sample,) = draw_samples(questions[:1], 1, most, most, _SEED)
         shown = sample.passages[:2]
-        begun = [replace(one, text=one.text.strip()[:_WARM_UP] or one.text) for one in shown]
+        begun = [replace(p, text=p.text.strip()[:_WARM_UP] or p.text) for p in shown]
         prompts = [self._prompt(replace(sample, passages=tuple(part))) for part in (begun, shown)]
-        found = Speeds(0.0, 0.0, 0.0, 0.0)
+        speeds = Speeds(0.0, 0.0, 0.0, 0.0)
         with self._stage("measuring speed") as tick:
             for number, prompt in enumerate(prompts):
                 tick(number, len(prompts))
                 request = EncodeRequest(self._ids(prompt), "", "")
-                found = Speeds(
+                speeds = Speeds(
                     answer=self.teacher.seconds(prompt),
                     encode=_timed(lambda: [*self.model.encode([request])]),  # noqa: B023
                     fetch=_timed(partial(self.source, prompt)),
@@ -297,13 +299,13 @@ class Repair:
                 )
             tick(len(prompts), len(prompts))
         complete = len(self._ids(self._prompt(sample)))
-        return found.longer(complete / len(self._ids(prompts[-1])))
+        return speeds.longer(complete / len(self._ids(prompts[-1])))
 
     def _ids(self, prompt: BlockPrompt) -> list[int]:
         return [*self.model.tokenizer.prompt_ids(prompt).flat]
 
     def samples(
-        self, questions: Sequence[Question], plan: Plan
+        self, questions: Sequence[Question], plan: RepairPlan
     ) -> tuple[list[Question], list[Question]]:
         """Draw samples to fit to, with one or more passages, and held-out samples.
 
@@ -334,7 +336,6 @@ class Repair:
     # -- fits --------------------------------------------------------------------------------
 
     def closed_form(self, prompts: Sequence[BlockPrompt]) -> Correction:
-        """The correction fitted in closed form."""
         path = self.folder / "closed-form.safetensors"
         if not path.is_file():
             contexts = [self.model.tokenizer.prompt_ids(prompt).context for prompt in prompts]
@@ -352,7 +353,7 @@ class Repair:
         closed: Correction,
         train: Sequence[BlockPrompt],
         held: Sequence[BlockPrompt],
-        plan: Plan,
+        plan: RepairPlan,
     ) -> tuple[Correction | None, list[dict[str, float]]]:
         """Train a correction. Returns it and its losses; None and no losses if there is no time."""
         path, curve = self.folder / "trained.safetensors", self.folder / "curve.json"
@@ -383,7 +384,7 @@ class Repair:
                 trainer.train_from(checkpoint)
             write_json(curve, {"curve": trainer.history})
             save_correction(student.finished(), path)
-        return read_correction(path), work.read_json(curve)["curve"]
+        return read_correction(path), work.read_work_file(curve)["curve"]
 
     @contextmanager
     def _stage(self, name: str) -> Iterator[Callable[[int, int], None]]:

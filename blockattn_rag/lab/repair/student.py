@@ -62,13 +62,13 @@ class ReadThroughStore(KVStore):
 
     def get_many(self, keys: Sequence[str]) -> list[ReadResult]:
         """Get the block of each key, like ``get``."""
-        found = self._own.get_many(keys)
-        missing = [key for key, kv in zip(keys, found, strict=True) if kv is None]
+        entries = self._own.get_many(keys)
+        missing = [key for key, kv in zip(keys, entries, strict=True) if kv is None]
         if missing and self._lender is not None:
             lent = dict(zip(missing, self._lender.get_many(missing), strict=True))
-            pairs = zip(keys, found, strict=True)
-            found = [_unrounded(lent.get(key)) if kv is None else kv for key, kv in pairs]
-        return found
+            pairs = zip(keys, entries, strict=True)
+            entries = [_unrounded(lent.get(key)) if kv is None else kv for key, kv in pairs]
+        return entries
 
     def put(self, key: str, kv: BlockKV) -> None:
         self._own.put(key, kv)
@@ -86,10 +86,10 @@ class ReadThroughStore(KVStore):
         return self._own.stats()
 
 
-def _unrounded(found: ReadResult) -> ReadResult:
+def _unrounded(entry: ReadResult) -> ReadResult:
     """Replace a block in int8 with None."""
-    is_rounded = isinstance(found, BlockKV) and found.scales is not None
-    return None if is_rounded else found
+    is_rounded = isinstance(entry, BlockKV) and entry.scales is not None
+    return None if is_rounded else entry
 
 
 class ReadyPrompt(NamedTuple):
@@ -136,13 +136,12 @@ class Student(nn.Module):
     def __init__(self, model: BlockModel, correction: Correction) -> None:
         super().__init__()
         self.model, self._start = model, correction
-        pairs = ((one.weight, one.bias / _BIAS_UNIT) for one in correction.layers)
+        pairs = ((layer.weight, layer.bias / _BIAS_UNIT) for layer in correction.layers)
         tensors = (tensor for pair in pairs for tensor in pair)
-        self.trained = nn.ParameterList(one.to(model.device, copy=True) for one in tensors)
+        self.trained = nn.ParameterList(tensor.to(model.device, copy=True) for tensor in tensors)
 
     @property
     def correction(self) -> Correction:
-        """The current correction."""
         tensors = iter(self.trained)
         layers = (
             LayerCorrection(weight, bias * _BIAS_UNIT)
@@ -152,9 +151,9 @@ class Student(nn.Module):
 
     def finished(self) -> Correction:
         """The current correction, on the CPU and without gradients."""
-        found = self.correction
-        layers = (LayerCorrection(*(t.detach().cpu().clone() for t in one)) for one in found.layers)
-        return replace(found, layers=tuple(layers))
+        current = self.correction
+        layers = [[t.detach().cpu().clone() for t in layer] for layer in current.layers]
+        return replace(current, layers=tuple(LayerCorrection(*layer) for layer in layers))
 
     def forward(self, ready: ReadyPrompt, answer_ids: Sequence[int]) -> Tensor:
         """Logits ``[answer tokens, vocab]``. The first row predicts the answer's first token.
@@ -166,10 +165,10 @@ class Student(nn.Module):
         first, *others = ready.context.blocks
         layouts = model.profile.layouts
         moved = (b._replace(kv=correction.applied(b.kv, layouts)) for b in others)
-        given = torch.tensor([[*ready.final_ids, *answer_ids[:-1]]], device=model.device)
+        input_ids = torch.tensor([[*ready.final_ids, *answer_ids[:-1]]], device=model.device)
         with model.lock, running_with():
             out = model.hf_model(
-                input_ids=given,
+                input_ids=input_ids,
                 past_key_values=model.cache_for(Context((first, *moved)), assembly="copy"),
                 use_cache=True,
                 **logits_to_keep(model.hf_model, len(answer_ids)),

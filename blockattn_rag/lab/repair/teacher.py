@@ -37,7 +37,6 @@ class TopPredictions(NamedTuple):
     log_probs: Tensor
 
     def to(self, device: torch.device | str) -> TopPredictions:
-        """Move the predictions to a device."""
         return TopPredictions(*(tensor.to(device) for tensor in self))
 
 
@@ -72,8 +71,8 @@ def divergence(teacher: TopPredictions, logits: Tensor) -> Tensor:
         logits: The student's logits ``[n, vocab]``.
     """
     tokens, log_probs = teacher.to(logits.device)
-    found = log_probs_at(logits, tokens)
-    return F.kl_div(found, log_probs, reduction="none", log_target=True).sum(-1)
+    student = log_probs_at(logits, tokens)
+    return F.kl_div(student, log_probs, reduction="none", log_target=True).sum(-1)
 
 
 def answer_loss(per_token: Tensor) -> Tensor:
@@ -119,22 +118,19 @@ class Teacher:
         Args:
             prompts: Prompts to answer.
             on_progress: Called with the number of finished answers and the number of all answers.
-
-        Raises:
-            ContextOverflowError: A prompt leaves no room for the longest answer.
         """
         flat = (self._model.tokenizer.prompt_ids(prompt).flat for prompt in prompts)
-        wanted = {self._path(ids): ids for ids in map(list, flat)}
-        for ids in wanted.values():
+        by_path = {self._path(ids): ids for ids in map(list, flat)}
+        for ids in by_path.values():
             self._check_room(len(ids))
-        missing = [ids for path, ids in wanted.items() if _read(path) is None]
-        done = len(wanted) - len(missing)
+        missing = [ids for path, ids in by_path.items() if _read(path) is None]
+        done = len(by_path) - len(missing)
         for batch in _batches(missing, self._model.batch_tokens):
-            on_progress(done, len(wanted))
+            on_progress(done, len(by_path))
             for ids, answer in zip(batch, self.compute(batch), strict=True):
                 self._keep(self._path(ids), answer)
             done += len(batch)
-        on_progress(done, len(wanted))
+        on_progress(done, len(by_path))
         return len(missing)
 
     def __call__(self, prompt: BlockPrompt) -> TeacherAnswer:
@@ -183,8 +179,8 @@ class Teacher:
         model = self._model
         with model.lock:
             run = model.hf_model, model.tokenizer.tokenizer
-            found = greedy_answers(*run, batch, self._max_new_tokens)
-        for ids, logits in found:
+            generated = greedy_answers(*run, batch, self._max_new_tokens)
+        for ids, logits in generated:
             kept = top_predictions(logits, self._top_k).to("cpu")
             answers.append(TeacherAnswer(ids.cpu(), kept))
         return answers
@@ -193,9 +189,9 @@ class Teacher:
 def _read(path: Path) -> TeacherAnswer | None:
     """Read the answer in a file. None: the file is missing or damaged."""
     try:
-        found = load_file(path)
-        predictions = TopPredictions(found["tokens"].long(), found["log_probs"])
-        return TeacherAnswer(found["ids"], predictions)
+        tensors = load_file(path)
+        predictions = TopPredictions(tensors["tokens"].long(), tensors["log_probs"])
+        return TeacherAnswer(tensors["ids"], predictions)
     except (FileNotFoundError, SafetensorError, KeyError):
         return None
 

@@ -67,7 +67,7 @@ class TokenLayout(NamedTuple):
     position_ids: Tensor
 
 
-def block_mask(layout: TokenLayout, *, window: int | None = None) -> Tensor:
+def layout_mask(layout: TokenLayout, *, window: int | None = None) -> Tensor:
     """The mask as a bool tensor ``[batch, 1, tokens, tokens]``, True where attention is allowed.
 
     Args:
@@ -118,7 +118,7 @@ class ModelMasks:
     def __call__(self, layout: TokenLayout, dtype: torch.dtype) -> Any:
         """The mask, or a dict of masks by layer type if the model has several types."""
         masks = {
-            kind: self._as_taken(block_mask(layout, window=window), dtype)
+            kind: self._as_taken(layout_mask(layout, window=window), dtype)
             for kind, window in self._windows.items()
         }
         return masks if len(masks) > 1 else next(iter(masks.values()))
@@ -228,11 +228,11 @@ def batch_loss(
         dtype: Type of the masks.
     """
     layout = TokenLayout(*(batch[name] for name in TokenLayout._fields))
-    total = answer_loss(model, batch, masks(layout, dtype))
+    total = summed_cross_entropy(model, batch, masks(layout, dtype))
     return total, (batch["labels"] != IGNORED).sum()
 
 
-def answer_loss(model: Any, batch: Mapping[str, Tensor], mask: Any) -> Tensor:
+def summed_cross_entropy(model: Any, batch: Mapping[str, Tensor], mask: Any) -> Tensor:
     """Sum of the cross-entropy of a batch's labels, each predicted from the preceding tokens.
 
     Logits are computed only at positions where a row has a label. With long contexts and large

@@ -15,14 +15,11 @@ from blockattn_rag.prompts.sinks import NO_SINK, check_sink
 if TYPE_CHECKING:
     from blockattn_rag.kv.context import Positions
 
-Scheduler = Literal["linear", "cosine", "constant"]
+LearningRateSchedule = Literal["linear", "cosine", "constant"]
 
 # A resumed run may change these settings, because they do not affect the result. Data files are
 # compared by content.
-_INCIDENTAL = (
-    *("output", "train_data", "eval_data", "resume", "overwrite", "progress"),
-    *("save_steps", "eval_steps"),
-)
+_INCIDENTAL = (*("output", "train_data", "eval_data", "progress", "save_steps", "eval_steps"),)
 
 
 # Lower bounds of numeric settings: inclusive in _LEAST, exclusive in _ABOVE.
@@ -41,7 +38,8 @@ class FinetuneConfig:
     Args:
         model: Path or hub id of the model to tune, or ``"bundled"``.
         output: Folder of the result. It must not exist, and is created when the run is complete.
-            Until then, checkpoints are in ``<output>.work``.
+            Until then, checkpoints are in ``<output>.work``, where an interrupted run with the same
+            settings resumes.
         train_data, eval_data: JSON-lines files; see :mod:`blockattn_rag.lab.training.data`.
         modes: ``("block", "full")`` trains every sample in both modes, as the paper does;
             ``("full",)`` is the baseline.
@@ -58,9 +56,6 @@ class FinetuneConfig:
         lora: Whether to train low-rank adapters instead of all weights (needs peft).
         bf16: Whether to compute in bfloat16 with autocast. The weights are float32.
         eval_steps: Steps between evaluations. 0: only at the start and the end.
-        resume: Whether to continue from the last complete checkpoint of an interrupted run.
-        overwrite: Whether to replace an earlier result in ``output`` and discard an interrupted
-            run.
     """
 
     model: str
@@ -75,7 +70,7 @@ class FinetuneConfig:
     epochs: float = 1.0
     max_steps: int | None = None
     learning_rate: float = 2e-5
-    lr_scheduler: Scheduler = "linear"
+    lr_scheduler: LearningRateSchedule = "linear"
     batch_size: int = 64
     per_device_batch_size: int = 1
     warmup_steps: int = 20
@@ -86,21 +81,19 @@ class FinetuneConfig:
     seed: int = 0
     eval_steps: int = 0
     save_steps: int = 200
-    resume: bool = False
-    overwrite: bool = False
     progress: bool = True
 
     def __post_init__(self) -> None:
         if not self.train_data or isinstance(self.train_data, (str, Path)):
-            raise ValueError(f"train_data must be a list of files, found {self.train_data!r}")
+            raise ValueError(f"Found train_data {self.train_data!r}, expected a list of files")
         distinct = set(self.modes)
         if not distinct or len(distinct) < len(self.modes) or not distinct <= set(get_args(Mode)):
             raise ValueError(
-                f"modes must be distinct values from {get_args(Mode)}, found {self.modes!r}"
+                f"Found modes {self.modes!r}, expected distinct values from {get_args(Mode)}"
             )
         for name, choices in _choices().items():
-            if (found := getattr(self, name)) not in choices:
-                raise ValueError(f"{name} must be one of {choices}, found {found!r}")
+            if (value := getattr(self, name)) not in choices:
+                raise ValueError(f"Found {name} {value!r}, expected one of {choices}")
         self._check_bounds()
         if self.adam_beta2 >= 1 or self.seed >= 2**32:  # the limit of numpy's seeds
             raise ValueError(
@@ -109,24 +102,23 @@ class FinetuneConfig:
             )
         if check_sink(self.sink) != NO_SINK and "block" not in self.modes:
             raise ValueError(
-                f"sink={self.sink!r} needs block mode: add 'block' to modes, or leave out sink"
+                f"Found sink {self.sink!r}, which needs block mode: add 'block' to modes, or "
+                "leave out sink"
             )
         chosen = format_for(self.prompt_format, self.model).name
         object.__setattr__(self, "prompt_format", chosen)  # recorded for resuming
         if not Path(self.output).name.strip("."):
-            raise ValueError(f"output must name a folder, found {str(self.output)!r}")
-        if self.resume and self.overwrite:
-            raise ValueError("resume and overwrite cannot be combined")
+            raise ValueError(f"Found output {str(self.output)!r}, expected the name of a folder")
 
     def _check_bounds(self) -> None:
         for name in (*_LEAST, *_ABOVE):
-            found = getattr(self, name)
-            if found is None:
+            value = getattr(self, name)
+            if value is None:
                 continue
-            fits = found >= _LEAST[name] if name in _LEAST else found > _ABOVE[name]
-            if not (math.isfinite(found) and fits):
+            fits = value >= _LEAST[name] if name in _LEAST else value > _ABOVE[name]
+            if not (math.isfinite(value) and fits):
                 bound = f"{_LEAST[name]} or more" if name in _LEAST else f"above {_ABOVE[name]}"
-                raise ValueError(f"{name} is {found}, expected {bound}")
+                raise ValueError(f"Found {name} {value}, expected {bound}")
 
     @property
     def marker(self) -> dict[str, object]:
@@ -135,7 +127,6 @@ class FinetuneConfig:
         return {"version": 1, "modes": list(self.modes), **how}
 
     def decisive(self) -> dict[str, object]:
-        """The settings that affect the result."""
         return {k: v for k, v in asdict(self).items() if k not in _INCIDENTAL}
 
 

@@ -32,12 +32,12 @@ from jinja2 import TemplateError
 from blockattn_rag.errors import DataError, SegmentationError
 from blockattn_rag.lab.evaluation.datasets import passages_of
 from blockattn_rag.lab.json_lines import (
-    Record,
+    JsonRecord,
     list_of,
-    listed,
     of_kind,
     parsed_lines,
-    text_of,
+    quoted_names,
+    required_text,
 )
 from blockattn_rag.prompts import formats
 from blockattn_rag.prompts.blocks import Block, BlockPrompt, BlockTemplate, Span
@@ -48,7 +48,7 @@ IGNORED = -100
 """Label of a token that is not learned."""
 
 
-class Sample(NamedTuple):
+class TrainingSample(NamedTuple):
     """A prompt, its answer, and the further pairs (text, answer) in the final block."""
 
     prompt: BlockPrompt
@@ -123,18 +123,17 @@ class SampleEncoder:
         except SegmentationError as error:
             raise DataError(str(error)) from error
         except TemplateError as error:
-            raise DataError(f"the chat template refuses this conversation: {error}") from error
+            raise DataError(f"The chat template refuses this conversation: {error}") from error
         encoded = self.encode(sample)
         count = len(encoded.input_ids)
         if self.max_tokens is not None and count > self.max_tokens:
             raise DataError(
-                f"found a sample of {count} tokens, expected at most {self.max_tokens}; shorten it"
+                f"Found a sample of {count} tokens, expected at most {self.max_tokens}; shorten it"
             )
         return encoded
 
-    def parse(self, record: object) -> Sample:
-        """Parse a record of any kind."""
-        fields: Record = of_kind(record, dict, "a record")
+    def parse(self, record: object) -> TrainingSample:
+        fields: JsonRecord = of_kind(record, dict, "a record")
         if "messages" in fields:
             return self._parse_messages(fields)
         if "blocks" in fields:
@@ -142,11 +141,11 @@ class SampleEncoder:
         if "passages" in fields:
             return self._parse_passages(fields)
         raise DataError(
-            f"found keys {listed(fields)}, expected 'messages', or 'blocks', 'prompt' and "
+            f"Found keys {quoted_names(fields)}, expected 'messages', or 'blocks', 'prompt' and "
             "'response', or 'question', 'passages' and 'answer'"
         )
 
-    def encode(self, sample: Sample) -> EncodedSample:
+    def encode(self, sample: TrainingSample) -> EncodedSample:
         """Encode a sample block by block, as the engine does. Answers are in the final block."""
         context, final = self.tokenizer.prompt_ids(sample.prompt)
         labels = [IGNORED] * len(final)
@@ -162,29 +161,29 @@ class SampleEncoder:
             block_lengths=[*(len(ids) for ids in context), len(final)],
         )
 
-    def _parse_messages(self, fields: Record) -> Sample:
+    def _parse_messages(self, fields: JsonRecord) -> TrainingSample:
         messages = []
         for message, where in _objects(fields, "messages"):
             if message.get("tool_calls"):
-                raise DataError(f"found '{where}tool_calls', which cannot be learned; write the "
+                raise DataError(f"Found '{where}tool_calls', which cannot be learned; write the "
                                 "call into 'content'")  # fmt: skip
-            messages.append({k: text_of(message, k, where) for k in ("role", "content")})
+            messages.append({k: required_text(message, k, where) for k in ("role", "content")})
         if len(messages) < 2 or messages[-1]["role"] != "assistant":
-            raise DataError("found no response: the last of two or more messages must have "
+            raise DataError("Found no response: the last of two or more messages must have "
                             "the role 'assistant'")  # fmt: skip
         if messages[-2]["role"] == "assistant":
-            raise DataError("the last two messages both have the role 'assistant'; join them, or "
+            raise DataError("The last two messages both have the role 'assistant'; join them, or "
                             "put a user's message between them")  # fmt: skip
         *asked, answer = messages
         prompt = conversation(asked, self.hf_tokenizer, blocks_per_turn=self.blocks_per_turn)
-        return Sample(prompt, answer["content"])
+        return TrainingSample(prompt, answer["content"])
 
-    def _parse_passages(self, fields: Record) -> Sample:
-        found = passages_of(fields, may_be_empty=True)
-        passages = [formats.Passage(one.title, one.text) for one in found]
+    def _parse_passages(self, fields: JsonRecord) -> TrainingSample:
+        records = passages_of(fields, may_be_empty=True)
+        passages = [formats.Passage(record.title, record.text) for record in records]
         (question, answer), *later = _turns(fields, "question", "answer")
         prompt = self.format.prompt(question, passages, self.hf_tokenizer)
-        return Sample(prompt, answer, tuple((self._follow_up(q), a) for q, a in later))
+        return TrainingSample(prompt, answer, tuple((self._follow_up(q), a) for q, a in later))
 
     def _follow_up(self, question: str) -> tuple[Span, ...]:
         first, *rest = formats.follow_up(question, self.hf_tokenizer)
@@ -192,7 +191,7 @@ class SampleEncoder:
         return (Span(first.text.removeprefix(self._end_text), first.origin), *rest)
 
 
-def read_samples(
+def read_training_samples(
     files: Iterable[str | Path], encoder: SampleEncoder, report: DataReport | None = None
 ) -> Iterator[EncodedSample]:
     """Stream the samples of JSON-lines files, plain or gzip, without blank lines.
@@ -206,47 +205,50 @@ def read_samples(
     """
     report = DataReport() if report is None else report
     for path in map(Path, files):
-        lines = parsed_lines(path, lambda one, _: encoder.encode_record(one), may_be_empty=True)
-        for _, sample in lines:
+        encoded = parsed_lines(path, lambda line, _: encoder.encode_record(line), may_be_empty=True)
+        for _, sample in encoded:
             report.samples += 1
             report.with_context += len(sample.block_lengths) > 1
             report.tokens += len(sample.input_ids)
             yield sample
 
 
-def _parse_blocks(fields: Record) -> Sample:
+def _parse_blocks(fields: JsonRecord) -> TrainingSample:
     items = list_of(fields, "blocks", may_be_empty=True)
     blocks = tuple(_block(item, f"blocks[{i}]") for i, item in enumerate(items))
     (prompt, answer), *later = _turns(fields, "prompt", "response")
-    return Sample(BlockPrompt(blocks, prompt), answer, tuple(later))
+    return TrainingSample(BlockPrompt(blocks, prompt), answer, tuple(later))
 
 
 def _block(item: object, where: str) -> Block:
     """Parse a block, given as a text or as an object with text, template and control."""
-    fields: Record = {"text": item} if isinstance(item, str) else of_kind(item, dict, where)
+    fields: JsonRecord = {"text": item} if isinstance(item, str) else of_kind(item, dict, where)
     if unknown := fields.keys() - {"text", "before", "after", "control"}:
-        raise DataError(f"found {where} with keys {listed(unknown)}, expected 'text', and "
+        raise DataError(f"Found {where} with keys {quoted_names(unknown)}, expected 'text', and "
                         "optionally 'before', 'after', 'control'")  # fmt: skip
     before, after = (fields.get(key, "") for key in ("before", "after"))
     control = fields.get("control", False)
     if not (isinstance(before, str) and isinstance(after, str) and isinstance(control, bool)):
         raise DataError(
-            f"expected strings for 'before' and 'after' of {where}, and true or false for 'control'"
+            f"Expected strings for 'before' and 'after' of {where}, and true or false for 'control'"
         )
-    text = text_of(fields, "text", f"{where}.")
+    text = required_text(fields, "text", f"{where}.")
     span = Span(text, "prompt" if control else "passage")
     return Block(text, BlockTemplate(before, after), (span,))
 
 
-def _turns(fields: Record, asked: str, answered: str) -> list[tuple[str, str]]:
+def _turns(fields: JsonRecord, asked: str, answered: str) -> list[tuple[str, str]]:
     """Questions and answers in the ``turns`` of a record, or in the record itself."""
     if "turns" not in fields:
-        return [(text_of(fields, asked), text_of(fields, answered))]
+        return [(required_text(fields, asked), required_text(fields, answered))]
     turns = _objects(fields, "turns")
-    return [(text_of(turn, asked, where), text_of(turn, answered, where)) for turn, where in turns]
+    return [
+        (required_text(turn, asked, where), required_text(turn, answered, where))
+        for turn, where in turns
+    ]
 
 
-def _objects(fields: Record, key: str) -> Iterator[tuple[Record, str]]:
+def _objects(fields: JsonRecord, key: str) -> Iterator[tuple[JsonRecord, str]]:
     """Yield the objects of a list, each with its path for messages, such as ``turns[0].``."""
     for i, item in enumerate(list_of(fields, key)):
         yield of_kind(item, dict, f"{key}[{i}]"), f"{key}[{i}]."

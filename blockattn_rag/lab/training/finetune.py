@@ -11,7 +11,9 @@ import dataclasses
 import hashlib
 import json
 import logging
+import os
 import shutil
+import stat
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -32,8 +34,7 @@ from blockattn_rag.lab.json_lines import require_file
 from blockattn_rag.lab.trainer import LabTrainer, training_arguments
 from blockattn_rag.lab.training.batches import Collator, ModeDataset, ModelMasks, batch_loss
 from blockattn_rag.lab.training.config import FinetuneConfig
-from blockattn_rag.lab.training.data import DataReport, SampleEncoder, read_samples
-from blockattn_rag.lab.training.output import LOG, check_output, foreign_names, replace_result
+from blockattn_rag.lab.training.data import DataReport, SampleEncoder, read_training_samples
 from blockattn_rag.lab.training.report import FinetuneReport, write_card, write_plot
 from blockattn_rag.lazy import missing_extra
 from blockattn_rag.model.gguf import SMOLLM2, is_gguf
@@ -53,6 +54,7 @@ logger = logging.getLogger("blockattn_rag")
 _LORA_RANK = 16
 _LORA_ALPHA = 32  # twice the rank: the usual choice
 LOGGING_STEPS = 10
+_LOG = "training_log.json"
 
 # Settings that have the same names in TrainingArguments.
 _SAME_NAMES = ("learning_rate", "warmup_steps", "adam_beta2", "bf16", "save_steps", "seed")
@@ -62,10 +64,8 @@ def finetune(config: FinetuneConfig) -> FinetuneReport:
     """Fine-tune a model according to ``config``, and write it to ``config.output``.
 
     Raises:
-        FileExistsError: ``output`` or an interrupted run exists, and neither ``resume`` nor
-            ``overwrite`` is set; or ``overwrite`` would replace something other than a result; or
-            other files appeared in ``output`` during the run. The message then names the folder of
-            the new result.
+        FileExistsError: ``output`` exists. If it appeared during the run, the work folder keeps
+            the result.
         DataError: A line is invalid (the message gives file and line), no sample has a context but
             block mode is to be trained, or the interrupted run had other settings.
         DivergedError: A loss or weights are not finite.
@@ -77,10 +77,10 @@ def finetune(config: FinetuneConfig) -> FinetuneReport:
     process.wait_for_everyone()  # all processes check before one of them writes
     folder = work.work_of(config.output)
 
-    def has_checkpoint(_: BaseException) -> bool:
+    def has_checkpoint() -> bool:
         return any((folder / work.CHECKPOINTS).glob("checkpoint-*"))
 
-    opened = work.work_folder(folder, settings, has_checkpoint, resume=config.resume)
+    opened = work.work_folder(folder, settings, lambda _: has_checkpoint())
     with opened if process.is_main_process else nullcontext():
         return _run(config, folder, arguments)
 
@@ -93,11 +93,6 @@ def check_folders(config: FinetuneConfig) -> dict[str, Any]:
 
     Returns:
         The settings that affect the result, with the digests of the data files.
-
-    Raises:
-        DataError: A data file is missing, or the interrupted run had other settings.
-        FileExistsError: See ``finetune``.
-        ValueError: The output folder contains something that the run reads.
     """
     settings = {
         **config.decisive(),
@@ -105,25 +100,17 @@ def check_folders(config: FinetuneConfig) -> dict[str, Any]:
         "evaluation data": [*map(_digest, config.eval_data)],
     }
     settings = json.loads(json.dumps(settings, default=str))
-    check_output(config.output, resume=config.resume, overwrite=config.overwrite, settings=settings)
-    output = Path(config.output)
-    used = (config.model, resolve_name(config.model), *config.train_data, *config.eval_data)
-    for path in map(Path, used):
-        if path.resolve().is_relative_to(output.resolve()):
-            raise ValueError(
-                f"{output} contains {path}, which this run reads; choose another output"
-            )
-    if others := foreign_names(output):
-        raise FileExistsError(
-            f"{output} contains {others}, which no training writes, so it is not overwritten; move "
-            "it away, or choose another output"
-        )
-    # A resumed run replaces an earlier result if the interrupted one was to.
-    return {**settings, "overwrite": config.overwrite}
+    work.check_resumable(work.work_of(config.output), settings)
+    _check_output(Path(config.output))
+    return settings
+
+
+def _check_output(output: Path) -> None:
+    if os.path.lexists(output):
+        raise FileExistsError(f"{output} exists; delete it, or choose another output")
 
 
 def _digest(path: str | Path) -> str:
-    """SHA-256 digest of a file."""
     require_file(Path(path))
     with Path(path).open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -149,8 +136,8 @@ def _arguments(config: FinetuneConfig) -> TrainingArguments:
     shared = config.per_device_batch_size * arguments.world_size
     if config.batch_size % shared:
         raise ValueError(
-            f"batch_size is {config.batch_size}, expected a multiple of {shared} (per-device batch "
-            "size x number of devices)"
+            f"Found batch_size {config.batch_size}, expected a multiple of {shared} (per-device "
+            "batch size x number of devices)"
         )
     arguments.gradient_accumulation_steps = config.batch_size // shared
     return arguments
@@ -188,7 +175,7 @@ def _run(config: FinetuneConfig, folder: Path, arguments: TrainingArguments) -> 
         eval_dataset={m: ModeDataset(held, [m], *how) for m in config.modes} if held else None,
     )
     started = time.monotonic()
-    trainer.train_from(work.last_checkpoint(folder / work.CHECKPOINTS) if config.resume else None)
+    trainer.train_from(work.last_checkpoint(folder / work.CHECKPOINTS))
     report = FinetuneReport(
         output=Path(config.output),
         steps=trainer.state.global_step,
@@ -203,13 +190,7 @@ def _run(config: FinetuneConfig, folder: Path, arguments: TrainingArguments) -> 
 
 
 def _load_model(config: FinetuneConfig) -> Any:
-    """Load the model to train, check its attention, and mark its config as block-fine-tuned.
-
-    Raises:
-        ImportError: Adapters need peft, which is not installed.
-        UnsupportedModelError: Block mode is not exact for the model.
-        ValueError: The model is an adapter.
-    """
+    """Load the model to train, check its attention, and mark its config as block-fine-tuned."""
     name = resolve_name(config.model)
     if Path(name).is_dir():
         name = str(Path(name).resolve())  # adapters refer to their base by this path
@@ -256,10 +237,10 @@ def _encoded(
         return [], report
     if PartialState().is_main_process:
         with ArrowWriter(path=str(path)) as writer:
-            for sample in read_samples(files, encoder, report):
+            for sample in read_training_samples(files, encoder, report):
                 writer.write(dataclasses.asdict(sample))
             if not report.samples:
-                raise DataError(f"found no sample in {', '.join(map(str, files))}")
+                raise DataError(f"Found no sample in {', '.join(map(str, files))}")
             writer.finalize()
         write_json(listing, dataclasses.asdict(report))
     return Dataset.from_file(str(path)), DataReport(**json.loads(listing.read_text("utf-8")))
@@ -269,13 +250,13 @@ def _check_context(report: DataReport) -> None:
     """Raise ``DataError`` if no sample has a context: block mode is then the same as full mode."""
     if not report.with_context:
         raise DataError(
-            "no sample has a context: each is a question and its answer in one block, which is the "
+            "No sample has a context: each is a question and its answer in one block, which is the "
             "same in block and full mode. Add passages or blocks; or split turns of messages "
             "(blocks_per_turn, --blocks-per-turn); or train only full mode (modes)"
         )
     if report.with_context < report.samples / 2:
         logger.warning(
-            "only %d of %d samples have a context: the others are the same in block and full mode",
+            "Only %d of %d samples have a context: the others are the same in block and full mode",
             report.with_context,
             report.samples,
         )
@@ -307,10 +288,17 @@ def publish(
     tokenizer.save_pretrained(staging)
     if config.lora:
         write_json(staging / SIDECAR, {**config.marker, **_base_of_adapter(config.model)})
-    write_json(staging / LOG, report.history)
+    write_json(staging / _LOG, report.history)
     write_plot(report.history, staging / "training_curves.png")
     write_card(config, report, staging / "README.md")
-    replace_result(Path(config.output), staging, folder)
+    # safetensors writes weights that only their owner can read; the log has the default mode.
+    mode = stat.S_IMODE((staging / _LOG).stat().st_mode)
+    for path in staging.rglob("*"):
+        if path.is_file():
+            path.chmod(mode)
+    _check_output(Path(config.output))
+    staging.rename(config.output)
+    work.remove_work(folder)
 
 
 def _base_of_adapter(model: str) -> dict[str, str]:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -36,37 +35,22 @@ def test_a_smoke_run_learns_and_ends_in_an_ordinary_model(tmp_path: Path) -> Non
     assert model.config.block_attention["modes"] == ["block", "full"]
 
 
-@pytest.mark.parametrize("there", ["out", "out-base", "out-data.jsonl", "out.work"])
-def test_nothing_is_written_over_without_being_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: str
+@pytest.mark.parametrize("name", ["out", "out-base", "out-data.jsonl", "out.work"])
+def test_existing_files_are_not_overwritten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     trained: list[str] = []
     monkeypatch.setattr(module, "train_base", lambda *_: trained.append("base"))
     monkeypatch.setattr(module, "block_finetune", lambda *_: trained.append("out"))
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
-    out = tmp_path / "out"
-    if there == "out-data.jsonl":
-        (tmp_path / there).touch()
-    else:
-        (tmp_path / there).mkdir()
-        noted = json.dumps({"model": "m", "training data": []})
-        name = "run.json" if there == "out.work" else "training_log.json"
-        (tmp_path / there / name).write_text(noted)
-    with pytest.raises(typer.BadParameter, match=there):
+    out, existing = tmp_path / "out", tmp_path / name
+    existing.mkdir()
+    with pytest.raises(typer.BadParameter, match=name):
         main(out)
     assert not trained
-    main(out, overwrite=True)
-    assert trained == ["base", "out"]
-    if there == "out-base":  # which is then read
-        main(out, base=tmp_path / there)
-
-
-def test_foreign_files_are_refused_before_training(tmp_path: Path) -> None:
-    for name in ("out", "second.work", "third-data.jsonl"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "mine").touch()
-    (tmp_path / "fourth-base").touch()
-    for name, message in (("out", "not an earlier result"), ("second", "not the work folder"),
-                          ("third", "in the way"), ("fourth", "in the way")):  # fmt: skip
-        with pytest.raises(typer.BadParameter, match=message):
-            main(tmp_path / name, overwrite=True)
+    if name == "out-base":  # which is then read
+        main(out, base=existing)
+        assert trained == ["out"]
+    existing.rmdir()
+    main(out)
+    assert trained[-2:] == ["base", "out"]

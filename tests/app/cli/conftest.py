@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from blockattn_rag.app.cli import app
+from blockattn_rag.app.cli.app import app
 from tests.models import tiny_model, tiny_tokenizer
 from tests.store.conftest import s3 as s3
 from tests.store.conftest import s3_url as s3_url

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from blockattn_rag import __version__
-from blockattn_rag.app.cli import app
+from blockattn_rag.app.cli.app import app
 from tests.app.cli.conftest import Command
 from tests.holding import LONGEST_S
 
@@ -41,7 +41,7 @@ def test_help_of_every_command_loads_neither_torch_nor_a_framework() -> None:
     code = (
         "import sys\n"
         "from typer.testing import CliRunner\n"
-        "from blockattn_rag.app.cli import app\n"
+        "from blockattn_rag.app.cli.app import app\n"
         f"for name in [None, *{COMMANDS!r}]:\n"
         "    result = CliRunner().invoke(app, [*([name] if name else []), '--help'])\n"
         "    assert result.exit_code == 0, result.output\n"
@@ -79,7 +79,7 @@ def test_an_error_is_one_line_on_stderr_and_status_1(cli: Command, tmp_path: Pat
 def test_requests_to_a_server_are_shown_with_debug_alone(options: list[str]) -> None:
     code = (
         "import logging; logging.basicConfig(level=logging.INFO)\n"
-        "from typer.testing import CliRunner; from blockattn_rag.app.cli import app\n"
+        "from typer.testing import CliRunner; from blockattn_rag.app.cli.app import app\n"
         f"CliRunner().invoke(app, [*{options}, 'store', 'stats', '--db', 'nowhere'])\n"
         "logging.getLogger('httpx').info('HTTP Request')\n"
     )
@@ -99,19 +99,27 @@ main()
 
 
 @pytest.mark.parametrize(
-    ("package", "command"),
+    ("extra", "package", "command"),
     [
-        ("llama_index", ("ingest", "README.md", "--db", "nowhere", "--model", "bundled")),
-        ("chromadb", ("store", "gc", "{database}")),
+        (
+            "llama-index",
+            "llama_index",
+            ("ingest", "README.md", "--db", "nowhere", "--model", "bundled"),
+        ),
+        ("llama-index", "chromadb", ("store", "gc", "{database}")),
+        ("cli", "typer", ("--help",)),
+        ("cli", "rich", ("--help",)),
     ],
 )
-def test_names_the_missing_extra(package: str, command: tuple[str, ...], database: Path) -> None:
+def test_a_missing_package_is_reported_with_its_extra(
+    extra: str, package: str, command: tuple[str, ...], database: Path
+) -> None:
     arguments = [one.format(database=database) for one in command]
     done = python("-c", WITHOUT.format(package=package), *arguments)
     assert done.returncode == 1
-    line = done.stderr.splitlines()[-1]
-    assert line.startswith(f"error: This command needs {package}, which is not installed; run `pip")
-    assert ".[llama-index]" in line
+    [line] = done.stderr.splitlines()[-1:]
+    assert f" needs {package}, which is not installed; run `pip install" in line
+    assert f'".[{extra}]"' in line
 
 
 @pytest.mark.parametrize("options", [(), ("-v",), ("--verbose",)])
@@ -236,7 +244,7 @@ def test_reports_unreachable_hub(command: tuple[str, ...], message: str, tmp_pat
 def test_a_warning_appears_once_with_another_handler(tmp_path: Path) -> None:
     code = (
         "import logging; logging.basicConfig(level=logging.INFO)\n"  # as other packages do
-        "from typer.testing import CliRunner; from blockattn_rag.app.cli import app\n"
+        "from typer.testing import CliRunner; from blockattn_rag.app.cli.app import app\n"
         f"CliRunner().invoke(app, ['store', 'stats', {str(tmp_path / 'nowhere')!r}])\n"
         "logging.getLogger('blockattn_rag').warning('The only one')\n"
         "logging.getLogger('sentence_transformers').info('Loading')\n"

@@ -73,13 +73,13 @@ def test_answer_fits_schema(cli: Command, filled: Path, schema: Write, seen: lis
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (b"{", "invalid JSON: Expecting property name"),
-        (b"\xff\xfe\xff", "invalid JSON: "),
+        (b"{", "Invalid JSON: Expecting property name"),
+        (b"\xff\xfe\xff", "Invalid JSON: "),
         ([1], 'expected an object such as {"type": "object", '),
         (True, "found true"),
     ],
 )
-def test_a_file_that_holds_no_schema_is_refused_before_a_model_is_loaded(
+def test_an_invalid_schema_file_is_refused_before_the_model_is_loaded(
     cli: Command, filled: Path, schema: Write, given: Any, message: str
 ) -> None:
     output = cli("ask", QUESTION, "--db", filled / "none", "--schema", schema(given))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from blockattn_rag.app.rag.ask import Answer, Assistant
+from blockattn_rag.app.rag.ask import Assistant, AssistantAnswer
 from blockattn_rag.engine.results import ReuseStats
 from blockattn_rag.prompts.blocks import handle_of
 from blockattn_rag.store import DirectoryStore
@@ -37,9 +37,9 @@ def test_both_modes_answer_as_they_do_alone(cli: Command, database: Path) -> Non
 
 def test_shows_both_times(cli: Command, database: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = {
-        "block": Answer(QUESTION, "214 m", (), ReuseStats("block", 6, 0, 585, 37, 0, 12),
+        "block": AssistantAnswer(QUESTION, "214 m", (), ReuseStats("block", 6, 0, 585, 37, 0, 12),
                         "stop", 0.2, answered_s=0.5),
-        "full": Answer(QUESTION, "214 m", (), ReuseStats("full", 0, 0, 0, 622, 0, 12),
+        "full": AssistantAnswer(QUESTION, "214 m", (), ReuseStats("full", 0, 0, 0, 622, 0, 12),
                        "stop", 3.0, answered_s=4.0),
     }  # fmt: skip
     monkeypatch.setattr(Assistant, "ask", lambda *_, **options: answers[options["mode"]])
@@ -60,11 +60,11 @@ def test_several_questions_end_with_medians(
 ) -> None:
     times = {"block": iter((0.1, 0.9, 0.2)), "full": iter((1.0, 3.0, 2.0))}
 
-    def ask(_: Assistant, question: str, *, mode: Any, **__: Any) -> Answer:
+    def ask(_: Assistant, question: str, *, mode: Any, **__: Any) -> AssistantAnswer:
         waited_s = next(times[mode])
         text = "214 m" if question == "a" or mode == "full" else "no"
         stats = ReuseStats(mode, 0, 0, 0, 622, 0, 12)
-        return Answer(question, text, (), stats, "stop", waited_s, answered_s=waited_s + 1)
+        return AssistantAnswer(question, text, (), stats, "stop", waited_s, answered_s=waited_s + 1)
 
     monkeypatch.setattr(Assistant, "ask", ask)
     compare = ("ask", "--db", database, "--compare")
@@ -108,7 +108,7 @@ def test_warm_up_is_neutral(cli: Command, database: Path, monkeypatch: pytest.Mo
             events.append("passage read")
         return found
 
-    def ask(self: Assistant, question: str, **options: Any) -> Answer:
+    def ask(self: Assistant, question: str, **options: Any) -> AssistantAnswer:
         events.append(options["mode"])
         return original[1](self, question, **options)
 
@@ -129,7 +129,7 @@ def test_passages_that_block_mode_had_to_compute_are_reported(cli: Command, data
     assert "had to compute" not in cli(*command(database, "--compare")).stdout
 
 
-def test_a_question_that_comes_again_is_computed_again(cli: Command, filled: Path) -> None:
+def test_a_repeated_question_is_computed_again(cli: Command, filled: Path) -> None:
     output = cli("ask", "--db", filled, "--max-new-tokens", 2, "--compare", "--json",
                  given=f"{QUESTION}\n{QUESTION}\n")  # fmt: skip
     *questions, _ = map(json.loads, output.stdout.splitlines())

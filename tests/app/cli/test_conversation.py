@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from blockattn_rag.app.cli.ask import talk
-from blockattn_rag.app.rag.ask import Answer, Source, Turn
+from blockattn_rag.app.rag.ask import AssistantAnswer, Source, Turn
 from blockattn_rag.engine.results import ReuseStats
 from blockattn_rag.errors import ContextOverflowError
 from tests.app.cli.conftest import Command
@@ -32,7 +32,7 @@ class Answering:
 
     def ask(
         self, question: str, *, mode: Any, on_text: Callable[[str], None], history: Sequence[Turn]
-    ) -> Answer:
+    ) -> AssistantAnswer:
         self.asked.append((question, [*history]))
         answer = next(self._answers)
         on_text("begun ")
@@ -40,7 +40,7 @@ class Answering:
             raise answer
         on_text(answer)
         stats = ReuseStats(mode, 2, 0, 90, 10, generated_tokens=3)
-        return Answer(question, answer, (SOURCE,), stats, "stop", 0.25)
+        return AssistantAnswer(question, answer, (SOURCE,), stats, "stop", 0.25)
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def test_keeps_the_history(typed: Callable[..., None], capsys: pytest.CaptureFix
     ]
     assert "214 metres. [1] notes.pdf page 7 (0.50): The tower is 214 metres high." in out
     assert "2 blocks reused, 0 computed; 90 of 100 prompt tokens reused; first token after" in out
-    assert "conversation cleared" in err
+    assert "Conversation cleared" in err
 
 
 def test_stop_adds_no_turn(typed: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
@@ -111,7 +111,7 @@ def test_runs_commands(typed: Callable[..., None], capsys: pytest.CaptureFixture
     typed("/sources", "/help", "/nothing", "How?", "/sources", "/quit", "never asked")
     out, err = output_of(answering, capsys)
     assert out.startswith("no answer yet Type a question")
-    assert "unknown command /nothing" in err
+    assert "Unknown command /nothing" in err
     assert out.count("More of it.") == 20 + 6  # whole, and cut beside the answer
     assert len(answering.asked) == 1
 

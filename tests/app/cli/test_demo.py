@@ -7,7 +7,7 @@ import pytest
 
 import blockattn_rag.app.demo.run as run
 from blockattn_rag.app.demo import facts
-from blockattn_rag.app.rag.ask import Answer
+from blockattn_rag.app.rag.ask import AssistantAnswer
 from blockattn_rag.engine.results import Mode, ReuseStats
 from blockattn_rag.prompts.formats import Passage
 from tests.app.cli.conftest import Command
@@ -66,10 +66,12 @@ def test_the_demo_shows_each_question_in_both_modes_and_a_summary(
     assert "not installed" not in output.stdout
 
 
-def test_each_mode_is_judged_by_its_own_answer() -> None:
+def test_each_mode_is_scored_by_its_answer() -> None:
     question = next(one for one in facts.load().questions if one.id == "marie-curie/birthplace")
     texts: dict[Mode, str] = {"block": "She was born in Warsaw.", "full": "Marie Curie was Polish."}
-    given = [Answer("", text, (), ReuseStats(mode), "stop", 0.1) for mode, text in texts.items()]
+    given = [
+        AssistantAnswer("", text, (), ReuseStats(mode), "stop", 0.1) for mode, text in texts.items()
+    ]
     answers = run.DemoAnswer(question, *given)
     assert answers.is_right("block")
     assert not answers.is_right("full")

@@ -48,7 +48,7 @@ def test_an_ingestion_that_stops_before_chroma_is_completed_by_the_next(
     assert (report["computed"], report["reused"], report["added"]) == (0, 2, 2)
 
 
-def test_ingests_everything_but_what_cannot_be_opened(
+def test_files_that_cannot_be_opened_are_skipped(
     cli: Command, model: Path, documents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command = ("ingest", documents, "--db", tmp_path / "db", "--model", model)
@@ -64,7 +64,7 @@ def test_ingests_everything_but_what_cannot_be_opened(
         {"path": file, "reason": "cannot be opened (Permission denied)"}
     ]
     assert (report["documents"], report["added"], report["orphaned"]) == (2, 1, [])
-    assert f"skipped: {file}: cannot be opened (Permission denied)" in shown.stderr
+    assert f"Skipped: {file}: cannot be opened (Permission denied)" in shown.stderr
     assert f"error: Could not open 1 file or folder: {file}; everything else" in shown.stderr
     assert cli(*command, "--json").json["inaccessible"] == []
 
@@ -200,7 +200,7 @@ def test_first_answer_reuses_every_block(cli: Command, database: Path) -> None:
     assert set(second["sources"][0]) == {"source", "page", "title", "text", "score"}
 
 
-def test_the_first_answer_says_that_it_includes_the_warm_up(cli: Command, database: Path) -> None:
+def test_the_first_answer_is_marked_as_including_the_warm_up(cli: Command, database: Path) -> None:
     command = ("ask", "--db", database, "--max-new-tokens", 3)
     asked = "How high is it?\nHow long is it?\n"
     answers = cli(*command, "--json", given=asked).stdout.splitlines()

@@ -23,7 +23,7 @@ def test_store_option_is_kept(cli: Command, model: Path, documents: Path, tmp_pa
     assert answer["hits"] > 0
 
 
-def test_a_folder_is_noted_whole(
+def test_folders_are_recorded_as_absolute_paths(
     cli: Command, model: Path, documents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -40,7 +40,7 @@ def test_a_folder_is_noted_whole(
         ("s3://me:secret@bucket/kv", "must not contain a user, password"),
     ],
 )
-def test_what_no_database_can_use_is_refused(
+def test_unusable_options_are_refused(
     cli: Command, model: Path, documents: Path, tmp_path: Path, store: str, message: str
 ) -> None:
     output = cli("ingest", documents, "--db", tmp_path / "db", "--model", model, "--store", store)

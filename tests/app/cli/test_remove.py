@@ -65,7 +65,7 @@ def test_names_outside_link(cli: Command, database: Path, documents: Path, tmp_p
     replaced.rename(outside)
     replaced.symlink_to(outside)
     output = cli("ingest", documents, "--db", database)
-    assert f"skipped: 1 link out of their folder, such as {replaced};" in output.stderr
+    assert f"Skipped: 1 link out of their folder, such as {replaced};" in output.stderr
     assert f"{database} still has their passages: {replaced}" in output.stderr
 
 

@@ -116,16 +116,16 @@ def test_repairs_a_model(cli: Command, model: Path, questions: Path, tmp_path: P
 @pytest.mark.parametrize(
     ("given", "status", "message"),
     [
-        ((), 2, "expected --db FOLDER, or --model NAME with --passages FILE"),
-        (("--model", "MODEL"), 2, "expected --db FOLDER, or --model NAME with --passages FILE"),
-        (("--db", "db", "--passages", "p.jsonl"), 2, "found --db and --passages"),
+        ((), 2, "Expected --db FOLDER, or --model NAME with --passages FILE"),
+        (("--model", "MODEL"), 2, "Expected --db FOLDER, or --model NAME with --passages FILE"),
+        (("--db", "db", "--passages", "p.jsonl"), 2, "Found --db and --passages"),
         (("--db", "nowhere"), 1, "nowhere is not a database"),
         (("--questions", "q.jsonl", "--model", "MODEL"), 1, "line 1: found a question without"),
         (("--passages", "none.jsonl", "--model", "MODEL"), 1, "Found no file none.jsonl"),
         (("--passages", "p.jsonl", "--model", "MODEL"), 1, "wrote no question about any of 6"),
     ],
 )
-def test_what_cannot_be_done_is_reported_in_one_line(
+def test_impossible_requests_are_reported_in_one_line(
     cli: Command,
     model: Path,
     tmp_path: Path,

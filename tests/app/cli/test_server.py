@@ -75,15 +75,15 @@ def test_another_recipe_than_the_servers_is_refused(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--store", "kv"), "cannot be combined with --server, which has its own store"),
+        (("--store", "kv"), "Cannot be combined with --server, which has its own store"),
         (
             ("--recipe", "head:4", "--kv-dtype", "int8"),
-            "cannot be combined with --server, which has its own recipe and kv_dtype",
+            "Cannot be combined with --server, which has its own recipe and kv_dtype",
         ),
-        (("--dtype", "bfloat16"), "cannot be combined with --server, which has its own dtype"),
+        (("--dtype", "bfloat16"), "Cannot be combined with --server, which has its own dtype"),
     ],
 )
-def test_what_a_server_decides_is_refused(
+def test_options_that_the_server_decides_are_refused(
     cli: Command,
     server: FakeServer,
     model: Path,

@@ -116,7 +116,7 @@ def test_an_invalid_size_is_a_usage_error(cli: Command, database: Path, text: st
     assert (output.status, len(entries(database))) == (2, 1)
 
 
-def test_gc_keeps_what_chroma_refers_to(cli: Command, database: Path) -> None:
+def test_gc_keeps_blocks_that_chroma_refers_to(cli: Command, database: Path) -> None:
     add_orphan(database)
     young = cli("store", "gc", database, "--json").json
     assert (young["kept"], young["kept_young"], young["deleted"]["count"]) == (1, 1, 0)

@@ -10,6 +10,8 @@ import pytest
 
 from blockattn_rag.app.cli.train import train
 from blockattn_rag.lab.training.config import FinetuneConfig
+from blockattn_rag.lab.training.data import DataReport
+from blockattn_rag.lab.training.report import FinetuneReport
 from tests.app.cli.conftest import Command
 
 SAMPLE = {
@@ -35,30 +37,36 @@ def test_train_writes_a_tuned_model(cli: Command, model: Path, data: Path, tmp_p
     assert output.json["steps"] == 4
     assert cli("check", tuned, "--json").json["block_tuned"]
     data.write_text(data.read_text() + "{}\n", encoding="utf-8")
-    output = cli(*command, "--overwrite")
+    output = cli(*command[:-4], "--output", tmp_path / "other")
     assert (output.status, "line 5" in output.stderr) == (1, True)
 
 
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
-def test_reports_losses_by_mode(cli: Command, model: Path, data: Path, tmp_path: Path) -> None:
-    command = ("train", "--model", model, "--data", data, "--output", tmp_path / "tuned", "--lora",
-               "--batch-size", 4, "--overwrite")  # fmt: skip
-    last = cli(*command, "--eval-data", data).stdout.splitlines()[-1]
-    assert last.startswith("Loss on the evaluation data: block mode ")
-    assert last.count(" before, ") == 2
-    losses = cli(*command, "--eval-data", data, "--json").json["eval_losses"]
-    assert [(mode, set(of)) for mode, of in losses.items()] == [
-        (mode, {"before", "after"}) for mode in ("block", "full")
-    ]
-    without = cli(*command).stdout
-    assert "pass --eval-data" in without.splitlines()[-1]
-    assert f"The adapter is in {tmp_path / 'tuned'}." in without
+@pytest.mark.parametrize("evaluated", [True, False])
+def test_the_report_has_the_losses_by_mode(
+    cli: Command, monkeypatch: pytest.MonkeyPatch, evaluated: bool
+) -> None:
+    losses = [{"eval_block_loss": 2.0, "eval_full_loss": 1.5, "step": step} for step in (0, 3)]
+    history = [*losses[:1], {"loss": 1.0, "step": 3}, {**losses[1], "eval_block_loss": 1.0}]
+    report = FinetuneReport(
+        Path("out"), 3, 1.0, 1.0, DataReport(), DataReport(), history if evaluated else history[1:2]
+    )
+    monkeypatch.setattr("blockattn_rag.lab.training.finetune.finetune", lambda _: report)
+    output = cli("train", *LEAST, "--lora")
+    last = output.stdout.splitlines()[-1]
+    assert output.stdout.startswith("The adapter is in out.")
+    by_mode = cli("train", *LEAST, "--json").json["eval_losses"]
+    if evaluated:
+        assert "block mode 2.0000 before, 1.0000 after; full mode 1.5000 before" in last
+        assert by_mode["block"] == {"before": 2.0, "after": 1.0}
+    else:
+        assert "pass --eval-data" in last
+        assert by_mode == {}
 
 
 def test_train_has_the_defaults_of_the_config() -> None:
     settings = FinetuneConfig(model="m", output="o", train_data=["d"])
     options = inspect.signature(train).parameters
-    same = set(options) - {"model", "output", "data", "eval_data", "as_json"}
+    same = set(options) - {"model", "output", "data", "eval_data"}
     assert {name: options[name].default for name in same} == {
         name: getattr(settings, name) for name in same
     }
@@ -81,25 +89,21 @@ def test_every_option_reaches_the_config(cli: Command, runs: list[FinetuneConfig
     output = cli(
         "train", *LEAST, "--data", "b", "--eval-data", "c", "--epochs", 1.5, "--learning-rate", 0.5,
         "--batch-size", 5, "--blocks-per-turn", 2, "--lora", "--bf16", "--gradient-checkpointing",
-        "--overwrite",
     )  # fmt: skip
     assert "seen" in output.stderr
-    cli("train", *LEAST, "--resume")
     assert runs == [
         FinetuneConfig(
             "bundled", Path("out"), [Path("a"), Path("b")], eval_data=[Path("c")], epochs=1.5,
             learning_rate=0.5, batch_size=5, blocks_per_turn=2, lora=True, bf16=True,
-            gradient_checkpointing=True, overwrite=True,
+            gradient_checkpointing=True,
         ),
-        FinetuneConfig("bundled", Path("out"), [Path("a")], resume=True),
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("options", "status", "message"),
     [
-        (("--learning-rate", 0), 1, "learning_rate is 0.0, expected above 0"),
-        (("--resume", "--overwrite"), 1, "resume and overwrite cannot be combined"),
+        (("--learning-rate", 0), 1, "Found learning_rate 0.0, expected above 0"),
         (("--batch-size", 0), 2, "--batch-size"),
     ],
 )

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from blockattn_rag.app.demo import corpus
-from blockattn_rag.app.demo.corpus import Question
+from blockattn_rag.app.demo.corpus import CorpusQuestion
 
 SAMPLES = [
     *corpus.bundled_samples("one-passage", 3, "train")[:10],
@@ -26,7 +26,7 @@ def test_own_answers_are_right_and_others_wrong() -> None:
 
 
 @pytest.mark.parametrize("sample", COMPARISONS, ids=lambda sample: sample.expected)
-def test_a_comparison_is_wrong_if_the_loser_is_named(sample: Question) -> None:
+def test_a_comparison_is_wrong_if_the_loser_is_named(sample: CorpusQuestion) -> None:
     first, second = (corpus.bundled_corpus()[i].title for i in sample.gold)
     head, end = sample.answer.rsplit(", so ", 1)
     swapped = end.replace(first, "?").replace(second, first).replace("?", second)

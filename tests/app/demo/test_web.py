@@ -12,7 +12,7 @@ import pytest
 from gradio_client import Client
 from llama_index.core.schema import Document
 
-from blockattn_rag.app.demo.web import Columns, Race, serve
+from blockattn_rag.app.demo.web import Columns, Race, serve_page
 from blockattn_rag.app.rag.database import Database, Manifest
 from blockattn_rag.app.rag.documents import set_source
 from blockattn_rag.app.rag.ingest import ingest_documents
@@ -112,7 +112,7 @@ def served(database: Database) -> Serve:
             finally:
                 gradio.close_all()
 
-        serve(Race(database, top_k=2), ["Which tower is taller?"], ready)
+        serve_page(Race(database, top_k=2), ["Which tower is taller?"], ready)
 
     return run
 

@@ -43,7 +43,7 @@ def test_a_recipe_that_is_no_text_is_reported_with_its_file(model: Path, tmp_pat
     Database.create(tmp_path, Manifest(str(model), fingerprint=""))
     manifest = tmp_path / MANIFEST
     manifest.write_text(manifest.read_text().replace('"auto"', "5"))
-    with pytest.raises(DatabaseError, match=r"damaged \(recipe is 5, expected a string\)"):
+    with pytest.raises(DatabaseError, match=r"damaged \(Found recipe 5, expected a string\)"):
         Database.open(tmp_path)
 
 

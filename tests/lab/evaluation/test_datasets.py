@@ -28,7 +28,7 @@ def test_blank_lines_are_skipped_and_counted(tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text(f"\n{json.dumps(record(1))}\n\n[]\n", encoding="utf-8")
     with pytest.raises(
-        DataError, match=r"data.jsonl, line 4: found a record of a list, expected an object"
+        DataError, match=r"data.jsonl, line 4: Found a record of a list, expected an object"
     ):
         read_samples(path)
 
@@ -36,9 +36,9 @@ def test_blank_lines_are_skipped_and_counted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"question": " "}, "found an empty 'question'"),
-        ({"answers": "x"}, "found 'answers' of a string, expected a list"),
-        ({"passages": [{"title": "t"}]}, r"found no 'passages\[0\].text'"),
+        ({"question": " "}, "Found an empty 'question'"),
+        ({"answers": "x"}, "Found 'answers' of a string, expected a list"),
+        ({"passages": [{"title": "t"}]}, r"Found no 'passages\[0\].text'"),
         ({"passages": [{"title": "t", "text": "x", "gold": 1}]}, "expected true or false"),
         ({"question": "\ud800?"}, "half of a surrogate pair"),
     ],

@@ -43,7 +43,7 @@ def measure(
 
 
 @pytest.mark.parametrize("sink", ["none", "head:4"])
-def test_divergence_and_agreement_are_those_of_the_oracle(
+def test_divergence_and_agreement_equal_the_oracle(
     engine: BlockAttentionEngine, samples: list[EvaluationSample], sink: str
 ) -> None:
     model = engine.model

@@ -28,7 +28,7 @@ def test_accuracy_asks_whether_any_answer_occurs_in_the_output() -> None:
     assert contains_answer("in 1970", ["7"]) == 1.0
 
 
-def test_exact_match_asks_for_nothing_but_the_answer() -> None:
+def test_exact_match_needs_the_answer_alone() -> None:
     assert exact_match("The Morvale.", ["Morvale"]) == 1.0
     assert exact_match("In Morvale", ["Morvale"]) == 0.0
 

@@ -13,7 +13,7 @@ from blockattn_rag.errors import DataError
 from blockattn_rag.lab.repair.data import (
     Material,
     Question,
-    distinct,
+    distinct_questions,
     draw_samples,
     read_passages,
     read_questions,
@@ -28,7 +28,7 @@ QUESTIONS = [
 ]
 
 
-def test_samples_always_show_the_first_passage_in_random_company() -> None:
+def test_samples_have_the_first_passage_and_random_others() -> None:
     samples = draw_samples(QUESTIONS, 80, 1, 4, seed=0)
     for number, sample in enumerate(samples):
         question = QUESTIONS[number % 4]
@@ -53,11 +53,11 @@ def test_a_question_of_few_passages_shows_all_of_them() -> None:
 
 def test_questions_are_distinct_ignoring_case_in_an_order_of_the_seed() -> None:
     shouted = Question(QUESTIONS[0].text.upper(), QUESTIONS[0].passages)
-    found = distinct([*QUESTIONS, QUESTIONS[1], shouted], seed=0)
+    found = distinct_questions([*QUESTIONS, QUESTIONS[1], shouted], seed=0)
     assert {one.text.lower() for one in found} == {one.text for one in QUESTIONS}
     assert len(found) == 4
-    assert found == distinct([shouted, *reversed(QUESTIONS[1:])], seed=0)
-    assert found != distinct(found, seed=1)
+    assert found == distinct_questions([shouted, *reversed(QUESTIONS[1:])], seed=0)
+    assert found != distinct_questions(found, seed=1)
 
 
 def test_samples_keep_the_right_answers() -> None:
@@ -88,7 +88,7 @@ def test_passages_are_read_once_each(tmp_path: Path) -> None:
     assert read_passages(write(tmp_path / "p.jsonl", *lines, lines[0])) == [ONE, TWO]
 
 
-def test_questions_bring_their_passages_gold_ones_first_or_get_the_nearest(tmp_path: Path) -> None:
+def test_questions_use_their_own_passages_gold_first_or_the_nearest(tmp_path: Path) -> None:
     own = {
         "question": "which?",
         "answers": ["x", "y"],
@@ -102,18 +102,18 @@ def test_questions_bring_their_passages_gold_ones_first_or_get_the_nearest(tmp_p
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ({"question": " "}, "line 1: found an empty 'question'"),
-        ({"passages": []}, "line 1: found no 'question'"),
+        ({"question": " "}, "line 1: Found an empty 'question'"),
+        ({"passages": []}, "line 1: Found no 'question'"),
         (
             {"question": "q?", "passages": [{"title": "x"}]},
-            r"line 1: found no 'passages\[0\].text'",
+            r"line 1: Found no 'passages\[0\].text'",
         ),
         (
             {"question": "q?", "passages": [{"text": "x", "gold": 1}]},
             r"'passages\[0\].gold' of a number",
         ),
-        ({"question": "q?"}, "line 1: found a question without passages; add"),
-        ([], "line 1: found a record of a list, expected an object"),
+        ({"question": "q?"}, "line 1: Found a question without passages; add"),
+        ([], "line 1: Found a record of a list, expected an object"),
     ],
 )
 def test_reports_invalid_lines_by_number(tmp_path: Path, line: Any, message: str) -> None:

@@ -8,18 +8,20 @@ from typing import Any
 import pytest
 
 from blockattn_rag.errors import DataError
-from blockattn_rag.lab.repair.plan import LIMITS, Plan, Speeds
+from blockattn_rag.lab.repair.plan import LIMITS, RepairPlan, Speeds
 
 SMOLLM2 = Speeds(answer=2.5, encode=1.6, fetch=0.4, step=1.0)
 """Seconds of SmolLM2 on two cores."""
 
 
-def plan(seconds: float, questions: int = 240, speeds: Speeds = SMOLLM2, **limits: Any) -> Plan:
+def plan(
+    seconds: float, questions: int = 240, speeds: Speeds = SMOLLM2, **limits: Any
+) -> RepairPlan:
     bounds = replace(LIMITS, **limits)
-    return Plan.made(seconds, speeds, questions, recipes=5, batch=4, limits=bounds)
+    return RepairPlan.made(seconds, speeds, questions, recipes=5, batch=4, limits=bounds)
 
 
-def seconds_of(found: Plan, speeds: Speeds) -> float:
+def seconds_of(found: RepairPlan, speeds: Speeds) -> float:
     """What a plan takes, at the speeds that it was made with."""
     return (
         found.held_out * speeds.held_out(5)

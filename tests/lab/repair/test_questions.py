@@ -120,7 +120,7 @@ def test_refuses_no_questions(writer: Any, tmp_path: Path, passages: list[Passag
         write(writer, tmp_path, passages=passages)
 
 
-def test_the_model_is_shown_the_passage_as_text_and_asked_in_its_own_template(
+def test_the_passage_is_text_in_the_models_chat_template(
     engine: BlockAttentionEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts: list[BlockPrompt] = []

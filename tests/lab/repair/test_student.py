@@ -68,7 +68,7 @@ def test_gradients_reach_adapter(model: BlockModel, store: MemoryStore, ready: R
             assert torch.equal(tensor, new)
 
 
-def test_gradients_are_those_of_finite_differences(model: BlockModel, ready: ReadyPrompt) -> None:
+def test_gradients_equal_finite_differences(model: BlockModel, ready: ReadyPrompt) -> None:
     student = new_student(model)
     generator = torch.Generator().manual_seed(0)
     step = [torch.randn(p.shape, generator=generator) for p in student.parameters()]

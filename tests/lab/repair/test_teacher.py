@@ -52,7 +52,7 @@ def answered(model: BlockModel, monkeypatch: pytest.MonkeyPatch) -> Callable[[],
 def silent(done: int, total: int) -> None: ...
 
 
-def test_answers_are_those_of_full_mode(model: BlockModel, tmp_path: Path) -> None:
+def test_answers_equal_full_mode(model: BlockModel, tmp_path: Path) -> None:
     teacher = Teacher(model, tmp_path, 6, 8)
     assert teacher.answer_all(PROMPTS, silent) == 3
     engine = BlockAttentionEngine(model)
@@ -138,7 +138,7 @@ def test_at_least_one_token_is_among_the_others() -> None:
     assert top_predictions(random_logits(3, 5, 0), 64).log_probs.shape == (3, 5)
 
 
-def test_others_of_hardly_any_mass_are_exact() -> None:
+def test_tiny_masses_of_other_tokens_are_exact() -> None:
     logits = torch.tensor([[40.0, 0.0, 0.0]])
     rest = top_predictions(logits, 1).log_probs[0, 1]
     assert rest.item() == pytest.approx(math.log(2) - 40, rel=1e-6)
@@ -160,7 +160,7 @@ def test_equal_predictions_have_no_divergence_and_no_gradient() -> None:
     torch.testing.assert_close(logits.grad, torch.zeros(4, 30), rtol=0, atol=1e-6)
 
 
-def test_all_tokens_but_one_give_the_whole_divergence_and_fewer_give_no_more() -> None:
+def test_fewer_top_tokens_give_a_lower_bound_of_the_divergence() -> None:
     teacher, student = random_logits(5, 20, 2), random_logits(5, 20, 3)
     whole = F.kl_div(
         student.log_softmax(-1), teacher.log_softmax(-1), reduction="none", log_target=True

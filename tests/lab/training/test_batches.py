@@ -19,8 +19,8 @@ from blockattn_rag.lab.training.batches import (
     ModeDataset,
     ModelMasks,
     TokenLayout,
-    answer_loss,
-    block_mask,
+    layout_mask,
+    summed_cross_entropy,
 )
 from tests.models import tiny_model
 
@@ -120,7 +120,9 @@ def loss_and_gradients(batch: Any) -> list[torch.Tensor]:
     model: Any = tiny_model("llama", num_hidden_layers=2)
     model.set_attn_implementation("sdpa")
     layout = TokenLayout(*(batch[name] for name in TokenLayout._fields))
-    loss = answer_loss(model, batch, ModelMasks(model.config, "sdpa")(layout, torch.float32))
+    loss = summed_cross_entropy(
+        model, batch, ModelMasks(model.config, "sdpa")(layout, torch.float32)
+    )
     loss.backward()  # type: ignore[no-untyped-call]
     return [loss.detach(), *(p.grad for p in model.parameters())]
 
@@ -155,13 +157,13 @@ class TestSampler:
     def test_every_sample_comes_once(self, lengths: list[int], size: int) -> None:
         assert sorted(LengthGroupedSampler(lengths, size, 0)) == list(range(len(lengths)))
 
-    def test_batches_hold_samples_of_similar_length(self) -> None:
+    def test_batches_have_samples_of_similar_length(self) -> None:
         lengths = [i % 100 for i in range(400)]
         order = list(LengthGroupedSampler(lengths, 4, 0))
         batches = ([lengths[i] for i in order[k : k + 4]] for k in range(0, 400, 4))
         assert max(max(batch) - min(batch) for batch in batches) <= 4
 
-    def test_an_epoch_has_its_own_order_and_always_the_same(self) -> None:
+    def test_the_order_depends_on_the_epoch_alone(self) -> None:
         sampler = LengthGroupedSampler(list(range(40)), 4, 0)
         first = list(sampler)
         sampler.set_epoch(1)
@@ -201,11 +203,11 @@ class TestBlockMask:
         ],
         ids=["four blocks, as in the module", "one block", "window", "sink, as in the module"],
     )  # fmt: skip
-    def test_masks_look_as_drawn(
+    def test_masks_equal_the_documented_drawings(
         self, lengths: list[int], options: dict[str, int], picture: str
     ) -> None:
         where = layout(lengths, sink=options.get("sink", 0))
-        found = block_mask(where, window=options.get("window"))
+        found = layout_mask(where, window=options.get("window"))
         assert torch.equal(found[0, 0], drawn(picture))
 
     @given(
@@ -217,7 +219,7 @@ class TestBlockMask:
     def test_each_row_of_a_batch_equals_the_oracle_and_never_sees_padding(
         self, samples: list[list[int]], window: int | None, sink: int
     ) -> None:
-        mask = block_mask(layout(*samples, sink=sink), window=window)[:, 0]
+        mask = layout_mask(layout(*samples, sink=sink), window=window)[:, 0]
         for lengths, found in zip(samples, mask, strict=True):
             expected = reference.block_mask(lengths, window, sink)
             used = len(expected)

@@ -10,7 +10,12 @@ from typing import Any
 import pytest
 
 from blockattn_rag.errors import DataError
-from blockattn_rag.lab.training.data import DataReport, EncodedSample, SampleEncoder, read_samples
+from blockattn_rag.lab.training.data import (
+    DataReport,
+    EncodedSample,
+    SampleEncoder,
+    read_training_samples,
+)
 from blockattn_rag.prompts.formats import FORMATS, Passage
 from blockattn_rag.prompts.segmentation import conversation
 from blockattn_rag.prompts.tokenization import BlockTokenizer
@@ -63,7 +68,7 @@ class TestKinds:
         assert texts(sample) == ["<|begin|>a is 1. ", "b is 2. ", "b is 2<|end|>"]
         assert learned(sample) == " 2<|end|>"
 
-    def test_a_block_may_bring_its_template_and_control_tokens(self) -> None:
+    def test_a_block_may_have_a_template_and_control_tokens(self) -> None:
         blocks = [
             {"text": "<|user|>", "control": True},
             {"text": "<|end|>", "before": "<|doc_start|>", "after": "<|doc_end|>"},
@@ -135,7 +140,7 @@ BAD_LINES: dict[str, tuple[bytes, str]] = {
     "not JSON": (b'{"messages": [', "no valid JSON"),
     "not an object": (b"[1]", "a list, expected an object"),
     "broken UTF-8": (b'{"prompt": "\xff"}', "not UTF-8"),
-    "no known key": (b'{"text": "a"}', "found keys 'text', expected 'messages'"),
+    "no known key": (b'{"text": "a"}', "Found keys 'text', expected 'messages'"),
     "missing response": (b'{"blocks": ["a"], "prompt": "b"}', "no 'response'"),
     "empty block": (b'{"blocks": ["a", " "], "prompt": "b", "response": "c"}', "empty 'blocks[1]"),
     "empty turns": (b'{"blocks": ["a"], "turns": []}', "empty list 'turns'"),
@@ -155,7 +160,7 @@ BAD_LINES: dict[str, tuple[bytes, str]] = {
     "two answers at the end": (
         b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, '
         b'{"role": "assistant", "content": "c"}]}',
-        "the last two messages both have the role 'assistant'",
+        "The last two messages both have the role 'assistant'",
     ),
     "tool calls": (
         b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", '
@@ -177,14 +182,14 @@ class TestBadData:
         file.write_bytes(json.dumps(BLOCKS).encode() + b"\n\n" + line + b"\n")
         encoder = SampleEncoder(tiny_tokenizer(), max_tokens=800)
         with pytest.raises(DataError) as caught:
-            list(read_samples([file], encoder))
+            list(read_training_samples([file], encoder))
         assert f"{file}, line 3: " in str(caught.value)
         assert expected in str(caught.value)
 
     def test_samples_and_tokens_are_counted(self, tmp_path: Path) -> None:
         file, report = tmp_path / "data.jsonl", DataReport()
         file.write_text("".join(json.dumps(record) + "\n" for record in RECORDS.values()))
-        found = list(read_samples([file], SampleEncoder(tiny_tokenizer()), report))
+        found = list(read_training_samples([file], SampleEncoder(tiny_tokenizer()), report))
         assert report.samples == len(found) == len(RECORDS)
         assert report.tokens == sum(len(sample.input_ids) for sample in found)
 
@@ -196,8 +201,8 @@ class TestBadData:
         asked = {"messages": [m for m in MESSAGES["messages"] if m["role"] != "system"]}
         file = tmp_path / "data.jsonl"
         file.write_text("".join(json.dumps(r) + "\n" for r in (asked, refused)))
-        with pytest.raises(DataError, match="line 2: the chat template refuses"):
-            list(read_samples([file], SampleEncoder(tokenizer)))
+        with pytest.raises(DataError, match="line 2: The chat template refuses"):
+            list(read_training_samples([file], SampleEncoder(tokenizer)))
 
     def test_messages_without_a_chat_template_are_reported(self) -> None:
         with pytest.raises(DataError, match="no chat template"):
@@ -205,12 +210,12 @@ class TestBadData:
 
     def test_a_missing_file_is_reported(self, tmp_path: Path) -> None:
         with pytest.raises(DataError, match="Found no file"):
-            list(read_samples([tmp_path / "none.jsonl"], SampleEncoder(tiny_tokenizer())))
+            list(read_training_samples([tmp_path / "none.jsonl"], SampleEncoder(tiny_tokenizer())))
 
 
 def test_compressed_files_and_line_separators_are_read(tmp_path: Path) -> None:
     file = tmp_path / "data.jsonl.gz"
     record = {**BLOCKS, "prompt": "a\u2028b\x85c"}
     file.write_bytes(gzip.compress(json.dumps(record, ensure_ascii=False).encode() + b"\r\n"))
-    (sample,) = read_samples([file], SampleEncoder(tiny_tokenizer()))
+    (sample,) = read_training_samples([file], SampleEncoder(tiny_tokenizer()))
     assert texts(sample)[-1] == "a\u2028b\x85c 2<|end|>"
