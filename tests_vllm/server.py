@@ -16,7 +16,7 @@ import httpx
 import psutil
 
 from blockattn_rag import ServerClient
-from blockattn_rag.server.protocol import OPENAI
+from blockattn_rag.server.protocol import ENCODE, OPENAI
 from tests_vllm.reference import MODEL, Reference
 
 CHATS = f"{OPENAI}/chat/completions"
@@ -99,8 +99,9 @@ class Server:
                 time.sleep(0.5)
 
     def post(self, path: str, body: dict[str, Any], **headers: str) -> httpx.Response:
-        """The answer to a body, which gets the model's name."""
-        return self.http.post(path, json={"model": NAME, **body}, headers=headers)
+        """The answer to a body, which gets the model's name unless it asks to encode."""
+        model = {} if path == ENCODE else {"model": NAME}
+        return self.http.post(path, json={**model, **body}, headers=headers)
 
     def ask(self, body: dict[str, Any], path: str = COMPLETIONS, **headers: str) -> Answered:
         """The answer to a body, of which the tokens are returned."""
