@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from blockattn_rag.errors import DataError
 
 JsonRecord = Mapping[str, Any]
-_Kind = TypeVar("Kind")
+_Kind = TypeVar("_Kind")
 T = TypeVar("T")
 
 _GZIP = b"\x1f\x8b"
