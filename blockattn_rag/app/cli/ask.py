@@ -144,7 +144,7 @@ def _object(text: str | bytes, option: str, example: str) -> dict[str, Any]:
     except ValueError as error:  # includes UnicodeDecodeError
         raise typer.BadParameter(f"Invalid JSON: {error}", param_hint=option) from error
     if not isinstance(value, dict):
-        message = f"found {json.dumps(value)[:100]}, expected an object such as {example}"
+        message = f"Found {json.dumps(value)[:100]}, expected an object such as {example}"
         raise typer.BadParameter(message, param_hint=option)
     return value
 
@@ -177,7 +177,7 @@ def talk(assistant: Assistant, *, mode: Mode) -> None:
                 last = None
                 note("Conversation cleared")
             case ["/sources"]:
-                show(*(sources(last, complete=True) if last else ["no answer yet"]))
+                show(*(sources(last, complete=True) if last else ["No answer yet"]))
             case [word, *_] if word.startswith("/"):
                 note(f"Unknown command {word}; /help lists the commands")
             case _:

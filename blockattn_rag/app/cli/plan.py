@@ -21,7 +21,7 @@ _DEVICE_BYTES_PER_S = {"cpu": 10e9, "cuda": 2e12}
 """Memory bandwidths of a typical machine and of a data center GPU."""
 
 
-def plan_capacity(
+def plan(
     passages: Annotated[int, typer.Option(min=1, help="Passages in the collection.")],
     model: Annotated[
         str,

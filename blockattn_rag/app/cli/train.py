@@ -84,15 +84,7 @@ def _show(report: FinetuneReport, what: str) -> None:
         "--data FILE",
         f"{count(report.steps, 'step')} in {duration(report.seconds)}; training loss over the last "
         f"logged steps: {report.loss:.4f}.",
-        _evaluation(report),
+        report.evaluation_text
+        if losses
+        else "No evaluation: pass --eval-data to compare the loss in both modes.",
     )
-
-
-def _evaluation(report: FinetuneReport) -> str:
-    if not report.eval_losses:
-        return "No evaluation: pass --eval-data to compare the loss in both modes."
-    losses = (
-        f"{mode} mode {before:.4f} before, {after:.4f} after"
-        for mode, (before, after) in report.eval_losses.items()
-    )
-    return f"Loss on the evaluation data: {'; '.join(losses)}."

@@ -6,7 +6,7 @@ This module does not import torch, because the command line reads the limits.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from blockattn_rag.errors import DataError
 
@@ -138,7 +138,7 @@ class RepairPlan:
     measuring_s: float
 
     @classmethod
-    def made(
+    def for_time(
         cls,
         seconds: float,
         speeds: Speeds,
@@ -177,44 +177,23 @@ class RepairPlan:
                 f"{(budget_s - seconds) / 60:.1f} (an answer of full mode takes "
                 f"{speeds.answer:.1f} s); give at least {needed} minutes more (--minutes)"
             )
-        measuring_s = held_out * (held_s - speeds.answer)
-        fixed = cls(held_out, closed_form, 0, 0, 0.0, measuring_s)
-        plan = fixed.trained(seconds, speeds, questions, batch=batch, limits=limits)
-        if not plan.samples:
+        checked = min(limits.validation, held_out // 2)
+        measured_s = limits.measurements * checked * speeds.compare
+        most = min(limits.samples, limits.draws * left)
+        rest_s = max(0.0, seconds - measured_s)
+        samples = min(math.floor(rest_s / speeds.sample(limits.epochs)), most)
+        if samples < limits.fewest_samples:
+            samples = 0
             more = math.floor(seconds / max(speeds.closed_form, 1e-9))
             closed_form = min(closed_form + more, limits.closed_form, limits.draws * left)
-        return replace(plan, closed_form=closed_form)
-
-    def trained(
-        self, seconds: float, speeds: Speeds, questions: int, *, batch: int, limits: Limits
-    ) -> RepairPlan:
-        """Return this plan with as much training as fits into ``seconds``.
-
-        The samples of this plan already have answers and blocks. A repair calls this method again
-        before training, because speeds change when other processes start and end.
-
-        Args:
-            seconds: Seconds for samples and steps.
-            speeds: Current speeds.
-            questions: Number of distinct questions.
-            batch: Prompts per optimizer step.
-        """
-        checked = min(limits.validation, self.held_out // 2)
-        measured = limits.measurements * checked * speeds.compare
-        stepping = limits.epochs * speeds.step
-        seconds = max(0.0, seconds - measured)
-        samples = self.samples + (seconds - self.samples * stepping) / speeds.sample(limits.epochs)
-        if samples < self.samples:
-            samples = seconds / stepping
-        most = min(limits.samples, limits.draws * (questions - self.held_out))
-        samples = min(math.floor(samples), most)
-        if samples < limits.fewest_samples:
-            return replace(self, samples=0, steps=0, training_s=0.0)
-        return replace(
-            self,
+        training_s = samples * limits.epochs * speeds.step + measured_s
+        return cls(
+            held_out=held_out,
+            closed_form=closed_form,
             samples=samples,
             steps=math.ceil(limits.epochs * samples / batch),
-            training_s=samples * stepping + measured,
+            training_s=training_s if samples else 0.0,
+            measuring_s=held_out * (held_s - speeds.answer),
         )
 
 

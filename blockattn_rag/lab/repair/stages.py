@@ -123,10 +123,7 @@ class Repair:
         half = len(held) // 2
         choose_on, report_on = held[:half], held[half:]
         closed = self.closed_form([*map(self._prompt, train[: plan.closed_form])])
-        answered, plan = plan.samples, self._replanned(plan, questions)
         to_train = [*map(self._prompt, train[: plan.samples])]
-        if plan.samples > answered:
-            self._answer(to_train)
         to_check = [*map(self._prompt, choose_on[: self.limits.validation])]
         trained, curve = self._trained(closed, to_train, to_check, plan)
         comparer = Comparer(self.engine, self.teacher, self._prompt, self.folder / "records.jsonl")
@@ -238,7 +235,7 @@ class Repair:
         def make() -> dict[str, Any]:
             assert speeds is not None  # measured if there is no plan
             left = self._until_reserve() - time.monotonic()
-            plan = RepairPlan.made(
+            plan = RepairPlan.for_time(
                 left,
                 speeds,
                 len(questions),
@@ -256,17 +253,6 @@ class Repair:
                 "start again"
             )
         return RepairPlan(**kept)
-
-    def _replanned(self, plan: RepairPlan, questions: Sequence[Question]) -> RepairPlan:
-        """The plan with as much training as current speeds allow. Made once, before training."""
-
-        def make() -> dict[str, Any]:
-            speeds = self.speeds(questions[-1:])
-            left = self._until_reserve() - plan.measuring_s - time.monotonic()
-            limits = self.limits
-            return asdict(plan.trained(left, speeds, len(questions), batch=BATCH, limits=limits))
-
-        return RepairPlan(**work.kept_json(self.folder / "training-plan.json", make))
 
     def _until_reserve(self) -> float:
         """Time on the monotonic clock at which the reserve of the time limit begins."""

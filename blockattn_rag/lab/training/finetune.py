@@ -157,7 +157,7 @@ def _run(config: FinetuneConfig, folder: Path, arguments: TrainingArguments) -> 
     )
     with arguments.main_process_first(local=False):
         train, train_report = _encoded(config.train_data, folder / "train.arrow", encoder)
-        held, eval_report = _encoded(config.eval_data, folder / "eval.arrow", encoder)
+        held, _ = _encoded(config.eval_data, folder / "eval.arrow", encoder)
     if "block" in config.modes:
         _check_context(train_report)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
@@ -182,7 +182,6 @@ def _run(config: FinetuneConfig, folder: Path, arguments: TrainingArguments) -> 
         seconds=time.monotonic() - started,
         loss=next(e["loss"] for e in reversed(trainer.history) if "loss" in e),
         train=train_report,
-        evaluation=eval_report,
         history=trainer.history,
     )
     publish(config, folder, trainer, tokenizer, report)

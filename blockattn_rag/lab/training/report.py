@@ -33,25 +33,14 @@ engine = BlockAttentionEngine.from_pretrained("{title}")
 
 It is also an ordinary {kind} of transformers.
 
-## Data
+## Training
 
-| | files | samples | tokens |
-|---|---|---:|---:|
-| training | {train} |
-| evaluation | {evaluation} |
-
-## Settings
+{samples} samples of {tokens} tokens, {steps} steps. Training loss over the last logged steps:
+{loss:.4f}.{evaluation} All losses are in `training_log.json`.
 
 | setting | value |
 |---|---|
 {settings}
-
-## Loss on answers
-
-{table}
-
-Training took {steps} steps; the training loss over the last logged steps was {loss:.4f}. All
-values are in `training_log.json`{plot}.
 """
 
 
@@ -64,7 +53,7 @@ class FinetuneReport:
         steps: Number of optimizer steps.
         seconds: Wall time of the training in this process.
         loss: Training loss over the last logged steps.
-        train, evaluation: Counts of the samples.
+        train: Counts of the training samples.
         history: Dicts with ``step`` and ``loss`` (training) or ``eval_block_loss``,
             ``eval_full_loss``, in order.
     """
@@ -74,7 +63,6 @@ class FinetuneReport:
     seconds: float
     loss: float
     train: DataReport
-    evaluation: DataReport
     history: list[dict[str, float]]
 
     @property
@@ -91,13 +79,21 @@ class FinetuneReport:
             if name.startswith("eval_")
         }
 
+    @property
+    def evaluation_text(self) -> str:
+        """The losses on the evaluation data as a sentence."""
+        losses = (
+            f"{mode} mode {before:.4f} before, {after:.4f} after"
+            for mode, (before, after) in self.eval_losses.items()
+        )
+        return f"Loss on the evaluation data: {'; '.join(losses)}."
+
 
 def write_card(config: FinetuneConfig, report: FinetuneReport, path: Path) -> None:
     """Write the model card: data, settings and losses by mode."""
     library, kind, how = "transformers", "causal language model", "fine-tuned"
     if config.lora:
         library, kind, how = "peft", "LoRA adapter", "trained by LoRA adapters"
-    plotted = path.with_name("training_curves.png").is_file()
     settings = {k: v for k, v in config.decisive().items() if k != "model" and v is not None}
     card = _CARD.format(
         base=config.model,
@@ -107,28 +103,14 @@ def write_card(config: FinetuneConfig, report: FinetuneReport, path: Path) -> No
         modes=" and ".join(config.modes),
         ablated=", without position re-encoding" if config.positions == "composite" else "",
         kind=kind,
-        train=_data_cells(config.train_data, report.train),
-        evaluation=_data_cells(config.eval_data, report.evaluation),
-        settings="\n".join(f"| {name} | {value} |" for name, value in settings.items()),
-        table=_loss_table(report),
+        samples=report.train.samples,
+        tokens=report.train.tokens,
         steps=report.steps,
         loss=report.loss,
-        plot=", drawn in `training_curves.png`" if plotted else "",
+        evaluation=f" {report.evaluation_text}" if report.eval_losses else "",
+        settings="\n".join(f"| {name} | {value} |" for name, value in settings.items()),
     )
     path.write_text(card, encoding="utf-8")
-
-
-def _data_cells(files: Sequence[str | Path], read: DataReport) -> str:
-    names = ", ".join(f"`{Path(file).name}`" for file in files) or "none"
-    return f"{names} | {read.samples} | {read.tokens}"
-
-
-def _loss_table(report: FinetuneReport) -> str:
-    if not report.eval_losses:
-        return "No evaluation data were given."
-    losses = report.eval_losses.items()
-    rows = (f"| {mode} | {before:.4f} | {after:.4f} |" for mode, (before, after) in losses)
-    return "\n".join(("| mode | before | after |", "|---|---:|---:|", *rows))
 
 
 def write_plot(history: Sequence[Mapping[str, float]], path: Path) -> None:

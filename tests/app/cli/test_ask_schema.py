@@ -76,7 +76,7 @@ def test_answer_fits_schema(cli: Command, filled: Path, schema: Write, seen: lis
         (b"{", "Invalid JSON: Expecting property name"),
         (b"\xff\xfe\xff", "Invalid JSON: "),
         ([1], 'expected an object such as {"type": "object", '),
-        (True, "found true"),
+        (True, "Found true"),
     ],
 )
 def test_an_invalid_schema_file_is_refused_before_the_model_is_loaded(

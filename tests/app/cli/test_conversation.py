@@ -110,7 +110,7 @@ def test_runs_commands(typed: Callable[..., None], capsys: pytest.CaptureFixture
     answering = Answering("Yes.")
     typed("/sources", "/help", "/nothing", "How?", "/sources", "/quit", "never asked")
     out, err = output_of(answering, capsys)
-    assert out.startswith("no answer yet Type a question")
+    assert out.startswith("No answer yet Type a question")
     assert "Unknown command /nothing" in err
     assert out.count("More of it.") == 20 + 6  # whole, and cut beside the answer
     assert len(answering.asked) == 1
@@ -131,7 +131,7 @@ def test_lines_of_a_pipe_are_questions_of_their_own(cli: Command, filled: Path) 
 
 def test_variables_of_the_chat_template_are_checked(cli: Command, filled: Path) -> None:
     command = ("ask", "How?", "--db", filled, "--max-new-tokens", 1, "--chat-template-kwargs")
-    for text, why in (("{", "invalid JSON"), ("[1]", "expected an object")):
+    for text, why in (("{", "Invalid JSON"), ("[1]", "expected an object")):
         output = cli(*command, text)
         assert (output.status, why in " ".join(output.stderr.split())) == (2, True)
     output = cli(*command, '{"enable_thinking": false}')

@@ -48,7 +48,7 @@ def test_the_report_has_the_losses_by_mode(
     losses = [{"eval_block_loss": 2.0, "eval_full_loss": 1.5, "step": step} for step in (0, 3)]
     history = [*losses[:1], {"loss": 1.0, "step": 3}, {**losses[1], "eval_block_loss": 1.0}]
     report = FinetuneReport(
-        Path("out"), 3, 1.0, 1.0, DataReport(), DataReport(), history if evaluated else history[1:2]
+        Path("out"), 3, 1.0, 1.0, DataReport(), history if evaluated else history[1:2]
     )
     monkeypatch.setattr("blockattn_rag.lab.training.finetune.finetune", lambda _: report)
     output = cli("train", *LEAST, "--lora")

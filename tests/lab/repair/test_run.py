@@ -168,13 +168,13 @@ class TestResult:
         sliding = BlockModel(windows, tiny_tokenizer(), name="tiny")
         assert not sliding.supports_relay
         planned: list[int] = []
-        made = RepairPlan.made
+        for_time = RepairPlan.for_time
 
         def noting(*args: Any, recipes: int, **options: Any) -> RepairPlan:
             planned.append(recipes)
-            return made(*args, recipes=recipes, **options)
+            return for_time(*args, recipes=recipes, **options)
 
-        monkeypatch.setattr(RepairPlan, "made", noting)
+        monkeypatch.setattr(RepairPlan, "for_time", noting)
         report = repaired(sliding, tmp_path / "recipe").report
         assert planned == [len(report["candidates"])] == [5]
         names = [one["name"] for one in report["candidates"]]

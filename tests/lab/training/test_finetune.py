@@ -61,8 +61,9 @@ class TestResult:
         assert [e["step"] for e in report.history if "loss" in e][-1] == report.steps == 24
         output = folder / "out"
         card = (output / "README.md").read_text(encoding="utf-8")
-        assert f"| block | {first['eval_block_loss']:.4f} | {last['eval_block_loss']:.4f} |" in card
-        assert "| training | `train.jsonl` | 12 |" in card
+        before, after = first["eval_block_loss"], last["eval_block_loss"]
+        assert f"block mode {before:.4f} before, {after:.4f} after; full mode" in card
+        assert "12 samples of " in card
         assert json.loads((output / "training_log.json").read_text()) == report.history
         assert (output / "training_curves.png").stat().st_size > 1000
         assert not (folder / "out.work").exists()
