@@ -136,7 +136,7 @@ def _of_outputs(given: Any) -> Grammar:
             return Grammar(kind, text, "the structural tag", asked)
     if not isinstance(value, str) or not value:
         raise TypeError(f"{kind} must be a non-empty string; found {_shown(value)}")
-    name = f"the regular expression {value!r}" if kind == "regex" else "the grammar"
+    name = f"the regular expression {_shown(value)}" if kind == "regex" else "the grammar"
     return Grammar(kind, value, name, asked)
 
 
