@@ -28,7 +28,7 @@ from langchain_core.prompt_values import ChatPromptValue, PromptValue, StringPro
 from blockattn_rag.adapters.exchange import ChatTurn, Step
 from blockattn_rag.adapters.handles import HANDLE_KEY
 from blockattn_rag.engine.results import Generation
-from blockattn_rag.output import ReadAnswer, ToolCall
+from blockattn_rag.output import ToolCall
 from blockattn_rag.prompts.markers import own_markers, strip_markers, wrap
 
 PROVIDER = "blockattn_rag"
@@ -128,13 +128,12 @@ def chat_result(step: Step, model_name: str | None) -> ChatResult:
     """Convert a complete answer. Reasoning is in ``additional_kwargs["reasoning_content"]``."""
     answer = step.output
     assert isinstance(answer, Generation)
-    _, calls, invalid = ReadAnswer.of(step.pieces)
     message = AIMessage(
         **_content(step),
-        tool_calls=[tool_call(name=one.name, args=one.arguments, id=one.id) for one in calls],
+        tool_calls=[tool_call(name=one.name, args=one.arguments, id=one.id) for one in step.calls],
         invalid_tool_calls=[
             invalid_tool_call(name=one.name, args=one.text, id=one.id, error=one.error)
-            for one in invalid
+            for one in step.invalid
         ],
         **_figures(answer, model_name),
     )
@@ -152,7 +151,7 @@ def chat_chunk(step: Step, model_name: str | None, *, is_v1: bool) -> ChatGenera
         model_name: Name of the model.
         is_v1: Whether content has LangChain's standard format, version 1.
     """
-    first = step.first_call + (_FIRST_CALL_OF_V1 if is_v1 else 0)
+    first = _FIRST_CALL_OF_V1 if is_v1 else 0
     fields = _content(step)
     # Each call is sent in one chunk, because LangChain closes the JSON of incomplete arguments.
     fields["tool_call_chunks"] = [
@@ -165,7 +164,7 @@ def chat_chunk(step: Step, model_name: str | None, *, is_v1: bool) -> ChatGenera
             id=call.id,
             index=index,
         )
-        for index, call in enumerate(step.calls, first)
+        for index, call in enumerate([*step.calls, *step.invalid], first)
     ]
     if (answer := step.generation) is None:
         return ChatGenerationChunk(message=AIMessageChunk(**fields))

@@ -148,11 +148,12 @@ class ComingAnswer:
         self._prompt = prompt
         self._plan = plan
         self._mode = mode
-        self._detokenizer = Detokenizer(tokenizer, sampling.stop, sampling.keep_tokens)
+        self._detokenizer = Detokenizer(tokenizer, sampling.stop)
         self._recipe = recipe
         self._clock = Clock(request.started)
         self._sent = time.perf_counter()
         self._ids: list[int] = []
+        self._emitted = 0  # tokens
         self._finish_reason: str | None = None
         self._params: Mapping[str, Any] | None = None
 
@@ -182,8 +183,9 @@ class ComingAnswer:
         self._emit(self._detokenizer.push(token))
 
     def _emit(self, text: str) -> None:
-        since = len(self._detokenizer.text) - len(text)
-        self._request.emit(text, self._detokenizer.marks(since))
+        if text:
+            self._request.emit(text, self._ids[self._emitted :])
+            self._emitted = len(self._ids)
 
     def complete(self) -> Generation:
         """Return the complete answer, after the stream has ended.
@@ -200,8 +202,8 @@ class ComingAnswer:
             raise ServingError(f"the server ended an answer early: finish_reason={shown(reason)}")
         ids = self._ids[: self._detokenizer.num_tokens]  # tokens may follow the stop string
         stats = self._clock.complete(self._stats(), len(ids))
-        text, marks = self._detokenizer.text, self._detokenizer.marks()
-        return Generation(text, ids, reason, stats, marks)  # type: ignore[arg-type]
+        text = self._detokenizer.text
+        return Generation(text, ids, reason, stats)  # type: ignore[arg-type]
 
     def _stats(self) -> ReuseStats:
         """Reuse as the server reports it."""
