@@ -71,8 +71,9 @@ def read_call(
         error = f"Expected {keys[0]!r} to be a JSON object, found {_kind(arguments)}"
         return InvalidToolCall(text, error, name)
     call_id = value.get("id")
-    is_named = isinstance(call_id, str) and call_id
-    return ToolCall(name, arguments, call_id if is_named else new_call_id())
+    if not isinstance(call_id, str) or not call_id:
+        call_id = new_call_id()
+    return ToolCall(name, arguments, call_id)
 
 
 def decode_json(text: str, start: int = 0) -> tuple[Any, int]:

@@ -170,7 +170,7 @@ def choice_of(choice: Any, tools: Sequence[Mapping[str, Any]]) -> str:
     """Normalize a tool choice to the values of ``ToolUse.choice``, or ``"none"``.
 
     Raises:
-        ValueError: the choice is invalid, or names an unknown tool.
+        ValueError: The choice is invalid, or names an unknown tool.
     """
     names = [tool["function"]["name"] for tool in tools]
     if isinstance(choice, Mapping):
@@ -197,15 +197,15 @@ def with_default_calls(defaults: Mapping[str, Any], call: Mapping[str, Any]) -> 
     """Add the model's default of ``tool_calls`` to the options of a request.
 
     Raises:
-        ValueError: the defaults contain other options for tools.
+        ValueError: The defaults contain other options for tools.
     """
-    given = {name: value for name, value in defaults.items() if name in TOOL_OPTIONS}
-    if others := [name for name in given if name != "tool_calls"]:
+    options = {name: value for name, value in defaults.items() if name in TOOL_OPTIONS}
+    if others := [name for name in options if name != "tool_calls"]:
         raise ValueError(
             f"Found {others[0]} in generate_kwargs, which accepts no option for tools except "
             f"tool_calls; pass {others[0]} with each call, or bind it"
         )
-    return {**given, **call}
+    return {**options, **call}
 
 
 def without_tool_options(options: Mapping[str, Any]) -> dict[str, Any]:
