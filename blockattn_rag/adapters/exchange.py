@@ -13,10 +13,10 @@ from typing import Any, Protocol
 
 from blockattn_rag.adapters.engine_source import EngineSource
 from blockattn_rag.engine.pending import Group
-from blockattn_rag.engine.results import Generation, GenerationChunk, marks_at_end
-from blockattn_rag.output import InvalidToolCall, ToolCall
+from blockattn_rag.engine.results import Generation, GenerationChunk
+from blockattn_rag.output import CallParser, InvalidToolCall, ToolCall
+from blockattn_rag.output.answer_reader import AnswerReader
 from blockattn_rag.output.answers import ThoughtReader, has_no_thoughts
-from blockattn_rag.output.tool_parser import Piece, ReadAnswer
 from blockattn_rag.output.tool_use import ToolUse, prompt_spans, with_default_calls
 from blockattn_rag.prompts.blocks import BlockPrompt
 from blockattn_rag.prompts.chat_template import Spans, check_template_kwargs
@@ -124,30 +124,22 @@ class Step:
     Args:
         output: Output of the engine.
         thoughts: New reasoning text.
-        pieces: New text and tool calls.
-        first_call: Number of valid and invalid tool calls in earlier steps.
+        text: New text, without tool calls.
+        calls: All tool calls of the answer, in its last step.
+        invalid: All invalid tool calls of the answer, in its last step.
     """
 
     output: Generation | GenerationChunk
     thoughts: str
-    pieces: Sequence[Piece]
-    first_call: int = 0
+    text: str
+    calls: Sequence[ToolCall] = ()
+    invalid: Sequence[InvalidToolCall] = ()
 
     @property
     def generation(self) -> Generation | None:
         """The complete generation if this is the last step, else None."""
         output = self.output
         return output if isinstance(output, Generation) else output.generation
-
-    @property
-    def text(self) -> str:
-        """New text, without tool calls."""
-        return ReadAnswer.of(self.pieces).text
-
-    @property
-    def calls(self) -> list[ToolCall | InvalidToolCall]:
-        """New tool calls."""
-        return [piece for piece in self.pieces if not isinstance(piece, str)]
 
 
 class Exchange:
@@ -157,6 +149,7 @@ class Exchange:
         source: Source of the engine.
         make_prompt: Function that returns the prompt. Async methods call it in another thread.
         options: Options of the engine, including ``ToolUse.engine_options`` if there are tools.
+        parser: Parser of tool calls. None: no tool may be called.
     """
 
     def __init__(
@@ -164,20 +157,20 @@ class Exchange:
         source: EngineSource,
         make_prompt: Callable[[], BlockPrompt],
         options: dict[str, Any],
+        parser: CallParser | None = None,
     ) -> None:
         self._source = source
         self._make_prompt = make_prompt
         self.options = options
-        reading = options.get("calls")
-        self._calls = reading.reader() if reading else None
-        self._num_calls = 0
+        self._parser = parser
 
     def prompt(self) -> BlockPrompt:
         """Make the prompt. Logs a hint if it cannot reuse passages."""
         prompt = self._make_prompt()
         at_once = has_no_thoughts(self.options)
         tokenizer = self._source.tokenizer.tokenizer
-        self._thoughts = ThoughtReader(tokenizer, prompt, answers_at_once=at_once)
+        thoughts = ThoughtReader(tokenizer, prompt, answers_at_once=at_once)
+        self._reader = AnswerReader(thoughts, self._parser)
         return self._source.noted(prompt)
 
     def answer(self, group: Group | None = None) -> Step:
@@ -210,13 +203,10 @@ class Exchange:
                 yield self._read(chunk)
 
     def _read(self, output: Generation | GenerationChunk) -> Step:
-        is_last = isinstance(output, Generation) or output.generation is not None
-        read = self._thoughts.finish if is_last else self._thoughts.push
-        said = read(output.text)
-        pieces: Sequence[Piece] = [said.answer]
-        if self._calls is not None:
-            marks = marks_at_end(output, said.answer)
-            pieces = self._calls.read(said.answer, marks, last=is_last)
-        step = Step(output, said.thoughts, pieces, self._num_calls)
-        self._num_calls += len(step.calls)
-        return step
+        generation = output if isinstance(output, Generation) else output.generation
+        if generation is None:
+            assert isinstance(output, GenerationChunk)
+            said = self._reader.push(output.text, output.token_ids)
+            return Step(output, said.thoughts, said.answer)
+        said, answer = self._reader.finish(generation.text, generation.token_ids)
+        return Step(output, said.thoughts, said.answer, answer.calls, answer.invalid)

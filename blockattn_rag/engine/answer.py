@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from blockattn_rag.engine.detokenizer import Detokenizer
 from blockattn_rag.engine.options import GenerateOptions
@@ -14,16 +14,11 @@ from blockattn_rag.engine.results import (
     Clock,
     FinishReason,
     Generation,
-    GenerationChunk,
-    Marks,
     ReuseStats,
-    marks_at_end,
 )
 from blockattn_rag.kv.context import Context
 from blockattn_rag.model import BlockModel
 from blockattn_rag.model.decoding import end_token_ids, stop_strings
-from blockattn_rag.model.sampling import Sampling
-from blockattn_rag.output.answers import ThoughtReader, has_no_thoughts
 from blockattn_rag.prompts.blocks import BlockPrompt
 
 
@@ -89,20 +84,17 @@ class Answer:
         tokenizer = self._model.tokenizer.tokenizer
         self.clock = Clock(self.pending.started)
         stop = stop_strings(hf_model, sampling)
-        self._detokenizer = Detokenizer(tokenizer, stop, sampling.keep_tokens)
+        self._detokenizer = Detokenizer(tokenizer, stop)
         self._end_ids = end_token_ids(hf_model, tokenizer, sampling.extra)
         self._guard = self._model.loop_guard(sampling)
-        self._calls = CallWatch(sampling, tokenizer, self._prompt) if sampling.calls else None
         self._ids: list[int] = []
-        self._given = 0  # characters passed to the caller
+        self._shown_characters = self._shown_tokens = 0  # passed to the caller
 
     @property
     def stopped(self) -> bool:
-        """Whether to stop generating: the answer reached a stop string, repeats itself, or made its
-        last allowed tool call."""
+        """Whether to stop generating: the answer reached a stop string, or repeats itself."""
         repeats = self._guard is not None and self._guard.must_end
-        is_over = self._calls is not None and self._calls.is_over
-        return self._detokenizer.stopped or repeats or is_over
+        return self._detokenizer.stopped or repeats
 
     @property
     def has_ended(self) -> bool:
@@ -112,8 +104,8 @@ class Answer:
     @property
     def can_restart(self) -> bool:
         """Whether the answer can start over: it has not ended, and no text was streamed."""
-        has_given = self._given > 0 and self.pending.on_chunk is not None
-        return not (self.has_ended or has_given)
+        has_shown = self._shown_characters > 0 and self.pending.on_chunk is not None
+        return not (self.has_ended or has_shown)
 
     def push(self, token: int) -> None:
         """Add the next token, and pass the text that it completes to the caller."""
@@ -122,7 +114,7 @@ class Answer:
         self._detokenizer.push(token)
         if self._guard is not None:
             self._guard.push(token)
-        self._give()
+        self._show()
 
     def push_batched(self, token: int) -> bool:
         """``push`` for a row of a batch. Padding after the end of the answer is ignored.
@@ -144,56 +136,23 @@ class Answer:
         for token in ids[len(self._ids) :]:
             self.push(token)
         self._detokenizer.finish()
-        self._give()
+        self._show()
         self.pending.answer.set_result(self._generation(list(ids)))
 
-    def _give(self) -> None:
+    def _show(self) -> None:
         """Pass new text to the caller."""
-        text = self._detokenizer.text
-        if len(text) > self._given:
-            new, marks = text[self._given :], self._detokenizer.marks(self._given)
-            if self._calls is not None:
-                self._calls.push(new, marks)
-            self.pending.emit(new, marks)
-            self._given = len(text)
+        text, count = self._detokenizer.text, self._detokenizer.num_tokens
+        if len(text) > self._shown_characters:
+            new_ids = self._ids[self._shown_tokens : count]
+            self.pending.emit(text[self._shown_characters :], new_ids)
+            self._shown_characters, self._shown_tokens = len(text), count
 
     def _generation(self, ids: list[int]) -> Generation:
         ids = ids[: self._detokenizer.num_tokens]  # beams and drafts can run past stop strings
         ended = bool(ids) and ids[-1] in self._end_ids
         reason: FinishReason = "length"
         if self.stopped or ended or len(ids) < self.prepared.limit:
-            has_loop = any(one is not None and one.has_loop for one in (self._guard, self._calls))
+            has_loop = self._guard is not None and self._guard.has_loop
             reason = "repetition" if has_loop else "stop"
         stats = self.clock.complete(self.prepared.stats, len(ids))
-        marks = self._detokenizer.marks()
-        return Generation(self._detokenizer.text, ids, reason, stats, marks)
-
-
-class CallWatch:
-    """Parses the tool calls in an answer while it is generated. Thoughts are skipped.
-
-    Args:
-        sampling: The request's sampling options. ``calls`` must be set.
-    """
-
-    def __init__(self, sampling: Sampling, tokenizer: Any, prompt: BlockPrompt) -> None:
-        assert sampling.calls is not None
-        at_once = has_no_thoughts(sampling.grammar.asked if sampling.grammar else {})
-        self._reader = sampling.calls.reader()
-        self._thoughts = ThoughtReader(tokenizer, prompt, answers_at_once=at_once)
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the answer ends here; see ``AnswerReader``."""
-        return self._reader.is_over
-
-    @property
-    def has_loop(self) -> bool:
-        """Whether the model made the same call twice in a row."""
-        return self._reader.has_loop
-
-    def push(self, text: str, marks: Marks) -> None:
-        """Parse the next piece of the answer, with its marks."""
-        answer = self._thoughts.push(text).answer
-        piece = GenerationChunk(text, marks=marks)
-        self._reader.read(answer, marks_at_end(piece, answer), last=False)
+        return Generation(self._detokenizer.text, ids, reason, stats)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from itertools import takewhile
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -16,20 +15,16 @@ class Detokenizer:
 
     Args:
         stop: Strings that end the answer. They are removed from the text.
-        keep: Control tokens to keep in the text. Others are removed.
 
     Attributes:
         text: Text emitted so far.
         stopped: Whether a stop string ended the text.
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str] = (), keep: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
-        self._kept = _kept_ids(tokenizer, keep) if keep else {}
-        self._hidden = _hidden_ids(tokenizer, self._kept) if keep else None
         self._ids: list[int] = []
-        self._marks: list[tuple[int, int]] = []
         # The decoding window starts at token `_start`. Tokens before `_read` are decoded already.
         self._start = 0
         self._read = 0
@@ -47,20 +42,7 @@ class Detokenizer:
             return ""
         if new:  # a control token has no text and cannot start a window
             self._start, self._read = self._read, len(self._ids)
-        if (mark := self._kept.get(token)) and new.endswith(mark):
-            end = len(self.text) + len(self._held) + len(new)
-            self._marks.append((end - len(mark), end))
         return self._emit(new, final=False)
-
-    def marks(self, since: int = 0) -> tuple[tuple[int, int], ...]:
-        """Spans of kept control tokens. The same characters in ordinary tokens do not count.
-
-        Args:
-            since: Index in the text that spans are relative to. Earlier spans are left out.
-        """
-        latest = takewhile(lambda mark: mark[0] >= since, reversed(self._marks))
-        found = [(start - since, end - since) for start, end in latest if end <= len(self.text)]
-        return tuple(reversed(found))
 
     @property
     def num_tokens(self) -> int:
@@ -77,13 +59,9 @@ class Detokenizer:
         return self._decode(self._ids[self._start :])[len(seen) :]
 
     def _decode(self, ids: list[int]) -> str:
-        if self._hidden is not None:
-            ids = [one for one in ids if one not in self._hidden]
         # Cleaning up spaces would change text that was already emitted.
         text = self._tokenizer.decode(
-            ids,
-            skip_special_tokens=self._hidden is None,
-            clean_up_tokenization_spaces=False,
+            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
         return str(text)
 
@@ -96,10 +74,6 @@ class Detokenizer:
             self.stopped, text, self._held = True, text[:cut], ""
         else:
             keep = 0 if final else self._possible_stop(text)
-            if keep:  # a mark must not be split
-                at = len(self.text) + len(text) - keep
-                latest = takewhile(lambda mark: mark[1] > at, reversed(self._marks))
-                keep += max((at - start for start, _ in latest), default=0)
             text, self._held = text[: len(text) - keep], text[len(text) - keep :]
         self.text += text
         return text
@@ -109,16 +83,3 @@ class Detokenizer:
         most = len(text) + 1
         sizes = (n for s in self._stop for n in range(1, min(len(s), most)) if text.endswith(s[:n]))
         return max(sizes, default=0)
-
-
-def _kept_ids(tokenizer: Any, keep: Sequence[str]) -> dict[int, str]:
-    """Control tokens to keep, by id."""
-    added = getattr(tokenizer, "added_tokens_decoder", {})
-    return {number: str(token) for number, token in added.items() if str(token) in keep}
-
-
-def _hidden_ids(tokenizer: Any, kept: Collection[int]) -> set[int]:
-    """Ids of the control tokens to remove from the text."""
-    added = getattr(tokenizer, "added_tokens_decoder", {})
-    special = {number for number, token in added.items() if token.special}
-    return (special | set(tokenizer.all_special_ids)) - set(kept)

@@ -67,11 +67,10 @@ class GenerateOptions:
         stop = (*_texts(named.pop("stop", None)), *_texts(rest.pop("stop_strings", None)))
         if "stop_strings" in given:  # transformers needs the tokenizer only for stop_strings
             rest.pop("tokenizer", None)
-        keep = tuple(named.pop("keep_tokens", ()) or ())
         return cls(
             mode="block" if mode is None else mode,
             recipe=recipe,
-            sampling=Sampling(**named, stop=stop, keep_tokens=keep, extra=rest, grammar=grammar),
+            sampling=Sampling(**named, stop=stop, extra=rest, grammar=grammar),
         )
 
     def __eq__(self, other: object) -> bool:

@@ -16,7 +16,7 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 import torch
 
 from blockattn_rag.engine.options import GenerateOptions
-from blockattn_rag.engine.results import Generation, GenerationChunk, Marks
+from blockattn_rag.engine.results import Generation, GenerationChunk
 from blockattn_rag.prompts.blocks import Block, BlockPrompt
 
 T = TypeVar("T")
@@ -212,10 +212,10 @@ class PendingAnswer(Pending[Generation]):
         """The prompt, created with the caller's context variables."""
         return self._context.copy().run(to_block_prompt, self._prompt)
 
-    def emit(self, text: str, marks: Marks = ()) -> None:
-        """Pass a piece of the answer to the reader of the stream, if there is one."""
+    def emit(self, text: str, token_ids: Sequence[int]) -> None:
+        """Pass new text and tokens to the reader of the stream, if there is one."""
         if text and self.on_chunk is not None:
-            self.on_chunk(GenerationChunk(text, marks=marks))
+            self.on_chunk(GenerationChunk(text, token_ids=tuple(token_ids)))
 
     def chunks(self, submit: Callable[[], object]) -> Generator[GenerationChunk, None, None]:
         """Submit the request and stream its answer. The last chunk has the complete answer."""

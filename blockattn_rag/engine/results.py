@@ -16,11 +16,7 @@ attention over the same token ids; nothing is reused."""
 FinishReason = Literal["stop", "length", "repetition"]
 """``stop``: the answer ended at an end token or stop string, or after the only allowed tool call.
 ``length``: the answer was cut off at its limit. ``repetition``: the answer was stopped because it
-repeated itself (``model.repetition``) or made the same tool call twice in a row."""
-
-Marks = tuple[tuple[int, int], ...]
-"""Spans of control tokens in a text: start and end of each. The same characters written with
-ordinary tokens are not marks."""
+repeated itself (``model.repetition``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,14 +110,12 @@ class Generation:
         token_ids: Token ids of the answer.
         finish_reason: Why the answer ended.
         stats: Statistics of the request.
-        marks: Spans of control tokens that were kept in the text (``keep_tokens``).
     """
 
     text: str
     token_ids: list[int]
     finish_reason: FinishReason
     stats: ReuseStats
-    marks: Marks = ()
 
     def json(self) -> Any:
         """Parse the answer as JSON.
@@ -139,20 +133,9 @@ class GenerationChunk:
     Args:
         text: New text. May be empty in the last chunk.
         generation: The complete answer. Set in the last chunk only.
-        marks: Spans of kept control tokens in ``text``. Chunks never split a control token.
+        token_ids: New tokens. Their text may follow in later chunks.
     """
 
     text: str
     generation: Generation | None = None
-    marks: Marks = ()
-
-
-def marks_at_end(piece: Generation | GenerationChunk, end: str) -> Marks:
-    """The marks in the last characters of an answer or stream, relative to these characters.
-
-    Args:
-        piece: An answer, or the latest chunk of a stream.
-        end: The last characters. They may begin before the chunk.
-    """
-    shift = len(end) - len(piece.text)
-    return tuple((a + shift, b + shift) for a, b in piece.marks if a + shift >= 0)
+    token_ids: tuple[int, ...] = ()

@@ -282,7 +282,11 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
     def _exchange(self, given: Any, stop: list[str] | None, call: dict[str, Any]) -> Exchange:
         tools, variables = tools_of(self, call), call.get("chat_template_kwargs")
         make_prompt = partial(self._prompt_with, tools, given, variables)
-        return Exchange(self.source, make_prompt, self.engine_options(stop, call))
+        parser = None
+        if tools is not None:
+            options = super().engine_options(stop, call)
+            parser = tools.parser(self.source.tokenizer.tokenizer, options)
+        return Exchange(self.source, make_prompt, self.engine_options(stop, call), parser)
 
     def _chunk(self, step: Step) -> ChatGenerationChunk:
         is_v1 = getattr(self, "output_version", None) == "v1"

@@ -28,7 +28,7 @@ from langchain_core.prompt_values import ChatPromptValue, PromptValue, StringPro
 from blockattn_rag.adapters.exchange import ChatTurn, Step
 from blockattn_rag.adapters.handles import HANDLE_KEY
 from blockattn_rag.engine.results import Generation
-from blockattn_rag.output import ReadAnswer, ToolCall
+from blockattn_rag.output import ToolCall
 from blockattn_rag.prompts.markers import own_markers, strip_markers, wrap
 
 PROVIDER = "blockattn_rag"
@@ -124,13 +124,14 @@ def chat_result(step: Step, model_name: str | None) -> ChatResult:
     """Convert a complete answer. Reasoning is in ``additional_kwargs["reasoning_content"]``."""
     answer = step.output
     assert isinstance(answer, Generation)
-    _, calls, invalid = ReadAnswer.of(step.pieces)
     message = AIMessage(
         **_content(step),
-        tool_calls=[tool_call(name=call.name, args=call.arguments, id=call.id) for call in calls],
+        tool_calls=[
+            tool_call(name=call.name, args=call.arguments, id=call.id) for call in step.calls
+        ],
         invalid_tool_calls=[
             invalid_tool_call(name=call.name, args=call.text, id=call.id, error=call.error)
-            for call in invalid
+            for call in step.invalid
         ],
         **_figures(answer, model_name),
     )
@@ -148,7 +149,7 @@ def chat_chunk(step: Step, model_name: str | None, *, is_v1: bool) -> ChatGenera
         model_name: Name of the model.
         is_v1: Whether content has LangChain's standard format, version 1.
     """
-    first = step.first_call + (_FIRST_CALL_OF_V1 if is_v1 else 0)
+    first = _FIRST_CALL_OF_V1 if is_v1 else 0
     fields = _content(step)
     # Each call is sent in one chunk, because LangChain closes the JSON of incomplete arguments.
     fields["tool_call_chunks"] = [
@@ -161,7 +162,7 @@ def chat_chunk(step: Step, model_name: str | None, *, is_v1: bool) -> ChatGenera
             id=call.id,
             index=index,
         )
-        for index, call in enumerate(step.calls, first)
+        for index, call in enumerate([*step.calls, *step.invalid], first)
     ]
     if (answer := step.generation) is None:
         return ChatGenerationChunk(message=AIMessageChunk(**fields))

@@ -191,10 +191,12 @@ class BlockAttentionLLM(PromptMaking, StructuredPrediction, CustomLLM, FunctionC
         """Create a call from a prompt and options."""
         shaping = {name: call[name] for name in PROMPT_OPTIONS if name in call}
         options = self.engine_options(call)
-        if tools is not None:
-            options = tools.engine_options(self._source.tokenizer.tokenizer, options)
         make_prompt = partial(self.to_prompt, prompt, formatted, tools=tools, **shaping)
-        return Exchange(self._source, make_prompt, options)
+        if tools is None:
+            return Exchange(self._source, make_prompt, options)
+        tokenizer = self._source.tokenizer.tokenizer
+        parser = tools.parser(tokenizer, options)
+        return Exchange(self._source, make_prompt, tools.engine_options(tokenizer, options), parser)
 
     def _chat_exchange(self, messages: Sequence[ChatMessage], call: dict[str, Any]) -> Exchange:
         tools = tools_of(self, call)

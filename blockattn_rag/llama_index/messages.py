@@ -26,7 +26,6 @@ from blockattn_rag.adapters.exchange import ChatTurn, Step
 from blockattn_rag.engine.results import Generation, ReuseStats
 from blockattn_rag.errors import ToolCallError
 from blockattn_rag.output import ReadAnswer, ToolCall
-from blockattn_rag.output.tool_parser import Piece
 
 dispatcher = get_dispatcher(__name__)
 
@@ -127,7 +126,7 @@ class Responses:
     """
 
     def __init__(self) -> None:
-        self._pieces: list[Piece] = []
+        self._text = ""
         self._thoughts = ""
 
     def completion(self, step: Step) -> CompletionResponse:
@@ -142,7 +141,7 @@ class Responses:
 
     def _take(self, step: Step) -> tuple[ReadAnswer, dict[str, Any]]:
         """Add a step. Returns the answer so far, and the other fields of its response."""
-        self._pieces += step.pieces
+        self._text += step.text
         self._thoughts += step.thoughts
         thinking = {"thinking": self._thoughts, "thinking_delta": step.thoughts or None}
         fields: dict[str, Any] = {"additional_kwargs": thinking if self._thoughts else {}}
@@ -152,7 +151,7 @@ class Responses:
             dispatcher.event(BlockReuseEvent(stats=generation.stats))
             reason = generation.finish_reason
             fields["raw"] = {"usage": _usage_of(generation), "finish_reason": reason}
-        return ReadAnswer.of(self._pieces), fields
+        return ReadAnswer(self._text, [*step.calls], [*step.invalid]), fields
 
     def _message(self, answer: ReadAnswer) -> ChatMessage:
         # The text includes invalid calls, so that readers see the output of the model.

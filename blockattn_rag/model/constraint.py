@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -84,16 +84,17 @@ class GrammarConstraint(LogitsProcessor):
     """Constrains each row of a batch to its grammar. Must be the last logits processor.
 
     Matchers follow complete rows instead of new tokens, because beams change places and drafts are
-    rolled back between steps.
+    rolled back between steps. The beams of a prompt share its matcher.
 
     Args:
-        matchers: Fresh matcher per row. None leaves a row unconstrained.
+        matchers: Matcher per prompt. None leaves its rows unconstrained.
         prompt_width: Number of prompt tokens in each row, including padding.
-        pad: Token that pads rows that have ended.
+        ends: Ids of the tokens that end an answer.
+        pad: Token that pads rows that have ended at a stop string, without one of ``ends``.
         has_strays: Whether rows that are never returned, as with beams and drafts, may contain
-            forbidden tokens.
-        on_failure: Callback for a row whose grammar fails; receives the row's index and the error.
-            The row continues without a grammar until the caller ends it. None: the error ends all
+            forbidden tokens. Such rows keep their scores.
+        on_failure: Callback for a prompt whose grammar fails; receives its index and the error. Its
+            rows continue without a grammar until the caller ends them. None: the error ends all
             rows.
     """
 
@@ -109,118 +110,91 @@ class GrammarConstraint(LogitsProcessor):
     ) -> None:
         self._matchers = list(matchers)
         self._prompt_width = prompt_width
-        self._ends = set(ends)
+        self._ends = sorted(ends)
         self._pad = pad
+        self._has_strays = has_strays
         self._on_failure = on_failure
-        self._restricted = partial(restricted, ends=self._ends, pad=pad, has_strays=has_strays)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Scores ``[rows, vocabulary]``, set to -inf for tokens that the grammar forbids."""
-        if len(self._matchers) < len(input_ids):  # each row becomes several beams
-            beams = len(input_ids) // len(self._matchers)
-            self._matchers = [one and one.fresh() for one in self._matchers for _ in range(beams)]
+        """Scores ``[rows, vocabulary]``, set to -inf for tokens that the grammar forbids.
+
+        Rows that have ended keep their scores.
+
+        Raises:
+            GrammarError: A row has a forbidden token, a grammar cannot be followed, or other
+                settings forbid every token that the grammar allows.
+        """
         rows = input_ids[:, self._prompt_width :].tolist()
-        try:
-            return self._restricted(scores, rows, self._matchers)
-        except GrammarError:
-            if self._on_failure is None:
-                raise
-            for place, (row, matcher) in enumerate(zip(rows, self._matchers, strict=True)):
-                try:
-                    self._restricted(scores[place : place + 1], [row], [matcher])
-                except GrammarError as error:
-                    self._matchers[place] = None
-                    self._on_failure(place, error)
-            return self._restricted(scores, rows, self._matchers)
+        beams = len(rows) // len(self._matchers)
+        allowed = np.ones(scores.shape, bool)
+        for index, row in enumerate(rows):
+            try:
+                allowed[index] = self._allowed(row, self._matchers[index // beams], scores.shape[1])
+            except GrammarError as error:
+                self._fail(index // beams, error)
+        result = scores.masked_fill(~torch.from_numpy(allowed).to(scores.device), -torch.inf)
+        is_stuck = (result.amax(dim=-1) == -torch.inf).tolist()
+        for index in np.flatnonzero(is_stuck & ~allowed.all(axis=1)):
+            # A complete answer may end, even if other settings forbid it.
+            if np.isin(np.flatnonzero(allowed[index]), self._ends).all() and allowed[index].any():
+                result[index, self._ends] = 0.0
+                continue
+            error = GrammarError(
+                "No token is left for the answer: other settings, such as eos_token_id, "
+                "bad_words_ids or suppress_tokens, forbid every token that the grammar allows"
+            )
+            self._fail(int(index) // beams, error)
+            result[index] = scores[index]
+        return result
 
     def check_answer(self, row: Sequence[int], place: int = 0) -> None:
         """Check a finished answer again, because a custom decoding loop may bypass the constraint.
 
         Args:
             row: Token ids of the answer.
-            place: Row of the batch, before it is repeated for beams.
+            place: Index of the prompt.
 
         Raises:
-            GrammarError: the answer does not fit its grammar.
+            GrammarError: The answer does not fit its grammar.
         """
-        matcher = self._matchers[place]
-        if matcher is not None:
-            answer = until_end(row, self._ends)
-            if not (matcher.follow(answer) or _is_padded(answer, matcher, self._pad)):
-                raise _stray(answer)
+        if (matcher := self._matchers[place]) is not None:
+            self._follow(until_end(row, self._ends), matcher, is_kept=True)
 
+    def _allowed(
+        self, row: Sequence[int], matcher: Matching | None, vocabulary: int
+    ) -> NDArray[np.bool_] | bool:
+        """The tokens that may follow a row. True: all."""
+        if matcher is None or not set(self._ends).isdisjoint(row):
+            return True
+        follows = self._follow(row, matcher, is_kept=not self._has_strays)
+        return matcher.allowed(vocabulary, self._ends) if follows else True
 
-def restricted(
-    scores: Tensor,
-    rows: Sequence[Sequence[int]],
-    matchers: Sequence[Matching | None],
-    ends: Collection[int],
-    *,
-    pad: int | None = None,
-    has_strays: bool = False,
-) -> Tensor:
-    """Set the scores of tokens that the grammars forbid to -inf.
+    def _follow(self, row: Sequence[int], matcher: Matching, *, is_kept: bool) -> bool:
+        """Whether a row fits its grammar and may continue.
 
-    Rows that have ended keep their scores.
-
-    Args:
-        scores: Scores of the next token, ``[rows, vocabulary]``.
-        rows: Token ids of each answer so far.
-        matchers: Matcher per row. None leaves a row unconstrained.
-        pad: Token that pads rows that have ended at a stop string, without one of ``ends``.
-        has_strays: Whether rows with a forbidden token also keep their scores. Beam search drops
-            such rows, and drafts are rolled back.
-
-    Raises:
-        GrammarError: a row has a forbidden token, a grammar cannot be followed, or other settings
-            forbid every token that the grammar allows.
-    """
-    vocabulary = scores.shape[-1]
-    allowed = np.ones((len(rows), vocabulary), bool)
-    held = []
-    for place, (row, matcher) in enumerate(zip(rows, matchers, strict=True)):
-        if matcher is None or not set(ends).isdisjoint(row):
-            continue
+        Raises:
+            GrammarError: The row has a forbidden token before its padding, and is to be kept.
+        """
         if matcher.follow(row):
-            allowed[place] = matcher.allowed(vocabulary, ends)
-            held.append(place)
-        elif not (has_strays or _is_padded(row, matcher, pad)):
-            raise _stray(row)
-    mask = torch.from_numpy(allowed).to(scores.device)
-    result = scores.masked_fill(~mask, -torch.inf)
-    stuck = (result.amax(dim=-1) == -torch.inf).tolist()
-    for place in held:
-        if stuck[place]:
-            result[place] = _forced_end(allowed[place], ends, result[place])
-    return result
+            return True
+        length = len(row)
+        while length and row[length - 1] == self._pad:
+            length -= 1
+        if is_kept and (length == len(row) or not matcher.follow(row[:length])):
+            raise GrammarError(
+                f"An answer of {len(row)} tokens has one that its grammar forbids, and is not "
+                "returned: another option, such as custom_generate, bypassed the grammar; remove "
+                "that option"
+            )
+        return False
+
+    def _fail(self, place: int, error: GrammarError) -> None:
+        if self._on_failure is None:
+            raise error
+        self._matchers[place] = None
+        self._on_failure(place, error)
 
 
 def until_end(row: Sequence[int], ends: Collection[int]) -> Sequence[int]:
     """The tokens of a row before its first end token."""
     return row[: next((at for at, token in enumerate(row) if token in ends), len(row))]
-
-
-def _is_padded(row: Sequence[int], matcher: Matching, pad: int | None) -> bool:
-    """Whether a row is an answer that fits the grammar, followed by padding."""
-    length = len(row)
-    while length and row[length - 1] == pad:
-        length -= 1
-    return length < len(row) and matcher.follow(row[:length])
-
-
-def _stray(row: Sequence[int]) -> GrammarError:
-    return GrammarError(
-        f"An answer of {len(row)} tokens has one that its grammar forbids, and is not returned: "
-        "another option, such as custom_generate, bypassed the grammar; remove that option"
-    )
-
-
-def _forced_end(allowed: np.ndarray, ends: Collection[int], scores: Tensor) -> Tensor:
-    """Allow the end tokens if the grammar allows only them, even if other settings do not."""
-    possible = set(np.flatnonzero(allowed).tolist())
-    if not possible or possible - set(ends):
-        raise GrammarError(
-            "No token is left for the answer: other settings, such as eos_token_id, bad_words_ids "
-            "or suppress_tokens, forbid every token that the grammar allows"
-        )
-    return scores.index_fill(0, torch.tensor(sorted(ends), device=scores.device), 0.0)

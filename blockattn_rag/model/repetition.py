@@ -299,8 +299,6 @@ class JsonStrings:
 class Matching(Protocol):
     """Matches one answer against a grammar; see ``blockattn_rag.output.compiler.Matcher``."""
 
-    def fresh(self) -> Matching: ...
-
     def follow(self, ids: Sequence[int]) -> bool: ...
 
     def allowed(self, vocabulary: int, ends: Collection[int]) -> NDArray[np.bool_]: ...
@@ -325,13 +323,7 @@ class LoopEndingMatcher:
         self._matcher = matcher
         self._decode = decode
         self._quotes = quotes
-        self._among_text = among_text
         self._strings = JsonStrings(decode, among_text=among_text)
-
-    def fresh(self) -> LoopEndingMatcher:
-        return LoopEndingMatcher(
-            self._matcher.fresh(), self._decode, self._quotes, among_text=self._among_text
-        )
 
     def follow(self, ids: Sequence[int]) -> bool:
         self._strings.follow(ids)

@@ -9,7 +9,6 @@ from typing import Any
 
 from blockattn_rag.errors import ContextOverflowError
 from blockattn_rag.output.grammar import Grammar
-from blockattn_rag.output.tool_use import CallReading
 
 # Arguments of transformers' `generate` that the engine sets itself.
 _OWNED = frozenset(
@@ -24,12 +23,9 @@ _OWNED = frozenset(
 class Sampling:
     """Sampling options of an answer. Decoding is greedy unless ``temperature`` is above 0.
 
-    ``keep_tokens`` are control tokens that stay in the answer's text, such as those around tool
-    calls. ``calls`` parses tool calls, so that they can end the answer. ``extra`` is passed to
-    transformers' ``generate`` unchanged and overrides everything except the grammar.
-
-    ``grammar``, ``keep_tokens`` and ``calls`` are ignored when options are compared, because they
-    may differ between the answers of a batch. All other options must be equal.
+    ``extra`` is passed to transformers' ``generate`` unchanged and overrides everything except the
+    grammar. ``grammar`` is ignored when options are compared, because it may differ between the
+    answers of a batch. All other options must be equal.
     """
 
     max_new_tokens: int = 256
@@ -40,8 +36,6 @@ class Sampling:
     seed: int | None = None
     extra: dict[str, Any] = field(default_factory=dict)
     grammar: Grammar | None = field(default=None, compare=False)
-    keep_tokens: tuple[str, ...] = field(default=(), compare=False)
-    calls: CallReading | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if not _is_whole(self.max_new_tokens, 1):
@@ -56,8 +50,6 @@ class Sampling:
             raise _refusal("seed", "a 64-bit integer, or None", self.seed)
         if not all(isinstance(text, str) and text for text in self.stop):
             raise _refusal("stop", "a list of non-empty strings", self.stop)
-        if not all(isinstance(text, str) and text for text in self.keep_tokens):
-            raise _refusal("keep_tokens", "a list of non-empty strings", self.keep_tokens)
         if owned := _OWNED & self.extra.keys():
             raise ValueError(
                 f"{', '.join(sorted(owned))} cannot be set: the engine sets the model's inputs and "

@@ -27,19 +27,18 @@ a complete answer and raises for a truncated one.
 """
 
 from blockattn_rag.output.tool_calls import InvalidToolCall, ToolCall
-from blockattn_rag.output.tool_formats import FORMATS, ToolFormat, mark_ids
-from blockattn_rag.output.tool_parser import ReadAnswer, ToolCallParser, parse_answer
+from blockattn_rag.output.tool_formats import FORMATS, ToolFormat
+from blockattn_rag.output.tool_parser import CallParser, ReadAnswer, parse_answer
 from blockattn_rag.output.tool_templates import ToolTemplate, tool_template
 
 __all__ = [
     "FORMATS",
+    "CallParser",
     "InvalidToolCall",
     "ReadAnswer",
     "ToolCall",
-    "ToolCallParser",
     "ToolFormat",
     "ToolTemplate",
-    "mark_ids",
     "parse_answer",
     "tool_template",
 ]

@@ -49,15 +49,15 @@ def complete_json(text: str, finish_reason: str | None) -> Any:
     return value
 
 
-def incomplete(text: str, finish_reason: str | None, found: str = "") -> IncompleteAnswerError:
+def incomplete(text: str, finish_reason: str | None, reason: str = "") -> IncompleteAnswerError:
     """Create the error for an incomplete JSON answer.
 
     Args:
         text: The answer.
         finish_reason: Why the answer ended.
-        found: Error of the JSON parser.
+        reason: Error of the JSON parser.
     """
-    ended = f"ended before it was complete; remove stop strings that it may contain ({found})"
+    ended = f"ended before it was complete; remove stop strings that it may contain ({reason})"
     why = _REASONS.get(finish_reason or "", ended)
     return IncompleteAnswerError(f"A JSON answer {why}. Found {_shown(text)}", text)
 
@@ -85,7 +85,7 @@ def has_no_thoughts(options: Mapping[str, Any]) -> bool:
         options: Options of the call, as passed to the engine.
 
     Raises:
-        TypeError, ValueError: the grammar options are invalid.
+        TypeError, ValueError: The grammar options are invalid.
     """
     grammar = parse_grammar(options.get("response_format"), options.get("structured_outputs"))
     if grammar is None or grammar.kind == "structural_tag":

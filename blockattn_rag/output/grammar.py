@@ -53,7 +53,7 @@ def choice_grammar(choices: Sequence[str]) -> str:
     The choices form one terminal, which the lexer matches as one automaton. As separate rules, each
     choice would take one of a limited number of parser items.
     """
-    texts = " | ".join(json.dumps(one, ensure_ascii=False) for one in choices)
+    texts = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
     return f"%llguidance {{}}\nstart: CHOICE\nCHOICE: {texts}"
 
 
@@ -75,49 +75,50 @@ def parse_grammar(response_format: Any, structured_outputs: Any) -> Grammar | No
     return _of_outputs(structured_outputs)
 
 
-def _of_format(given: Any) -> Grammar | None:
-    schema_of = getattr(given, "model_json_schema", None)
-    if isinstance(given, type) and callable(schema_of):
-        given = {
+def _of_format(value: Any) -> Grammar | None:
+    schema_of = getattr(value, "model_json_schema", None)
+    if isinstance(value, type) and callable(schema_of):
+        value = {
             "type": "json_schema",
-            "json_schema": {"name": given.__name__, "schema": schema_of()},
+            "json_schema": {"name": value.__name__, "schema": schema_of()},
         }
-    if not isinstance(given, Mapping) or "type" not in given:
+    if not isinstance(value, Mapping) or "type" not in value:
         raise TypeError(
             "response_format must be a pydantic class, or a mapping with a type, such as "
-            f"{{'type': 'json_schema', 'json_schema': {{...}}}}; found {_shown(given)}"
+            f"{{'type': 'json_schema', 'json_schema': {{...}}}}; found {_shown(value)}"
         )
-    asked = {"response_format": given}
-    match given["type"]:
+    asked = {"response_format": value}
+    match value["type"]:
         case "text":
             return None
         case "json_object":
             return _any_object(asked)
         case "json_schema":
-            named = given.get("json_schema")
+            named = value.get("json_schema")
             if not isinstance(named, Mapping) or not isinstance(named.get("schema"), Mapping):
                 raise ValueError(
                     "response_format of type json_schema must have its schema in "
-                    f"['json_schema']['schema']; found {_shown(given)}"
+                    f"['json_schema']['schema']; found {_shown(value)}"
                 )
             return _of_schema(named["schema"], asked, named.get("name"))
     raise ValueError(
         "The type of response_format must be json_schema, json_object or text; found "
-        f"{_shown(given['type'])}"
+        f"{_shown(value['type'])}"
     )
 
 
-def _of_outputs(given: Any) -> Grammar:
+def _of_outputs(outputs: Any) -> Grammar:
     kinds = get_args(Kind)
-    if not isinstance(given, Mapping):
-        raise TypeError(f"structured_outputs must be a mapping; found {_shown(given)}")
-    present = [name for name, value in given.items() if value is not None and value is not False]
+    if not isinstance(outputs, Mapping):
+        raise TypeError(f"structured_outputs must be a mapping; found {_shown(outputs)}")
+    present = [name for name, value in outputs.items() if value is not None and value is not False]
     if len(present) != 1 or present[0] not in kinds:
         raise ValueError(
-            f"structured_outputs must have exactly one of {', '.join(kinds)}; found {_shown(given)}"
+            f"structured_outputs must have exactly one of {', '.join(kinds)}; found "
+            f"{_shown(outputs)}"
         )
     (kind,) = present
-    value, asked = given[kind], {"structured_outputs": given}
+    value, asked = outputs[kind], {"structured_outputs": outputs}
     match kind:
         case "json":
             schema = _read(value) if isinstance(value, str) else value
@@ -136,7 +137,7 @@ def _of_outputs(given: Any) -> Grammar:
             return Grammar(kind, text, "the structural tag", asked)
     if not isinstance(value, str) or not value:
         raise TypeError(f"{kind} must be a non-empty string; found {_shown(value)}")
-    name = f"the regular expression {value!r}" if kind == "regex" else "the grammar"
+    name = f"the regular expression {_shown(value)}" if kind == "regex" else "the grammar"
     return Grammar(kind, value, name, asked)
 
 
@@ -145,14 +146,14 @@ def _any_object(asked: Mapping[str, Any]) -> Grammar:
 
 
 def _of_schema(schema: Mapping[str, Any], asked: Mapping[str, Any], name: Any = None) -> Grammar:
-    given = name or schema.get("title")
-    called = f"the JSON schema {str(given)!r}" if given else "the JSON schema"
-    return Grammar("json", _json(schema), called, asked)
+    title = name or schema.get("title")
+    shown = f"the JSON schema {str(title)!r}" if title else "the JSON schema"
+    return Grammar("json", _json(schema), shown, asked)
 
 
 def _is_choice(value: Any) -> bool:
     is_list = isinstance(value, Sequence) and not isinstance(value, str)
-    return is_list and bool(value) and all(isinstance(one, str) and one for one in value)
+    return is_list and bool(value) and all(isinstance(choice, str) and choice for choice in value)
 
 
 def _read(text: str) -> Any:

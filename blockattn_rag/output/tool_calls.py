@@ -57,55 +57,56 @@ def read_call(
         argument_keys: Accepted keys of the arguments.
     """
     if not isinstance(value, dict):
-        return InvalidToolCall(text, f"expected a JSON object, found {_kind(value)}")
+        return InvalidToolCall(text, f"Expected a JSON object, found {_kind(value)}")
     name = value.get("name")
     if not isinstance(name, str) or not name:
-        return InvalidToolCall(text, f"expected a tool's 'name', found {_kind(name)}")
+        return InvalidToolCall(text, f"Expected a tool's 'name', found {_kind(name)}")
     keys = [key for key in argument_keys if key in value]
     if len(keys) != 1:
         expected = " or ".join(map(repr, argument_keys))
-        return InvalidToolCall(text, f"expected {expected} once, found {sorted(value)}", name)
+        return InvalidToolCall(text, f"Expected {expected} once, found {sorted(value)}", name)
     if others := sorted(value.keys() - {"name", "id", "type", *keys}):
-        return InvalidToolCall(text, f"found unknown fields {', '.join(map(repr, others))}", name)
+        return InvalidToolCall(text, f"Found unknown fields {', '.join(map(repr, others))}", name)
     if not isinstance(arguments := value[keys[0]], dict):
-        error = f"expected {keys[0]!r} to be a JSON object, found {_kind(arguments)}"
+        error = f"Expected {keys[0]!r} to be a JSON object, found {_kind(arguments)}"
         return InvalidToolCall(text, error, name)
-    given = value.get("id")
-    return ToolCall(name, arguments, given if isinstance(given, str) and given else new_call_id())
+    call_id = value.get("id")
+    if not isinstance(call_id, str) or not call_id:
+        call_id = new_call_id()
+    return ToolCall(name, arguments, call_id)
 
 
-def strict_json(text: str) -> Any:
-    """Parse a complete text as JSON.
+def decode_json(text: str, start: int = 0) -> tuple[Any, int]:
+    """Parse the JSON value that begins at an index, and return the index of its end.
 
     Raises:
         ValueError: The text is not JSON, or contains something that JSON parsers disagree on: NaN,
             an infinity, half of a surrogate pair, or a duplicate key.
+        RecursionError: The value is nested too deeply.
     """
-    value = json.loads(
-        text, object_pairs_hook=_object, parse_constant=_refuse_constant, parse_float=_finite
-    )
+    value, end = _DECODER.raw_decode(text, start)
     if half := _HALF.search(json.dumps(value, ensure_ascii=False)):
-        raise ValueError(f"found {half[0]!a}, half of a surrogate pair")
-    return value
+        raise ValueError(f"Found {half[0]!a}, half of a surrogate pair")
+    return value, end
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) < len(pairs):
-        names = [key for key, _ in pairs]
-        twice = next(key for key in names if names.count(key) > 1)
-        raise ValueError(f"found the key {twice!r} twice")
-    return made
+    value: dict[str, Any] = {}
+    for key, item in pairs:
+        if key in value:
+            raise ValueError(f"Found the key {key!r} twice")
+        value[key] = item
+    return value
 
 
 def _finite(digits: str) -> float:
     if math.isinf(number := float(digits)):
-        raise ValueError(f"found {digits[:40]}, which is too large for a number")
+        raise ValueError(f"Found {digits[:40]}, which is too large for a number")
     return number
 
 
 def _refuse_constant(word: str) -> NoReturn:
-    raise ValueError(f"found {word}, which is not valid JSON")
+    raise ValueError(f"Found {word}, which is not valid JSON")
 
 
 def _kind(value: Any) -> str:
@@ -113,3 +114,8 @@ def _kind(value: Any) -> str:
         return "none"
     kinds: Mapping[type, str] = {list: "a list", str: "a string", dict: "an object"}
     return kinds.get(type(value), repr(value)[:40])
+
+
+_DECODER = json.JSONDecoder(
+    object_pairs_hook=_object, parse_constant=_refuse_constant, parse_float=_finite
+)

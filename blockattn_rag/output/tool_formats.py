@@ -61,8 +61,8 @@ class ToolFormat:
 
 
 FORMATS: dict[str, ToolFormat] = {
-    one.name: one
-    for one in (
+    form.name: form
+    for form in (
         # Hermes 2 and 3, Qwen 2.5 and 3, SmolLM3, Granite 4: an object between tags for each call.
         ToolFormat("hermes", opening="<tool_call>", closing="</tool_call>"),
         # Mistral up to tokenizer version 7: one list.
@@ -169,4 +169,4 @@ def _text(text: str) -> str:
 
 def _escaped(text: str) -> str:
     """Escape a text for llguidance's regular expressions, which are enclosed in slashes."""
-    return re.sub(r"[^\w\s]", lambda found: f"\\x{ord(found[0]):02x}", text)
+    return re.sub(r"[^\w\s]", lambda match: f"\\x{ord(match[0]):02x}", text)

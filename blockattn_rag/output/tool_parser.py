@@ -1,36 +1,27 @@
-"""Streaming parser that splits a model's answer into text and tool calls."""
+"""Parses answers into text and tool calls."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from blockattn_rag.output.tool_calls import (
     InvalidToolCall,
     ToolCall,
+    decode_json,
     new_call_id,
     read_call,
-    strict_json,
 )
-from blockattn_rag.output.tool_formats import ToolFormat
+from blockattn_rag.output.tool_formats import ToolFormat, mark_ids
 
-Piece = str | ToolCall | InvalidToolCall
-"""A piece of an answer: text, a call, or an invalid call."""
-
-Marks = Sequence[tuple[int, int]]
-"""Spans of control tokens in a text, each ``(start, end)``."""
-
-# Marks are replaced by halves of surrogate pairs, which no tokenizer produces.
-_OPENING, _CLOSING, _ARGUMENTS, _ID = _PRIVATE = "\udc00\udc01\udc02\udc03"
-_ANY_PRIVATE = re.compile(f"[{_PRIVATE}]")
-
+_NAME = re.compile(r'\[?\s*\{\s*"name"\s*:\s*"([^"\\]+)"')
 _VISIBLE = re.compile(r"\S")
-_HEAD_END = re.compile(rf"[\[\]{{}}{_PRIVATE}]")
-_STRUCTURE = re.compile(rf'[\[\]{{}}"\\\n{_CLOSING}]')
-_NAME = re.compile(r'\s*\[?\s*\{\s*"name"\s*:\s*"([^"\\]+)"')
+_WINDOW = 8
+"""Number of tokens that determine how the next token is decoded."""
 
 
 class ReadAnswer(NamedTuple):
@@ -40,356 +31,326 @@ class ReadAnswer(NamedTuple):
     calls: list[ToolCall]
     invalid: list[InvalidToolCall]
 
-    @classmethod
-    def of(cls, pieces: Sequence[Piece]) -> ReadAnswer:
-        """Collect the pieces of an answer."""
-        return cls(
-            "".join(piece for piece in pieces if isinstance(piece, str)),
-            [piece for piece in pieces if isinstance(piece, ToolCall)],
-            [piece for piece in pieces if isinstance(piece, InvalidToolCall)],
-        )
+
+class Mark(NamedTuple):
+    """The mark with this number, at ``start`` to ``end`` of an answer.
+
+    Control tokens are not in an answer's text, so their start is their end.
+    """
+
+    start: int
+    end: int
+    text: str
+    number: int = 0
 
 
 def parse_answer(
-    answer: str,
+    text: str,
     form: ToolFormat,
     names: Collection[str] = (),
     *,
-    tokens: Collection[str] = (),
-    marks: Marks = (),
+    token_ids: Sequence[int] = (),
+    tokenizer: Any = None,
 ) -> ReadAnswer:
-    """Parse a complete answer; see ``ToolCallParser``."""
-    parser = ToolCallParser(form, names, tokens)
-    return ReadAnswer.of([*parser.push(answer, marks), *parser.finish()])
+    """Parse a finished answer.
+
+    Args:
+        text: Text of the answer, without control tokens.
+        form: How the model writes calls.
+        names: Names of the tools.
+        token_ids: Token ids of the answer.
+        tokenizer: Transformers tokenizer of the model. Marks that are single tokens count only
+            where ``token_ids`` has the token, so that a quoted call remains text. None: marks are
+            recognized in the text.
+    """
+    return CallParser(form, names, tokenizer).parse(text, token_ids)
 
 
-class ToolCallParser:
-    """Parses an answer in pieces. Returns text immediately, and each call when it is complete.
+class CallParser:
+    """Parses the finished answers of a model with tools.
 
-    White space next to a call is dropped. An invalid call is returned as such and never repaired;
-    the rest of the answer is parsed as usual. Time is linear in the length of the answer.
+    White space next to a call is dropped. An invalid call is returned as such and never repaired.
+    The answer ends at a call that repeats the previous one, or at the first valid call if only one
+    is allowed; later text and calls are dropped.
 
     Args:
         form: How the model writes calls.
         names: Names of the tools. If an answer starts with a JSON object that has no opening mark
             and is not a valid call, it is an invalid call if it has one of these names, else text.
-        tokens: Marks of the format that are one token each (``mark_ids``). They count only where
-            the ``marks`` of ``push`` report the token; the same characters elsewhere are text.
+        tokenizer: See ``parse_answer``.
         only_first: Whether an answer that does not start with a call is entirely text. True if a
             grammar decides between calls and text.
+        parallel: Whether the answer may have several calls.
     """
 
     def __init__(
         self,
         form: ToolFormat,
         names: Collection[str] = (),
-        tokens: Collection[str] = (),
+        tokenizer: Any = None,
         *,
         only_first: bool = False,
+        parallel: bool = True,
     ) -> None:
-        self._form = form
-        self._names = frozenset(names)
-        self._only_first = only_first
-        self._marks = _MarkReader(form, tokens)
-        self._text = ""  # the answer, with private characters as marks
-        self._at = 0  # start of the text that is not parsed yet
-        self._blank_to = 0  # end of the known white space at `_at`
-        self._call: _OpenCall | None = None
-        self._is_text = False  # the rest of the answer has no calls
-        self._begins = True  # nothing but white space so far
-        self._follows_call = False  # only white space has come since a call
-        self._blank = ""  # white space between text and the call after it
-        self._ids: set[str] = set()
+        self.form = form
+        self.names = frozenset(names)
+        self.only_first = only_first
+        self.parallel = parallel
+        self._tokenizer = tokenizer
+        ids = {} if tokenizer is None else mark_ids(form, tokenizer)
+        self._tokens = {number: mark for mark, number in ids.items()}
+        spelled = [re.escape(mark) for mark in form.marks if mark not in ids]
+        self._spelled = re.compile("|".join(spelled) or "(?!)")
 
-    @property
-    def has_loop(self) -> bool:
-        """Whether an unfinished list of calls has the same call twice in a row."""
-        return self._call is not None and self._call.repeated is not None
-
-    def push(self, text: str, marks: Marks = ()) -> list[Piece]:
-        """Add the next piece of the answer. Returns newly parsed text and calls.
+    def parse(self, text: str, token_ids: Sequence[int] = (), start: int = 0) -> ReadAnswer:
+        """Parse a finished answer.
 
         Args:
-            text: The piece.
-            marks: Spans of control tokens in it, as in ``GenerationChunk``.
+            text: Text that the model generated, without control tokens.
+            token_ids: All its token ids.
+            start: Index in the text at which the answer starts, after the model's thoughts.
         """
-        self._append(self._marks.read(text, marks))
-        return [*self._pieces(final=False)]
+        return _Reader(self, text, self._marks(text, token_ids, start)).read(start)
 
-    def finish(self) -> list[Piece]:
-        """Parse the rest of the answer, which is complete."""
-        self._append(self._marks.finish())
-        return [*self._pieces(final=True)]
-
-    def _append(self, text: str) -> None:
-        # CPython appends in place to a string if a local variable has its only reference.
-        whole, self._text = self._text, ""
-        whole += text
-        self._text = whole
-
-    def _pieces(self, *, final: bool) -> Iterator[Piece]:
-        while True:
-            before = self._at, self._call
-            yield from self._read_call(final) if self._call else self._read_text(final)
-            if before == (self._at, self._call):
-                return
-
-    def _read_text(self, final: bool) -> Iterator[Piece]:
-        """Read text up to the next call, and open that call."""
-        text, at = self._text, self._at
-        if self._is_text:
-            self._at = len(text)
-            yield from self._shown(text[at:])
-            return
-        begin = self._blank_to = _visible_from(text, max(at, self._blank_to))
-        if begin == len(text) and not final:
-            return
-        if self._form.is_bare and (self._begins or self._follows_call):
-            bare = begin
-            if self._follows_call and text.startswith(";", begin):  # a call without mark
-                bare = _visible_from(text, begin + 1)
-            if text.startswith("{", bare):
-                self._call = _OpenCall(self._form, bare, blank=text[at:bare])
-                self._at = bare
-                return
-            if bare == len(text) and not final:
-                return
-        found = text.find(_OPENING, begin)
-        if self._only_first and self._begins and begin < len(text) and found != begin:
-            self._is_text = True
-            yield from self._read_text(final)
-        elif found >= 0:
-            self._call = _OpenCall(self._form, found + 1)
-            self._at = found + 1
-            yield from self._beside_calls(text[at:found], before_call=True)
-        else:
-            part = text[at:] if final else text[at:].rstrip()
-            self._at += len(part)
-            yield from self._beside_calls(part, before_call=False)
-
-    def _beside_calls(self, text: str, *, before_call: bool) -> Iterator[Piece]:
-        """Text without white space next to calls. White space between two texts is kept."""
-        shown = text.rstrip() if before_call else text
-        if self._follows_call and (shown := shown.lstrip()):
-            shown = self._blank + shown
-        if shown:
-            self._begins = self._begins and shown.isspace()
-            self._follows_call = False
-        if before_call and not (self._begins or self._follows_call):
-            self._blank = text[len(text.rstrip()) :]
-        yield from self._shown(shown)
-
-    def _shown(self, text: str) -> Iterator[Piece]:
-        if text:
-            yield self._marks.plain(text)
-
-    def _read_call(self, final: bool) -> Iterator[Piece]:
-        """Read the open call, or list of calls, if it has ended."""
-        assert self._call is not None
-        call, text = self._call, self._text
-        if (read := call.read(text, self._marks.plain, final=final)) is None:
-            return
-        calls, end = read
-        self._call, self._at, self._begins = None, end, False
-        is_ours = any(isinstance(one, ToolCall) or one.name in self._names for one in calls)
-        if call.blank is not None and not is_ours:  # a JSON object that is not a call
-            self._is_text, self._follows_call = self._only_first, False
-            yield from self._shown(call.blank + text[call.start : end])
-            return
-        self._follows_call = True
-        for one in calls:
-            # Results refer to calls by id, so ids must be unique.
-            yield replace(one, id=new_call_id()) if one.id in self._ids else one
-            self._ids.add(one.id)
-
-
-class _MarkReader:
-    """Replaces the marks of a format with private characters.
-
-    Args:
-        form: How the model writes calls.
-        tokens: Marks that are tokens. The others are recognized in text.
-    """
-
-    def __init__(self, form: ToolFormat, tokens: Collection[str]) -> None:
-        marks = (form.opening, form.closing, form.arguments_mark, form.id_mark)
-        private = {mark: one for mark, one in zip(marks, _PRIVATE, strict=True) if mark}
-        self._plain = {ord(one): mark for mark, one in private.items()}
-        self._tokens = {mark: one for mark, one in private.items() if mark in tokens}
-        self._spelled = {mark: one for mark, one in private.items() if mark not in tokens}
-        self._held = ""  # text that may be the start of a mark
-
-    def read(self, text: str, marks: Marks) -> str:
-        """The next piece with private characters as marks, up to a possible start of a mark."""
-        parts, at = [], 0
-        for start, end in marks:
-            if one := self._tokens.get(text[start:end]):
-                parts += [self._replaced(text[at:start]), self.finish(), one]
-                at = end
-        return "".join([*parts, self._replaced(text[at:])]) if parts else self._replaced(text)
-
-    def finish(self) -> str:
-        """Return the text that was held back."""
-        text, self._held = self._held, ""
-        return text
-
-    def plain(self, text: str) -> str:
-        """Replace private characters with their marks."""
-        return text.translate(self._plain) if _ANY_PRIVATE.search(text) else text
-
-    def _replaced(self, text: str) -> str:
-        text = self.finish() + _ANY_PRIVATE.sub("\ufffd", text)
-        for mark, one in self._spelled.items():
-            text = text.replace(mark, one)
-        longest = max(map(len, self._spelled), default=1) - 1
-        for size in range(min(longest, len(text)), 0, -1):
-            if any(len(mark) > size and text.endswith(mark[:size]) for mark in self._spelled):
-                self._held = text[-size:]
-                return text[:-size]
-        return text
-
-
-class _OpenCall:
-    """A call, or list of calls, that may be incomplete.
-
-    Args:
-        form: How the model writes calls.
-        start: Index after the opening mark.
-        blank: Text before a JSON object without opening mark. None: there was an opening mark.
-
-    Attributes:
-        repeated: End of the first of two consecutive equal objects in a list. None: no such pair.
-    """
-
-    def __init__(self, form: ToolFormat, start: int, blank: str | None = None) -> None:
-        self._form = form
-        self.start = start
-        self.blank = blank
-        self.repeated: int | None = None
-        self._at = start  # everything before this index was scanned
-        # The head: everything before the JSON.
-        self._begin = start if form.closing else None
-        self._word = start  # start of a name or an id
-        self._name: str | None = None
-        self._call_id: str | None = None
-        self._has_arguments = False
-        self._is_invalid = False  # no JSON can follow
-        # The JSON.
-        self._depth = 0
-        self._in_string = False
-        self._is_broken = False  # after an unclosed string, quotes are ignored
-        self._escaped = -1  # index of an escaped character
-        self._is_list = False
-        self._item = ""  # the latest object of the list
-        self._item_start = self._item_end = 0
-
-    def read(
-        self, text: str, plain: Callable[[str], str], *, final: bool
-    ) -> tuple[list[ToolCall | InvalidToolCall], int] | None:
-        """Parse the calls that begin at ``self.start``.
-
-        Args:
-            text: The answer so far.
-            plain: Function that replaces private characters with their marks.
-            final: Whether the answer is complete.
+    def shown(self, text: str, token_ids: Sequence[int] = (), start: int = 0) -> tuple[int, bool]:
+        """Which part of an unfinished answer can be shown; see ``parse`` for the arguments.
 
         Returns:
-            The calls and the index after them, or None if the calls may be incomplete.
+            Index of the end of the text before the first call, and whether a call has begun. Then
+            the remaining text is known when the answer is finished.
         """
-        self._find_json(text)
-        if self._begin is None:
-            end = text.find(_OPENING, self._at)
-            if end < 0 and not final:
-                self._at = len(text)
+        form, answer = self.form, text[start:].lstrip()
+        if form.is_bare and (not answer or answer.startswith("{")):
+            return start, bool(answer)
+        is_token = form.opening in self._tokens.values()
+        opening = None
+        if not is_token or any(self._tokens.get(token) == form.opening for token in token_ids):
+            marks = self._marks(text, token_ids, start)
+            opening = next((mark for mark in marks if mark.text == form.opening), None)
+        before = text[start:] if opening is None else text[start : opening.start]
+        if opening is None and not is_token:
+            sizes = range(len(form.opening) - 1, 0, -1)
+            before = before[
+                : -next((n for n in sizes if before.endswith(form.opening[:n])), 0) or None
+            ]
+        if self.only_first and before.strip():
+            return len(text), False
+        return start + len(before.rstrip()), opening is not None
+
+    def _marks(self, text: str, token_ids: Sequence[int], start: int) -> list[Mark]:
+        """All marks of the answer, in order."""
+        marks = [Mark(*match.span(), match[0]) for match in self._spelled.finditer(text)]
+        if not self._tokens.keys().isdisjoint(token_ids):
+            marks = sorted([*marks, *self._token_marks(text, token_ids)])
+        # A control token after the thoughts may come before white space that belongs to them.
+        marks = [mark for mark in marks if mark.start >= len(text[:start].rstrip())]
+        return [
+            Mark(max(mark.start, start), max(mark.end, start), mark.text, number)
+            for number, mark in enumerate(marks)
+        ]
+
+    def _token_marks(self, text: str, token_ids: Sequence[int]) -> list[Mark]:
+        """The marks that are tokens."""
+        marks, end, first = [], 0, 0
+        for index, token in enumerate(token_ids):
+            if (mark := self._tokens.get(token)) is None:
+                continue
+            before = token_ids[max(0, first - _WINDOW) : first]
+            new = token_ids[first:index]
+            start = end + len(self._decode([*before, *new])) - len(self._decode(before))
+            end, first = start + len(self._decode([token])), index + 1
+            if end <= len(text):  # not removed with a stop string
+                marks.append(Mark(start, end, mark))
+        return marks
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(
+            list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return text
+
+
+class _Reader:
+    """Reads one answer, from the first call to the last."""
+
+    def __init__(self, parser: CallParser, text: str, marks: Sequence[Mark]) -> None:
+        self._parser = parser
+        self._form = parser.form
+        self._text = text
+        self._marks = marks
+        self._starts = [mark.start for mark in marks]
+        self._next = 0  # index of the first mark that was not read
+        self._calls: list[ToolCall | InvalidToolCall] = []
+        self._latest = ""  # the call before, if nothing but white space follows it
+        self._may_be_bare = parser.form.is_bare
+        self._shown = ""
+        self._blank = ""  # white space before the calls since the latest text
+
+    def read(self, at: int) -> ReadAnswer:
+        """Read the answer that starts at this index."""
+        is_over = False
+        while not is_over and (part := self._read_part(at)) is not None:
+            text, calls, at = part
+            self._add_text(text, before_call=bool(calls))
+            is_over = not all(map(self._add_call, calls))
+        if not is_over:
+            self._add_text(self._text[at:], before_call=False)
+        return ReadAnswer(
+            self._shown,
+            [call for call in self._calls if isinstance(call, ToolCall)],
+            [call for call in self._calls if isinstance(call, InvalidToolCall)],
+        )
+
+    def _read_part(self, at: int) -> tuple[str, list[ToolCall | InvalidToolCall], int] | None:
+        """The text up to the next calls, these calls, and the index of their end."""
+        opening = self._mark(at, self._form.opening)
+        bare = self._bare_start(at, opening) if self._may_be_bare else None
+        if bare is not None:
+            calls, end = self._read_calls(bare)
+            if any(isinstance(call, ToolCall) or call.name in self._parser.names for call in calls):
+                return "", calls, end
+            if self._parser.only_first:
                 return None
-            end = len(text) if end < 0 else end
-            found = plain(text[self.start : end]).strip()
-            expected = "a tool's name and " if self._form.arguments_mark else ""
-            return [InvalidToolCall(found, f"expected {expected}JSON, found {found[:40]!r}")], end
-        found_end = self._json_end(text)
-        if found_end is None and not final:
+            self._may_be_bare = False
+            return self._text[at:end], [], end
+        if opening is None:
             return None
-        end = len(text) if found_end is None else found_end
-        body, is_cut = text[self._begin : end], found_end is None
-        if is_cut and self.repeated is not None:
-            body, is_cut = text[self._begin : self.repeated] + "]", False
-        shown = plain(text[self.start : self._begin] + body).strip()
-        after = end + 1 if self._form.closing and end < len(text) else end
-        return self._calls(plain(body), shown, is_cut=is_cut), after
+        text = self._text[at : opening.start]
+        if self._parser.only_first and text.strip() and not self._calls:
+            return None
+        self._may_be_bare = self._form.is_bare
+        self._next = opening.number + 1
+        return text, *self._read_calls(opening.end)
 
-    def _find_json(self, text: str) -> None:
-        """Find the start of the JSON, which some formats write after a name and an id."""
-        while self._begin is None and not self._is_invalid:
-            found = (_VISIBLE if self._has_arguments else _HEAD_END).search(text, self._at)
-            self._at = found.start() if found else len(text)
-            if found is None:
-                return
-            mark, word = found[0], text[self._word : self._at].strip()
-            is_bare = self._name is None and not word and mark in "[{"
-            if is_bare or (self._has_arguments and mark != _OPENING):
-                self._begin = self._at
-            elif word and (mark == _ARGUMENTS or (mark == _ID and self._name is None)):
-                self._call_id = word if self._name else None
-                self._name = self._name or word
-                self._has_arguments = mark == _ARGUMENTS
-                self._at = self._word = self._at + 1
-            else:
-                self._is_invalid = True
+    def _add_text(self, text: str, *, before_call: bool) -> None:
+        """Add text, without the white space next to calls."""
+        body = text.lstrip() if self._latest else text
+        kept = body.rstrip() if before_call else body
+        if kept:
+            self._shown += self._blank + kept
+        if self._shown and (kept or not self._latest):
+            self._blank = body[len(kept) :]
+        if kept:
+            self._latest = ""
 
-    def _json_end(self, text: str) -> int | None:
-        """End of the JSON: index of the closing mark outside strings, or after the last bracket."""
-        assert self._begin is not None
-        for found in _STRUCTURE.finditer(text, max(self._at, self._begin)):
-            at, one = found.start(), found[0]
-            if self._in_string:
-                if one == "\n":  # JSON strings have no line breaks: unclosed
-                    self._in_string, self._is_broken = False, True
-                elif one == "\\" and at != self._escaped:
-                    self._escaped = at + 1
-                elif one == '"' and at != self._escaped:
-                    self._in_string = False
-            elif one == '"':
-                self._in_string = not self._is_broken
-            elif one == _CLOSING:
-                return at
-            elif one in "[{":
-                self._depth += 1
-                if self._depth == 1:
-                    self._is_list = one == "["
-                elif self._depth == 2:
-                    self._item_start = at
-            elif one in "]}":
-                self._depth -= 1
-                if self._depth <= 0 and not self._form.closing:
-                    return at + 1
-                if self._depth == 1 and self._is_list:
-                    self._note_item(text[self._item_start : at + 1], at + 1)
-        self._at = len(text)
-        return None
+    def _add_call(self, call: ToolCall | InvalidToolCall) -> bool:
+        """Add a call. Returns whether the answer continues."""
+        said = call.arguments if isinstance(call, ToolCall) else call.text
+        latest, self._latest = self._latest, json.dumps([call.name, said], sort_keys=True)
+        if latest == self._latest:
+            return False
+        # Results refer to calls by id, so ids must be unique.
+        if call.id in {earlier.id for earlier in self._calls}:
+            call = replace(call, id=new_call_id())
+        self._calls.append(call)
+        return self._parser.parallel or isinstance(call, InvalidToolCall)
 
-    def _note_item(self, item: str, end: int) -> None:
-        if item == self._item and self.repeated is None:
-            self.repeated = self._item_end
-        self._item, self._item_end = item, end
+    def _bare_start(self, at: int, opening: Mark | None) -> int | None:
+        """Start of a call without opening mark: at the start of an answer, or after a call."""
+        start = self._visible(at)
+        if self._calls and self._text.startswith(";", start):
+            start = self._visible(start + 1)
+        is_marked = opening is not None and opening.start <= start
+        return start if self._text.startswith("{", start) and not is_marked else None
 
-    def _calls(self, body: str, shown: str, *, is_cut: bool) -> list[ToolCall | InvalidToolCall]:
-        name, keys = self._name, self._form.argument_keys
+    def _read_calls(self, start: int) -> tuple[list[ToolCall | InvalidToolCall], int]:
+        """The calls that begin at an index, and the index of their end."""
+        form, text = self._form, self._text
+        name, call_id, begin = self._read_head(start)
+        end = start
         try:
-            value: Any = strict_json(body)
+            if begin is None:
+                expected = "a tool's name and JSON" if form.arguments_mark else "JSON"
+                raise ValueError(f"Expected {expected}, found {text[start : start + 40].strip()!r}")
+            values, end = self._read_values(begin, is_arguments=name is not None)
+            closing = self._mark(end, form.opening, form.closing) if form.closing else None
+            stop = closing.start if closing else len(text) if form.closing else end
+            if rest := text[end:stop].strip():
+                raise ValueError(f"Found {rest[:40]!r} after the JSON of a call")
         except (ValueError, RecursionError) as error:
-            if name is None and (found := _NAME.match(body)):
-                name = found[1]
-            why = "the answer ends before the call does" if is_cut else str(error)
-            return [InvalidToolCall(shown, why, name)]
+            return self._read_malformed(start, end, name, str(error))
+        shown = text[start:stop].strip()
         if name is not None:
-            value = {"name": name, keys[0]: value, "id": self._call_id or new_call_id()}
-        if not isinstance(value, list) or len(value) < 2:
-            only = value[0] if isinstance(value, list) and value else value
-            return [read_call(only, shown, keys)]
-        return [read_call(item, json.dumps(item, ensure_ascii=False), keys) for item in value]
+            values = [{"name": name, form.argument_keys[0]: values[0], "id": call_id}]
+        shows = [shown] if len(values) == 1 else [json.dumps(v, ensure_ascii=False) for v in values]
+        calls = [read_call(v, s, form.argument_keys) for v, s in zip(values, shows, strict=True)]
+        return calls, self._read_closing(closing, stop)
 
+    def _read_malformed(
+        self, start: int, at: int, name: str | None, error: str
+    ) -> tuple[list[ToolCall | InvalidToolCall], int]:
+        """An invalid call, which ends at the next mark from ``at`` on."""
+        if name is None and (match := _NAME.match(self._text, self._visible(start))):
+            name = match[1]
+        mark = self._mark(at, self._form.opening, self._form.closing)
+        if mark is None:
+            error = f"The answer ends before the call does: {error}"
+        stop = len(self._text) if mark is None else mark.start
+        shown = self._text[start:stop].strip()
+        return [InvalidToolCall(shown, error, name)], self._read_closing(mark, stop)
 
-def _visible_from(text: str, at: int) -> int:
-    """Index of the first character from ``at`` on that is not white space."""
-    found = _VISIBLE.search(text, at)
-    return found.start() if found else len(text)
+    def _read_closing(self, mark: Mark | None, stop: int) -> int:
+        """Index of the end of a call, after its closing mark."""
+        if mark is None or mark.text != self._form.closing:
+            return stop
+        self._next = mark.number + 1
+        return mark.end
+
+    def _read_head(self, start: int) -> tuple[str | None, str | None, int | None]:
+        """The name and id before the JSON, in formats that have them there, and its start."""
+        form, begin = self._form, self._visible(start)
+        mark = self._mark(start, *form.marks) if form.arguments_mark else None
+        is_json = bool(form.closing) or self._text.startswith(("[", "{"), begin)
+        if is_json and (mark is None or mark.start > begin):
+            return None, None, begin
+        call_id = None
+        name = self._text[start : mark.start].strip() if mark else ""
+        if name and mark and mark.text == form.id_mark:
+            self._next = mark.number + 1
+            following = self._mark(mark.end, *form.marks)
+            call_id = self._text[mark.end : following.start].strip() if following else None
+            mark = following
+        if not name or mark is None or mark.text != form.arguments_mark:
+            return None, None, None
+        self._next = mark.number + 1
+        return name, call_id, self._visible(mark.end)
+
+    def _read_values(self, at: int, *, is_arguments: bool) -> tuple[list[Any], int]:
+        """The objects of a call, or of a list of calls, and the index of their end.
+
+        A list ends at an object that repeats the previous one, because models may repeat a call
+        until the answer is cut off.
+
+        Raises:
+            ValueError, RecursionError: The text at this index is not valid JSON.
+        """
+        text = self._text
+        if is_arguments or not text.startswith("[", at):
+            value, end = decode_json(text, at)
+            return [value], end
+        values: list[Any] = []
+        at = self._visible(at + 1)
+        if text.startswith("]", at):
+            return [values], at + 1
+        while True:
+            value, at = decode_json(text, at)
+            values.append(value)
+            written = [json.dumps(value, sort_keys=True) for value in values[-2:]]
+            if len(written) == 2 and written[0] == written[1]:
+                return values, len(text)
+            at = self._visible(at)
+            if text.startswith("]", at):
+                return values, at + 1
+            if not text.startswith(",", at):
+                raise ValueError(f"Expected ',' or ']', found {text[at : at + 40]!r}")
+            at = self._visible(at + 1)
+
+    def _mark(self, at: int, *kinds: str) -> Mark | None:
+        """The next mark of these kinds from an index on that was not read."""
+        places = range(max(self._next, bisect_left(self._starts, at)), len(self._marks))
+        return next((self._marks[i] for i in places if self._marks[i].text in kinds), None)
+
+    def _visible(self, at: int) -> int:
+        """Index of the first character from ``at`` on that is not white space."""
+        match = _VISIBLE.search(self._text, at)
+        return match.start() if match else len(self._text)

@@ -132,40 +132,40 @@ def without_tools(messages: Sequence[Message]) -> list[dict[str, Any]]:
     A result is moved before the question that it answers, because the question must be in the final
     block, after all passages.
     """
-    made: list[dict[str, Any]] = []
+    turns: list[dict[str, Any]] = []
     for turn in messages:
         if turn["role"] == "tool":
             if turn["content"]:
-                asked = [index for index, earlier in enumerate(made) if earlier["role"] == "user"]
+                asked = [index for index, earlier in enumerate(turns) if earlier["role"] == "user"]
                 plain = {"role": "user", "content": turn["content"]}
-                made.insert(asked[-1] if asked else len(made), plain)
+                turns.insert(asked[-1] if asked else len(turns), plain)
         elif turn["content"] or not turn.get("tool_calls"):
-            made.append({name: value for name, value in turn.items() if name != "tool_calls"})
-    return made
+            turns.append({name: value for name, value in turn.items() if name != "tool_calls"})
+    return turns
 
 
-def _short_id(given: str) -> str:
-    if len(given) == ID_LENGTH and given.isascii() and given.isalnum():
-        return given
-    return hashlib.sha256(given.encode("utf-8", "surrogatepass")).hexdigest()[:ID_LENGTH]
+def _short_id(call_id: str) -> str:
+    if len(call_id) == ID_LENGTH and call_id.isascii() and call_id.isalnum():
+        return call_id
+    return hashlib.sha256(call_id.encode("utf-8", "surrogatepass")).hexdigest()[:ID_LENGTH]
 
 
 def _one_call_each(turns: Sequence[Message]) -> list[Message]:
     """Split messages with several calls into one message per call, each before its result."""
-    made: list[Message] = []
+    split: list[Message] = []
     moved: set[int] = set()  # indices of results that already follow their calls
     for place, turn in enumerate(turns):
         calls = turn.get("tool_calls") or ()
         if len(calls) < 2:
-            made += [] if place in moved else [turn]
+            split += [] if place in moved else [turn]
             continue
         for index, call in enumerate(calls):
             content = "" if index else turn["content"]
-            made.append({**turn, "content": content, "tool_calls": [call]})
-            if (found := _result_of(call, turns, place + 1, moved)) is not None:
-                made.append(turns[found])
-                moved.add(found)
-    return made
+            split.append({**turn, "content": content, "tool_calls": [call]})
+            if (result := _result_of(call, turns, place + 1, moved)) is not None:
+                split.append(turns[result])
+                moved.add(result)
+    return split
 
 
 def _result_of(
@@ -205,12 +205,14 @@ def shows_results(tokenizer: Any) -> bool:
 
 
 def _probed(tokenizer: Any) -> _Probed:
-    given = tokenizer.chat_template
+    templates = tokenizer.chat_template
     source = str(
-        given.get("tool_use") or given.get("default") if isinstance(given, dict) else given
+        templates.get("tool_use") or templates.get("default")
+        if isinstance(templates, dict)
+        else templates
     )
     if source not in _known:
-        _known[source] = _probe(tokenizer, source) if given else _Probed(None, False)
+        _known[source] = _probe(tokenizer, source) if templates else _Probed(None, False)
     return _known[source]
 
 
@@ -240,16 +242,16 @@ def _probe(tokenizer: Any, source: str) -> _Probed:
     asked = _THOUGHTS.sub("", asked)  # a mark of thoughts may start like a mark of calls
     begin = len(os.path.commonprefix([asked, text]))  # noqa: RUF071 (characters are meant)
     answer = text[begin:].partition(_RESULT)[0]
-    found = ToolTemplate(FORMATS["hermes"], variable, is_wrapped)
+    template = ToolTemplate(FORMATS["hermes"], variable, is_wrapped)
     if "kvvalue" in answer:
         # The template uses the first format that can parse the call.
-        forms = (one for one in FORMATS.values() if _reads_back(answer, one))
+        forms = (form for form in FORMATS.values() if _reads_back(answer, form))
     else:
         # The template renders no calls, but its instructions may show how to write them.
         described = (FORMATS["granite"], FORMATS["hermes"])
-        forms = (one for one in described if one.opening in source)
-        found = replace(found, shows_calls=False)
-    return _Probed(next((replace(found, form=one) for one in forms), None), shows)
+        forms = (form for form in described if form.opening in source)
+        template = replace(template, shows_calls=False)
+    return _Probed(next((replace(template, form=form) for form in forms), None), shows)
 
 
 def _reads_back(answer: str, form: ToolFormat) -> bool:

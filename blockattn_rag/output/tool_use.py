@@ -1,4 +1,4 @@
-"""Tools of a request, and the reader of its answer."""
+"""Tools of a request, and the parser of its answer."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from blockattn_rag.output.grammar import Grammar, parse_grammar
-from blockattn_rag.output.tool_calls import ToolCall
-from blockattn_rag.output.tool_formats import FORMATS, ToolFormat, calls_grammar, mark_ids
-from blockattn_rag.output.tool_parser import Marks, Piece, ToolCallParser
+from blockattn_rag.output.tool_formats import FORMATS, calls_grammar
+from blockattn_rag.output.tool_parser import CallParser
 from blockattn_rag.output.tool_templates import (
     ToolTemplate,
     shows_results,
@@ -42,7 +41,6 @@ class ToolUse:
             of the tool that it must call. Required calls are enforced by a grammar.
         parallel: Whether the model may make several calls at once.
         constrained: Whether a grammar decides between text and calls from the first token on.
-        tokens: Marks of calls that are one token each. The same characters as text do not count.
     """
 
     template: ToolTemplate
@@ -50,7 +48,6 @@ class ToolUse:
     choice: str
     parallel: bool
     constrained: bool
-    tokens: frozenset[str]
 
     @classmethod
     def of_call(
@@ -97,10 +94,9 @@ class ToolUse:
             choice,
             parallel=call.get("parallel_tool_calls") is not False,
             constrained=calls == "constrained",
-            tokens=frozenset(mark_ids(template.form, tokenizer)),
         )
 
-    def engine_options(self, tokenizer: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    def engine_options(self, tokenizer: Any, options: Mapping[str, Any]) -> dict[str, Any]:
         """The engine's options for a request with these tools.
 
         If the caller requests JSON and the model may call tools, a grammar allows either. If the
@@ -108,15 +104,14 @@ class ToolUse:
 
         Args:
             tokenizer: Tokenizer of the model.
-            given: Options of the call.
+            options: Options of the call.
 
         Raises:
             ValueError: The caller's grammar conflicts with required or constrained calls.
         """
-        options = {**given, "keep_tokens": self.template.form.marks, "calls": self._reading(given)}
-        if not self._decides(given):
-            return options
-        grammar = _grammar_of(given)
+        if not self._decides(options):
+            return dict(options)
+        grammar = _grammar_of(options)
         if grammar is not None and not _is_json(grammar):
             raise ValueError(
                 f"Found {grammar} with tools whose calls are required or constrained: an answer "
@@ -135,91 +130,22 @@ class ToolUse:
         )
         return {**options, "response_format": None, "structured_outputs": {"grammar": calls}}
 
-    def _reading(self, given: Mapping[str, Any]) -> CallReading:
-        names = tuple(tool["function"]["name"] for tool in self.tools)
-        form, only_first = self.template.form, self._decides(given)
-        return CallReading(form, names, self.tokens, only_first, self.parallel)
+    def parser(self, tokenizer: Any, options: Mapping[str, Any]) -> CallParser:
+        """Create the parser of the answer to a request with these options."""
+        return CallParser(
+            self.template.form,
+            [tool["function"]["name"] for tool in self.tools],
+            tokenizer,
+            only_first=self._decides(options),
+            parallel=self.parallel,
+        )
 
-    def _decides(self, given: Mapping[str, Any]) -> bool:
+    def _decides(self, options: Mapping[str, Any]) -> bool:
         """Whether a grammar decides between calls and anything else, from the first token on."""
         if self.choice != AUTO or self.constrained:
             return True
-        grammar = _grammar_of(given)
+        grammar = _grammar_of(options)
         return grammar is not None and _is_json(grammar)
-
-
-@dataclass(frozen=True, slots=True)
-class CallReading:
-    """How to parse the calls in an answer; see ``ToolCallParser`` and ``AnswerReader``."""
-
-    form: ToolFormat
-    names: tuple[str, ...]
-    tokens: frozenset[str]
-    only_first: bool
-    parallel: bool
-
-    def reader(self) -> AnswerReader:
-        """Create the reader of one answer."""
-        return AnswerReader(self)
-
-
-class AnswerReader:
-    """Parses one answer of a model with tools, complete or in pieces; see ``ToolCallParser``.
-
-    The answer ends at a call that repeats the previous one, or at the first call if only one is
-    allowed. Everything after it is dropped.
-
-    Args:
-        reading: How to parse calls.
-
-    Attributes:
-        has_loop: Whether a call, valid or not, repeated the previous one.
-    """
-
-    def __init__(self, reading: CallReading) -> None:
-        self._parser = ToolCallParser(
-            reading.form, reading.names, reading.tokens, only_first=reading.only_first
-        )
-        self._parallel = reading.parallel
-        self._is_done = False
-        self._last = ""  # the previous call, as text
-        self.has_loop = False
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the answer must end here."""
-        return self._is_done or self.has_loop
-
-    def read(self, text: str, marks: Marks = (), *, last: bool) -> list[Piece]:
-        """Add the next piece of the answer. Returns newly parsed text and calls.
-
-        Args:
-            text: The piece.
-            marks: Spans of control tokens in it.
-            last: Whether this is the last piece.
-        """
-        pieces = self._parser.push(text, marks)
-        pieces += self._parser.finish() if last else ()
-        given: list[Piece] = []
-        for piece in pieces:
-            if not self._is_done:
-                self._take(piece, given)
-        self.has_loop |= self._parser.has_loop
-        return given
-
-    def _take(self, piece: Piece, given: list[Piece]) -> None:
-        if isinstance(piece, str):
-            given.append(piece)
-            self._last = "" if piece.strip() else self._last
-            return
-        said = piece.arguments if isinstance(piece, ToolCall) else piece.text
-        call = json.dumps([piece.name, said], sort_keys=True)
-        if call == self._last:
-            self.has_loop = self._is_done = True
-            return
-        given.append(piece)
-        self._last = call
-        self._is_done = isinstance(piece, ToolCall) and not self._parallel
 
 
 def prompt_spans(
@@ -244,7 +170,7 @@ def choice_of(choice: Any, tools: Sequence[Mapping[str, Any]]) -> str:
     """Normalize a tool choice to the values of ``ToolUse.choice``, or ``"none"``.
 
     Raises:
-        ValueError: the choice is invalid, or names an unknown tool.
+        ValueError: The choice is invalid, or names an unknown tool.
     """
     names = [tool["function"]["name"] for tool in tools]
     if isinstance(choice, Mapping):
@@ -271,24 +197,24 @@ def with_default_calls(defaults: Mapping[str, Any], call: Mapping[str, Any]) -> 
     """Add the model's default of ``tool_calls`` to the options of a request.
 
     Raises:
-        ValueError: the defaults contain other options for tools.
+        ValueError: The defaults contain other options for tools.
     """
-    given = {name: value for name, value in defaults.items() if name in TOOL_OPTIONS}
-    if others := [name for name in given if name != "tool_calls"]:
+    options = {name: value for name, value in defaults.items() if name in TOOL_OPTIONS}
+    if others := [name for name in options if name != "tool_calls"]:
         raise ValueError(
             f"Found {others[0]} in generate_kwargs, which accepts no option for tools except "
             f"tool_calls; pass {others[0]} with each call, or bind it"
         )
-    return {**given, **call}
+    return {**options, **call}
 
 
-def without_tool_options(given: Mapping[str, Any]) -> dict[str, Any]:
+def without_tool_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Options of a request without the options for tools."""
-    return {name: value for name, value in given.items() if name not in TOOL_OPTIONS}
+    return {name: value for name, value in options.items() if name not in TOOL_OPTIONS}
 
 
-def _grammar_of(given: Mapping[str, Any]) -> Grammar | None:
-    return parse_grammar(given.get("response_format"), given.get("structured_outputs"))
+def _grammar_of(options: Mapping[str, Any]) -> Grammar | None:
+    return parse_grammar(options.get("response_format"), options.get("structured_outputs"))
 
 
 def _is_json(grammar: Grammar) -> bool:

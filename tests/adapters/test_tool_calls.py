@@ -67,18 +67,16 @@ def test_a_call_that_the_token_limit_cuts_is_invalid(framework: Framework) -> No
 
 @WHOLE_OR_STREAM
 @pytest.mark.parametrize("choice", ["auto", "any"])
-def test_repeated_call_ends_the_answer(framework: Framework, how: How, choice: str) -> None:
+def test_repeated_call_is_returned_once(framework: Framework, how: How, choice: str) -> None:
     chat = scripted(framework, "\n".join([OTHER] + [CALL] * 4))
     found = framework.ask(chat, how, tools=[LOOK_UP, ADD], tool_choice=choice)
     assert [name for name, _ in found.calls] == ["add", "look_up"]
-    assert (found.invalid, found.finish_reason) == ([], "repetition")
-    longest = len("\n".join([OTHER, CALL, CALL]))  # at most one token a character
-    assert found.reuse["generated_tokens"] <= longest
+    assert (found.text, found.invalid) == ("", [])
 
 
 @WHOLE_OR_STREAM
 @pytest.mark.parametrize("choice", ["auto", "any"])
-def test_only_allowed_call_ends_the_answer(framework: Framework, how: How, choice: str) -> None:
+def test_only_allowed_call_is_returned(framework: Framework, how: How, choice: str) -> None:
     options: dict[str, Any] = {"tool_choice": choice, "parallel_tool_calls": False}
     chat = scripted(framework, f"{CALL}\n{OTHER}\nDone.")
     found = framework.ask(chat, how, tools=[LOOK_UP, ADD], **options)

@@ -1,4 +1,4 @@
-"""Grammars in decoding: each row is held to its own, and only to that."""
+"""Grammars in decoding: each row follows its own grammar."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from blockattn_rag.errors import GrammarError
-from blockattn_rag.model.constraint import GrammarConstraint, restricted
+from blockattn_rag.model.constraint import GrammarConstraint
 from blockattn_rag.output.compiler import GrammarCompiler, Matcher
 from blockattn_rag.output.grammar import parse_grammar
 from tests.models import tiny_tokenizer
@@ -18,14 +18,22 @@ END = TOKENIZER.eos_token_id
 A, B, C = TOKENIZER.convert_tokens_to_ids(["a", "b", "c"])
 PAD = TOKENIZER.convert_tokens_to_ids("z")
 WIDTH = len(TOKENIZER) + 7  # models predict more tokens than there are
+EVERY = set(range(WIDTH))
+COMPILER = GrammarCompiler(TOKENIZER, [END], "tiny")
 
 
-@pytest.fixture
-def matcher() -> Matcher:
-    """Of an answer that is ``ab`` or ``ac``."""
-    asked = parse_grammar(None, {"choice": ["ab", "ac"]})
-    assert asked is not None
-    return GrammarCompiler(TOKENIZER, [END], "tiny").matcher(asked)
+def matcher(**outputs: Any) -> Matcher:
+    """Default: of an answer that is ``ab`` or ``ac``."""
+    grammar = parse_grammar(None, outputs or {"choice": ["ab", "ac"]})
+    assert grammar is not None
+    return COMPILER.matcher(grammar)
+
+
+def constrained(rows: list[list[int]], *matchers: Matcher | None, **options: Any) -> torch.Tensor:
+    """Zeros, or ``scores``, after the constraint of these answers of equal length."""
+    scores = options.pop("scores", torch.zeros(len(rows), WIDTH))
+    ends = options.pop("ends", {END})
+    return GrammarConstraint(matchers, 0, ends, **options)(torch.tensor(rows).long(), scores)
 
 
 def left(scores: torch.Tensor) -> list[set[int]]:
@@ -33,44 +41,53 @@ def left(scores: torch.Tensor) -> list[set[int]]:
     return [set(row.isfinite().nonzero().flatten().tolist()) for row in scores]
 
 
-def test_each_row_is_held_to_its_own_grammar(matcher: Matcher) -> None:
+def test_each_row_follows_its_own_grammar() -> None:
     scores = torch.randn(3, WIDTH)
-    found = restricted(scores, [[], [A], []], [matcher, matcher.fresh(), None], {END})
-    assert left(found) == [{A}, {B, C}, set(range(WIDTH))]
-    assert torch.equal(found[2], scores[2])
-    assert torch.equal(found[1, [B, C]], scores[1, [B, C]])
+    rows = [[A], [B], [C]]
+    result = constrained(rows, matcher(), matcher(choice=["ba"]), None, scores=scores)
+    assert left(result) == [{B, C}, {A}, EVERY]
+    assert torch.equal(result[2], scores[2])
+    assert torch.equal(result[0, [B, C]], scores[0, [B, C]])
 
 
-def test_rows_that_have_ended_stay_unchanged(matcher: Matcher) -> None:
-    scores = torch.randn(3, WIDTH)
-    rows = [[A, B, END, C], [A, C, PAD], [A, PAD, PAD]]  # the last two end at stop strings
-    matchers = [matcher, matcher.fresh(), matcher.fresh()]
-    assert torch.equal(restricted(scores, rows, matchers, {END}, pad=PAD), scores)
-    ended = restricted(scores[:1], [[A, B]], [matcher.fresh()], {B})  # by a letter of the grammar
-    assert torch.equal(ended, scores[:1])
+def test_ended_rows_keep_their_scores() -> None:
+    rows = [[A, B, END, C], [A, C, PAD, PAD], [A, PAD, PAD, PAD]]  # two end at stop strings
+    assert left(constrained(rows, *[matcher() for _ in rows], pad=PAD)) == [EVERY] * 3
+    assert left(constrained([[A, B]], matcher(), ends={B})) == [EVERY]  # by a letter of the grammar
 
 
 @pytest.mark.parametrize("row", [[C], [A, A], [PAD, A], [A, PAD, B], [C, PAD]])
-def test_a_forbidden_token_is_an_error(matcher: Matcher, row: list[int]) -> None:
-    scores = torch.randn(1, WIDTH)
+def test_a_forbidden_token_raises_unless_the_row_is_a_stray(row: list[int]) -> None:
     with pytest.raises(GrammarError, match="one that its grammar forbids"):
-        restricted(scores, [row], [matcher], {END}, pad=PAD)
-    given_up = restricted(scores, [row], [matcher], {END}, pad=PAD, has_strays=True)
-    assert torch.equal(given_up, scores)
+        constrained([row], matcher(), pad=PAD)
+    assert left(constrained([row], matcher(), pad=PAD, has_strays=True)) == [EVERY]
 
 
-def test_an_error_of_the_grammar_is_raised_even_where_rows_are_given_up() -> None:
+def test_a_failing_grammar_ends_its_own_row_only() -> None:
     cases = " | ".join(f"c{i}" for i in range(10_001))
     rules = "\n".join(f'c{i}: "x" "{i}"' for i in range(10_001))
-    asked = parse_grammar(None, {"grammar": f'start: /a+/ "b" case\ncase: {cases}\n{rules}'})
-    assert asked is not None
-    large = GrammarCompiler(TOKENIZER, [END], "tiny").matcher(asked)
+    large = {"grammar": f'start: /a+/ "b" case\ncase: {cases}\n{rules}'}
     with pytest.raises(GrammarError, match="max is 10000"):
-        restricted(torch.zeros(1, WIDTH), [[A, A, B]], [large], {END}, has_strays=True)
+        constrained([[A, A, B]], matcher(**large), has_strays=True)
+    failures: list[tuple[int, GrammarError]] = []
+    constraint = GrammarConstraint(
+        [matcher(choice=["aabb"]), matcher(**large)],
+        0,
+        {END},
+        on_failure=lambda place, error: failures.append((place, error)),
+    )
+    for _ in range(2):
+        assert left(constraint(torch.tensor([[A, A, B]] * 2), torch.zeros(2, WIDTH))) == [
+            {B},
+            EVERY,
+        ]
+    ((place, error),) = failures
+    assert place == 1
+    assert "max is 10000" in str(error)
 
 
-def test_a_finished_answer_is_checked_once_more(matcher: Matcher) -> None:
-    constraint = GrammarConstraint([matcher, None], 0, {END}, pad=PAD, has_strays=True)
+def test_a_finished_answer_is_checked_again() -> None:
+    constraint = GrammarConstraint([matcher(), None], 0, {END}, pad=PAD, has_strays=True)
     for answer in ([A], [A, B, END], [A, C, END, C], [A, C, PAD]):
         constraint.check_answer(answer)
     constraint.check_answer([C], 1)
@@ -79,29 +96,33 @@ def test_a_finished_answer_is_checked_once_more(matcher: Matcher) -> None:
             constraint.check_answer(answer)
 
 
-def test_a_complete_answer_ends_whatever_other_settings_forbid(matcher: Matcher) -> None:
+def test_a_complete_answer_may_end_even_if_other_settings_forbid_it() -> None:
     scores = torch.zeros(1, WIDTH)
-    scores[0, END] = -torch.inf  # as min_new_tokens has it
-    assert left(restricted(scores, [[A, B]], [matcher], {END})) == [{END}]
+    scores[0, END] = -torch.inf  # as min_new_tokens sets it
+    assert left(constrained([[A, B]], matcher(), scores=scores)) == [{END}]
 
 
-def test_settings_that_leave_no_token_are_an_error(matcher: Matcher) -> None:
+def test_settings_that_leave_no_token_fail_the_row() -> None:
     scores = torch.zeros(1, WIDTH)
-    scores[0, A] = -torch.inf
+    scores[0, [B, C]] = -torch.inf
     with pytest.raises(GrammarError, match="No token is left"):
-        restricted(scores, [[]], [matcher], {END})
+        constrained([[A]], matcher(), scores=scores)
+    failures: list[int] = []
+    result = constrained(
+        [[A]], matcher(), scores=scores, on_failure=lambda place, _: failures.append(place)
+    )
+    assert failures == [0]
+    assert left(result) == [EVERY - {B, C}]
 
 
-def test_the_prompt_is_no_part_of_the_answer(matcher: Matcher) -> None:
-    constraint = GrammarConstraint([matcher], 2, {END})
+def test_the_prompt_is_not_part_of_the_answer() -> None:
+    constraint = GrammarConstraint([matcher()], 2, {END})
     assert left(constraint(torch.tensor([[C, C, A]]), torch.zeros(1, WIDTH))) == [{B, C}]
 
 
-def test_beams_have_matchers_of_their_own_and_may_trade_places(matcher: Matcher) -> None:
-    constraint = GrammarConstraint([matcher, None], 1, {END}, has_strays=True)
-    every = set(range(WIDTH))
+def test_beams_follow_the_grammar_of_their_prompt_and_may_trade_places() -> None:
+    constraint = GrammarConstraint([matcher(), None], 1, {END}, has_strays=True)
     first = torch.tensor([[C, A, B], [C, A, C], [C, C, C], [C, B, B]])
-    found = left(constraint(first, torch.zeros(4, WIDTH)))
-    assert found == [{END}, {END}, every, every]
+    assert left(constraint(first, torch.zeros(4, WIDTH))) == [{END}, {END}, EVERY, EVERY]
     traded = torch.tensor([[C, A], [C, A], [C, C], [C, B]])
-    assert left(constraint(traded, torch.zeros(4, WIDTH))) == [{B, C}, {B, C}, every, every]
+    assert left(constraint(traded, torch.zeros(4, WIDTH))) == [{B, C}, {B, C}, EVERY, EVERY]

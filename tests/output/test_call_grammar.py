@@ -48,13 +48,14 @@ WRITTEN = {
         '<|tool_call|>[{"name": "now", "arguments": {}}]',
     ],
 }
+_LISTED = (
+    '[{"name": "get_weather", "arguments": {"city": "Paris"}}, {"name": "now", "arguments": {}}]'
+)
 SEVERAL = {
     "hermes": "\n".join(WRITTEN["hermes"]),
-    "mistral": ('[TOOL_CALLS][{"name": "now", "arguments": {}}, {"name": "now", "arguments": {}}]'),
+    "mistral": f"[TOOL_CALLS]{_LISTED}",
     "mistral_args": "".join(WRITTEN["mistral_args"]),
-    "granite": (
-        '<|tool_call|>[{"name": "now", "arguments": {}}, {"name": "now", "arguments": {}}]'
-    ),
+    "granite": f"<|tool_call|>{_LISTED}",
 }
 
 

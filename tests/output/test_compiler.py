@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 import threading
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +14,7 @@ import numpy as np
 import pytest
 
 from blockattn_rag.errors import GrammarError, UnsupportedModelError
-from blockattn_rag.output.compiler import GrammarCompiler, Matcher
+from blockattn_rag.output.compiler import MOST_COMPILED, GrammarCompiler, Matcher
 from blockattn_rag.output.grammar import Grammar, parse_grammar
 from tests.holding import LONGEST_S
 from tests.models import tiny_tokenizer
@@ -52,7 +55,7 @@ def next_of(one: Matcher) -> set[str]:
 
 
 def fits(one: Matcher, text: str) -> bool:
-    return one.fresh().follow(ids(text))
+    return one.follow(ids(text))
 
 
 def test_tokens_that_may_come_next_are_those_of_the_grammar() -> None:
@@ -90,18 +93,49 @@ def test_answers_that_go_back_are_followed() -> None:
     assert next_of(one) == {"b", "x"}
 
 
-def test_a_fresh_matcher_shares_nothing_with_the_one_that_it_came_from() -> None:
-    one = matcher(choice=["ab"])
-    one.follow(ids("a"))
-    other = one.fresh()
+def test_matchers_of_one_grammar_are_independent() -> None:
+    choices = grammar(choice=["ab"])
+    compiled = compiler()
+    one, other = compiled.matcher(choices), compiled.matcher(choices)
+    assert one.follow(ids("a"))
     assert (next_of(one), next_of(other)) == ({"b"}, {"a"})
+
+
+def test_the_latest_grammars_stay_compiled() -> None:
+    compiled = compiler()
+    first = compiled.start(grammar(regex="a"))
+    for number in range(MOST_COMPILED - 1):
+        compiled.matcher(grammar(regex=f"{number}"))
+    assert compiled.start(grammar(regex="a")) is first
+    compiled.matcher(grammar(regex="b"))
+    assert compiled.start(grammar(regex="a")) is not first
+
+
+def test_an_error_other_than_a_refusal_is_not_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = compiler()
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(ImportError, match="Structured output needs llguidance"):
+        compiled.matcher(grammar(regex="a"))
+    monkeypatch.undo()
+    assert compiled.matcher(grammar(regex="a"))
+
+
+def test_a_forked_process_compiles_again() -> None:
+    """Its parent's threads, which may be compiling, do not exist in it."""
+    compiled = compiler()
+    regex = grammar(regex="slow")
+    compiled._compiled[os.getpid(), regex.kind, regex.text] = Future()  # never completes
+    child = os.fork()
+    if not child:
+        os._exit(0 if compiled.start(regex).result(LONGEST_S) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_a_grammar_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = []
     compile_one = GrammarCompiler._compile
 
-    def noted(self: GrammarCompiler, given: Grammar) -> Matcher:
+    def noted(self: GrammarCompiler, given: Grammar) -> Any:
         compiled.append(given.text)
         return compile_one(self, given)
 
@@ -117,7 +151,7 @@ def test_a_slow_grammar_does_not_delay_others(monkeypatch: pytest.MonkeyPatch) -
     begun, may_end = threading.Event(), threading.Event()
     compile_one = GrammarCompiler._compile
 
-    def slow(self: GrammarCompiler, given: Grammar) -> Matcher:
+    def slow(self: GrammarCompiler, given: Grammar) -> Any:
         if given.text == "slow":
             begun.set()
             assert may_end.wait(LONGEST_S)
@@ -157,7 +191,7 @@ def _alternatives(number: int, begin: str) -> str:
 
 
 def test_a_grammar_that_cannot_begin_is_refused_when_it_is_compiled() -> None:
-    with pytest.raises(GrammarError, match=r"the grammar cannot be followed.* max is 10000"):
+    with pytest.raises(GrammarError, match=r"The grammar cannot be followed.* max is 10000"):
         matcher(grammar=_alternatives(10_001, '"a"'))
 
 
@@ -212,17 +246,17 @@ def _deep(levels: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("outputs", "said"),
     [
-        ({"json": {"title": "T", "not": {}}}, "the JSON schema 'T' cannot be compiled"),
-        ({"regex": "(a"}, r"the regular expression '\(a' cannot be compiled"),
+        ({"json": {"title": "T", "not": {}}}, "The JSON schema 'T' cannot be compiled"),
+        ({"regex": "(a"}, r"The regular expression '\(a' cannot be compiled"),
         ({"json": {"title": "T", **_deep(400)}}, "'T' cannot be compiled.*recursion"),
         ({"structural_tag": {"x": 1}}, r"Expected \{'triggers'.*found \{\"x\": 1\}"),
         ({"structural_tag": [1]}, r"Expected \{'triggers'.*found \[1\]"),
-        ({"structural_tag": NUMBER}, "the structural tag cannot be compiled"),
+        ({"structural_tag": NUMBER}, "The structural tag cannot be compiled"),
         (
             {"structural_tag": {**TAGS, "triggers": ["<call"]}},
             "'<find>' starts with none of the triggers <call",
         ),
-        ({"grammar": "start: nothing"}, "the grammar cannot be compiled.*nothing"),
+        ({"grammar": "start: nothing"}, "The grammar cannot be compiled.*nothing"),
     ],
 )
 def test_what_cannot_be_compiled_is_refused_by_its_name(outputs: Any, said: str) -> None:
@@ -233,16 +267,3 @@ def test_what_cannot_be_compiled_is_refused_by_its_name(outputs: Any, said: str)
 def test_a_tokenizer_of_another_kind_is_refused() -> None:
     with pytest.raises(UnsupportedModelError, match="The tokenizer of tiny is a SimpleNamespace"):
         compiler(SimpleNamespace()).matcher(grammar(regex="a"))
-
-
-def test_long_chains_of_references_do_not_overflow_the_stack() -> None:
-    """An overflow ends the process."""
-    definitions: dict[str, Any] = {
-        f"d{i}": {"properties": {"k": {"$ref": f"#/$defs/d{i + 1}"}}, "required": ["k"]}
-        for i in range(3_000)
-    }
-    definitions["d3000"] = {"type": "string"}
-    before = threading.stack_size()
-    one = matcher(json={"$defs": definitions, "$ref": "#/$defs/d0"})
-    assert one.follow(ids('{"k":{"k":'))
-    assert threading.stack_size() == before

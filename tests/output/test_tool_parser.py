@@ -1,37 +1,57 @@
-"""Answers as text and calls: in one piece or in many, well-formed or not."""
+"""Answers as text and calls: whole and streamed, well-formed or not, made or quoted."""
 
 from __future__ import annotations
 
 import random
 import re
-from itertools import accumulate
+import time
+from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import AddedToken
 
-from blockattn_rag.output import FORMATS, ReadAnswer, ToolCallParser, parse_answer
+from blockattn_rag.output import FORMATS, CallParser, ReadAnswer, ToolCall, parse_answer
+from blockattn_rag.output.answer_reader import AnswerReader
+from blockattn_rag.output.answers import ThoughtReader
+from blockattn_rag.prompts.blocks import BlockPrompt, text_of
+from tests.models import tiny_tokenizer
 
 Read = tuple[str, list[tuple[str, dict[str, Any]]], list[tuple[str | None, str]]]
+BASE: Any = tiny_tokenizer()
+SIZES = (1, 3, 8, 1000)
 
 
 def plain(answer: ReadAnswer) -> Read:
-    calls = [(one.name, one.arguments) for one in answer.calls]
-    return answer.text, calls, [(one.name, one.text) for one in answer.invalid]
+    calls = [(call.name, call.arguments) for call in answer.calls]
+    return answer.text, calls, [(call.name, call.text) for call in answer.invalid]
 
 
-def read(form: str, answer: str) -> Read:
-    """The answer as text, calls, and malformed calls; the same in whatever pieces it comes."""
-    whole = plain(parse_answer(answer, FORMATS[form], ["look_up"]))
+def streamed(parser: CallParser, text: str, chunks: list[tuple[str, list[int]]]) -> Read:
+    """A streamed answer. Text that is shown early begins the text of the finished answer."""
+    thoughts = ThoughtReader(SimpleNamespace(chat_template=""), BlockPrompt([], "?"))
+    reader = AnswerReader(thoughts, parser)
+    shown = "".join(reader.push(*chunk).answer for chunk in chunks)
+    said, answer = reader.finish(text, [token for _, ids in chunks for token in ids])
+    assert shown + said.answer == answer.text
+    return plain(answer)
+
+
+def read(form: str, answer: str, **options: Any) -> Read:
+    """The answer as text, calls and malformed calls; the same if it is streamed."""
+    parser = CallParser(FORMATS[form], ["look_up"], **options)
+    whole = plain(parser.parse(answer))
     draw = random.Random(len(answer))
-    for most in (1, 1, 3, 8):
-        parser, pieces, at = ToolCallParser(FORMATS[form], ["look_up"]), [], 0
+    for most in SIZES:
+        at, chunks = 0, list[tuple[str, list[int]]]()
         while at < len(answer):
             size = draw.randint(1, most)
-            pieces += parser.push(answer[at : at + size])
+            chunks.append((answer[at : at + size], []))
             at += size
-        assert plain(ReadAnswer.of([*pieces, *parser.finish()])) == whole
+        assert streamed(parser, answer, chunks) == whole
     return whole
 
 
@@ -63,7 +83,7 @@ WELL_FORMED = {
 
 
 @pytest.mark.parametrize(
-    ("form", "answer"), [(form, one) for form, all_ in WELL_FORMED.items() for one in all_]
+    ("form", "answer"), [(form, answer) for form in WELL_FORMED for answer in WELL_FORMED[form]]
 )
 def test_a_call_is_read_in_each_form(form: str, answer: str) -> None:
     assert read(form, answer) == ("", [CALL], [])
@@ -98,17 +118,28 @@ def test_parallel_calls_are_read_in_their_order(form: str, answer: str) -> None:
     assert read(form, answer) == ("", [CALL, ("other", {})], [])
 
 
-def test_ids_that_a_model_writes_are_kept_and_others_are_made() -> None:
-    with_id = parse_answer(WELL_FORMED["mistral"][0], FORMATS["mistral"]).calls[0]
-    assert with_id.id == "a1B2c3D4e"
-    with_id = parse_answer(WELL_FORMED["mistral_args"][1], FORMATS["mistral_args"]).calls[0]
-    assert with_id.id == "a1B2c3D4e"
-    made = {parse_answer(WELL_FORMED["hermes"][0], FORMATS["hermes"]).calls[0].id for _ in "12"}
-    assert len(made) == 2
-    assert all(len(one) == 9 and one.isalnum() for one in made)
+@pytest.mark.parametrize("form", ["hermes", "granite", "mistral"])
+def test_calls_are_read_back_as_they_are_written(form: str) -> None:
+    calls = [ToolCall("look_up", {"q": 'ü "x"'}), ToolCall("other", {})]
+    spans = FORMATS[form].written(calls)
+    assert read(form, text_of(spans))[1] == [(call.name, call.arguments) for call in calls]
+    assert all("look_up" not in span.text for span in spans if span.parses_control)
 
 
-def test_an_object_is_a_call_without_an_opening_only_where_the_answer_begins() -> None:
+def test_ids_that_a_model_writes_are_kept_if_they_are_unique() -> None:
+    for form, index in (("mistral", 0), ("mistral_args", 1)):
+        (call,) = parse_answer(WELL_FORMED[form][index], FORMATS[form]).calls
+        assert call.id == "a1B2c3D4e"
+    two = [WELL_FORMED["hermes"][1], WELL_FORMED["hermes"][1].replace('"q"', '"r"')]
+    ids = {call.id for call in parse_answer("".join(two), FORMATS["hermes"]).calls}
+    made = parse_answer(WELL_FORMED["hermes"][0], FORMATS["hermes"]).calls[0].id
+    assert "x" in ids
+    assert len(ids) == 2
+    assert len(made) == 9
+    assert made.isalnum()
+
+
+def test_an_object_is_a_call_without_a_mark_at_the_start_only() -> None:
     call = WELL_FORMED["llama3"][0]
     assert read("llama3", f"{call} Then?") == ("Then?", [CALL], [])
     assert read("llama3", f"It is {call}") == (f"It is {call}", [], [])
@@ -123,8 +154,8 @@ def test_an_answer_that_happens_to_be_an_object_is_text(answer: str) -> None:
 MALFORMED = [
     ("hermes", "<tool_call>\nlook_up(q='a')\n</tool_call>", None, "Expecting value"),
     ("hermes", "<tool_call></tool_call>", None, "Expecting value"),
-    ("hermes", '<tool_call>{"name": "look_up"}</tool_call>', "look_up", "expected 'arguments'"),
-    ("hermes", '<tool_call>{"arguments": {}}</tool_call>', None, "expected a tool's 'name'"),
+    ("hermes", '<tool_call>{"name": "look_up"}</tool_call>', "look_up", "Expected 'arguments'"),
+    ("hermes", '<tool_call>{"arguments": {}}</tool_call>', None, "Expected a tool's 'name'"),
     ("hermes", '<tool_call>{"name": 3, "arguments": {}}</tool_call>', None, "found 3"),
     (
         "hermes",
@@ -136,7 +167,7 @@ MALFORMED = [
         "hermes",
         '<tool_call>{"name": "look_up", "arguments": {}, "q": "a"}</tool_call>',
         "look_up",
-        "found unknown fields 'q'",
+        "Found unknown fields 'q'",
     ),
     (
         "hermes",
@@ -160,20 +191,20 @@ MALFORMED = [
         "hermes",
         '<tool_call>{"name": "look_up", "arguments": {"q": -1e999}}</tool_call>',
         "look_up",
-        "found -1e999, which is too large",
+        "Found -1e999, which is too large",
     ),
     ("hermes", '<tool_call>{"name": "look_up", "argum', "look_up", "ends before the call does"),
-    ("hermes", "<tool_call>[]</tool_call>", None, "expected a JSON object, found a list"),
+    ("hermes", "<tool_call>[]</tool_call>", None, "Expected a JSON object, found a list"),
     ("hermes", "<tool_call>" + "[" * 100_000 + "</tool_call>", None, "recursion"),
-    ("llama3", '{"name": "look_up", "q": "a"}', "look_up", "expected 'parameters' or 'arguments'"),
+    ("llama3", '{"name": "look_up", "q": "a"}', "look_up", "Expected 'parameters' or 'arguments'"),
     ("llama3", '{"name": "look_up", "parameters": {"q', "look_up", "ends before the call does"),
-    ("llama3", "<|python_tag|>brave_search.call(query='a')", None, "expected JSON"),
-    ("mistral", "[TOOL_CALLS] none", None, "expected JSON"),
-    ("mistral_args", '[TOOL_CALLS]look_up{"q": "a"}', None, "expected a tool's name and JSON"),
+    ("llama3", "<|python_tag|>brave_search.call(query='a')", None, "Expected JSON"),
+    ("mistral", "[TOOL_CALLS] none", None, "Expected JSON"),
+    ("mistral_args", '[TOOL_CALLS]look_up{"q": "a"}', None, "Expected a tool's name and JSON"),
     ("mistral_args", '[TOOL_CALLS]look_up[ARGS]{"q": ', "look_up", "ends before the call does"),
     ("mistral_args", "[TOOL_CALLS]look_up[ARGS][1]", "look_up", "found a list"),
-    ("granite", '<|tool_call|>[{"name": "look_up"}]', "look_up", "expected 'arguments'"),
-    ("granite", "<|tool_call|>", None, "expected JSON"),
+    ("granite", '<|tool_call|>[{"name": "look_up"}]', "look_up", "Expected 'arguments'"),
+    ("granite", "<|tool_call|>", None, "Expected JSON"),
 ]
 
 
@@ -183,37 +214,75 @@ def test_reports_malformed_calls(form: str, answer: str, name: str | None, error
     found = parse_answer(answer, FORMATS[form], ["look_up"])
     assert not found.text
     assert not found.calls
-    (one,) = found.invalid
-    assert error in one.error
-    assert one.name == name
+    (call,) = found.invalid
+    assert error in call.error
+    assert call.name == name
     bare = answer.replace(FORMATS[form].opening, "").replace("</tool_call>", "").strip()
-    assert one.text == bare
+    assert call.text == bare
 
 
 def test_a_malformed_call_takes_no_other_call_with_it() -> None:
     good = '<tool_call>\n{"name": "look_up", "arguments": {"q": "a"}}\n</tool_call>'
-    bad = '<tool_call>\n{"name": "look_up", "arguments": {"q": "a}}\n</tool_call>'
-    text, calls, invalid = read("hermes", f"One {bad}\n{good} two")
-    assert (text, calls) == ("One two", [CALL])
-    assert invalid == [("look_up", '{"name": "look_up", "arguments": {"q": "a}}')]
-    listed = '[TOOL_CALLS][{"name": "look_up", "arguments": {"q": "a"}}, {"name": "look_up"}]'
-    assert read("mistral", listed) == ("", [CALL], [("look_up", '{"name": "look_up"}')])
-    lines = '<tool_call>\n{"name": "look_up", "arguments": {"q": "a\nb"}}\n</tool_call>'
-    text, calls, ((_, shown),) = read("hermes", f"One {lines}\n{good} two")
-    assert (text, calls, f"<tool_call>\n{shown}\n</tool_call>") == ("One two", [CALL], lines)
-    listed = '[TOOL_CALLS][{"name": "look_up", "arguments": {"q": "a\nb"}}] two'
-    assert read("mistral", listed)[0] == "two"
+    for q in ('"a', '"a\nb"', '"a" b'):
+        bad = f'{{"name": "look_up", "arguments": {{"q": {q}}}}}'
+        answer = f"One <tool_call>\n{bad}\n</tool_call>\n{good} two"
+        assert read("hermes", answer) == ("One two", [CALL], [("look_up", bad)])
+    extra = read("hermes", good.replace("}}", "}} done"))[2]
+    assert extra == [("look_up", '{"name": "look_up", "arguments": {"q": "a"}} done')]
+    listed = '[TOOL_CALLS][{"name": "look_up", "arguments": {"q": "a"}}, {"name": "look_up"}] two'
+    assert read("mistral", listed) == ("two", [CALL], [("look_up", '{"name": "look_up"}')])
     apart = '[TOOL_CALLS]oops[TOOL_CALLS]look_up[ARGS]{"q": "a"}'
     assert read("mistral_args", apart) == ("", [CALL], [(None, "oops")])
+    assert read("mistral_args", "[TOOL_CALLS] [ARGS]a") == ("", [], [(None, "[ARGS]a")])
 
 
 @pytest.mark.parametrize("q", ["</tool_call>", '\\"}]', "}{;", "<|python_tag|>", "[ARGS]", "\\n"])
 @pytest.mark.parametrize("form", FORMATS)
-def test_marks_and_brackets_in_arguments_are_part_of_these(form: str, q: str) -> None:
+def test_marks_and_brackets_in_arguments_belong_to_them(form: str, q: str) -> None:
     answer = WELL_FORMED[form][0].replace('"a"', f'"{q}"')
     _, ((_, arguments),), invalid = read(form, answer)
     assert not invalid
     assert arguments == {"q": q.replace("\\n", "\n").replace('\\"', '"')}
+
+
+ADD, NUMBER = (f'{{"name": "add", "arguments": {x}}}' for x in ('{"a": 1}', '{"a": true}'))
+
+
+def test_an_answer_ends_at_a_call_that_repeats_the_previous_one() -> None:
+    tagged, other = (f"<tool_call>{call}</tool_call>" for call in (ADD, NUMBER))
+    made = [("add", {"a": 1})]
+    assert read("hermes", f"So: {tagged}\n{tagged} x {other}") == ("So:", made, [])
+    assert read("hermes", f"{tagged}{tagged[:30]}")[1] == made  # cut, but not the same
+    assert read("hermes", f"{tagged} and {tagged}") == ("and", made * 2, [])
+    assert len(read("hermes", tagged + other)[1]) == 2  # 1 and true differ
+    bad = '<tool_call>{"name": "add"}</tool_call>'
+    assert read("hermes", bad * 3) == ("", [], [("add", '{"name": "add"}')])
+
+
+@pytest.mark.parametrize("form", ["mistral", "granite"])
+def test_a_list_ends_at_a_repeated_call_even_if_it_is_cut(form: str) -> None:
+    answer = f"{FORMATS[form].opening}[{ADD}, {NUMBER}, {NUMBER}, {NUMBER[:20]}"
+    assert read(form, answer) == ("", [("add", {"a": 1}), ("add", {"a": True})], [])
+    cut = f"{FORMATS[form].opening}[{ADD}, {NUMBER[:20]}"
+    assert not read(form, cut)[1]
+
+
+def test_only_the_first_valid_call_counts_if_one_is_allowed() -> None:
+    bad, tagged = '<tool_call>{"name": "add"}</tool_call>', f"<tool_call>{ADD}</tool_call>"
+    answer = f"So: {bad} {tagged} and {tagged.replace('1', '2')} done"
+    expected = "So:", [("add", {"a": 1})], [("add", '{"name": "add"}')]
+    assert read("hermes", answer, parallel=False) == expected
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_an_answer_that_begins_with_text_is_all_text_if_a_grammar_decides(form: str) -> None:
+    call = WELL_FORMED[form][0]
+    for answer in (f"Well. {call}", "  \n", "Well.", FORMATS[form].opening[:-1]):
+        assert read(form, answer, only_first=True) == (answer, [], [])
+    if FORMATS[form].is_bare:
+        answer = f'{{"a": 1}} {{"a": 2}}>{WELL_FORMED[form][-1]}'
+        assert read(form, answer, only_first=True) == (answer, [], [])
+    assert read(form, f" {call}", only_first=True) == ("", [CALL], [])
 
 
 PIECES = {
@@ -223,26 +292,27 @@ PIECES = {
     "mistral_args": ["[TOOL_CALLS]", "look_up", "[ARGS]", "[CALL_ID]", '{"q": "'],
     "granite": ["<|tool_call|>", "]", '[{"name": "look_up", "arguments": {"q": "'],
 }
-ANY_FORM = ['"', '"}}', "{", "}", "[", "\\", "\n", " ", "a", "[TOOL", "<"]
+ANY_FORM = ['"', '"}}', "{", "}", "[", "\\", "\n", " ", "a", "é", "[TOOL", "<"]
 
 
 @pytest.mark.parametrize("form", FORMATS)
 @given(data=st.data())
-def test_an_answer_is_read_the_same_wherever_it_is_cut(form: str, data: st.DataObject) -> None:
-    read(form, "".join(data.draw(st.lists(st.sampled_from(PIECES[form] + ANY_FORM), max_size=12))))
+def test_any_answer_is_read_the_same_in_a_stream(form: str, data: st.DataObject) -> None:
+    pieces = data.draw(st.lists(st.sampled_from(PIECES[form] + ANY_FORM), max_size=12))
+    only_first, parallel = data.draw(st.tuples(st.booleans(), st.booleans()))
+    read(form, "".join(pieces), only_first=only_first, parallel=parallel)
 
 
 Pieces = list[tuple[str, bool]]
-"""Texts of tokens, and whether each is a token of its own."""
+"""Texts, and whether each is a token of its own."""
 
 
-def spans_of(pieces: Pieces) -> list[tuple[int, int]]:
-    ends = [*accumulate(len(text) for text, _ in pieces)]
-    return [
-        (end - len(text), end)
-        for end, (text, is_token) in zip(ends, pieces, strict=True)
-        if is_token
-    ]
+@lru_cache
+def tokenizer_of(form: str, *, special: bool) -> Any:
+    tokenizer = tiny_tokenizer()
+    marks: Any = [AddedToken(m, special=special, normalized=False) for m in FORMATS[form].marks]
+    tokenizer.add_tokens(marks, special_tokens=special)
+    return tokenizer
 
 
 def as_tokens(form: str, answer: str) -> Pieces:
@@ -251,101 +321,65 @@ def as_tokens(form: str, answer: str) -> Pieces:
     return [(text, text in FORMATS[form].marks) for text in re.split(f"({marks})", answer) if text]
 
 
-def read_tokens(form: str, pieces: Pieces) -> Read:
-    """``read`` where the tokenizer has the marks; whole, and token by token."""
-    marks, names = FORMATS[form].marks, ["look_up"]
-    text = "".join(text for text, _ in pieces)
-    whole = plain(parse_answer(text, FORMATS[form], names, tokens=marks, marks=spans_of(pieces)))
-    parser, found = ToolCallParser(FORMATS[form], names, marks), []
-    for one in pieces:
-        for part in [one] if one[1] else [(character, False) for character in one[0]]:
-            found += parser.push(part[0], spans_of([part]))
-    assert plain(ReadAnswer.of([*found, *parser.finish()])) == whole
+def read_tokens(form: str, pieces: Pieces, *, special: bool) -> Read:
+    """``read`` where the marks are tokens."""
+    tokenizer = tokenizer_of(form, special=special)
+    ids: list[int] = []
+    for text, is_token in pieces:
+        ids += (
+            [tokenizer.convert_tokens_to_ids(text)]
+            if is_token
+            else BASE(text, add_special_tokens=False)["input_ids"]
+        )
+    text = tokenizer.decode(ids, skip_special_tokens=True)
+    parser = CallParser(FORMATS[form], ["look_up"], tokenizer)
+    whole = plain(parser.parse(text, ids))
+    for size in SIZES:
+        chunks, shown = [], 0
+        for at in range(0, len(ids), size):
+            new = tokenizer.decode(ids[: at + size], skip_special_tokens=True).rstrip("\ufffd")
+            chunks.append((new[shown:], ids[at : at + size]))
+            shown = max(shown, len(new))
+        assert streamed(parser, text, chunks) == whole
     return whole
 
 
+@pytest.mark.parametrize("special", [True, False])
 @pytest.mark.parametrize(
-    ("form", "answer"), [(form, one) for form, all_ in WELL_FORMED.items() for one in all_]
+    ("form", "answer"), [(form, answer) for form in WELL_FORMED for answer in WELL_FORMED[form]]
 )
-def test_marks_that_are_tokens_count_and_the_same_characters_do_not(form: str, answer: str) -> None:
-    assert read_tokens(form, as_tokens(form, answer)) == ("", [CALL], [])
+def test_only_tokens_are_marks(form: str, answer: str, special: bool) -> None:
+    made = as_tokens(form, answer)
+    assert read_tokens(form, made, special=special) == ("", [CALL], [])
     if FORMATS[form].opening in answer:
-        assert read_tokens(form, [(answer, False)]) == (answer, [], [])
-    quoted = [(f"It says {answer}.", False), *as_tokens(form, answer)]
-    if FORMATS[form].opening in answer:
-        assert read_tokens(form, quoted) == (quoted[0][0], [CALL], [])
+        assert read_tokens(form, [(answer, False)], special=special) == (answer, [], [])
+        quoted = f"É says {answer}."
+        pieces = [(quoted, False), *made, (f"\n{quoted}", False)]
+        if FORMATS[form].closing and FORMATS[form].closing not in answer:
+            return  # the call goes on
+        assert read_tokens(form, pieces, special=special) == (quoted * 2, [CALL], [])
 
 
+@pytest.mark.parametrize("special", [True, False])
 @pytest.mark.parametrize("form", FORMATS)
 @given(data=st.data())
-def test_tokens_of_any_order_give_what_they_spell(form: str, data: st.DataObject) -> None:
+def test_any_tokens_are_read_the_same_in_a_stream(
+    form: str, special: bool, data: st.DataObject
+) -> None:
     texts = data.draw(st.lists(st.sampled_from(PIECES[form] + ANY_FORM), max_size=12))
-    marks = FORMATS[form].marks
     drawn = data.draw(st.lists(st.booleans(), min_size=len(texts), max_size=len(texts)))
-    pieces = [(t, t in marks and one) for t, one in zip(texts, drawn, strict=True)]
-    text, calls, invalid = read_tokens(form, pieces)
+    pieces = [(t, t in FORMATS[form].marks and one) for t, one in zip(texts, drawn, strict=True)]
+    text, calls, invalid = read_tokens(form, pieces, special=special)
     if not any(is_token for _, is_token in pieces) and not FORMATS[form].is_bare:
         assert (text, calls, invalid) == ("".join(texts), [], [])
-    shown = "".join([text, *(one for _, one in invalid), *(name for name, _ in calls)])
-    assert not re.search("[\ud800-\udfff]", shown)
 
 
-def test_text_cannot_spell_a_mark_by_characters_that_stand_for_it() -> None:
-    parser = ToolCallParser(FORMATS["hermes"], (), FORMATS["hermes"].marks)
-    body = '{"name": "look_up", "arguments": {}}'
-    assert parser.push(f"\udc00{body}\udc01") == [f"\ufffd{body}\ufffd"]
-
-
-@pytest.mark.parametrize("form", FORMATS)
-def test_an_answer_that_begins_with_text_is_all_text_if_a_grammar_chose(form: str) -> None:
-    for answer in (f"Well. {WELL_FORMED[form][0]}", "  \n", "Well.", FORMATS[form].opening[:-1]):
-        parser, found = ToolCallParser(FORMATS[form], only_first=True), []
-        for character in answer:
-            found += parser.push(character)
-        assert plain(ReadAnswer.of([*found, *parser.finish()])) == (answer, [], [])
-        parser = ToolCallParser(FORMATS[form], only_first=True)
-        whole = [*parser.push(answer), *parser.finish()]
-        assert plain(ReadAnswer.of(whole)) == (answer, [], [])
-    if FORMATS[form].is_bare:
-        parser, answer = ToolCallParser(FORMATS[form], only_first=True), f'{{"a": 1}} {answer}>'
-        whole = [*parser.push(f"{answer}{WELL_FORMED[form][-1]}"), *parser.finish()]
-        assert plain(ReadAnswer.of(whole)) == (f"{answer}{WELL_FORMED[form][-1]}", [], [])
-    parser = ToolCallParser(FORMATS[form], only_first=True)
-    call = f" {WELL_FORMED[form][0]}"
-    assert plain(ReadAnswer.of([*parser.push(call), *parser.finish()])) == ("", [CALL], [])
-
-
-class Counted(str):
-    """A text of which so many characters may be copied or searched."""
-
-    __slots__ = ()
-    left = 0
-
-    @classmethod
-    def note(cls, characters: int) -> None:
-        cls.left -= characters
-        assert cls.left >= 0
-
-    def __add__(self, other: str) -> Counted:
-        return Counted(str(self) + str(other))
-
-    def __radd__(self, other: str) -> Counted:
-        return Counted(str(other) + str(self))
-
-    def __getitem__(self, key: Any) -> Counted:
-        part = super().__getitem__(key)
-        self.note(len(part))
-        return Counted(part)
-
-    def find(self, sought: str, start: Any = 0, end: Any = None) -> int:
-        at = super().find(sought, start, end)
-        self.note((len(self) if at < 0 else at) - start)
-        return at
-
-    def partition(self, sought: str) -> tuple[str, str, str]:
-        self.note(len(self))
-        before, mark, after = super().partition(sought)
-        return Counted(before), mark, Counted(after)
+def test_a_stop_string_removes_the_marks_after_it() -> None:
+    tokenizer = tokenizer_of("hermes", special=False)
+    mark = tokenizer.convert_tokens_to_ids("<tool_call>")
+    ids = [*BASE("So ", add_special_tokens=False)["input_ids"], mark]
+    parser = CallParser(FORMATS["hermes"], (), tokenizer)
+    assert plain(parser.parse("So ", ids)) == ("So ", [], [])
 
 
 LONG = "a" * 200_000
@@ -356,31 +390,31 @@ LONG = "a" * 200_000
     [
         ("mistral_args", f"[TOOL_CALLS]{LONG}"),
         ("mistral_args", f'[TOOL_CALLS]look_up[ARGS]{{"q": "{LONG}"}}'),
-        ("mistral_args", f"[TOOL_CALLS]x{{{LONG}"),
         ("mistral_args", "[TOOL_CALLS]x" * 15_000),
         ("mistral", f"[TOOL_CALLS] none {LONG}"),
         ("hermes", f"<tool_call>{LONG}</tool_call>"),
+        ("hermes", '<tool_call>{"a": [' * 10_000),
+        ("hermes", f"{'</tool_call>' * 10_000}<tool_call>{'</tool_call>' * 10_000}"),
         ("granite", f"<|tool_call|>{' ' * 200_000}[]"),
+        ("llama3", '{"name": "look_up", "parameters": {}};' * 5_000),
     ],
 )
-@pytest.mark.parametrize("size", [7, 1 << 20])
-def test_parsing_takes_linear_time(form: str, answer: str, size: int) -> None:
-    Counted.left = 10 * len(answer)
-    parser = ToolCallParser(FORMATS[form], ["look_up"])
-    for at in range(0, len(answer), size):
-        parser.push(Counted(answer[at : at + size]))
-    parser.finish()
+def test_long_answers_are_parsed_quickly(form: str, answer: str) -> None:
+    began = time.process_time()
+    parse_answer(answer, FORMATS[form], ["look_up"])
+    assert time.process_time() - began < 5  # 0.1 s on a quiet core
 
 
-def test_blanks_are_no_name_of_a_tool() -> None:
-    assert read("mistral_args", "[TOOL_CALLS] [ARGS]a") == ("", [], [(None, "[ARGS]a")])
-
-
-def test_text_comes_out_at_once_and_a_call_when_it_is_whole() -> None:
-    parser = ToolCallParser(FORMATS["hermes"])
-    assert parser.push("I look") == ["I look"]
-    assert parser.push(" up.\n<tool") == [" up."]
-    assert parser.push('_call>\n{"name": "f", "arguments": {') == []
-    (call,) = parser.push("}}\n</tool_call>")
-    assert not isinstance(call, str)
-    assert parser.finish() == []
+def test_text_before_a_call_is_shown_at_once() -> None:
+    thoughts = ThoughtReader(SimpleNamespace(chat_template=""), BlockPrompt([], "?"))
+    reader = AnswerReader(thoughts, CallParser(FORMATS["hermes"]))
+    pieces = ["I look", " up.\n<to", "ols> <tool", '_call>\n{"name": "f", "argum', 'ents": {}}']
+    assert [reader.push(piece, []).answer for piece in pieces] == [
+        "I look",
+        " up.",
+        "\n<tools>",
+        "",
+        "",
+    ]
+    said, answer = reader.finish("".join(pieces), [])
+    assert (said.answer, [call.name for call in answer.calls]) == ("", ["f"])

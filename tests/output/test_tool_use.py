@@ -6,9 +6,7 @@ from typing import Any
 
 import pytest
 
-from blockattn_rag.output.tool_formats import FORMATS
-from blockattn_rag.output.tool_parser import ReadAnswer
-from blockattn_rag.output.tool_use import CallReading, ToolUse, choice_of, prompt_spans
+from blockattn_rag.output.tool_use import ToolUse, choice_of, prompt_spans
 from blockattn_rag.prompts.blocks import text_of
 from tests.chat_templates import QWEN25
 from tests.models import tiny_tokenizer
@@ -93,58 +91,6 @@ def test_a_grammar_that_forbids_required_or_constrained_calls_is_refused(options
 def test_an_unknown_way_of_calls_is_refused() -> None:
     with pytest.raises(ValueError, match="tool_calls must be 'free' or 'constrained'; found 'all'"):
         use("add", tool_calls="all")
-
-
-def test_nothing_counts_behind_the_only_call_that_is_allowed() -> None:
-    held = use("add", parallel_tool_calls=False)
-    assert held is not None
-    call = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
-    reader = held.engine_options(tiny_tokenizer(), {})["calls"].reader()
-    text, calls, invalid = ReadAnswer.of(reader.read(f"So: {call} and {call} done", last=True))
-    assert (text, [one.arguments for one in calls], invalid) == ("So:", [{"a": 1}], [])
-    assert reader.is_over
-    assert not reader.has_loop
-
-
-@pytest.mark.parametrize("form", ["mistral", "granite"])
-@pytest.mark.parametrize("pieces", [1, 7, 1000])
-def test_a_list_of_calls_ends_at_the_same_call_again(form: str, pieces: int) -> None:
-    one = '{"name": "add", "arguments": {"a": [{}, {}], "b": "x"}}'
-    other = one.replace("x", "y")
-    reading = CallReading(FORMATS[form], ("add",), frozenset(), only_first=False, parallel=True)
-    reader = reading.reader()
-    written = f"{FORMATS[form].opening}[{one}, {other}, {other}, {other}, {other}"
-    read = []
-    for start in range(0, len(written), pieces):
-        read += reader.read(written[start : start + pieces], last=False)
-        if reader.is_over:
-            break
-    read += reader.read("", last=True)
-    _, calls, invalid = ReadAnswer.of(read)
-    assert [call.arguments["b"] for call in calls] == ["x", "y"]
-    assert not invalid
-    assert reader.has_loop
-
-
-@pytest.mark.parametrize("given", ['{"a": 1, "b": 2}', '{"a": 1', "[]"])
-def test_the_same_call_in_a_row_comes_once(given: str) -> None:
-    held = use("add")
-    assert held is not None
-    call = f'<tool_call>{{"name": "add", "arguments": {given}}}</tool_call>\n'
-    reader = held.engine_options(tiny_tokenizer(), {})["calls"].reader()
-    once = reader.read(call, last=False)
-    assert (len(once), reader.is_over) == (1, False)
-    assert reader.read(call * 3, last=True) == []
-    assert reader.is_over
-
-
-def test_true_and_one_are_different_arguments() -> None:
-    held = use("add")
-    assert held is not None
-    call = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
-    reader = held.engine_options(tiny_tokenizer(), {})["calls"].reader()
-    assert len(reader.read(call + call.replace("1", "true"), last=True)) == 2
-    assert not reader.has_loop
 
 
 def test_results_go_before_the_question_where_the_template_would_drop_them() -> None:
