@@ -91,9 +91,6 @@ class PassageIndex:
 
         Returns:
             Number of entries that were new.
-
-        Raises:
-            StoreError: The index cannot be written.
         """
         return self._index(namespace).add(entries, self._refresh_s)
 
@@ -241,10 +238,6 @@ def merge_index(
     Args:
         added: Index entries to add, by namespace.
         progress: Called with the number of entries read.
-
-    Raises:
-        StoreError: The store or its index cannot be read or written.
-        ValueError: The store cannot keep an index.
     """
     sidecar = PassageIndex(store).sidecar
     names = {bytes.fromhex(path.partition("/")[0][1:]).decode() for path in sidecar.names(_FOLDER)}
