@@ -101,7 +101,8 @@ class PassageIndex:
             starts = index.is_due(self._refresh_s) and (index.read is None or index.read.done())
             if starts:
                 index.read = self._readers.start(_refresh_logged, index, self._refresh_s)
-        if index.read is not None and (starts or not index.was_read):
+        must_wait = self._patience_s is None and not index.was_read
+        if index.read is not None and (starts or must_wait):
             wait([index.read], self._patience_s)
         return index.matcher
 
