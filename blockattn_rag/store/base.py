@@ -99,9 +99,10 @@ class KVStore(ABC):
     """Base class of stores: a thread-safe map from store keys (``kv.store_key``) to ``BlockKV``.
 
     A new backend implements ``get`` (or ``get_many``, if reading several entries at once is
-    faster), ``put``, ``__contains__``, ``delete``, ``keys`` and ``stats``. The other methods have
-    defaults. Override ``touch`` if the store evicts entries, and ``sidecar`` to support
-    recognition. A store that ``blockattn-rag store`` maintains derives from ``MaintainedStore``.
+    faster), ``put``, ``__contains__``, ``delete``, ``keys`` and ``stats``. The others have
+    defaults: override ``touch`` if the store evicts entries, ``mark_used`` if marking a use is
+    cheaper than ``touch``, and ``sidecar`` to support recognition. A store that ``blockattn-rag
+    store`` maintains derives from ``MaintainedStore``.
     """
 
     records_use: ClassVar[bool] = True
@@ -235,9 +236,12 @@ class MaintainedStore(KVStore):
             StoreError: See ``get``.
         """
 
-    @abstractmethod
     def peek(self, key: str) -> BlockKV | None:
-        """Read an entry like ``get``, without counting as a use."""
+        """Read an entry like ``get``, without counting as a use.
+
+        Override it in stores that record reads.
+        """
+        return self.get(key)
 
     @abstractmethod
     def discard(self, key: str, used_ns: int) -> bool | None:

@@ -44,11 +44,7 @@ def is_key(key: object) -> TypeGuard[str]:
 
 
 def check_key(key: str) -> str:
-    """Return the key unchanged if it is well-formed.
-
-    Raises:
-        ValueError: The key is malformed.
-    """
+    """Return the key unchanged if it is well-formed."""
     if not is_key(key):
         raise ValueError(f"A store key is 64 hex digits (kv.store_key), found {key!r}")
     return key

@@ -87,12 +87,7 @@ def remaining(until: float) -> float:
 
 
 def outcome(future: Future[T], until: float, doing: str) -> T:
-    """Wait until the deadline for the result of a read. Cancels a read that is still queued then.
-
-    Raises:
-        StoreError: The deadline passed. ``doing`` completes the message "Cannot ...".
-        Exception: Any exception of the read.
-    """
+    """Result of a read. After the deadline, cancels the read if it is queued, and raises."""
     try:
         return future.result(remaining(until))
     except TimeoutError:
@@ -101,11 +96,7 @@ def outcome(future: Future[T], until: float, doing: str) -> T:
 
 
 def check_seconds(name: str, seconds: float) -> float:
-    """Return ``seconds`` unchanged if it is positive.
-
-    Raises:
-        ValueError: ``seconds`` is not positive.
-    """
+    """Return ``seconds`` unchanged if it is positive."""
     if not seconds > 0:
         raise ValueError(f"{name} must be a positive number of seconds, found {seconds!r}")
     return seconds

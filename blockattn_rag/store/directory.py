@@ -334,11 +334,7 @@ def _read_header(path: Path, file: FileIO) -> Header:
 
 
 def _check_mark(mark: Path) -> int:
-    """Format version of a store. Its entries of earlier versions are misses, and are replaced.
-
-    Raises:
-        StoreError: The folder is not a store of this or an earlier version.
-    """
+    """Format version of a store. Its entries of earlier versions are misses, and are replaced."""
     with files.opened(mark) as file:
         content = file.read() if file is not None else b""
     try:

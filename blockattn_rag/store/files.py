@@ -40,11 +40,7 @@ def explained(doing: str, path: Path) -> Iterator[None]:
 
 
 def names_in(folder: Path) -> list[str]:
-    """Sorted names in a folder. Empty if there is no such folder.
-
-    Raises:
-        StoreError: The folder cannot be listed.
-    """
+    """Sorted names in a folder. Empty if there is no such folder."""
     with explained("list", folder), contextlib.suppress(FileNotFoundError):
         return sorted(os.listdir(folder))
     return []
@@ -97,11 +93,7 @@ def read_whole(file: FileIO) -> Tensor:
 
 
 def read_places(file: FileIO, places: Sequence[tuple[int, int]]) -> Tensor:
-    """Read byte ranges (start, stop) of a file and concatenate them; see ``read_whole``.
-
-    Raises:
-        FormatError: The file ends before a range does.
-    """
+    """Read byte ranges (start, stop) of a file and concatenate them; see ``read_whole``."""
     raw = _memory(sum(stop - start for start, stop in places))
     view, at = raw.numpy().data, 0
     for start, stop in places:

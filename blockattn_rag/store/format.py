@@ -43,11 +43,7 @@ HeadsByLayer = Mapping[int, range]
 
 
 def encode(kv: BlockKV) -> bytes:
-    """Encode an entry.
-
-    Raises:
-        ValueError: Fingerprint, digest, handle and namespace are too long for a header.
-    """
+    """Encode an entry."""
     kv = kv.to(torch.device("cpu"))
     layout = Layout.of(kv)
     states = {"keys": kv.keys, "values": kv.values}
@@ -103,9 +99,6 @@ def decode_part(header: Header, part: HeadsByLayer, data: Tensor) -> BlockKV:
 
     Args:
         data: Concatenated bytes of ``ranges``, uint8. Keys and values may be views of it.
-
-    Raises:
-        FormatError: See ``decode``; only these bytes are checked.
     """
     layout, tensors, at = header.layout, dict[str, Tensor](), 0
     for name in _names(header, part):
@@ -142,12 +135,7 @@ def check_entry_key(key: str, entry: BlockKV | Header, place: object) -> None:
 
 
 def encoded(key: str, kv: BlockKV, place: object) -> bytes:
-    """Encode an entry for ``place``.
-
-    Raises:
-        ValueError: See ``KVStore.put``.
-        StoreError: The block contains NaN or infinity.
-    """
+    """Encode an entry for ``place``."""
     checks.check_entry(key, kv)
     checks.check_finite(kv, place)
     return encode(kv)
@@ -158,10 +146,6 @@ def decoded(key: str, raw: Tensor, place: object) -> BlockKV | None:
 
     Returns:
         The block; None if an earlier release wrote the entry.
-
-    Raises:
-        CorruptEntryError: The bytes are damaged, or of a later format version.
-        FingerprintMismatchError: The bytes are the entry of another key.
     """
     with damage_reported(place):
         kv = decode(raw)

@@ -90,11 +90,7 @@ def read_header(file: BinaryIO | FileIO, size: int) -> Header:
 
 
 def header_end(head: Buffer) -> int:
-    """Number of bytes before the tensors.
-
-    Raises:
-        FormatError: The entry is too short, or the header too long.
-    """
+    """Number of bytes before the tensors."""
     if len(head) < _LENGTH_BYTES:
         raise FormatError(f"found {len(head)} bytes, expected at least {_LENGTH_BYTES}")
     length = int.from_bytes(head[:_LENGTH_BYTES], "little")
@@ -106,11 +102,7 @@ def header_end(head: Buffer) -> int:
 
 
 def parse_header(head: Buffer, size: int) -> Header:
-    """Parse and verify the first ``header_end`` bytes of an entry of ``size`` bytes.
-
-    Raises:
-        FormatError: See ``read_header``.
-    """
+    """Parse and verify the first ``header_end`` bytes of an entry of ``size`` bytes."""
     if len(head) < header_end(head):
         raise FormatError("it ends within its header")
     try:
@@ -133,11 +125,7 @@ def parse_header(head: Buffer, size: int) -> Header:
 
 
 def metadata(kv: BlockKV, layout: Layout, checksums: Mapping[str, str]) -> dict[str, str]:
-    """Metadata of a block's entry.
-
-    Raises:
-        ValueError: The names are too long.
-    """
+    """Metadata of a block's entry."""
     texts = {name: getattr(kv, name) for name in _TEXTS}
     if (length := len(json.dumps(texts))) > _MOST_TEXT_BYTES:
         raise ValueError(

@@ -111,9 +111,6 @@ def share_of(rank: int, ranks: int, count: int) -> range:
 
     With more ranks than heads, neighbouring ranks have the same head, as in engines that replicate
     key-value heads.
-
-    Raises:
-        ValueError: There is no such rank.
     """
     if not 0 <= rank < ranks or count < 1:
         raise ValueError(

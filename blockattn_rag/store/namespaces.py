@@ -15,11 +15,7 @@ _PRIVATE = "/private"  # names contain no slash
 
 
 def check_namespace(name: object) -> str:
-    """Return the name unchanged if it is valid. The empty string is the default namespace.
-
-    Raises:
-        ValueError: The name is invalid.
-    """
+    """Return the name unchanged if it is valid. The empty string is the default namespace."""
     if isinstance(name, str) and (name == "" or _NAME.fullmatch(name)):
         return name
     raise ValueError(
@@ -41,10 +37,6 @@ class Access:
         namespace: Namespace to store blocks in, and to read first.
         read_namespaces: Shared collections to read next, in order. They are never written.
         read_only: Whether to store nothing at all.
-
-    Raises:
-        ValueError: A name is invalid.
-        TypeError: ``read_namespaces`` is a string.
     """
 
     namespace: str = ""

@@ -275,10 +275,6 @@ def connect(url: str, deadline_s: float, retries: int) -> Backend:
 
     Args:
         deadline_s: Seconds that a request may take, retries included.
-
-    Raises:
-        ImportError: obstore is not installed.
-        ValueError: The address cannot be used.
     """
     try:
         from obstore.exceptions import BaseError

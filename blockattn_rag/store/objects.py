@@ -112,9 +112,6 @@ class ObjectStore(MaintainedStore):
         contents = self._client.read_many([entry_path(key) for key in keys])
         return [self._entry(*each) for each in zip(keys, contents, strict=True)]
 
-    def peek(self, key: str) -> BlockKV | None:
-        return self.get(key)
-
     def read_parts(
         self,
         keys: Sequence[str],

@@ -91,9 +91,6 @@ class PassageIndex:
 
         Returns:
             Number of entries that were new.
-
-        Raises:
-            StoreError: The index cannot be written.
         """
         return self._index(namespace).add(entries, self._refresh_s)
 
@@ -104,7 +101,8 @@ class PassageIndex:
             starts = index.is_due(self._refresh_s) and (index.read is None or index.read.done())
             if starts:
                 index.read = self._readers.start(_refresh_logged, index, self._refresh_s)
-        if index.read is not None and (starts or not index.was_read):
+        must_wait = self._patience_s is None and not index.was_read
+        if index.read is not None and (starts or must_wait):
             wait([index.read], self._patience_s)
         return index.matcher
 
@@ -241,10 +239,6 @@ def merge_index(
     Args:
         added: Index entries to add, by namespace.
         progress: Called with the number of entries read.
-
-    Raises:
-        StoreError: The store or its index cannot be read or written.
-        ValueError: The store cannot keep an index.
     """
     sidecar = PassageIndex(store).sidecar
     names = {bytes.fromhex(path.partition("/")[0][1:]).decode() for path in sidecar.names(_FOLDER)}

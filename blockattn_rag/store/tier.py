@@ -107,20 +107,12 @@ class Tier:
         return entries
 
     def write(self, key: str, kv: BlockKV) -> None:
-        """Store an entry.
-
-        Raises:
-            StoreError: The store cannot write the entry, or the breaker is open.
-        """
+        """Store an entry."""
         self._guarded(lambda: self.store.put(key, kv), 1)
         self.count(written=1)
 
     def ask(self, question: Callable[[], T], entries: int = 1) -> T:
-        """Run ``question`` on the store, within the deadline.
-
-        Raises:
-            StoreError: The store failed, the deadline passed, or the breaker is open.
-        """
+        """Run ``question`` on the store, within the deadline."""
         if self.is_in_memory:
             return self._guarded(question, entries)
         until = deadline(self._deadline_s)

@@ -85,11 +85,7 @@ class TieredStore(KVStore):
         return self._flights.read(keys, self._read, most_s)
 
     def touch(self, key: str) -> bool:
-        """Mark an entry as used now in every tier. Returns whether the home has it.
-
-        Raises:
-            StoreError: The home does not answer.
-        """
+        """Mark an entry as used now in every tier. Returns whether the home has it."""
         list(self._ask_copies(lambda store: store.touch(key)))
         return self._home.ask(lambda: self._home.store.touch(key))
 

@@ -52,12 +52,7 @@ _ADVICE = (
 
 
 def scheme_of(spec: str) -> str:
-    """Scheme of an address such as ``s3://bucket/kv``, in lower case. Empty for a path.
-
-    Raises:
-        ValueError: The address is empty, or malformed such as ``s3:bucket`` or ``s3:/bucket``.
-            ``pathlib.Path`` turns ``s3://bucket`` into the latter.
-    """
+    """Scheme of an address such as ``s3://bucket/kv``, in lower case. Empty for a path."""
     if not spec:
         raise ValueError("Found an empty store address, expected a path or s3://bucket/prefix")
     if spec.startswith("memory:"):
@@ -83,11 +78,7 @@ def is_cache(spec: str | Path) -> bool:
 
 
 def bytes_of(size: str) -> int:
-    """Number of bytes of a size such as ``2GiB``.
-
-    Raises:
-        ValueError: The size is malformed.
-    """
+    """Number of bytes of a size such as ``2GiB``."""
     match = _SIZE.fullmatch(size)
     if match is None:
         raise ValueError(
@@ -107,11 +98,7 @@ def folder_of(url: str) -> Path:
 
 
 def check_no_credentials(url: str) -> None:
-    """Reject an address with credentials, because addresses are shown, logged and saved.
-
-    Raises:
-        ValueError: The address contains credentials. The message omits them.
-    """
+    """Reject an address with credentials, because addresses are shown, logged and saved."""
     if not (scheme := scheme_of(url)):
         return  # a path
     instead = _CREDENTIALS.get(scheme, "the environment")

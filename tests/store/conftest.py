@@ -82,7 +82,7 @@ def raw_directory(path: Path) -> Raw[MaintainedStore]:
     store = DirectoryStore(path)
 
     def write(key: str, content: bytes) -> None:
-        store.entry_path(key).parent.mkdir(exist_ok=True)
+        store.entry_path(key).parent.mkdir(parents=True, exist_ok=True)
         store.entry_path(key).write_bytes(content)
 
     return Raw(store, lambda key: store.entry_path(key).read_bytes(), write)

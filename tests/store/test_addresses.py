@@ -1,4 +1,4 @@
-"""Opening stores: which store a path or an address means, what is refused, what is imported."""
+"""Opening stores by paths and addresses."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from blockattn_rag.store.urls import lasts, reason, scheme_of
 
 
 @pytest.mark.parametrize("kind", [str, Path])
-def test_a_path_means_a_store_on_disk(tmp_path: Path, kind: type[str] | type[Path]) -> None:
+def test_path_opens_a_directory_store(tmp_path: Path, kind: type[str] | type[Path]) -> None:
     opened = open_store(kind(tmp_path / "kv"))
     assert isinstance(opened, DirectoryStore)
     assert opened.path == tmp_path / "kv"
 
 
-def test_a_cache_without_a_home_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_cache_without_a_home_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     pytest.importorskip("redis")
     open_store("redis://localhost:1/0")  # which is asked for nothing yet
     assert "is a cache: blocks that it evicts" in caplog.text
@@ -39,17 +39,14 @@ def test_a_cache_without_a_home_is_warned_of(caplog: pytest.LogCaptureFixture) -
     assert not caplog.text
 
 
-def test_a_store_is_itself() -> None:
+def test_open_store_accepts_stores_and_refuses_other_types() -> None:
     memory = MemoryStore(1)
     assert open_store(memory) is memory
-
-
-def test_anything_else_is_refused() -> None:
     with pytest.raises(TypeError, match="a KVStore, a path, an address or None, found int"):
         open_store(3)  # type: ignore[arg-type]
 
 
-def test_every_public_name_can_be_had() -> None:
+def test_public_names() -> None:
     assert dir(store) == sorted(store.__all__)
     for name in store.__all__:
         assert getattr(store, name) is not None
@@ -62,7 +59,7 @@ def test_importing_the_package_loads_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_a_file_address_is_a_path(tmp_path: Path) -> None:
+def test_file_address_opens_a_directory_store(tmp_path: Path) -> None:
     folder = tmp_path / "a b"
     opened = open_store(f"file://{tmp_path}/a%20b")
     assert isinstance(opened, DirectoryStore)
@@ -72,7 +69,7 @@ def test_a_file_address_is_a_path(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("url", ["s3://bucket/kv", "gs://bucket/kv", "az://container/kv"])
-def test_a_bucket_is_an_object_store(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bucket_opens_an_object_store(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("obstore")
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "account")
     opened = open_store(url)
@@ -81,7 +78,7 @@ def test_a_bucket_is_an_object_store(url: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("url", ["redis://host:1/2", "rediss://host:1/2"])
-def test_a_redis_server_is_a_redis_store(url: str) -> None:
+def test_redis_address_opens_a_redis_store(url: str) -> None:
     pytest.importorskip("redis")
     opened = open_store(url)
     assert isinstance(opened, RedisStore)
@@ -100,7 +97,7 @@ def test_a_redis_server_is_a_redis_store(url: str) -> None:
         ("memory:17", 17),
     ],
 )
-def test_memory_has_a_size(spec: str | None, nbytes: int) -> None:
+def test_memory_address_sets_the_size(spec: str | None, nbytes: int) -> None:
     opened = open_store(spec)
     assert isinstance(opened, MemoryStore)
     assert opened.max_bytes == nbytes
@@ -123,7 +120,7 @@ def test_memory_has_a_size(spec: str | None, nbytes: int) -> None:
         (Path("s3://bucket/kv"), "pathlib.Path removes one of them"),
     ],
 )
-def test_an_address_of_no_known_kind_is_refused(spec: str | Path, message: str) -> None:
+def test_invalid_address_is_refused(spec: str | Path, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         open_store(spec)
 
@@ -140,7 +137,9 @@ def test_an_address_of_no_known_kind_is_refused(spec: str | Path, message: str) 
         Path("redis://me:a secret@host/0"),
     ],
 )
-def test_no_credentials(spec: str | Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_credentials_are_refused_and_not_shown(
+    spec: str | Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=r"address|expected") as raised:
         open_store(spec)
@@ -153,7 +152,7 @@ def test_no_credentials(spec: str | Path, tmp_path: Path, monkeypatch: pytest.Mo
     ("url", "package", "extra"),
     [("s3://bucket/kv", "obstore", "s3"), ("redis://host/0", "redis", "redis")],
 )
-def test_a_missing_extra_is_named(
+def test_missing_extra_is_named(
     monkeypatch: pytest.MonkeyPatch, url: str, package: str, extra: str
 ) -> None:
     found = builtins.__import__
@@ -168,10 +167,11 @@ def test_a_missing_extra_is_named(
         open_store(url)
 
 
-def test_a_path_with_a_colon_is_a_path(tmp_path: Path) -> None:
+def test_path_with_a_colon_is_not_an_address(tmp_path: Path) -> None:
     assert scheme_of("C:/kv") == ""
     assert scheme_of("kv:old") == ""
     assert scheme_of("S3://bucket/kv") == "s3"
+    assert [lasts(spec) for spec in ("kv", "s3://bucket/kv", "memory:2GiB")] == [True, True, False]
     assert isinstance(open_store(tmp_path / "kv:old"), DirectoryStore)
 
 
@@ -201,18 +201,12 @@ def test_endpoint_needs_a_scheme(monkeypatch: pytest.MonkeyPatch) -> None:
         ("HELLO must be called with the client already authenticated", "; set REDIS_PASSWORD"),
     ],
 )
-def test_what_a_library_says_comes_with_what_to_do(said: str, told: str) -> None:
+def test_reason_gives_advice(said: str, told: str) -> None:
     assert told in reason(OSError(said))
     assert told.partition("; ")[2] in reason(OSError("x" * 600 + said))
 
 
-def test_only_memory_goes_with_the_process() -> None:
-    assert lasts("kv")
-    assert lasts("s3://bucket/kv")
-    assert not lasts("memory:2GiB")
-
-
-def test_reasons_are_one_short_line_without_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reason_is_one_line_without_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "0123456789")
     error = ValueError(
         "no answer\n from https://me:pass@host/kv?sig=abc&x=1 with 0123456789 " + "x" * 1000

@@ -76,22 +76,7 @@ def kind(request: pytest.FixtureRequest) -> type[Bounded]:
     return found
 
 
-def test_the_least_recently_used_goes_first(kind: type[Bounded], tmp_path: Path) -> None:
-    store = bounded(kind, tmp_path, 3)
-    put(store, 0, 1, 2)
-    assert held(store) == [0, 1, 2]
-    grow_old(store)
-    assert same(store.get(KEYS[0]) or BIG, KV[0])
-    assert store.touch(KEYS[1])
-    assert KEYS[2] in store  # which is no use
-    put(store, 3)
-    assert held(store) == [0, 1, 3]
-    stats = store.stats()
-    assert (stats.entries, stats.evictions) == (3, 1)
-    assert stats.total_bytes == 3 * size_of(kind)
-
-
-def test_one_large_block_replaces_several(kind: type[Bounded], tmp_path: Path) -> None:
+def test_large_block_replaces_several(kind: type[Bounded], tmp_path: Path) -> None:
     most = max(size_of(kind, BIG), 3 * size_of(kind))
     store = kind(most) if kind is MemoryStore else DirectoryStore(tmp_path, max_bytes=most)
     put(store, 0, 1, 2)
@@ -100,7 +85,7 @@ def test_one_large_block_replaces_several(kind: type[Bounded], tmp_path: Path) -
     assert store.stats().total_bytes <= most
 
 
-def test_a_larger_block_is_not_kept_counted_and_logged_once(
+def test_oversized_block_is_refused_counted_and_logged_once(
     kind: type[Bounded], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = bounded(kind, tmp_path, 1)
@@ -115,13 +100,13 @@ def test_a_larger_block_is_not_kept_counted_and_logged_once(
 
 
 @pytest.mark.parametrize("max_bytes", [0, -1])
-def test_a_size_of_no_bytes_is_refused(kind: type[Bounded], tmp_path: Path, max_bytes: int) -> None:
+def test_max_bytes_must_be_positive(kind: type[Bounded], tmp_path: Path, max_bytes: int) -> None:
     with pytest.raises(ValueError, match="must be positive, found"):
         bounded(kind, tmp_path / "kv", max_bytes)
     assert not (tmp_path / "kv").exists()
 
 
-def test_many_threads_stay_within_the_bound(kind: type[Bounded], tmp_path: Path) -> None:
+def test_threads_stay_within_the_limit(kind: type[Bounded], tmp_path: Path) -> None:
     store = bounded(kind, tmp_path, 3)
 
     def work(seed: int) -> None:
@@ -158,7 +143,9 @@ STEPS = st.lists(st.tuples(st.sampled_from("gptd"), st.integers(0, 5)), max_size
 @pytest.mark.parametrize("kind", KINDS)
 @given(st.integers(1, 5), STEPS)
 @settings(deadline=None, max_examples=60)
-def test_behaves_as_lru_list(kind: type[Bounded], room: int, steps: list[tuple[str, int]]) -> None:
+def test_store_evicts_like_an_lru_list(
+    kind: type[Bounded], room: int, steps: list[tuple[str, int]]
+) -> None:
     with tempfile.TemporaryDirectory() as path:
         store, expected, evictions = bounded(kind, Path(path), room), list[int](), 0
         for step, i in steps:
@@ -180,13 +167,15 @@ def test_behaves_as_lru_list(kind: type[Bounded], room: int, steps: list[tuple[s
                 expected.pop(0)
                 evictions += 1
             assert held(store) == expected
+            assert all((key in store) == (n in expected) for n, key in enumerate(KEYS))
+            assert store.stats().total_bytes == len(expected) * size_of(kind)
         assert store.stats().evictions == evictions
 
 
 # In memory
 
 
-def test_a_store_in_memory_holds_the_block_itself_and_on_the_host_a_copy() -> None:
+def test_host_store_keeps_copies() -> None:
     for kv in (make_kv(), make_kv(quantised=True)):
         store, host = MemoryStore(1 << 20), MemoryStore(1 << 20, on_host=True)
         for one in (store, host):
@@ -223,7 +212,7 @@ def on_disk(path: Path, entries: int) -> DirectoryStore:
     return DirectoryStore(path, fsync=False, max_bytes=entries * SIZE)
 
 
-def test_the_order_of_use_survives_a_restart(tmp_path: Path) -> None:
+def test_order_of_use_survives_a_restart(tmp_path: Path) -> None:
     put(DirectoryStore(tmp_path), 0, 1, 2)
     store = DirectoryStore(tmp_path)
     grow_old(store)
@@ -232,7 +221,7 @@ def test_the_order_of_use_survives_a_restart(tmp_path: Path) -> None:
     assert held(store) == [2, 0, 3]
 
 
-def test_a_store_that_is_larger_than_its_bound_shrinks_when_it_is_written(tmp_path: Path) -> None:
+def test_put_shrinks_an_oversized_store(tmp_path: Path) -> None:
     put(DirectoryStore(tmp_path), 0, 1, 2, 3)
     store = on_disk(tmp_path, 2)
     assert held(store) == [0, 1, 2, 3]
@@ -241,14 +230,14 @@ def test_a_store_that_is_larger_than_its_bound_shrinks_when_it_is_written(tmp_pa
     assert store.stats().evictions == 3
 
 
-def test_entry_larger_than_the_bound_is_dropped(tmp_path: Path) -> None:
+def test_put_of_an_oversized_block_deletes_the_old_entry(tmp_path: Path) -> None:
     DirectoryStore(tmp_path).put(BIG.key, BIG)
     store = on_disk(tmp_path, 1)
     store.put(BIG.key, BIG)
     assert BIG.key not in store
 
 
-def test_another_process_is_bound_as_well(tmp_path: Path) -> None:
+def test_pickled_store_keeps_its_limit(tmp_path: Path) -> None:
     store = on_disk(tmp_path, 2)
     again = pickle.loads(pickle.dumps(store))
     assert again.max_bytes == store.max_bytes == 2 * SIZE
@@ -257,7 +246,7 @@ def test_another_process_is_bound_as_well(tmp_path: Path) -> None:
     assert held(store) == [1, 2]
 
 
-def test_a_time_of_use_in_the_future_does_not_keep_an_entry(tmp_path: Path) -> None:
+def test_time_of_use_in_the_future_does_not_protect(tmp_path: Path) -> None:
     store = on_disk(tmp_path, 2)
     put(store, 0, 1)
     grow_old(store)
@@ -267,7 +256,7 @@ def test_a_time_of_use_in_the_future_does_not_keep_an_entry(tmp_path: Path) -> N
     assert held(store) == [0, 2]
 
 
-def test_what_is_being_written_is_never_deleted(tmp_path: Path) -> None:
+def test_temporary_files_are_not_evicted(tmp_path: Path) -> None:
     store = on_disk(tmp_path, 1)
     put(store, 0)
     unfinished = store.entry_path(KEYS[0]).with_name(".x.0123456789abcdef.tmp")
@@ -296,7 +285,7 @@ def listed(tmp_path: Path) -> Listed:
     return store
 
 
-def test_what_is_used_while_room_is_made_stays_and_the_next_one_goes(listed: Listed) -> None:
+def test_entry_used_during_eviction_is_kept(listed: Listed) -> None:
     put(listed, 0)
     report = shrink(listed, 3 * SIZE - 1)
     assert (report.left_bytes, report.deleted) == (2 * SIZE, (KEYS[1],))
@@ -307,7 +296,7 @@ def test_what_is_used_while_room_is_made_stays_and_the_next_one_goes(listed: Lis
     assert (report.left_bytes, report.deleted) == (2 * SIZE, ())
 
 
-def test_what_others_deleted_meanwhile_counts_as_room(listed: Listed) -> None:
+def test_entry_deleted_during_eviction_counts_as_room(listed: Listed) -> None:
     listed.delete(KEYS[0])
     report = shrink(listed, 2 * SIZE)
     assert (report.left_bytes, report.deleted) == (2 * SIZE, ())
@@ -332,7 +321,7 @@ def test_large_store_is_listed_rarely(tmp_path: Path, monkeypatch: pytest.Monkey
     assert looks <= 400 / 4 + 3  # a 64th of the store is four entries
 
 
-def test_many_processes_bound_one_folder_and_damage_nothing(tmp_path: Path) -> None:
+def test_processes_share_one_limit(tmp_path: Path) -> None:
     writers = [
         PROCESSES.Process(target=fill_bounded, args=(tmp_path, 4 * SIZE, seed)) for seed in range(3)
     ]
@@ -349,7 +338,7 @@ def test_many_processes_bound_one_folder_and_damage_nothing(tmp_path: Path) -> N
     assert store.stats().total_bytes <= 4 * SIZE
 
 
-def test_shrink_enforces_a_bound_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shrink(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = DirectoryStore(tmp_path)
     put(store, 0, 1, 2, 3)
     report = shrink(store, 2 * SIZE)

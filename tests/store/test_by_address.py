@@ -1,4 +1,4 @@
-"""The engine and both adapters by the address of a store: what one encodes, the next one reuses."""
+"""Engines and adapters that share a store by its address."""
 
 from __future__ import annotations
 

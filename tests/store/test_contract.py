@@ -1,4 +1,4 @@
-"""What every store promises, of each kind in turn: in memory, on disk, on servers, in tiers."""
+"""Behavior that all stores share."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def got(store: KVStore, key: str) -> BlockKV:
     return kv
 
 
-def test_what_is_put_is_got_to_the_bit_listed_and_counted(any_store: KVStore) -> None:
+def test_put_blocks_are_read_listed_and_counted(any_store: KVStore) -> None:
     for key, kv in zip(KEYS, KVS, strict=True):
         any_store.put(key, kv)
     assert all(same(got(any_store, key), kv) for key, kv in zip(KEYS, KVS, strict=True))
@@ -34,14 +34,14 @@ def test_what_is_put_is_got_to_the_bit_listed_and_counted(any_store: KVStore) ->
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int8])
-def test_every_number_type_comes_back(any_store: KVStore, dtype: torch.dtype) -> None:
+def test_every_dtype_is_preserved(any_store: KVStore, dtype: torch.dtype) -> None:
     int8 = dtype == torch.int8
     kv = make_kv(dtype=torch.float32 if int8 else dtype, quantised=int8, more_heads=1)
     any_store.put(kv.key, kv)
     assert same(got(any_store, kv.key), kv)
 
 
-def test_what_is_not_there_is_none_and_no_member(any_store: KVStore) -> None:
+def test_absent_key(any_store: KVStore) -> None:
     assert any_store.get(KEYS[0]) is None
     assert KEYS[0] not in any_store
     assert None not in any_store
@@ -51,7 +51,7 @@ def test_what_is_not_there_is_none_and_no_member(any_store: KVStore) -> None:
     assert any_store.stats().entries == 0
 
 
-def test_many_keys_are_answered_in_order_each_by_itself(any_store: KVStore) -> None:
+def test_get_many_returns_results_in_order(any_store: KVStore) -> None:
     for i in (0, 2, 3):
         any_store.put(KEYS[i], KVS[i])
     asked = [4, 3, 0, 1, 2, 0]
@@ -66,7 +66,7 @@ def test_many_keys_are_answered_in_order_each_by_itself(any_store: KVStore) -> N
     assert any_store.get_many([]) == []
 
 
-def test_what_is_there_is_touched_and_what_was_deleted_is_gone(any_store: KVStore) -> None:
+def test_touch_and_delete(any_store: KVStore) -> None:
     any_store.put(KEYS[0], KVS[0])
     assert KEYS[0] in any_store
     assert any_store.touch(KEYS[0])
@@ -76,7 +76,7 @@ def test_what_is_there_is_touched_and_what_was_deleted_is_gone(any_store: KVStor
     assert any_store.get(KEYS[0]) is None
 
 
-def test_putting_again_replaces(any_store: KVStore) -> None:
+def test_put_replaces(any_store: KVStore) -> None:
     old, new = make_kv(tokens=3), make_kv(tokens=8)
     assert old.key == new.key
     for kv in (old, new):
@@ -85,7 +85,7 @@ def test_putting_again_replaces(any_store: KVStore) -> None:
     assert any_store.stats().entries == 1
 
 
-def test_a_block_under_anothers_key_and_no_block_at_all_are_refused(any_store: KVStore) -> None:
+def test_put_refuses_wrong_keys_and_malformed_blocks(any_store: KVStore) -> None:
     with pytest.raises(ValueError, match=r"expected .*store_key"):
         any_store.put(KEYS[1], KVS[0])
     empty = make_kv(layers=0)
@@ -93,7 +93,7 @@ def test_a_block_under_anothers_key_and_no_block_at_all_are_refused(any_store: K
         any_store.put(empty.key, empty)
 
 
-def test_many_threads_get_what_was_put_or_nothing(any_store: KVStore) -> None:
+def test_threads_read_complete_blocks(any_store: KVStore) -> None:
     def work(seed: int) -> None:
         choose = random.Random(seed)
         for _ in range(15):

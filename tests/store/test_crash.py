@@ -1,4 +1,4 @@
-"""Writers that are killed, and writers that write the same keys: no name ever lies."""
+"""Killed writers, and concurrent writers of the same keys."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def test_writers_killed_at_random_moments_leave_no_damaged_entry(tmp_path: Path) -> None:
+def test_killed_writers_leave_no_damaged_entry(tmp_path: Path) -> None:
     killer = PROCESSES.Process(target=kill_writers, args=(tmp_path, 20))
     killer.start()
     killer.join()
@@ -46,7 +46,7 @@ def test_killed_writer_leaves_old_or_new_entry(tmp_path: Path, step: str) -> Non
     assert not list(store.leftovers())
 
 
-def test_two_processes_write_the_same_keys_while_a_third_reads(tmp_path: Path) -> None:
+def test_concurrent_writers_of_the_same_keys(tmp_path: Path) -> None:
     store = DirectoryStore(tmp_path)
     writers = [
         PROCESSES.Process(target=write_times, args=(tmp_path, filled_with, 10))

@@ -11,6 +11,7 @@ import torch
 from blockattn_rag.errors import CorruptEntryError, FingerprintMismatchError, StoreError
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.store import KVStore, MaintainedStore
+from blockattn_rag.store.format import encode
 from tests.store.conftest import Raw
 from tests.store.kvs import make_kv, same
 
@@ -18,11 +19,10 @@ KV, OTHER = make_kv(tokens=40), make_kv("other")
 KEY = KV.key
 
 
-@pytest.mark.parametrize("cut", [0, 5, 100, -1])
-def test_a_cut_entry_is_damaged_until_it_is_put_again(encoded: Raw[KVStore], cut: int) -> None:
+@pytest.mark.parametrize("end", [0, 5, 100, -1])
+def test_truncated_entry_is_damaged_until_put(encoded: Raw[KVStore], end: int) -> None:
     store = encoded.store
-    store.put(KEY, KV)
-    encoded.write(KEY, encoded.read(KEY)[:cut])
+    encoded.write(KEY, encode(KV)[:end])
     reads: list[Callable[[str], object]] = [store.get]
     if isinstance(store, MaintainedStore):
         assert not store.touch(KEY)
@@ -35,7 +35,7 @@ def test_a_cut_entry_is_damaged_until_it_is_put_again(encoded: Raw[KVStore], cut
     assert same(store.get(KEY) or OTHER, KV)
 
 
-def test_a_flipped_bit_is_found_and_hides_no_other_entry(encoded: Raw[KVStore]) -> None:
+def test_get_many_reports_errors_per_entry(encoded: Raw[KVStore]) -> None:
     for kv in (KV, OTHER):
         encoded.store.put(kv.key, kv)
     encoded.flip_last_bit(KEY)
@@ -61,7 +61,7 @@ def test_foreign_entry_is_refused(encoded: Raw[KVStore], other: BlockKV) -> None
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_a_block_that_is_not_finite_is_not_stored(encoded: Raw[KVStore], value: float) -> None:
+def test_put_refuses_nan_and_infinity(encoded: Raw[KVStore], value: float) -> None:
     kv = make_kv()
     kv.values[1][0, 0, 0] = value
     with pytest.raises(StoreError, match=r"Cannot write .*NaN or infinity\. The model overflows"):
@@ -69,13 +69,13 @@ def test_a_block_that_is_not_finite_is_not_stored(encoded: Raw[KVStore], value: 
     assert list(encoded.store.keys()) == []
 
 
-def test_what_is_no_key_is_refused(encoded: Raw[KVStore]) -> None:
+def test_malformed_key_is_refused(encoded: Raw[KVStore]) -> None:
     with pytest.raises(ValueError, match="64 hex digits"):
         encoded.store.get("../../etc/passwd")
     assert "../../etc/passwd" not in encoded.store
 
 
-def test_an_entry_is_described_by_its_header_alone(maintained: Raw[MaintainedStore]) -> None:
+def test_describe_returns_the_header(maintained: Raw[MaintainedStore]) -> None:
     store = maintained.store
     store.put(KEY, KV)
     before = time.time()
@@ -92,7 +92,7 @@ def test_an_entry_is_described_by_its_header_alone(maintained: Raw[MaintainedSto
     assert store.describe(OTHER.key) is None
 
 
-def test_what_is_stored_shares_no_memory_with_what_was_read(encoded: Raw[KVStore]) -> None:
+def test_read_blocks_do_not_change(encoded: Raw[KVStore]) -> None:
     encoded.store.put(KEY, KV)
     held = encoded.store.get(KEY)
     assert held is not None

@@ -1,4 +1,4 @@
-"""S3 that fails in every way at once: no answer is wrong, and none comes past its deadline."""
+"""ObjectStore on a server with faults: no block is wrong, and no read exceeds its deadline."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def add(index: PassageIndex, *texts: str, namespace: str = "") -> int:
     return index.add(entries_of(texts), namespace)
 
 
-def test_passages_are_found_again_by_another_process(store: KVStore) -> None:
+def test_added_passages_are_found_by_other_indexes(store: KVStore) -> None:
     assert add(PassageIndex(store), *TEXTS[:3]) == 3
     index = PassageIndex(store, refresh_s=0)
     assert found(index, *TEXTS) == TEXTS[:3]
@@ -55,7 +55,7 @@ def test_passages_are_found_again_by_another_process(store: KVStore) -> None:
     assert found(index, *TEXTS) == TEXTS[:5]
 
 
-def test_an_index_is_read_again_only_after_a_while(store: KVStore) -> None:
+def test_index_is_read_once_per_refresh_time(store: KVStore) -> None:
     index = PassageIndex(store, refresh_s=3600)
     assert found(index, *TEXTS) == []
     add(PassageIndex(store), TEXTS[0])
@@ -64,7 +64,7 @@ def test_an_index_is_read_again_only_after_a_while(store: KVStore) -> None:
     assert found(index, *TEXTS) == [TEXTS[1]]
 
 
-def test_the_first_prompt_finds_what_was_added_by_others(store: KVStore) -> None:
+def test_split_waits_for_new_files(store: KVStore) -> None:
     index = PassageIndex(store, refresh_s=0.01, in_background=True)
     assert found(index, *TEXTS) == []
     add(PassageIndex(store), *TEXTS)
@@ -72,7 +72,7 @@ def test_the_first_prompt_finds_what_was_added_by_others(store: KVStore) -> None
     assert found(index, *TEXTS) == TEXTS
 
 
-def test_unexpected_errors_of_a_background_read_are_logged(
+def test_unexpected_read_error_is_logged(
     store: KVStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     index = PassageIndex(store, in_background=True)
@@ -85,7 +85,7 @@ def test_unexpected_errors_of_a_background_read_are_logged(
     assert "Unexpected error while the index of passages is read: no room" in caplog.text
 
 
-def test_background_index_delays_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_background_read_delays_no_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, may_read = DirectoryStore(tmp_path), threading.Event()
     index = PassageIndex(store, refresh_s=0, in_background=True)
     names = index.sidecar.names
@@ -102,7 +102,7 @@ def test_background_index_delays_none(tmp_path: Path, monkeypatch: pytest.Monkey
     may_read.set()
 
 
-def test_only_namespaces_that_may_be_read_are_searched(store: KVStore) -> None:
+def test_only_readable_namespaces_are_searched(store: KVStore) -> None:
     index = PassageIndex(store)
     names = ["", "tenant", "Tenant", "public"]
     for text, name in zip(TEXTS, names, strict=False):
@@ -113,13 +113,13 @@ def test_only_namespaces_that_may_be_read_are_searched(store: KVStore) -> None:
     assert found(index, *TEXTS, access=access) == [TEXTS[1], TEXTS[3]]
 
 
-def test_several_writers_lose_nothing(store: KVStore) -> None:
+def test_concurrent_writers_lose_nothing(store: KVStore) -> None:
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda text: add(PassageIndex(store), text), TEXTS))
     assert found(PassageIndex(store), *TEXTS) == TEXTS
 
 
-def test_stores_without_files_beside_the_entries_are_refused() -> None:
+def test_store_without_a_sidecar_is_refused() -> None:
     class Plain(MemoryStore):
         sidecar = None  # type: ignore[assignment]
 
@@ -131,7 +131,7 @@ def files_of(store: DirectoryStore, namespace: str = "") -> list[Path]:
     return sorted((store.path / "sidecar" / folder_of(namespace)).iterdir())
 
 
-def test_a_damaged_file_counts_as_empty(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_damaged_file_counts_as_empty(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = DirectoryStore(tmp_path)
     add(PassageIndex(store), TEXTS[0])
     add(PassageIndex(store), TEXTS[1])
@@ -141,7 +141,7 @@ def test_a_damaged_file_counts_as_empty(tmp_path: Path, caplog: pytest.LogCaptur
     assert f"{damaged.name} is damaged" in caplog.text
 
 
-def test_an_unreadable_index_is_logged_and_leaves_what_is_known(
+def test_unreadable_index_is_logged_and_known_passages_stay(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = DirectoryStore(tmp_path)
@@ -156,7 +156,7 @@ def test_an_unreadable_index_is_logged_and_leaves_what_is_known(
     assert "The index of passages cannot be read: cannot list" in caplog.text
 
 
-def test_the_files_are_private_and_no_entries(tmp_path: Path) -> None:
+def test_index_files_are_private_and_not_entries(tmp_path: Path) -> None:
     store = DirectoryStore(tmp_path / "kv")
     kv = make_kv()
     store.put(kv.key, kv)
@@ -170,7 +170,7 @@ def test_the_files_are_private_and_no_entries(tmp_path: Path) -> None:
     assert found(PassageIndex(pickle.loads(pickle.dumps(again))), *TEXTS) == TEXTS
 
 
-def test_killed_writers_leave_files_that_maintenance_lists(tmp_path: Path) -> None:
+def test_temporary_index_files_are_leftovers(tmp_path: Path) -> None:
     store = DirectoryStore(tmp_path)
     add(PassageIndex(store), TEXTS[0])
     (file,) = files_of(store)
@@ -220,7 +220,7 @@ def test_merge_index_adds_passages_that_are_stored(tmp_path: Path) -> None:
     assert found(PassageIndex(store), *TEXTS) == TEXTS[:1]
 
 
-def test_passages_of_entries_without_a_handle_stay_in_the_index(tmp_path: Path) -> None:
+def test_merge_index_keeps_passages_of_entries_without_a_handle(tmp_path: Path) -> None:
     store = DirectoryStore(tmp_path)
     stored(store, TEXTS[0], is_known=False)
     add(PassageIndex(store), TEXTS[1])

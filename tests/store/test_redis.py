@@ -1,4 +1,4 @@
-"""RedisStore: a cache that forgets, within limits, on a server of its own."""
+"""RedisStore: expiry, limits, and errors of the server."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def client(redis_url: str) -> Any:
         yield client
 
 
-def test_stores_of_different_prefixes_share_a_server(redis: RedisStore, redis_url: str) -> None:
+def test_prefixes_separate_stores(redis: RedisStore, redis_url: str) -> None:
     redis.put(KEY, KV)
     other = RedisStore(redis_url, prefix="other[*]:")
     assert other.get(KEY) is None
@@ -55,7 +55,7 @@ def test_unused_entry_expires(redis_url: str, client: Any) -> None:
     assert not short.touch(KEY)
 
 
-def test_without_a_time_the_server_decides(redis_url: str, client: Any) -> None:
+def test_ttl_none_leaves_eviction_to_the_server(redis_url: str, client: Any) -> None:
     store = RedisStore(redis_url, prefix="for ever:", ttl_s=None)
     store.put(KEY, KV)
     assert store.touch(KEY)
@@ -87,7 +87,7 @@ def test_value_of_wrong_type_is_damaged(redis_url: str, client: Any) -> None:
     assert not isinstance(sound, StoreError)
 
 
-def test_what_the_server_refuses_is_no_damage(redis: RedisStore, client: Any) -> None:
+def test_refused_read_is_not_damage(redis: RedisStore, client: Any) -> None:
     client.acl_setuser("reader", enabled=True, nopass=True, keys=["none"], categories=["+@all"])
     redis._server.connection_pool.connection_kwargs["username"] = "reader"
     redis._server.connection_pool.connection_kwargs["password"] = "any"
@@ -96,7 +96,7 @@ def test_what_the_server_refuses_is_no_damage(redis: RedisStore, client: Any) ->
     assert "permission" in str(refused).lower()
 
 
-def test_a_server_that_is_not_there_is_an_error_at_once() -> None:
+def test_unreachable_server_fails_at_once() -> None:
     store = RedisStore(f"redis://127.0.0.1:{free_port()}/0", deadline_s=5)
     started = time.monotonic()
     with pytest.raises(StoreError, match="Cannot read entries in redis:"):
@@ -111,7 +111,7 @@ def test_a_server_that_is_not_there_is_an_error_at_once() -> None:
     assert time.monotonic() - started < 4
 
 
-def test_a_server_that_hangs_is_waited_for_no_longer_than_the_deadline() -> None:
+def test_hanging_server_fails_at_the_deadline() -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()

@@ -1,4 +1,4 @@
-"""When an entry was used last, who may delete it then, and who may read the files."""
+"""Times of use, deletion of unused entries, and file modes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from blockattn_rag.store import DirectoryStore, KVStore, MemoryStore, files, gc
+from blockattn_rag.store import DirectoryStore, files, gc
 from tests.store.kvs import make_kv, same
 
 DAY_NS = 86400 * 10**9
@@ -43,7 +43,9 @@ def used_ns(store: DirectoryStore) -> int:
 # Marking
 
 
-def test_reads_mark_use_sometimes(store: DirectoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reads_record_uses_once_a_minute(
+    store: DirectoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # Longer than this test may take on any machine.
     monkeypatch.setattr("blockattn_rag.store.directory._MARK_READ_S", 3600.0)
     before = time.time_ns()
@@ -57,7 +59,7 @@ def test_reads_mark_use_sometimes(store: DirectoryStore, monkeypatch: pytest.Mon
     assert used_ns(store) > long_ago
 
 
-def test_looking_is_no_use(store: DirectoryStore) -> None:
+def test_listing_and_peek_record_no_use(store: DirectoryStore) -> None:
     before = used_ns(store)
     assert KEY in store
     store.describe(KEY)
@@ -66,7 +68,7 @@ def test_looking_is_no_use(store: DirectoryStore) -> None:
     assert used_ns(store) == before
 
 
-def test_touching_marks_without_reading(store: DirectoryStore) -> None:
+def test_touch_records_a_use(store: DirectoryStore) -> None:
     before = time.time_ns()
     assert store.touch(KEY)
     assert used_ns(store) >= before
@@ -75,7 +77,7 @@ def test_touching_marks_without_reading(store: DirectoryStore) -> None:
     assert used_ns(store) > second_ago
 
 
-def test_a_time_of_use_in_the_future_is_mended_by_use(store: DirectoryStore) -> None:
+def test_use_corrects_a_time_in_the_future(store: DirectoryStore) -> None:
     age(store, -DAY_NS)
     store.get(KEY)
     assert used_ns(store) <= time.time_ns()
@@ -91,42 +93,6 @@ def test_read_only_store(
     monkeypatch.setattr(os, "utime", refuse)
     assert same(store.get(KEY) or make_kv("none"), KV)
     assert store.touch(KEY)
-
-
-# Touching
-
-
-def test_damaged_entries_count_as_absent(store: DirectoryStore) -> None:
-    path = store.entry_path(KEY)
-    content = path.read_bytes()
-    other = make_kv("other text")
-    store.put(other.key, other)
-    for damage in (content[:-1], content + b"?", content[:40], b"", b"\xff" * len(content)):
-        path.write_bytes(damage)
-        assert not store.touch(KEY)
-    path.write_bytes(store.entry_path(other.key).read_bytes())
-    assert not store.touch(KEY)
-    path.unlink()
-    os.mkfifo(path)
-    assert not store.touch(KEY)
-    path.unlink()
-    path.symlink_to(path)
-    assert not store.touch(KEY)
-    store.put(KEY, KV)
-    assert store.touch(KEY)
-    assert same(store.get(KEY) or make_kv("none"), KV)
-
-
-def test_a_store_without_touch_is_asked_whether_it_has_the_entry() -> None:
-    class Plain(MemoryStore):
-        """A user's store, which evicts nothing."""
-
-        touch = KVStore.touch
-
-    plain = Plain(1 << 20)
-    assert not plain.touch(KEY)
-    plain.put(KEY, KV)
-    assert plain.touch(KEY)
 
 
 # Deleting what nobody uses
@@ -167,7 +133,7 @@ def test_late_touch_is_refused(store: DirectoryStore, monkeypatch: pytest.Monkey
     assert not store.touch(KEY)
 
 
-def test_discarding_what_is_gone_or_was_used_deletes_nothing(store: DirectoryStore) -> None:
+def test_discard_keeps_used_entries(store: DirectoryStore) -> None:
     before = used_ns(store)
     store.touch(KEY)
     assert not store.discard(KEY, before)
@@ -176,7 +142,7 @@ def test_discarding_what_is_gone_or_was_used_deletes_nothing(store: DirectorySto
     assert not store.discard(KEY, before)
 
 
-def test_of_touches_and_deletions_at_once_none_is_told_what_is_not_so(tmp_path: Path) -> None:
+def test_touched_entry_survives_concurrent_discard(tmp_path: Path) -> None:
     """Whatever is touched with success, and aged again by nobody, is still there after."""
     store = DirectoryStore(tmp_path, fsync=False)
     wrong: list[int] = []
@@ -231,7 +197,7 @@ def test_modes_ignore_umask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uma
     assert {path.name for path in store.path.iterdir()} == {"format.json", "objects"}
 
 
-def test_what_is_there_keeps_its_mode(store: DirectoryStore) -> None:
+def test_existing_files_keep_their_mode(store: DirectoryStore) -> None:
     path = store.entry_path(KEY)
     folders = (store.path, store.path / "objects", path.parent)
     kept = {path: 0o644, store.path / "format.json": 0o644, **dict.fromkeys(folders, 0o755)}

@@ -185,7 +185,7 @@ def shrink(
     most = _bytes(max_bytes)
     report = kv_store.shrink(open_folder(store), most)
     summary = (
-        f"deleted {count(len(report.deleted), 'entry')} ({size(report.freed_bytes)}); "
+        f"Deleted {count(len(report.deleted), 'entry')} ({size(report.freed_bytes)}); "
         f"the remaining entries take {size(report.left_bytes)}"
     )
     emit({**asdict(report), "store": store, "max_bytes": most}, summary)
@@ -193,18 +193,18 @@ def shrink(
 
 def _bytes(text: str) -> int:
     with contextlib.suppress(ValueError):
-        if found := bytes_of(text.strip()):
-            return found
+        if nbytes := bytes_of(text.strip()):
+            return nbytes
     raise typer.BadParameter(
-        f"expected a size such as 500MB, 20GB or 20GiB, found {text!r}", param_hint="--max-bytes"
+        f"Expected a size such as 500MB, 20GB or 20GiB, found {text!r}", param_hint="--max-bytes"
     )
 
 
 def _share(text: str) -> float:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(%?)", text.strip())
-    found = float(match[1]) / (100 if match[2] else 1) if match else 0.0
-    if not 0 < found <= 1:
+    share = float(match[1]) / (100 if match[2] else 1) if match else 0.0
+    if not 0 < share <= 1:
         raise typer.BadParameter(
-            f"expected a share such as 1% or 0.01, found {text!r}", param_hint="--sample"
+            f"Expected a share such as 1% or 0.01, found {text!r}", param_hint="--sample"
         )
-    return found
+    return share

@@ -101,7 +101,7 @@ def gc(
         note(f"note: {error}")
     data = asdict(report) | {"store": store, "collections": names, "live_handles": len(kept)}
     data["namespaces"] = None if judged is None else sorted(judged)
-    verb = "would delete" if dry_run else "deleted"
+    verb = "Would delete" if dry_run else "Deleted"
     summary = (
         f"{verb} {count(report.deleted.count, 'entry')} and "
         f"{count(report.leftovers.count, 'temporary file')} "
@@ -118,10 +118,10 @@ def gc(
 def _live_handles(users: list[str]) -> tuple[set[str], list[str]]:
     """The handles in use, and the names of the Chroma collections."""
     clients = [_chroma(user) for user in users]
-    collections = [each for client in clients for each in client.list_collections()]
+    collections = [collection for client in clients for collection in client.list_collections()]
     with counter("handles read") as tick:
-        found = set(_counted(handles_in(collections), tick))
-    return found, [each.name for each in collections]
+        handles = set(_counted(handles_in(collections), tick))
+    return handles, [collection.name for collection in collections]
 
 
 def _chroma(user: str) -> ClientAPI:

@@ -99,7 +99,7 @@ def test_shrink_deletes_least_recently_used(cli: Command, database: Path) -> Non
     done = cli("store", "shrink", database, "--max-bytes", f"{most}B", "--json").json
     assert (done["deleted"], done["left_bytes"]) == ([old.stem], most)
     assert entries(database) == [new]
-    assert "deleted 0 entries" in cli("store", "shrink", database, "--max-bytes", "1GiB").stdout
+    assert "Deleted 0 entries" in cli("store", "shrink", database, "--max-bytes", "1GiB").stdout
 
 
 @pytest.mark.parametrize(
