@@ -64,6 +64,11 @@ class Prompts:
         return self._tokenizer.fingerprint
 
     @property
+    def tokenizer(self) -> Any:
+        """Transformers tokenizer of the model."""
+        return self._tokenizer.tokenizer
+
+    @property
     def has_chat_template(self) -> bool:
         """Whether the model answers chats."""
         return has_chat_template(self._tokenizer.tokenizer)

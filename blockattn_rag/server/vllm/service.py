@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.exceptions import RetryableRequestError
+from vllm.sampling_params import StructuredOutputsParams
 
 from blockattn_rag.errors import MissError, SegmentationError, ServingError, StoreError
 from blockattn_rag.model.loading import load_tokenizer
@@ -25,6 +26,7 @@ from blockattn_rag.server.vllm.metrics import INDEX_FAILURES
 from blockattn_rag.server.vllm.openai import Prompts, Recognizer, TokenPrompt
 from blockattn_rag.server.vllm.requests import Encodable, RequestReader
 from blockattn_rag.server.vllm.retrying import CURRENT, RetryingClient, Ticket, with_marker
+from blockattn_rag.server.vllm.tool_calls import ServedTools
 from blockattn_rag.store import open_store
 from blockattn_rag.store.namespaces import Access
 from blockattn_rag.store.passage_index import PassageIndex
@@ -155,14 +157,24 @@ class Service:
             MissError, ServingError, StoreError: See ``BlockEnsurer.ensure``.
         """
 
-        def render(recognize: Recognizer | None) -> TokenPrompt | None:
-            tools, variables = self._template_arguments(request)
-            prompt = self._prompts.chat(body, tools, variables, recognize)
-            has_passages = any(block.is_passage for block in prompt.context)
-            return self._prompts.token_ids(prompt, body.options.mode) if has_passages else None
+        tools = None if body.not_text else ServedTools.of(request, self._prompts.tokenizer)
+        definitions, variables = self._template_arguments(request)
 
+        def render(recognize: Recognizer | None) -> TokenPrompt | None:
+            prompt = self._prompts.chat(body, definitions, variables, recognize)
+            if any(block.is_passage for block in prompt.context):
+                return self._prompts.token_ids(prompt, body.options.mode)
+            # vLLM renders chats without passages, unless it must not see the tools.
+            return None if tools is None else self._prompts.token_ids(prompt, "full")
+
+        if tools is not None:
+            request.tools, request.tool_choice, request.return_token_ids = None, "none", True
+            request.response_format = None
+            outputs = tools.options["structured_outputs"]
+            if outputs is not None:
+                request.structured_outputs = StructuredOutputsParams(**outputs)
         create = self._chats.create_chat_completion
-        return await self._answer(body, render, create, request, raw_request)
+        return await self._answer(body, render, create, request, raw_request, tools)
 
     async def complete(self, body: CompletionBody, request: Any, raw_request: Any) -> Answer:
         """Answer a completion. Like ``chat``, for prompts that the client formatted."""
@@ -182,16 +194,19 @@ class Service:
         create: Create,
         request: Any,
         raw_request: Any,
+        tools: ServedTools | None = None,
     ) -> Answer:
         """Answer a request.
 
         Args:
             render: Function that converts the prompt to token ids. Slow for long prompts, so it
-                runs in a thread. None: the prompt has no passages.
+                runs in a thread. It returns None if vLLM is to render the prompt.
             create: Method of vLLM's handler.
+            tools: Tools whose calls this package parses.
         """
-        respond = partial(self._reported, create, request, raw_request)
-        prompt = await asyncio.to_thread(render, None) if body.has_passages else None
+        respond = partial(self._reported, create, request, raw_request, tools)
+        must_render = body.has_passages or tools is not None
+        prompt = await asyncio.to_thread(render, None) if must_render else None
         if not self._config.recognize:
             return await respond(prompt)
         recognized = None
@@ -213,6 +228,7 @@ class Service:
         create: Create,
         request: Any,
         raw_request: Any,
+        tools: ServedTools | None,
         prompt: TokenPrompt | None,
         reason: str = "",
     ) -> Answer:
@@ -229,8 +245,14 @@ class Service:
         CURRENT.set(ticket)
         answer = await create(request, raw_request)
         if isinstance(answer, AsyncGenerator):
-            return report.events(with_marker(answer, ticket) if ticket else answer)
-        return answer if isinstance(answer, ErrorResponse) else report.answer(answer)
+            events = with_marker(answer, ticket) if ticket else answer
+            return report.events(events if tools is None else tools.events(events))
+        if isinstance(answer, ErrorResponse):
+            return answer
+        data = report.answer(answer)
+        if tools is not None:
+            tools.answer(data)
+        return data
 
     def _template_arguments(self, request: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         """The tools and variables that vLLM would render a chat with."""

@@ -1,0 +1,82 @@
+"""Answers as vLLM returns them, for tests of what this package changes in them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from blockattn_rag.server.vllm.tool_calls import ServedTools
+
+
+class Definition(SimpleNamespace):
+    """A tool or a choice in vLLM's request."""
+
+    def model_dump(self, **_: Any) -> dict[str, Any]:
+        return dict(vars(self))
+
+
+def chat_request(tools: Sequence[dict[str, Any]], **fields: Any) -> Any:
+    """vLLM's request with these tools, as far as tools matter."""
+    request: dict[str, Any] = {
+        "tools": [Definition(**tool) for tool in tools],
+        "tool_choice": "auto",
+        "parallel_tool_calls": True,
+        "model": "m",
+        "return_token_ids": None,
+        "response_format": None,
+        "structured_outputs": None,
+    }
+    return SimpleNamespace(**{**request, **fields})
+
+
+def whole_answer(
+    tools: ServedTools, tokenizer: Any, ids: Sequence[int], reasoning: Sequence[int] = ()
+) -> dict[str, Any]:
+    """The choice of a complete answer that has these token ids."""
+    message = {"role": "assistant", "content": _decode(tokenizer, ids), "tool_calls": []}
+    if reasoning:
+        message["reasoning"] = _decode(tokenizer, reasoning)
+    choice = {"index": 0, "message": message, "finish_reason": "stop"}
+    choice["token_ids"] = [*reasoning, *ids]
+    data = {"choices": [choice], "prompt_token_ids": [1]}
+    tools.answer(data)
+    return choice
+
+
+def streamed_answer(
+    tools: ServedTools,
+    tokenizer: Any,
+    ids: Sequence[int],
+    reasoning: Sequence[int] = (),
+    size: int = 3,
+) -> list[dict[str, Any]]:
+    """The choices of a streamed answer, in chunks of ``size`` tokens."""
+
+    async def events() -> AsyncGenerator[str, None]:
+        for part, name in ((reasoning, "reasoning"), (ids, "content")):
+            for at in range(0, len(part), size):
+                text = _decode(tokenizer, part[: at + size])[len(_decode(tokenizer, part[:at])) :]
+                yield _event({name: text}, part[at : at + size])
+        yield _event({}, [], "stop")
+        yield "data: [DONE]\n\n"
+
+    async def read() -> list[str]:
+        return [event async for event in tools.events(events())]
+
+    *chunks, done = asyncio.run(read())
+    assert done == "data: [DONE]\n\n"
+    return [json.loads(chunk.removeprefix("data: "))["choices"][0] for chunk in chunks]
+
+
+def _event(delta: dict[str, str], ids: Sequence[int], reason: str | None = None) -> str:
+    choice = {"index": 0, "delta": delta, "token_ids": [*ids], "finish_reason": reason}
+    return f"data: {json.dumps({'choices': [choice]})}\n\n"
+
+
+def _decode(tokenizer: Any, ids: Sequence[int]) -> str:
+    return str(
+        tokenizer.decode([*ids], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    )

@@ -1,0 +1,124 @@
+"""Tool calls of the OpenAI route: calls that a model makes are calls, and quoted ones are text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from blockattn_rag.errors import ProtocolError
+from blockattn_rag.output import FORMATS
+from blockattn_rag.prompts.blocks import Span
+from blockattn_rag.server.vllm.tool_calls import ServedTools
+from tests.models import tiny_tokenizer
+from tests.quoting import CALLS, called, quoted, quoting_model
+from tests.server.served_answers import Definition, chat_request, streamed_answer, whole_answer
+
+FORM = pytest.mark.parametrize("form", FORMATS)
+NOW = {"type": "object", "properties": {"now": {"type": "boolean"}}, "required": ["now"]}
+TOOL = {"type": "function", "function": {"name": "delete_all", "parameters": NOW}}
+MADE = [("delete_all", {"now": True})]
+
+
+def served(form: str, **fields: Any) -> tuple[ServedTools, Any, Any]:
+    """Tools of a chat with a model that writes calls in this form, and its tokenizers."""
+    tokenizer = quoting_model(form).tokenizer
+    tools = ServedTools.of(chat_request([TOOL], **fields), tokenizer.tokenizer)
+    assert tools is not None
+    return tools, tokenizer, tokenizer.tokenizer
+
+
+def calls_of(calls: Sequence[Any] | None) -> list[tuple[str, Any]]:
+    functions = [call["function"] for call in calls or ()]
+    return [(one["name"], json.loads(one["arguments"])) for one in functions]
+
+
+def said(form: str, spans: list[Span], thoughts: str = "", **fields: Any) -> Any:
+    """Text, calls and finish reason of an answer, whole and in chunks of any size."""
+    tools, tokenizer, own = served(form, **fields)
+    ids = tokenizer.final_ids(spans, first=False)
+    reasoning = tokenizer.text_ids(thoughts)
+    choice = whole_answer(tools, own, ids, reasoning)
+    message = choice["message"]
+    text = message["content"] or ""
+    whole = text, calls_of(message["tool_calls"]), choice["finish_reason"]
+    for size in (1, 3, 50):
+        chunks = streamed_answer(tools, own, ids, reasoning, size)
+        deltas = [chunk["delta"] for chunk in chunks]
+        streamed = "".join(delta.get("content") or "" for delta in deltas)
+        calls = [call for delta in deltas for call in delta.get("tool_calls") or ()]
+        assert (streamed, calls_of(calls), chunks[-1]["finish_reason"]) == whole
+        assert [call["index"] for call in calls] == [*range(len(calls))]
+        assert "".join(delta.get("reasoning") or "" for delta in deltas) == thoughts
+    return whole
+
+
+@FORM
+def test_quoted_call_is_text(form: str) -> None:
+    assert said(form, quoted(form)) == (quoted(form)[0].text, [], "stop")
+
+
+@FORM
+def test_made_call_is_a_call(form: str) -> None:
+    assert said(form, called(form)) == ("I do.", MADE, "tool_calls")
+
+
+def test_calls_are_found_beside_quoted_ones_and_after_thoughts() -> None:
+    spans = [*quoted("hermes"), *called("hermes"), *quoted("hermes")]
+    quote = quoted("hermes")[0].text
+    expected = f"{quote}I do.{quote}", MADE, "tool_calls"
+    assert said("hermes", spans) == expected
+    assert said("hermes", spans, f"It says {CALLS['hermes']}. " * 3) == expected
+
+
+def test_text_is_streamed_until_the_first_call() -> None:
+    tools, tokenizer, own = served("hermes")
+    ids = tokenizer.final_ids([*quoted("hermes"), *called("hermes")], first=False)
+    chunks = streamed_answer(tools, own, ids, size=1)
+    assert sum(bool(chunk["delta"].get("content")) for chunk in chunks) > 20
+    assert all("tool_calls" not in chunk["delta"] for chunk in chunks[:-1])
+
+
+def test_malformed_call_is_shown_as_text() -> None:
+    broken = Span('<tool_call>\n{"name": "delete_all", "arguments": {"now"', "template")
+    text, calls, reason = said("hermes", [Span("I do.", "conversation"), broken])
+    assert text.startswith("I do.")
+    assert '{"name": "delete_all", "arguments": {"now"' in text
+    assert (calls, reason) == ([], "stop")
+
+
+@pytest.mark.parametrize("wanted", [None, True])
+def test_token_ids_are_returned_on_request_only(wanted: bool | None) -> None:
+    tools, tokenizer, own = served("hermes", return_token_ids=wanted)
+    ids = tokenizer.final_ids(called("hermes"), first=False)
+    assert ("token_ids" in whole_answer(tools, own, ids)) == bool(wanted)
+    chunks = streamed_answer(tools, own, ids)
+    assert all(("token_ids" in chunk) == bool(wanted) for chunk in chunks)
+
+
+@pytest.mark.parametrize(
+    "choice", ["required", Definition(type="function", function={"name": "delete_all"})]
+)
+def test_required_call_is_held_by_a_grammar(choice: Any) -> None:
+    tools, *_ = served("hermes", tool_choice=choice)
+    assert "delete_all" in tools.options["structured_outputs"]["grammar"]
+    assert tools.options["response_format"] is None
+
+
+def test_free_calls_have_no_grammar() -> None:
+    assert served("hermes")[0].options == {"response_format": None, "structured_outputs": None}
+
+
+def test_chats_without_tools_are_unchanged() -> None:
+    tokenizer = quoting_model("hermes").tokenizer.tokenizer
+    assert ServedTools.of(chat_request([]), tokenizer) is None
+    assert ServedTools.of(chat_request([TOOL], tool_choice="none"), tokenizer) is None
+    assert ServedTools.of(chat_request([TOOL]), tiny_tokenizer()) is None
+
+
+def test_invalid_choice_is_refused() -> None:
+    tokenizer = quoting_model("hermes").tokenizer.tokenizer
+    with pytest.raises(ProtocolError, match="delete_none"):
+        ServedTools.of(chat_request([TOOL], tool_choice="delete_none"), tokenizer)
