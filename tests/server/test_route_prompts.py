@@ -1,0 +1,87 @@
+"""Prompts of the OpenAI route have the tokens and blocks of the adapters' prompts in process."""
+
+from __future__ import annotations
+
+import random
+from functools import lru_cache
+from typing import Any
+
+import pytest
+from langchain_core.documents import Document
+from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, SystemMessage, ToolMessage
+from langchain_openai import ChatOpenAI
+
+from blockattn_rag import BlockAttentionEngine
+from blockattn_rag.langchain import ChatBlockAttention, format_blocks
+from blockattn_rag.output.tool_templates import tool_template
+from blockattn_rag.server.vllm.bodies import ChatBody
+from blockattn_rag.server.vllm.openai import Prompts
+from tests.chat_templates import GRANITE33, LLAMA31, QWEN3, QWEN25
+from tests.engines import tuned_model
+from tests.hostile.texts import ODDITIES, TURNS
+from tests.models import tiny_tokenizer
+
+PROMPTS = 200
+HOSTILE = [text for text in (*TURNS, *ODDITIES) if text != "\ud800"]
+TEMPLATES = {"Qwen 2.5": QWEN25, "Qwen 3": QWEN3, "Llama 3.1": LLAMA31, "Granite": GRANITE33}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "measure",
+        "description": "Measure a tower.",
+        "parameters": {"type": "object", "properties": {"name": {"type": "string"}}},
+    },
+}
+
+
+@lru_cache
+def chat_of(name: str) -> ChatBlockAttention:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = TEMPLATES[name]
+    return ChatBlockAttention(engine=BlockAttentionEngine(tuned_model(tokenizer)))
+
+
+def conversation(draw: random.Random, with_tools: bool) -> list[BaseMessage]:
+    """Messages with passages, earlier turns, calls and results, in ordinary and hostile texts."""
+
+    def text() -> str:
+        words = draw.choice(("Halden Tower is 214 m.", "How tall?", " a\n\n b ", "Ünï 🙂"))
+        return draw.choice(HOSTILE) + words if draw.random() < 0.5 else words
+
+    def passages() -> str:
+        count = draw.randint(0, 3)
+        return format_blocks([Document(text()) for _ in range(count)]) if count else ""
+
+    messages: list[BaseMessage] = []
+    if draw.random() < 0.6:
+        messages.append(SystemMessage(f"Be brief.\n{passages()}{text()}"))
+    for _ in range(draw.randint(0, 2)):
+        messages += [HumanMessage(passages() + text()), AIMessage(text())]
+    if with_tools and draw.random() < 0.7:
+        call = {"name": "measure", "args": {"name": text()}, "id": "c1"}
+        messages += [HumanMessage(text()), AIMessage("", tool_calls=[call])]
+        messages.append(ToolMessage(passages() + text(), tool_call_id="c1"))
+    return [*messages, HumanMessage(passages() + text())]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_route_makes_the_prompts_of_the_adapter(name: str) -> None:
+    chat = chat_of(name)
+    tokenizer = chat.source.tokenizer.tokenizer
+    assert tool_template(tokenizer) is not None
+    prompts = Prompts(tokenizer)
+    client = ChatOpenAI(model="m", base_url="http://127.0.0.1:9", api_key="none")
+    cut = 0
+    for seed in range(PROMPTS // len(TEMPLATES)):
+        draw = random.Random(f"{name} {seed}")
+        with_tools = draw.random() < 0.5
+        messages = conversation(draw, with_tools)
+        tools = [TOOL] if with_tools else []
+        expected = chat.source.tokenizer.prompt_ids(chat.to_prompt(messages, tools=tools))
+        bound: dict[str, Any] = {"tools": tools} if tools else {}
+        body = ChatBody.from_dict(client._get_request_payload(messages, **bound))
+        found = prompts.token_ids(prompts.chat(body, tools, {}), "block")
+        assert found.token_ids == expected.flat, messages
+        assert found.lengths == tuple(map(len, expected.context)), messages
+        cut += bool(found.lengths)
+    assert cut > PROMPTS // len(TEMPLATES) // 2
