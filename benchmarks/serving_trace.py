@@ -30,6 +30,7 @@ from typing import Annotated, Any
 
 import httpx
 import numpy as np
+import psutil
 import typer
 from openai_client import Answer, Question, ask
 from real_passages import read_passages
@@ -288,13 +289,25 @@ async def compare_routes(
 ) -> dict[str, Any]:
     """Send every question over each route, in turns, with an empty prefix cache."""
     seen: dict[str, list[Answer]] = {route: [] for route in ROUTES}
+    cpu_s: dict[str, list[list[float]]] = {route: [] for route in ROUTES}
+    api = psutil.Process(systems._servers["memory"].pid)
+    engine = api.children(recursive=True)
+
+    def used_s() -> list[float]:
+        """Processor time of the client, the API server and the engine."""
+        processes = [[psutil.Process()], [api], engine]
+        times = [[one.cpu_times() for one in part] for part in processes]
+        return [sum(one.user + one.system for one in part) for part in times]
+
     async with httpx.AsyncClient(timeout=600, trust_env=False) as http:
         routes = Routes(systems, model, http, tokens)
         for number, at in enumerate(range(0, len(questions), clients)):
             turn = number % len(ROUTES)
             for route in ROUTES[turn:] + ROUTES[:turn]:
                 asks = [routes.asker(route, one) for one in questions[at : at + clients]]
+                before = used_s()
                 seen[route] += await closed_loop(asks, clients)
+                cpu_s[route].append([y - x for x, y in zip(before, used_s(), strict=True)])
                 await asyncio.sleep(0.05)
                 systems.forget()
             if number % 10 == 0:
@@ -319,6 +332,9 @@ async def compare_routes(
                 "openai_over_it_95": [float(one) for one in np.quantile(ratios, (0.025, 0.975))],
                 "openai_over_it_in_pairs": statistics.median(of_pairs),
                 "openai_over_it_in_pairs_95": interval(np.array(of_pairs)),
+                "cpu_of_client_api_and_engine_s": [
+                    sum(part) / len(answers) for part in zip(*cpu_s[route], strict=True)
+                ],
                 "misses": sum(one.report.get("misses", 0) for one in answers),
                 "slower_pairs": float(np.mean(np.array(of_pairs) > 1)),
                 "same_tokens": float(
