@@ -132,7 +132,6 @@ async def ask(
     body: dict[str, Any],
     *,
     route: str = OPENAI,
-    path: str = "",
     leave_after: int | None = None,
     into: Answer | None = None,
 ) -> Answer:
@@ -157,7 +156,7 @@ async def ask(
         "temperature": 0,
         **body,
     }
-    url = f"{server.http.base_url}{path or f'{route}/chat/completions'}"
+    url = f"{server.http.base_url}{route}/chat/completions"
     headers = {"Authorization": f"Bearer {KEY}"}
     async with http.stream("POST", url, json=streamed, headers=headers) as response:
         if response.is_error:

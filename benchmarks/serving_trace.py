@@ -20,19 +20,17 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
 import statistics
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import httpx
 import numpy as np
-import psutil
 import typer
-from openai_client import Answer, Question, ask
+from openai_client import Answer, Question
 from real_passages import read_passages
 from serving_load import closed_loop, gaps, host, write
 from serving_systems import SYSTEMS, Asker, Order, Systems
@@ -42,9 +40,6 @@ from blockattn_rag import Passage
 from blockattn_rag.lab.evaluation.datasets import read_samples
 from blockattn_rag.model.loading import load_tokenizer, resolve_name
 from blockattn_rag.prompts.tokenization import BlockTokenizer, PromptIds
-from blockattn_rag.server.client import RemoteEngine
-from blockattn_rag.server.protocol import COMPLETIONS, BlockPlan
-from tests_vllm.server import KEY
 
 Trace = dict[Order, list[Question]]
 
@@ -240,111 +235,6 @@ async def run(
             results.add(rows=results.data["rows"] + rows)
 
 
-ROUTES = ("remote engine", "token ids", "OpenAI")
-"""Routes to one server: ``RemoteEngine``, a plan with prepared token ids, chats with documents."""
-
-
-class Routes:
-    """Sends the same questions to one server over the old routes and the OpenAI route."""
-
-    def __init__(self, systems: Systems, model: str, http: httpx.AsyncClient, tokens: int) -> None:
-        self._server = systems._servers["memory"]
-        url = str(self._server.http.base_url)
-        self._engine = RemoteEngine(url, tokenizer=model, api_key=KEY)
-        self._tokenizer = self._engine.model.tokenizer
-        self._http, self._tokens = http, tokens
-
-    def asker(self, route: str, question: Question) -> Callable[[], Awaitable[Answer]]:
-        ids = self._tokenizer.prompt_ids(question.documents_prompt(self._tokenizer.tokenizer))
-        ask_by = {"remote engine": self._by_engine, "OpenAI": self._by_chat}
-        return partial(ask_by.get(route, partial(self._by_ids, ids)), question)
-
-    async def _by_engine(self, question: Question) -> Answer:
-        length = {"max_new_tokens": self._tokens, "min_new_tokens": self._tokens}
-        sent_s = time.perf_counter()
-        generation = await self._engine.agenerate(
-            lambda: question.documents_prompt(self._tokenizer.tokenizer), temperature=0.0, **length
-        )
-        stats = generation.stats
-        report = {"misses": stats.misses}
-        return Answer(sent_s, [sent_s + stats.ttft_s], [*generation.token_ids], report=report)
-
-    @property
-    def _length(self) -> dict[str, Any]:
-        return {"max_tokens": self._tokens, "min_tokens": self._tokens}
-
-    async def _by_ids(self, ids: PromptIds, question: Question) -> Answer:
-        lengths = tuple(len(one) for one in ids.context)
-        keep = ("memory", *("store",) * len(question.passages))
-        plan = BlockPlan("complete", lengths, keep=keep)  # type: ignore[arg-type]
-        body = {"prompt": ids.flat, "kv_transfer_params": plan.to_dict()} | self._length
-        return await ask(self._http, self._server, body, path=COMPLETIONS)
-
-    async def _by_chat(self, question: Question) -> Answer:
-        return await ask(self._http, self._server, question.documents | self._length)
-
-
-async def compare_routes(
-    systems: Systems, model: str, questions: Sequence[Question], clients: int, tokens: int
-) -> dict[str, Any]:
-    """Send every question over each route, in turns, with an empty prefix cache."""
-    seen: dict[str, list[Answer]] = {route: [] for route in ROUTES}
-    cpu_s: dict[str, list[list[float]]] = {route: [] for route in ROUTES}
-    api = psutil.Process(systems._servers["memory"].pid)
-    engine = api.children(recursive=True)
-
-    def used_s() -> list[float]:
-        """Processor time of the client, the API server and the engine."""
-        processes = [[psutil.Process()], [api], engine]
-        times = [[one.cpu_times() for one in part] for part in processes]
-        return [sum(one.user + one.system for one in part) for part in times]
-
-    async with httpx.AsyncClient(timeout=600, trust_env=False) as http:
-        routes = Routes(systems, model, http, tokens)
-        for number, at in enumerate(range(0, len(questions), clients)):
-            turn = number % len(ROUTES)
-            for route in ROUTES[turn:] + ROUTES[:turn]:
-                asks = [routes.asker(route, one) for one in questions[at : at + clients]]
-                before = used_s()
-                seen[route] += await closed_loop(asks, clients)
-                cpu_s[route].append([y - x for x, y in zip(before, used_s(), strict=True)])
-                await asyncio.sleep(0.05)
-                systems.forget()
-            if number % 10 == 0:
-                waits = {r: statistics.median(a.ttft_s for a in seen[r]) for r in ROUTES}
-                print(clients, at, waits, flush=True)
-    chats = seen["OpenAI"]
-    rows = []
-    for route in ROUTES:
-        answers = seen[route]
-        of_pairs = [one.ttft_s / other.ttft_s for one, other in zip(chats, answers, strict=True)]
-        medians = np.array([[a.ttft_s, b.ttft_s] for a, b in zip(chats, answers, strict=True)])
-        draws = np.random.default_rng(0).integers(len(answers), size=(2000, len(answers)))
-        ratios = np.median(medians[draws, 0], axis=1) / np.median(medians[draws, 1], axis=1)
-        rows.append(
-            {
-                "route": route,
-                "clients": clients,
-                "answers": len(answers),
-                "ttft_median_s": statistics.median(one.ttft_s for one in answers),
-                "ttft_p95_s": float(np.quantile([one.ttft_s for one in answers], 0.95)),
-                "openai_over_it": float(np.median(medians[:, 0]) / np.median(medians[:, 1])),
-                "openai_over_it_95": [float(one) for one in np.quantile(ratios, (0.025, 0.975))],
-                "openai_over_it_in_pairs": statistics.median(of_pairs),
-                "openai_over_it_in_pairs_95": interval(np.array(of_pairs)),
-                "cpu_of_client_api_and_engine_s": [
-                    sum(part) / len(answers) for part in zip(*cpu_s[route], strict=True)
-                ],
-                "misses": sum(one.report.get("misses", 0) for one in answers),
-                "slower_pairs": float(np.mean(np.array(of_pairs) > 1)),
-                "same_tokens": float(
-                    np.mean([a.tokens == b.tokens for a, b in zip(chats, answers, strict=True)])
-                ),
-            }
-        )
-    return {"clients": clients, "rows": rows}
-
-
 def main(
     corpus: Annotated[Path, typer.Option()],
     asked: Annotated[Path, typer.Option(help="Questions in the format of `eval --data`.")],
@@ -362,29 +252,12 @@ def main(
     dtype: str = "bfloat16",
     memory: str = "6GiB",
     more: Annotated[str, typer.Option(help="Further arguments of each server.")] = "",
-    routes: Annotated[bool, typer.Option(help="Compare the routes to one server.")] = False,
 ) -> None:
     given = {
         "systems": systems, "questions": questions, "passages": passages, "exponent": exponent,
         "tokens": tokens, "per_round": per_round, "model": model, "recipe": recipe, "dtype": dtype,
         "more": more,
     }  # fmt: skip
-    if routes:
-        path = resolve_name(model)
-        trace = load_trace(corpus, asked, questions, passages, exponent)
-        servers = Systems(["memory"], path, folder, dtype, recipe, memory, more)
-        result: dict[str, Any] = {"machine": host(), "given": given, "rows": []}
-        with servers.running():
-            servers.store_passages(trace["retrieved"])
-            # A warm-up, which also loads all passages into memory.
-            asyncio.run(compare_routes(servers, path, trace["retrieved"], 2, 1))
-            for count in map(int, clients.split(",")):
-                found = compare_routes(servers, path, trace["retrieved"], count, tokens)
-                result["rows"] += asyncio.run(found)["rows"]
-                result["load"] = os.getloadavg()
-                write(output, result, json.dumps(result["rows"], indent=1))
-        print(json.dumps(result, indent=1))
-        return
     results = Results(output, given)
     folder.mkdir(parents=True, exist_ok=True)
     path = resolve_name(model)
