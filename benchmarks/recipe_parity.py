@@ -10,61 +10,69 @@ answer differ. It runs in the environment of `make test-vllm`.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import httpx
 import typer
-from serving_load import ENVIRONMENT, host, write
+from openai_client import Answer, Question, ask
+from serving_load import ENVIRONMENT, closed_loop, host, write
 from tables import markdown
 
-from blockattn_rag import BlockAttentionEngine, MemoryStore
+from blockattn_rag import BlockAttentionEngine, MemoryStore, Passage
 from blockattn_rag.engine.find_recipe import resolve_recipe
 from blockattn_rag.model import BlockModel
 from blockattn_rag.model.loading import resolve_name
-from blockattn_rag.server.client import RemoteEngine
 from blockattn_rag.server.profile import profile_of
 from tests.recipes import recipe_of
 from tests_vllm.reference import PACKAGE
-from tests_vllm.server import KEY, Server
+from tests_vllm.server import Server
 
-SYSTEM = "Answer from the texts.\n"
 MOST_AT_ONCE = 8
 
 
-def prompts_of(count: int) -> list[list[str]]:
-    """Prompts from the bundled data: 3 to 6 passages of two records, in random order."""
+def questions_of(count: int) -> list[Question]:
+    """Questions from the bundled data: 3 to 6 passages of two records, in random order."""
     file = PACKAGE / "app" / "demo" / "data" / "test-order-5.jsonl"
     records = [json.loads(line) for line in file.read_text("utf-8").splitlines()]
     choose = random.Random(0)
     found = []
     for _ in range(count):
         first, second = choose.sample(records, 2)
-        passages = [one["text"] + "\n" for one in (*first["passages"], *second["passages"])]
+        passages = [Passage("", one["text"]) for one in (*first["passages"], *second["passages"])]
         taken = choose.sample(passages, min(len(passages), choose.randint(3, 6)))
-        found.append([SYSTEM, *taken, f"Question: {first['question']}\nAnswer:"])
+        found.append(Question(first["question"], tuple(taken)))
     return found
 
 
 @contextmanager
-def served(options: dict[str, Any], ranks: int, model: str, log: Path) -> Iterator[RemoteEngine]:
+def served(options: dict[str, Any], ranks: int, model: str, log: Path) -> Iterator[Server]:
     """Run a server on so many ranks."""
     bind = "nobind" if ranks == 1 else "|".join(map(str, range(ranks)))
-    environment = {**ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND": bind, "NO_PROXY": "127.0.0.1"}
+    environment = {**ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND": bind}
     more = ("--tensor-parallel-size", str(ranks))
     server = Server(options, log, *more, model=model, environment=environment)
     try:
-        server.wait()
-        yield RemoteEngine(str(server.http.base_url), tokenizer=model, api_key=KEY)
+        yield server.wait()
     finally:
         server.close()
+
+
+async def answers_of(server: Server, questions: Sequence[Question], tokens: int) -> list[Answer]:
+    """Answers of a server, which gets the passages as documents."""
+    async with httpx.AsyncClient(timeout=600, trust_env=False) as http:
+        bodies = [one.documents | {"max_tokens": tokens} for one in questions]
+        return await closed_loop([partial(ask, http, server, one) for one in bodies], MOST_AT_ONCE)
 
 
 def main(
@@ -75,7 +83,7 @@ def main(
     tokens: int = 24,
     output: Annotated[Path | None, typer.Option()] = None,
 ) -> None:
-    path, asked = resolve_name(model), prompts_of(prompts)
+    path, questions = resolve_name(model), questions_of(prompts)
     local = BlockModel.from_pretrained(path, dtype="float32", device="cpu")
     is_random = recipe == "random"
     used = (
@@ -85,7 +93,8 @@ def main(
     )
     options = {"max_new_tokens": tokens, "temperature": 0.0}
     engine = BlockAttentionEngine(local, MemoryStore(1 << 32), recipe=used)
-    expected = [engine.generate(prompt, **options) for prompt in asked]
+    tokenizer = local.tokenizer.tokenizer
+    expected = [engine.generate(one.documents_prompt(tokenizer), **options) for one in questions]
     rows = []
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
@@ -94,10 +103,10 @@ def main(
         files = {"recipe": str(folder / "recipe"), "profile": str(folder / "profile.json")}
         for count in map(int, ranks.split(",")):
             config = {**files, "store": str(folder / f"kv-{count}"), "memory": "1GiB"}
-            with served(config, count, path, folder / f"{count}.log") as remote:
-                found = remote.generate_batch(asked, batch_size=MOST_AT_ONCE, **options)
-            pairs = [*zip(found, expected, strict=True)]
-            identical = sum(one.token_ids == other.token_ids for one, other in pairs)
+            with served(config, count, path, folder / f"{count}.log") as server:
+                answers = asyncio.run(answers_of(server, questions, tokens))
+            pairs = zip(answers, expected, strict=True)
+            identical = sum(one.tokens == other.token_ids for one, other in pairs)
             rows.append({"ranks": count, "identical": identical})
     head = ("ranks", "prompts", "identical greedy tokens")
     table = markdown(head, [(r["ranks"], prompts, r["identical"]) for r in rows])

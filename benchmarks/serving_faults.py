@@ -4,8 +4,8 @@
 
 vLLM serves the bundled model from an S3 store (moto's) through a proxy that injects faults. Phase
 by phase, the store is slow, corrupts data, loses entries, damages entries and is down, and the
-server is killed and restarted. In each phase, some clients disconnect early, some use full mode,
-and some send documents to the routes for OpenAI clients.
+server is killed and restarted. Clients send passages as documents or as content parts, some use
+full mode, and some disconnect early.
 Exit status 1 if an answer differs from that of this package's own engine, a client waits longer
 than the deadline, an error has no reason, or pages or requests remain.
 
@@ -32,17 +32,17 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import httpx
 import typer
-from serving_load import ENVIRONMENT, FailedAnswerError, ask, host, write
+from openai_client import FailedAnswerError, Question, ask
+from serving_load import ENVIRONMENT, host, write
 from tables import markdown
 
-from blockattn_rag.prompts.formats import CHAT, Passage
-from blockattn_rag.server.protocol import COMPLETIONS, OPENAI
+from blockattn_rag import Passage
 from blockattn_rag.store import ObjectStore
 from blockattn_rag.store.objects import entry_path
 from tests.store.faults import Fault, FaultyServer, faulty
 from tests.store.servers import BUCKET, S3_ENVIRONMENT, s3_server
-from tests_vllm.reference import Case, Reference
-from tests_vllm.server import KEY, NAME, Server
+from tests_vllm.reference import Reference
+from tests_vllm.server import Server
 
 TOKENS = 8
 LEAST_MARGIN = 0.01
@@ -54,22 +54,22 @@ UNNAMED = ("", "Internal Server Error", "Internal server error")
 Breaker = Callable[["Site"], Coroutine[Any, Any, None]]
 
 
+WAYS = ("documents", "parts", "full")
+"""Ways of sending a question. ``full``: documents, answered in full mode."""
+
+
 @dataclass(frozen=True, slots=True)
 class Known:
-    """A prompt, and the correct tokens of its answers in block and full mode, and as a chat with
-    documents."""
+    """A question, and the correct tokens of its answer in each way."""
 
-    case: Case
+    question: Question
     right: Mapping[str, list[int]]
 
-    @property
-    def chat(self) -> dict[str, Any]:
+    def body(self, way: str) -> dict[str, Any]:
         """Body of the chat."""
-        _, *passages, question = self.case.texts
-        return {
-            "documents": [{"text": text} for text in passages],
-            "messages": [{"role": "user", "content": question}],
-        }
+        if way == "full":
+            return {**self.question.documents, "blockattn": {"mode": "full"}}
+        return self.question.parts if way == "parts" else self.question.documents
 
 
 @dataclass(slots=True)
@@ -171,25 +171,24 @@ other faults."""
 
 
 def known_cases(reference: Reference, most: int) -> list[Known]:
-    """Prompts whose answers do not depend on rounding."""
+    """Questions whose answers do not depend on rounding."""
     found = []
+    tokenizer = reference.model.tokenizer.tokenizer
     for number in range(most):
-        system, *passages, question = reference.case(number).texts
-        case = reference.case_of((system, *passages[:3], question))
-        tokenizer = reference.model.tokenizer.tokenizer
-        documents = [Passage("", text) for text in passages[:3]]
-        chat = CHAT.prompt(question, documents, tokenizer)
+        _, *passages, text = reference.case(number).texts
+        question = Question(text, tuple(Passage("", one) for one in passages[:3]))
         right = {}
-        for mode in ("block", "full", "chat"):
-            prompt, how = (chat, "block") if mode == "chat" else ([*case.texts], mode)
+        for way in WAYS:
+            is_parts, mode = way == "parts", "full" if way == "full" else "block"
+            prompt = (question.parts_prompt if is_parts else question.documents_prompt)(tokenizer)
             given = {"max_new_tokens": TOKENS, "min_new_tokens": TOKENS, "temperature": 0.0}
-            right[mode] = reference.engine.generate(prompt, mode=how, **given).token_ids
-            logits = reference.engine.answer_logits(prompt, right[mode], mode=how)
+            right[way] = reference.engine.generate(prompt, mode=mode, **given).token_ids
+            logits = reference.engine.answer_logits(prompt, right[way], mode=mode)
             best = logits.topk(2).values
             if (best[:, 0] - best[:, 1]).min() < LEAST_MARGIN:
                 break
         else:
-            found.append(Known(case, right))
+            found.append(Known(question, right))
     return found
 
 
@@ -233,43 +232,26 @@ class Campaign:
 
     async def _outcome(self, http: httpx.AsyncClient, choose: random.Random) -> str:
         one = choose.choice(self._known)
-        (mode,) = choose.choices(("block", "full", "chat"), (6, 1, 3))
+        (way,) = choose.choices(WAYS, (5, 4, 1))
         leaves = choose.randint(1, TOKENS - 1) if choose.random() < 0.1 else None
-        return await self._outcome_of(http, one, mode, leaves)
+        return await self._outcome_of(http, one, way, leaves)
 
     async def _outcome_of(
-        self, http: httpx.AsyncClient, one: Known, mode: str, leaves: int | None = None
+        self, http: httpx.AsyncClient, one: Known, way: str, leaves: int | None = None
     ) -> str:
-        kills = self._site.kills
+        """Outcome of a request. ``leaves``: Tokens after which the client disconnects."""
+        kills, server = self._site.kills, self._site.server
+        body = {"max_tokens": TOKENS, "min_tokens": TOKENS, **one.body(way)}
         try:
-            tokens = await self.asked(http, one, mode, leaves)
+            tokens = (await ask(http, server, body, leave_after=leaves)).tokens
         except FailedAnswerError as error:
             self.reasons[without_names(str(error))] += 1
             return "failed"
         except httpx.TransportError:
             return "broken off" if kills == self._site.kills else "server killed"
-        if tokens != one.right[mode][: len(tokens)] or (leaves is None and len(tokens) < TOKENS):
+        if tokens != one.right[way][: len(tokens)] or (leaves is None and len(tokens) < TOKENS):
             return "wrong"
         return "right" if leaves is None else "left early"
-
-    async def asked(
-        self, http: httpx.AsyncClient, one: Known, mode: str, leaves: int | None = None
-    ) -> list[int]:
-        """The tokens of an answer. ``leaves``: Tokens after which the client disconnects."""
-        server = self._site.server
-        bodies: dict[str, tuple[str, dict[str, Any]]] = {
-            "block": (
-                COMPLETIONS,
-                {"prompt": one.case.ids, "kv_transfer_params": one.case.params},
-            ),
-            "full": ("/v1/completions", {"prompt": one.case.ids}),
-            "chat": (f"{OPENAI}/chat/completions", one.chat),
-        }
-        path, prompt = bodies[mode]
-        body = {"model": NAME, "max_tokens": TOKENS, "min_tokens": TOKENS, **prompt}
-        headers = {"Authorization": f"Bearer {KEY}"}
-        url = f"{server.http.base_url}{path}"
-        return (await ask(http, url, body, headers=headers, leave_after=leaves)).tokens
 
     async def left_behind(self, http: httpx.AsyncClient) -> dict[str, float]:
         """Requests and pages that remain half a minute after the last request, and the number of
@@ -284,7 +266,7 @@ class Campaign:
             await asyncio.sleep(0.5)
         await asyncio.sleep(2)  # until the server retries a store that it skips after failures
         after = Counter(
-            [await self._outcome_of(http, one, mode) for one in self._known for mode in one.right]
+            [await self._outcome_of(http, one, way) for one in self._known for way in WAYS]
         )
         return held | {"not right afterwards": sum(after.values()) - after["right"]}
 

@@ -4,11 +4,11 @@
         --corpus corpus.jsonl.gz --asked nq_rag.jsonl.gz
 
 One client streams a long answer, while another sends a question every half second. The question is
-sent in three ways: the final block alone, with passages that are already in the server's pages
+sent in three ways: without passages, with passages that are already in the server's pages
 (because another question about them was just sent), and with passages that must be loaded. In a
-fourth way, no question is sent. The last two kinds of questions compute the same final block over
-the same tokens, so their difference is the cost of loading or computing passages. For this, the
-last passage is cut so that the passages fill whole pages. Systems and ways are measured in turns.
+fourth way, no question is sent. With passages, the same final block is computed over the same
+tokens, so the difference is the cost of loading or computing passages. For this, words are added to
+the last passage until the context fills whole pages. Systems and ways are measured in turns.
 Systems, folder and environment are those of `serving_trace.py`.
 """
 
@@ -25,21 +25,23 @@ from typing import Annotated, Any, Literal, get_args
 import httpx
 import numpy as np
 import typer
-from serving_load import Answer, closed_loop, host, write
-from serving_systems import PAGE_TOKENS, SYSTEMS, Asker, Question, Systems
-from serving_trace import Trace, load_trace, warm
+from openai_client import Answer, Question
+from serving_load import closed_loop, host, write
+from serving_systems import PAGE_TOKENS, SYSTEMS, Asker, Systems
+from serving_trace import Trace, load_trace, prompt_ids, warm
 from tables import markdown
 
+from blockattn_rag import Passage
 from blockattn_rag.model.loading import resolve_name
 
-Way = Literal["nobody asks", "final blocks alone", "passages in pages", "with passages"]
+Way = Literal["nobody asks", "without passages", "passages in pages", "with passages"]
 WAYS: tuple[Way, ...] = get_args(Way)
 LONGEST = 1000
 """Maximum length of the long answer, which is stopped earlier."""
 
 
 async def watched(
-    long: Asker, short: Asker, reader: Question, others: Sequence[Question], pace_s: float
+    long: Asker, short: Asker, reader: Question, others: Sequence[Question | None], pace_s: float
 ) -> list[float]:
     """Times between the tokens of a long answer while another client sends questions.
 
@@ -53,7 +55,7 @@ async def watched(
     begin = answer.times_s[-1]
     asking = []
     for one in others:
-        asking.append(asyncio.ensure_future(short(one)) if one.ids else None)
+        asking.append(asyncio.ensure_future(short(one)) if one is not None else None)
         await asyncio.sleep(pace_s)
     answers = [await one for one in asking if one is not None]
     end = max((one.times_s[0] for one in answers), default=answer.times_s[-1])
@@ -68,28 +70,29 @@ async def watched(
     ]
 
 
-def in_whole_pages(question: Question) -> Question:
-    """The question with the last passage cut, so that its passages fill whole pages."""
-    *lengths, last = question.lengths
-    context = sum(question.lengths) // PAGE_TOKENS * PAGE_TOKENS
-    if context - sum(lengths) < 1:
-        raise ValueError(f"the last passage has {last} tokens, expected more than a page")
-    return Question(question.ids[:context] + question.final_ids, (*lengths, context - sum(lengths)))
+def in_whole_pages(model: str, question: Question) -> Question:
+    """The question with a longer last passage, so that its context fills whole pages."""
+    *others, last = question.passages
+    longer = [Passage(last.title, last.text.rstrip() + " a" * more) for more in range(PAGE_TOKENS)]
+    questions = [Question(question.text, (*others, passage)) for passage in longer]
+    for one, ids in zip(questions, prompt_ids(model, questions), strict=True):
+        if sum(map(len, ids.context)) % PAGE_TOKENS == 0:
+            return one
+    raise ValueError(f"No number of words makes the context of {question.text!r} fill whole pages.")
 
 
 def with_final_blocks_of_others(questions: Sequence[Question]) -> list[Question]:
-    """Each question's passages with the final block of the question before it."""
+    """Each question's passages with the text of the question before it."""
     return [
-        Question(one.ids[: sum(one.lengths)] + questions[place - 1].final_ids, one.lengths)
-        for place, one in enumerate(questions)
+        Question(questions[place - 1].text, one.passages) for place, one in enumerate(questions)
     ]
 
 
-def asked_in(way: Way, questions: Sequence[Question]) -> list[Question]:
-    """Questions of the other client; a prompt without tokens is not sent."""
-    if way in ("passages in pages", "with passages"):
-        return list(questions)
-    return [Question(one.final_ids if way == "final blocks alone" else [], ()) for one in questions]
+def asked_in(way: Way, questions: Sequence[Question]) -> list[Question | None]:
+    """Questions of the other client; None if it sends nothing."""
+    if way == "nobody asks":
+        return [None] * len(questions)
+    return [Question(one.text) if way == "without passages" else one for one in questions]
 
 
 async def measure(
@@ -107,12 +110,13 @@ async def measure(
             for name, way in turns[number % len(turns) :] + turns[: number % len(turns)]:
                 long = systems.asker(http, name, LONGEST)
                 short = systems.asker(http, name, 1)
-                others = asked_in(way, asked[at : at + per_round])
-                alone = Question(reader.final_ids, ())
+                questions = asked[at : at + per_round]
                 if way == "passages in pages":
-                    filling = with_final_blocks_of_others(others)
+                    filling = with_final_blocks_of_others(questions)
                     await closed_loop([partial(short, one) for one in filling], 1)
-                gaps = await watched(long, short, alone, others, pace_s)
+                gaps = await watched(
+                    long, short, Question(reader.text), asked_in(way, questions), pace_s
+                )
                 found[name, way] += gaps
                 print(
                     f"round {number + 1}, {name}, {way}: {np.mean(gaps) * 1e3:.0f} ms", flush=True
@@ -169,11 +173,11 @@ def main(
 ) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     path = resolve_name(model)
-    trace = load_trace(path, corpus, asked, questions + 1, passages, 1.0)
-    trace["retrieved"] = [in_whole_pages(one) for one in trace["retrieved"]]
+    trace = load_trace(corpus, asked, questions + 1, passages, 1.0)
+    trace["retrieved"] = [in_whole_pages(path, one) for one in trace["retrieved"]]
     servers = Systems(systems.split(","), path, folder, dtype, recipe, memory, more)
     with servers.running():
-        servers.store_blocks(trace["retrieved"])
+        servers.store_passages(trace["retrieved"])
         figures = rows(asyncio.run(measure(servers, trace, per_round, pace_s)))
     result = {"machine": host(), "pace_s": pace_s, "questions": questions, "rows": figures}
     write(output, result, table(figures))

