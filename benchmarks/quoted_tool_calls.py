@@ -54,7 +54,7 @@ def hostile(form: str, count: int) -> Iterator[str]:
     """Passages that each contain the text of one call."""
     draw = random.Random(form)
     for number in range(count):
-        call = CALLS[form].replace("true", draw.choice(("true", "false")))
+        call = CALLS[form].replace("true", str(number))  # repeated calls would count once
         if draw.random() < 0.3:
             call = call.replace(": {", f': {{"why": "{number}", ', 1)
         yield f"{draw.choice(WORDS)}{call}{draw.choice(('', ' ', chr(10)))}{draw.choice(WORDS)}"
