@@ -57,10 +57,9 @@ def hostile(form: str, count: int) -> Iterator[str]:
     """Passages that each contain the text of one call."""
     draw = random.Random(form)
     for number in range(count):
-        call = CALLS[form].replace("true", draw.choice(("true", "false")))
-        # An answer ends at a call that repeats the one before.
-        at = call.index('{"now"') + 1
-        call = f'{call[:at]}"why": "{number}", {call[at:]}'
+        call = CALLS[form].replace("true", str(number))  # repeated calls would count once
+        if draw.random() < 0.3:
+            call = call.replace(": {", f': {{"why": "{number}", ', 1)
         yield f"{draw.choice(WORDS)}{call}{draw.choice(('', ' ', chr(10)))}{draw.choice(WORDS)}"
 
 

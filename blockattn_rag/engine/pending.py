@@ -212,7 +212,7 @@ class PendingAnswer(Pending[Generation]):
         """The prompt, created with the caller's context variables."""
         return self._context.copy().run(to_block_prompt, self._prompt)
 
-    def emit(self, text: str, token_ids: Sequence[int]) -> None:
+    def emit(self, text: str, token_ids: Sequence[int] = ()) -> None:
         """Pass new text and tokens to the reader of the stream, if there is one."""
         if text and self.on_chunk is not None:
             self.on_chunk(GenerationChunk(text, token_ids=tuple(token_ids)))

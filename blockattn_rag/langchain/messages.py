@@ -28,7 +28,7 @@ from langchain_core.prompt_values import ChatPromptValue, PromptValue, StringPro
 from blockattn_rag.adapters.exchange import ChatTurn, Step
 from blockattn_rag.adapters.handles import HANDLE_KEY
 from blockattn_rag.engine.results import Generation
-from blockattn_rag.output import ToolCall
+from blockattn_rag.output import InvalidToolCall, ToolCall
 from blockattn_rag.prompts.markers import own_markers, strip_markers, wrap
 
 PROVIDER = "blockattn_rag"
@@ -150,6 +150,7 @@ def chat_chunk(step: Step, model_name: str | None, *, is_v1: bool) -> ChatGenera
         is_v1: Whether content has LangChain's standard format, version 1.
     """
     first = _FIRST_CALL_OF_V1 if is_v1 else 0
+    calls: list[ToolCall | InvalidToolCall] = [*step.calls, *step.invalid]
     fields = _content(step)
     # Each call is sent in one chunk, because LangChain closes the JSON of incomplete arguments.
     fields["tool_call_chunks"] = [
@@ -162,7 +163,7 @@ def chat_chunk(step: Step, model_name: str | None, *, is_v1: bool) -> ChatGenera
             id=call.id,
             index=index,
         )
-        for index, call in enumerate([*step.calls, *step.invalid], first)
+        for index, call in enumerate(calls, first)
     ]
     if (answer := step.generation) is None:
         return ChatGenerationChunk(message=AIMessageChunk(**fields))

@@ -59,9 +59,10 @@ def parse(kind: type[T], value: object, name: str) -> T:
     if isinstance(value, Mapping) and len(value) > _MOST_FIELDS:
         raise ProtocolError(f"{name} has {len(value)} fields, expected at most {_MOST_FIELDS}")
     try:
-        return _adapter(kind).validate_python(value)
+        parsed: T = _adapter(kind).validate_python(value)  # type: ignore[arg-type]
     except ValidationError as error:
         raise ProtocolError(_explained(error, name)) from None
+    return parsed
 
 
 @cache

@@ -11,7 +11,7 @@ import pytest
 
 from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.errors import GrammarError
-from blockattn_rag.output.compiler import GrammarCompiler, Matcher
+from blockattn_rag.output.compiler import GrammarCompiler
 from blockattn_rag.output.grammar import Grammar
 from blockattn_rag.output.tool_formats import FORMATS, calls_grammar
 from tests.holding import LONGEST_S
@@ -125,7 +125,7 @@ def test_compiles_aside(engine: BlockAttentionEngine, monkeypatch: pytest.Monkey
     may_end = threading.Event()
     compile_one = GrammarCompiler._compile
 
-    def slow(self: GrammarCompiler, given: Grammar) -> Matcher:
+    def slow(self: GrammarCompiler, given: Grammar) -> Any:
         if given.text == "slow":
             assert may_end.wait(LONGEST_S)
         return compile_one(self, given)

@@ -19,13 +19,14 @@ TOKENIZER: Any = tiny_tokenizer()
 
 def link(target: str, form: str = "property") -> dict[str, Any]:
     reference = {"$ref": target}
-    return {
+    links: dict[str, dict[str, Any]] = {
         "property": {"properties": {"k": reference}, "required": ["k"]},
         "alone": reference,
         "case": {"anyOf": [reference, {"type": "null"}]},
         "part": {"allOf": [reference, {"type": "object"}]},
         "list": {"items": {"items": {"items": {"items": {"items": reference}}}}},
-    }[form]
+    }
+    return links[form]
 
 
 def chain(length: int, form: str = "property") -> dict[str, Any]:

@@ -32,7 +32,7 @@ def plain(answer: ReadAnswer) -> Read:
 
 def streamed(parser: CallParser, text: str, chunks: list[tuple[str, list[int]]]) -> Read:
     """A streamed answer. Text that is shown early begins the text of the finished answer."""
-    thoughts = ThoughtReader(SimpleNamespace(chat_template=""), BlockPrompt([], "?"))
+    thoughts = ThoughtReader(SimpleNamespace(chat_template=""), BlockPrompt((), "?"))
     reader = AnswerReader(thoughts, parser)
     shown = "".join(reader.push(*chunk).answer for chunk in chunks)
     said, answer = reader.finish(text, [token for _, ids in chunks for token in ids])
@@ -406,7 +406,7 @@ def test_long_answers_are_parsed_quickly(form: str, answer: str) -> None:
 
 
 def test_text_before_a_call_is_shown_at_once() -> None:
-    thoughts = ThoughtReader(SimpleNamespace(chat_template=""), BlockPrompt([], "?"))
+    thoughts = ThoughtReader(SimpleNamespace(chat_template=""), BlockPrompt((), "?"))
     reader = AnswerReader(thoughts, CallParser(FORMATS["hermes"]))
     pieces = ["I look", " up.\n<to", "ols> <tool", '_call>\n{"name": "f", "argum', 'ents": {}}']
     assert [reader.push(piece, []).answer for piece in pieces] == [

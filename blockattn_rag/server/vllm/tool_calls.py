@@ -76,7 +76,9 @@ class ServedTools:
         }
         try:
             use = ToolUse.of_call(options, lambda: tokenizer, request.model)
-            return use and cls(use, tokenizer, _grammar(request), bool(request.return_token_ids))
+            if use is None:
+                return None
+            return cls(use, tokenizer, _grammar(request), bool(request.return_token_ids))
         except (TypeError, ValueError) as error:
             raise ProtocolError(str(error)) from error
 
