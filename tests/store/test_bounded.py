@@ -267,6 +267,17 @@ def test_temporary_files_are_not_evicted(tmp_path: Path) -> None:
     assert unfinished.exists()
 
 
+def test_folder_in_place_of_an_entry_is_not_evicted(tmp_path: Path) -> None:
+    store = on_disk(tmp_path, 1)
+    folder = store.entry_path(KEYS[5])
+    folder.mkdir(parents=True)
+    os.utime(folder, ns=(0, 0))
+    put(store, 0, 1)
+    assert KEYS[0] not in store
+    assert KEYS[1] in store
+    assert folder.is_dir()
+
+
 class Listed(DirectoryStore):
     """Lists its entries as they were at some time before."""
 
