@@ -14,6 +14,7 @@ from blockattn_rag.kv.context import Context, place
 from blockattn_rag.kv.rope import relative_error
 from blockattn_rag.model.block_model import BlockModel
 from blockattn_rag.model.encoding import EncodeRequest
+from blockattn_rag.model.kinds import storing, summary
 from blockattn_rag.model.probe import LOGITS, vocabulary_size
 from blockattn_rag.model.recompute import recompute
 from blockattn_rag.model.sampling import Sampling
@@ -91,10 +92,11 @@ def _layout_row(model: BlockModel) -> CheckRow:
     profile = model.profile
     kinds = {(layout.pairing, layout.rotary_dim) for layout in profile.layouts}
     kind = ", ".join(f"{pairing} x {dim}" if dim else "none" for pairing, dim in sorted(kinds))
-    windows = sum(window is not None for window in profile.windows)
-    detail = f"{len(profile.layouts)} layers, rotation: {kind}, sliding windows: {windows}"
+    detail = (
+        f"{summary(profile.kinds)}; rotation: {kind}; {model.bytes_per_token:,} bytes per token"
+    )
     error = max(profile.key_error, profile.value_error)
-    return CheckRow("rotary layout", True, error, None, detail)
+    return CheckRow("layers", True, error, None, detail)
 
 
 def _random_blocks(model: BlockModel) -> list[list[int]]:
@@ -148,6 +150,7 @@ def _oracle_error(
         sink,
         adapter=recipe.adapter,
         layouts=model.profile.layouts,
+        layers=storing(model.profile.kinds),
         positions=recipe.positions,
     )
     return relative_error(found, expected[-1])
