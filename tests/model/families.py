@@ -98,3 +98,21 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "is not causal",
     ),
 }
+
+# Families with layers of other kinds: config, and the kinds of a miniature's layers.
+KINDS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "shared": ("gemma3n_text", {}, "4 windowed attention, 1 attention, 5 shared attention"),
+    "latent": ("deepseek_v3", {}, "3 latent attention"),
+    "latent, interleaved": ("deepseek_v2", {"num_experts_per_tok": 2}, "3 latent attention"),
+    "state": ("qwen3_5_text", {}, "3 state, 1 attention"),
+    "state of convolutions": (
+        "lfm2",
+        {"layer_types": ["conv", "full_attention"] * 16},
+        "1 state, 1 attention",
+    ),
+    "attention and state": ("falcon_h1", {}, "2 attention and state"),
+    "latent and state": ("kimi_linear", {}, "4 state, 1 latent attention"),
+    "windows and state": ("lfm3", {}, "3 state, 1 attention, 1 windowed attention"),
+    "no positions": ("nemotron_h", {}, "1 state, 2 no cache, 1 attention"),
+    "state of single tokens": ("jamba", {}, "4 state, 1 attention"),
+}
