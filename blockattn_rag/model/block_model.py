@@ -91,6 +91,8 @@ class BlockModel(TunedModel):
         """
         if tokenizer is None and not isinstance(model, (str, Path)):
             raise ValueError("Found a loaded model without its tokenizer; pass tokenizer=...")
+        if isinstance(model, (str, Path)):
+            loading.check_config(model)
         tokenizer = model if tokenizer is None else tokenizer
         if isinstance(tokenizer, (str, Path)):
             tokenizer = loading.load_tokenizer(tokenizer)

@@ -218,9 +218,20 @@ def in_order(kind: LayerKind, keys: Tensor, values: Tensor) -> tuple[Tensor, Ten
     return (values, keys) if kind.attention == "latent" else (keys, values)
 
 
+class ProbeError(UnsupportedModelError):
+    """Raised if a model cannot run the forwards that measure it."""
+
+    def __init__(self, subject: object, reason: str) -> None:
+        super().__init__(_message(subject, reason))
+
+
 def refusal(subject: object, reason: str) -> UnsupportedModelError:
     """Error that says why a model cannot run in block mode."""
-    return UnsupportedModelError(
+    return UnsupportedModelError(_message(subject, reason))
+
+
+def _message(subject: object, reason: str) -> str:
+    return (
         f"{type(subject).__name__} cannot be used with Block-Attention: {reason}. The page "
         "'Models' of the documentation lists models that work, such as Qwen3, Llama 3 and Gemma 3."
     )

@@ -7,15 +7,22 @@ its weights are downloaded, and every architecture of transformers can be measur
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+
+from blockattn_rag.kv.rope import relative_error
+from blockattn_rag.model.kinds import ProbeError, refusal
+from blockattn_rag.model.probe import AttentionProfile, position_limit, profile_attention
+
+logger = logging.getLogger("blockattn_rag")
 
 VOCABULARY = 264
-_HEADS, _KV_HEADS, _HEAD_SIZE, _WIDTH = 4, 2, 16, 64
+_HEADS, _KV_HEADS, _HEAD_SIZE, _WIDTH, _WINDOW = 4, 2, 16, 64, 16
 _MOST_LAYERS = 12
 
 # New values of numbers in a config, by patterns of their names. The first match counts. None keeps
@@ -41,7 +48,7 @@ _SIZES: tuple[tuple[str, int | None], ...] = (
     (r".*(experts|expert_num|moe_num_experts)", 4),
     (r".*experts?_per_tok(en)?|moe_topk|moe_k|.*top_k_experts", 2),
     (r"first_k_dense_replace|num_dense_layers", 1),
-    (r"sliding_window|sliding_window_size|.*chunk_size", 16),
+    (r"sliding_window|sliding_window_size|.*chunk_size", _WINDOW),
     (r"ngram_vocab_size_base|split_ngram_parts", VOCABULARY),
 )
 _TYPES = ("layer_types", "layers_block_type")
@@ -68,6 +75,49 @@ def miniature(config: Any) -> PreTrainedModel:
                 if parameter.dim() > 1:
                     parameter.mul_(2)
     return model.eval()
+
+
+def check_architecture(config: Any) -> AttentionProfile | None:
+    """Measure a miniature of an architecture, before the weights of a model are loaded.
+
+    Returns:
+        The miniature's profile. None if it cannot be built or run: the model itself is measured
+        after it has been loaded.
+
+    Raises:
+        UnsupportedModelError: models of this architecture cannot run in block mode.
+    """
+    position_limit(config)
+    try:
+        model = miniature(config)
+    except Exception as error:  # noqa: BLE001 -- the code of any architecture
+        logger.info("Found no miniature of %s: %r", type(config).__name__, error)
+        return None
+    try:
+        profile = profile_attention(model)
+    except ProbeError as error:
+        logger.info("The miniature of %s does not run: %s", type(config).__name__, error)
+        return None
+    _refuse_other_windows(model, profile)
+    return profile
+
+
+@torch.inference_mode()
+def _refuse_other_windows(model: PreTrainedModel, profile: AttentionProfile) -> None:
+    """Refuse a model whose sliding windows differ between a forward over a cache and one without.
+
+    Only a miniature's windows are short enough for this test.
+    """
+    window = max((kind.window for kind in profile.kinds if kind.window), default=0)
+    if not 0 < window <= 4 * _WINDOW:
+        return
+    cache, half = DynamicCache(config=model.config), window + 2
+    ids = torch.arange(2 * half)[None] % VOCABULARY
+    for part in ids.split(half, dim=1):
+        positions = torch.arange(half)[None] + cache.get_seq_length()
+        found = model(input_ids=part, position_ids=positions, past_key_values=cache).logits
+    if relative_error(found, model(input_ids=ids, use_cache=False).logits[:, half:]) > 1e-2:
+        raise refusal(model, "its sliding windows have no effect in forwards without a cache")
 
 
 def _shrunk(config: Any) -> dict[str, Any]:

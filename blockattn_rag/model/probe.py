@@ -24,6 +24,7 @@ from blockattn_rag.kv.rope import (
 )
 from blockattn_rag.model.kinds import (
     LayerKind,
+    ProbeError,
     layer_states,
     measured_kinds,
     new_cache,
@@ -302,7 +303,8 @@ def probe_cache(
         cache = new_cache(hf_model.config)
         hf_model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        raise refusal(hf_model, f"it fails on {tokens} tokens at {offset}: {error}") from error
+        reason = f"it fails on {tokens} tokens at {offset}: {error}"
+        raise ProbeError(hf_model, reason) from error
     return cache
 
 
