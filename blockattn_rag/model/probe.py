@@ -186,6 +186,8 @@ def _measure(
         filled = probe_cache(hf_model)
     kinds = measured_kinds(hf_model, filled, seen)
     home = _states(filled, kinds)
+    if any(states.shape[1] != _PROBE_TOKENS for pair in home for states in pair):
+        raise refusal(hf_model, "its cache has other tokens than the text")
     away = [(o, _states(probe_cache(hf_model, o), kinds)) for o in offsets]
     candidates = _frequencies(hf_model)
     tolerance = _STATES.get(hf_model.dtype, _STATES_OF_OTHER_DTYPES)
