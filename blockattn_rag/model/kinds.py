@@ -121,8 +121,9 @@ def seen_keys(hf_model: PreTrainedModel) -> Iterator[dict[int, int]]:
     def attention(module: Any, query: Any, key: Tensor, *args: Any, **kwargs: Any) -> Any:
         sizes[module.layer_idx] = key.shape[-1]
         # For ``eager``, transformers calls the function in the model's own source file.
-        eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-        forward: Any = ALL_ATTENTION_FUNCTIONS.get_interface(original, eager)
+        home = sys.modules[type(module).__module__]
+        eager: Any = getattr(home, "eager_attention_forward", None)
+        forward = ALL_ATTENTION_FUNCTIONS.get_interface(original, eager)
         return forward(module, query, key, *args, **kwargs)
 
     AttentionInterface.register(_WATCHED, attention)

@@ -20,7 +20,7 @@ from transformers.cache_utils import LinearAttentionLayer
 from blockattn_rag.model.caches import ContextCache
 from blockattn_rag.model.encoding import logits_to_keep
 from blockattn_rag.model.kinds import LayerKind, new_cache, refusal, states_of
-from blockattn_rag.model.probe import probe_cache
+from blockattn_rag.model.probe import check_ready, probe_cache
 from blockattn_rag.model.relay_attention import last_logits
 
 MOST_BYTES = 1 << 29
@@ -54,7 +54,10 @@ class HeadStates:
         return len(self._kept)
 
     def start(self, cache: ContextCache, head_ids: Sequence[int]) -> None:
-        """Set the states of a cache to copies of those after a head."""
+        """Set the states of a cache to copies of those after a head.
+
+        Raises the same errors as ``check_ready``.
+        """
         head = tuple(head_ids)
         if head not in self._kept:
             self._kept[head] = self._computed(head)
@@ -67,6 +70,7 @@ class HeadStates:
                 _copy(state, cache.layers[index])
 
     def _computed(self, head: Sequence[int]) -> list[Any]:
+        check_ready(self._hf_model)
         cache = new_cache(self._hf_model.config)
         with torch.inference_mode():
             self._hf_model(

@@ -172,3 +172,15 @@ def test_adapters_are_refused_for_latent_attention_and_exact_in_hybrid_models() 
         found = engine_of(kind, recipe=recipe).answer_logits(prompt_of([HEAD, A, ONE, B]), [5])
         expected = oracle_of(kind, [HEAD, A, ONE, B], recipe).logits()
         assert relative_error(found.float(), expected) <= EXACT
+
+
+def test_states_are_not_computed_under_autocast() -> None:
+    model = new_model("state")
+    engine = BlockAttentionEngine(model, recipe=STOCK)
+    engine.encode(prompt_of([HEAD, A]))
+    expected = engine.answer_logits(prompt_of([HEAD, A, B]), [5])
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match="Autocast"):
+        BlockAttentionEngine(new_model("state"), recipe=STOCK).answer_logits(
+            prompt_of([HEAD, A, B]), [5]
+        )
+    assert torch.equal(engine.answer_logits(prompt_of([HEAD, A, B]), [5]), expected)
