@@ -16,7 +16,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import transformers
@@ -170,14 +170,14 @@ def measure(family: str) -> Row | None:
     except UnsupportedModelError as error:
         causes = (cause for part, cause in CAUSES.items() if part in str(error))
         return Row(family, "refused", next(causes, str(error)), is_rotary=is_rotary)
-    error = _error(block_model, has_relay=has_relay)
+    difference = _error(block_model, has_relay=has_relay)
     profile = block_model.profile
     how = "relay" if has_relay else "copy"
     if any(kind.attention == "latent" for kind in profile.kinds):
         how = "latent"
     if profile.has_states:
         how = "hybrid"
-    return Row(family, how, summary(profile.kinds), error, is_rotary=True)
+    return Row(family, how, summary(profile.kinds), difference, is_rotary=True)
 
 
 def _error(model: BlockModel, *, has_relay: bool) -> float:
@@ -192,8 +192,8 @@ def _error(model: BlockModel, *, has_relay: bool) -> float:
     for sink, context in (((), [first, one, other]), (first[:4], [first, other, first, one])):
         expected = oracle_logits(model.hf_model, [*context, final], sink)[-1]
         placed = placed_context(model, context, sink)
-        for assembly in ("copy", "relay") if has_relay else ("copy",):
-            cache = model.cache_for(placed, assembly=assembly)  # type: ignore[arg-type]
+        for assembly in get_args(Literal["copy", "relay"])[: 1 + has_relay]:
+            cache = model.cache_for(placed, assembly=assembly)
             found = model.next_logits(torch.tensor([final]), cache).float()
             errors.append(relative_error(found, expected))
     return max(errors)
@@ -308,7 +308,8 @@ def rows() -> Iterator[Row]:
 
 def main() -> None:
     warnings.simplefilter("ignore")
-    transformers.logging.set_verbosity_error()
+    quiet: Any = transformers.logging.set_verbosity_error
+    quiet()
     logging.disable(logging.WARNING)
     found = [*rows()]
     wrong = [row for row in found if row.is_accepted and not row.error <= LOGITS[torch.float32]]

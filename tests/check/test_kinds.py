@@ -11,7 +11,7 @@ import torch
 
 from blockattn_rag.check.model import check_model
 from blockattn_rag.check.segments import segments, state_mixers
-from blockattn_rag.kv.rope import RotaryLayout
+from blockattn_rag.kv.rope import Pairing, RotaryLayout
 from blockattn_rag.model import BlockModel, block_model, encoding
 from blockattn_rag.model.caches import copied_cache
 from blockattn_rag.model.kinds import LayerKind, layer_states, storing, summary
@@ -84,7 +84,7 @@ def test_a_state_of_the_last_passage_fails(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_wrong_rotation_of_the_latents_key_fails(fault: str) -> None:
     model = new_model("latent")
     right = model.profile.layouts[0]
-    other = "half" if right.pairing == "interleaved" else "interleaved"
+    other: Pairing = "half" if right.pairing == "interleaved" else "interleaved"
     wrong = {
         "pairing": RotaryLayout(right.frequencies, other),
         "frequencies": RotaryLayout(right.frequencies * 1.1, right.pairing),
