@@ -62,7 +62,9 @@ class RelayPlan:
 
     Args:
         contexts: Placed blocks of each request.
+        layouts: Rotary layout of each layer of the blocks.
         joins: Limits below which blocks are joined. Default: the fastest limits for the device.
+        layers: The model's index of each layer of the blocks. Default: 0, 1, ...
     """
 
     takes_mask = True
@@ -74,8 +76,10 @@ class RelayPlan:
         device: torch.device,
         *,
         joins: JoinLimits | None = None,
+        layers: Sequence[int] | None = None,
     ) -> None:
-        self.num_layers = len(layouts)
+        self.layers = range(len(layouts)) if layers is None else layers
+        self._place_of = {layer: place for place, layer in enumerate(self.layers)}
         self.num_tokens = max(context.num_tokens for context in contexts)
         self._joins = joins or (CPU_JOINS if device.type == "cpu" else ACCELERATOR_JOINS)
         self._blocks = contexts, layouts, device
@@ -113,6 +117,7 @@ class RelayPlan:
             Attention output ``[B, H, tokens, D]`` in the query's dtype.
         """
         batch, heads, tokens, _ = query.shape
+        layer = self._place_of[layer]
         folded, mask = fold_heads(query, tail_mask, tail_key.shape[1])
         table = self.decode_table if tokens == 1 else self.prefill_table
         if tokens == 1 and mask is None and _takes_one_softmax(table, folded, tail_value):

@@ -14,6 +14,7 @@ from blockattn_rag.kv.context import Context, place
 from blockattn_rag.kv.rope import relative_error
 from blockattn_rag.model.block_model import BlockModel
 from blockattn_rag.model.encoding import EncodeRequest
+from blockattn_rag.model.kinds import storing, summary
 from blockattn_rag.model.probe import LOGITS, vocabulary_size
 from blockattn_rag.model.recompute import recompute
 from blockattn_rag.model.sampling import Sampling
@@ -91,10 +92,11 @@ def _layout_row(model: BlockModel) -> CheckRow:
     profile = model.profile
     kinds = {(layout.pairing, layout.rotary_dim) for layout in profile.layouts}
     kind = ", ".join(f"{pairing} x {dim}" if dim else "none" for pairing, dim in sorted(kinds))
-    windows = sum(window is not None for window in profile.windows)
-    detail = f"{len(profile.layouts)} layers, rotation: {kind}, sliding windows: {windows}"
+    detail = (
+        f"{summary(profile.kinds)}; rotation: {kind}; {model.bytes_per_token:,} bytes per token"
+    )
     error = max(profile.key_error, profile.value_error)
-    return CheckRow("rotary layout", True, error, None, detail)
+    return CheckRow("layers", True, error, None, detail)
 
 
 def _random_blocks(model: BlockModel) -> list[list[int]]:
@@ -124,12 +126,14 @@ def placed_context(
 def _full_error(
     model: BlockModel, blocks: list[list[int]], context: Context | None = None
 ) -> float:
-    """Error of the logits after the final block, compared with full attention. ``context``: The
-    other blocks. Default: in block mode."""
+    """Error of the logits after each token of the final block, compared with full attention.
+    ``context``: The other blocks. Default: in block mode."""
+    *others, final = blocks
     if context is None:
-        context = placed_context(model, blocks[:-1])
-    expected = model.next_logits(torch.tensor([[t for ids in blocks for t in ids]])).float()
-    return relative_error(_block_logits(model, context, blocks[-1]), expected)
+        context = placed_context(model, others)
+    ids = [token for block in others for token in block]
+    expected = model.answer_logits(ids, final[:1], [*final[1:], 0]).float()
+    return relative_error(_block_logits(model, context, final), expected)
 
 
 def _oracle_error(
@@ -138,9 +142,9 @@ def _oracle_error(
     sink: Sequence[int] = (),
     recipe: Recipe = Recipe(),  # noqa: B008 -- frozen
 ) -> float:
-    """Error of the logits after the final block, compared with the oracle, for a recipe's adapter
-    and positions. Promotion, which only moves passages into the final block, and recomputation are
-    not included."""
+    """Error of the logits after each token of the final block, compared with the oracle, for a
+    recipe's adapter and positions. Promotion, which only moves passages into the final block, and
+    recomputation are not included."""
     found = _block_logits(model, placed_context(model, blocks[:-1], sink, recipe), blocks[-1])
     expected = oracle_logits(
         model.hf_model,
@@ -148,9 +152,10 @@ def _oracle_error(
         sink,
         adapter=recipe.adapter,
         layouts=model.profile.layouts,
+        layers=storing(model.profile.kinds),
         positions=recipe.positions,
     )
-    return relative_error(found, expected[-1])
+    return relative_error(found, expected)
 
 
 def _recomputed_error(
@@ -167,7 +172,9 @@ def _recomputed_error(
 
 
 def _block_logits(model: BlockModel, context: Context, final_ids: list[int]) -> Tensor:
-    return model.next_logits(torch.tensor([final_ids]), model.cache_for(context)).float()
+    """Logits after each token of the final block. What follows the last one is not used."""
+    first, *others = final_ids
+    return model.answer_logits((), [first], [*others, 0], model.cache_for(context)).float()
 
 
 def _budget(model: BlockModel, blocks: list[list[int]]) -> float:

@@ -4,20 +4,22 @@ Runs one dense forward over all tokens of the prompt, with an explicit block mas
 stored, moved or merged. With an adapter, the final block attends to each passage's keys and values
 as changed by the adapter, and all other rows to the unchanged ones. The formula of
 ``model.correction`` is written out here block by block, in float64, with explicit attention
-weights. Imported only by tests and ``check``.
+weights. State layers run segment by segment (``check.segments``). Imported only by tests and
+``check``.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 
+from blockattn_rag.check.segments import segmented
 from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.errors import UnsupportedModelError
 from blockattn_rag.kv.context import Positions
@@ -95,6 +97,7 @@ def oracle_logits(
     *,
     adapter: Correction | None = None,
     layouts: Sequence[RotaryLayout] = (),
+    layers: Sequence[int] = (),
     positions: Positions = "reordered",
 ) -> Tensor:
     """Logits ``[final tokens, vocab]`` of the final block (the last of ``block_ids``), float32.
@@ -104,7 +107,8 @@ def oracle_logits(
         sink_ids: Sink tokens before each block except the first and the final one. Only that block
             attends to them.
         adapter: Adapter for the keys and values of passages, which the final block attends to.
-        layouts: Rotary layout per layer, for the adapter.
+        layouts: Rotary layout of each layer of the adapter.
+        layers: Indices of these layers in the model. Default: 0, 1, ...
         positions: Positions of the context blocks' keys.
     """
     lengths = [len(block) for block in block_ids]
@@ -118,7 +122,10 @@ def oracle_logits(
         position = torch.where(is_final, position, position - starts[layout.block])
     is_plain = positions == "reordered" and not layout.is_sink.any()
     placed = layout._replace(position=position)
-    with torch.inference_mode(), adapting(hf_model, placed, adapter, layouts):
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode())
+        stack.enter_context(segmented(hf_model, layout.block))
+        stack.enter_context(adapting(hf_model, placed, adapter, layouts, layers))
         out = hf_model(
             input_ids=torch.tensor([ids], device=hf_model.device),
             attention_mask=_masks(hf_model, lengths, len(sink_ids)),
@@ -169,6 +176,7 @@ class RecipeOracle:
             "sink_ids": ids_of_sink(recipe.sink, model.tokenizer),
             "adapter": recipe.adapter,
             "layouts": model.profile.layouts,
+            "layers": [i for i, kind in enumerate(model.profile.kinds) if kind.stores],
             "positions": recipe.positions,
         }
         # Not the tokenizer's own cut, which engines use and the oracle must check.
@@ -200,7 +208,15 @@ def _masks(hf_model: PreTrainedModel, lengths: Sequence[int], sink_length: int) 
     if len(windows) == 1:
         return masks.popitem()[1]
     (window,) = windows - {None}
-    return {"full_attention": masks[None], "sliding_attention": masks[window]}
+    found = _Masks(full_attention=masks[None], sliding_attention=masks[window])
+    return _Masks(found, hybrid=masks[None], hybrid_sliding=masks[window])
+
+
+class _Masks(dict[str, Tensor]):
+    """Masks by type of layer. State layers have none."""
+
+    def __missing__(self, _: str) -> None:
+        return None
 
 
 def _additive(mask: Tensor, hf_model: PreTrainedModel) -> Tensor:
@@ -215,6 +231,7 @@ def adapting(
     layout: Layout,
     adapter: Correction | None,
     layouts: Sequence[RotaryLayout],
+    layers: Sequence[int],
 ) -> Iterator[None]:
     """Replace the model's attention within the ``with`` block.
 
@@ -228,6 +245,7 @@ def adapting(
     if adapter is None:
         yield
         return
+    places = {layer: place for place, layer in enumerate(layers or range(len(layouts)))}
     final = int(layout.block[-1])
     rows = layout.block == final
     before = hf_model.config._attn_implementation
@@ -235,7 +253,7 @@ def adapting(
     def attention(
         module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, **kwargs: Any
     ) -> tuple[Tensor, None]:
-        groups, layer = query.shape[1] // key.shape[1], module.layer_idx
+        groups, layer = query.shape[1] // key.shape[1], places[module.layer_idx]
         scale = kwargs.get("scaling") or 1 / math.sqrt(query.shape[-1])
 
         def attend(key: Tensor, value: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from blockattn_rag.kv.context import Positions
 from blockattn_rag.model import BlockModel
 from blockattn_rag.model.gguf import is_gguf
 from blockattn_rag.model.loading import SHORT_NAMES
-from blockattn_rag.model.recompute import check_can_recompute
+from blockattn_rag.model.recompute import can_recompute, check_can_recompute
 from blockattn_rag.prompts.checkpoints import other_switches
 from blockattn_rag.prompts.sinks import NO_SINK, is_sink, sink_ids
 from blockattn_rag.store.base import KVStore
@@ -135,6 +135,11 @@ def check_fits(recipe: Recipe, model: BlockModel) -> None:
     if recipe.recompute:
         check_can_recompute(model)
     if recipe.adapter:
+        if any(kind.attention == "latent" for kind in model.profile.kinds):
+            raise UnsupportedModelError(
+                f"{model.name} cannot use a recipe with an adapter: it has multi-head latent "
+                "attention, for which adapters are not defined; use a sink and promote=1"
+            )
         recipe.adapter.check_shapes(model.profile.layer_outlines)
 
 
@@ -159,14 +164,15 @@ def _automatic(model: BlockModel, store: KVStore, folder: Path | None) -> Recipe
         return recipe
     if (found := _found(model, store, folder)) is not None:
         return found
-    sink = stock_sink(model)
+    # The state layers of a hybrid model then see the last passage.
+    recipe = Recipe(stock_sink(model), promote=int(model.profile.has_states), source="stock model")
     _warn_once(
         model,
         f"{model.name} is not block-fine-tuned and has no recipe: block mode uses only the "
-        f"sink {sink!r}, so its answers are less accurate than in full mode. "
-        f"{_remedy(model, sink, folder)} Or use mode='full'.",
+        f"recipe '{recipe}', so its answers are less accurate than in full mode. "
+        f"{_remedy(model, recipe.sink, folder)} Or use mode='full'.",
     )
-    return Recipe(sink, source="stock model")
+    return recipe
 
 
 def recipe_in_use(model: BlockModel, store: KVStore, folder: Path | None = None) -> Recipe | None:
@@ -322,7 +328,7 @@ def _warn_once(model: BlockModel, message: str, about: str = "") -> None:
 def _remedy(model: BlockModel, sink: str, folder: Path | None) -> str:
     """What makes a stock model's answers more accurate (docs/quality.md)."""
     repair = f"Make a recipe with {_repair(model, folder)}."
-    if not model.supports_relay:  # and therefore no recompute
+    if not can_recompute(model):
         return repair
     made = f'Recipe(sink="{sink}", recompute=0.1)'
     recompute = (

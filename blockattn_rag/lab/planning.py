@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from blockattn_rag.errors import UnsupportedModelError
 from blockattn_rag.kv.quantization import KVDtype, check_kv_dtype
+from blockattn_rag.model.kinds import new_cache
 
 _FIELDS = (
     "num_hidden_layers",
@@ -126,14 +127,15 @@ def footprint(config: Any, dtype: torch.dtype, kv_dtype: KVDtype = "model") -> F
     with torch.device("meta"):
         # Counted in elements; some kernels support only this type there.
         model = factory.from_config(config, dtype=torch.bfloat16)
-        cache = DynamicCache()
+        cache = new_cache(config)
         model(torch.zeros(1, 1, dtype=torch.long), past_key_values=cache, use_cache=True)
     weight_bytes = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
-    layers: list[Any] = list(cache.layers)
-    if not layers or any(getattr(layer, "keys", None) is None for layer in layers):
+    every: list[Any] = list(cache.layers)
+    layers = [layer for layer in every if getattr(layer, "keys", None) is not None]
+    if not layers:
         raise UnsupportedModelError(
-            f"Found layers without keys and values in a {config.model_type} model: expected "
-            "attention in every layer."
+            f"Found no layer with keys and values in a {config.model_type} model, expected at "
+            "least one layer with attention."
         )
     states = sum(t.numel() for layer in layers for t in (layer.keys, layer.values))
     if check_kv_dtype(kv_dtype) == "model":

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from blockattn_rag.attention.relay import RELAY_FINAL_TOKENS, RelayPlan
+from blockattn_rag.attention.relay import RELAY_FINAL_TOKENS
 from blockattn_rag.errors import GrammarError, UnsupportedModelError
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.kv.context import Assembly, Context
 from blockattn_rag.model import decoding, loading, relay_attention
-from blockattn_rag.model.caches import RelayCache, copied_cache
+from blockattn_rag.model.caches import ContextCache, copied_cache
 from blockattn_rag.model.constraint import AnswerRules
 from blockattn_rag.model.encoding import EncodeRequest, batches, encode_batch
 from blockattn_rag.model.exclusion import lock_of, turn_to_draw
@@ -27,12 +27,13 @@ from blockattn_rag.model.packing import pack_linears
 from blockattn_rag.model.probe import AttentionProfile, profile_attention
 from blockattn_rag.model.repetition import LoopGuard
 from blockattn_rag.model.sampling import Sampling, room_for
+from blockattn_rag.model.states import HeadStates
+from blockattn_rag.model.tuning import TunedModel
 from blockattn_rag.output.grammar import Grammar
-from blockattn_rag.prompts.checkpoints import Checkpoint, known_checkpoint
 from blockattn_rag.prompts.tokenization import BlockTokenizer
 
 
-class BlockModel:
+class BlockModel(TunedModel):
     """A causal language model of transformers that encodes blocks and generates answers from them.
 
     All ``BlockModel`` objects of one ``hf_model`` share a lock, and run one method at a time. Hold
@@ -68,6 +69,7 @@ class BlockModel:
         self.lock = lock_of(hf_model)
         with self.lock:
             self.profile: AttentionProfile = profile_attention(hf_model)
+            self._head_states = HeadStates(hf_model, self.profile.kinds)
         if pack_weights:
             pack_linears(hf_model)
         self._snapshot = Snapshot(hf_model)
@@ -89,6 +91,8 @@ class BlockModel:
         """
         if tokenizer is None and not isinstance(model, (str, Path)):
             raise ValueError("Found a loaded model without its tokenizer; pass tokenizer=...")
+        if isinstance(model, (str, Path)):
+            loading.check_config(model)
         tokenizer = model if tokenizer is None else tokenizer
         if isinstance(tokenizer, (str, Path)):
             tokenizer = loading.load_tokenizer(tokenizer)
@@ -97,10 +101,6 @@ class BlockModel:
             name = str(model)
             model = loading.load_model(model, device=device, dtype=dtype, **kwargs)
         return cls(model, tokenizer, name=name, pack_weights=pack_weights)
-
-    @property
-    def config(self) -> Any:
-        return self.hf_model.config
 
     @property
     def device(self) -> torch.device:
@@ -115,28 +115,6 @@ class BlockModel:
         """Maximum length of prompt and answer together, in tokens."""
         return self.profile.max_context_tokens
 
-    @property
-    def is_block_tuned(self) -> bool:
-        """Whether the model is known to have been fine-tuned with the block mask."""
-        marker, known = getattr(self.config, "block_attention", None), self.checkpoint
-        return bool(marker) or (known is not None and known.block_tuned)
-
-    @property
-    def tuned_with(self) -> dict[str, str]:
-        """Block-mode options (``positions``, ``sink``) that the model was fine-tuned with. Unknown
-        options are omitted."""
-        marker, known = getattr(self.config, "block_attention", None), self.checkpoint
-        if isinstance(marker, dict):
-            return {name: marker[name] for name in ("positions", "sink") if marker.get(name)}
-        return known.switches if known else {}
-
-    @property
-    def checkpoint(self) -> Checkpoint | None:
-        """Published block-fine-tuned checkpoint of this name; None if fine-tuned further."""
-        marker = getattr(self.config, "block_attention", None)
-        is_tuned = marker or hasattr(self.hf_model, "peft_config")
-        return None if is_tuned else known_checkpoint(self.name)
-
     @cached_property
     def fingerprint(self) -> str:
         """Identity of weights, config, dtype, tokenizer and active adapters: 64 hex digits.
@@ -145,7 +123,7 @@ class BlockModel:
         """
         with self.lock:
             self.check_unchanged()
-            return fingerprint_of(self.hf_model, self.tokenizer)
+            return fingerprint_of(self.hf_model, self.tokenizer, self.profile.kinds)
 
     def check_unchanged(self) -> None:
         """Raise ``UnsupportedModelError`` if weights, config or adapters changed since loading.
@@ -193,8 +171,7 @@ class BlockModel:
         for batch in batches(requests, batch_tokens or self.batch_tokens, self.max_context_tokens):
             with self.lock:
                 self.check_unchanged()
-                layouts = self.profile.layouts
-                computed = encode_batch(self.hf_model, batch, self.fingerprint, layouts)
+                computed = encode_batch(self.hf_model, batch, self.fingerprint, self.profile)
             yield computed
 
     @cached_property
@@ -260,21 +237,27 @@ class BlockModel:
     ) -> DynamicCache | None:
         """A transformers cache with one context per row, padded on the left on the copy path.
 
-        None if all contexts are empty, unless the ``graph_runner`` runs the final block.
+        None if all contexts are empty, unless the ``graph_runner`` runs the final block. The states
+        of a hybrid model, which takes one context, are those after its first block.
         """
+        hf_model, profile = self.hf_model, self.profile
         runner = self.graph_runner if assembly == "relay" and len(contexts) == 1 else None
         cache: Any = runner and runner.cache_for(*contexts)
         if cache is None and not any(context.num_tokens for context in contexts):
             return None
         if cache is None and assembly == "relay":
-            cache = RelayCache(RelayPlan(contexts, self.profile.layouts, self.device))
+            cache = relay_attention.relay_cache(hf_model, contexts, profile)
         elif cache is None:
-            cache = copied_cache(self.hf_model.config, contexts, self.profile.layouts)
+            cache = copied_cache(hf_model.config, contexts, profile.layouts, profile.kinds)
             if len(contexts) == 1 and self.has_causal_kernel:
                 cache.attention = relay_attention.CausalAttention()
         if cache.attention is not None:
             # Enabled again, because other code may have changed the model's attention.
-            relay_attention.enable_relay(self.hf_model)
+            relay_attention.enable_relay(hf_model)
+        if profile.has_states:
+            (context,) = contexts
+            with self.lock:
+                self._head_states.start(cache, context.blocks[0].kv.token_ids.tolist())
         return cache
 
     @contextmanager
@@ -347,6 +330,10 @@ class BlockModel:
         matchers = [self.rules.matcher(one, ends_loops=ends_loops) for one in grammars]
         longest = max(len(context) + len(final) for context, final in prompts)
         with self.running(sampling):
+            if isinstance(cache, ContextCache) and cache.takes_one_token:
+                ((_, final),) = prompts
+                for token in final[:-1]:  # the last one is left to transformers
+                    relay_attention.last_logits(self.hf_model, torch.tensor([[token]]), cache, 1)
             return decoding.generate(
                 self.hf_model,
                 self.tokenizer.tokenizer,
@@ -362,9 +349,9 @@ class BlockModel:
 
     def batches_exactly(self, sampling: Sampling) -> bool:
         """Whether prompts of different lengths get the same answers in a batch as alone. False for
-        sliding windows, whose tokens would include padding between context and final block."""
-        has_windows = any(window is not None for window in self.profile.windows)
-        return not has_windows and decoding.batches_exactly(self.hf_model, sampling)
+        sliding windows and states, which would include padding before the final block."""
+        is_alone = self.profile.has_windows or self.profile.has_states
+        return not is_alone and decoding.batches_exactly(self.hf_model, sampling)
 
     def room_for(self, prompt_tokens: int, sampling: Sampling) -> int:
         """Maximum number of new tokens: ``max_new_tokens``, or what the context window leaves.

@@ -16,11 +16,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 
 from blockattn_rag.attention.relay import RelayPlan
 from blockattn_rag.kv.context import Context, assemble
 from blockattn_rag.kv.rope import RotaryLayout
+from blockattn_rag.model.kinds import LayerKind, in_order, storing
 
 
 class CacheAttention(Protocol):
@@ -52,9 +53,23 @@ class ContextCache(DynamicCache):
     """A cache whose first tokens are the blocks of a context.
 
     ``attention``: Attention for forwards over this cache. None: the model's own attention.
+    ``takes_one_token``: Whether each forward must have one token; see ``model.states``.
     """
 
     attention: CacheAttention | None = None
+    takes_one_token = False
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row, for beams."""
+        layers: Any = self.layers
+        for layer in layers:
+            if isinstance(layer, LinearAttentionLayer):  # transformers repeats no states
+                for states in (layer.conv_states, layer.recurrent_states):
+                    for index, state in states.items():
+                        if state is not None:
+                            states[index] = state.repeat_interleave(repeats, dim=0)
+            if hasattr(layer, "batch_repeat_interleave"):
+                layer.batch_repeat_interleave(repeats)
 
     def append(self, states: States, tokens: int) -> None:
         """Append the first ``tokens`` tokens of ``states`` to a cache with one row."""
@@ -85,10 +100,15 @@ def copied_cache(
     config: Any,
     contexts: Sequence[Context],
     layouts: Sequence[RotaryLayout],
+    kinds: Sequence[LayerKind],
 ) -> ContextCache:
     """New cache with the contexts' keys and values, re-encoded and joined (the copy path).
 
-    Each context is one row, padded with zeros on the left.
+    Each context is one row, padded with zeros on the left. States are not set.
+
+    Args:
+        layouts: Rotary layout of each layer that stores keys and values.
+        kinds: Kind of each layer.
     """
     cache = ContextCache(config=config)
     width = max(context.num_tokens for context in contexts)
@@ -99,10 +119,11 @@ def copied_cache(
         rows = [
             assemble(context, layouts, room) if context.blocks else None for context in contexts
         ]
-        for index in range(len(layouts)):
+        for index in storing(kinds):
             states = [next(row) if row else None for row in rows]
-            keys, values = (
-                _padded_rows([s and s[part] for s in states], width + room) for part in (0, 1)
+            keys, values = in_order(
+                kinds[index],
+                *(_padded_rows([s and s[part] for s in states], width + room) for part in (0, 1)),
             )
             if type(cache.layers[index]) is DynamicLayer:
                 cache.layers[index] = _GrowingLayer(keys, values, width)
@@ -227,13 +248,18 @@ def _last(states: Tensor, tokens: int) -> Tensor:
 
 
 class RelayCache(ContextCache):
-    """Cache for ``generate`` whose first tokens are the blocks of a plan, read in place."""
+    """Cache for ``generate`` whose first tokens are the blocks of a plan, read in place.
+
+    ``layers``: Layers of the model's own cache, of which those in the plan are replaced.
+    """
 
     attention: RelayPlan
 
-    def __init__(self, plan: RelayPlan) -> None:
+    def __init__(self, plan: RelayPlan, layers: Sequence[Any] = ()) -> None:
         super().__init__()
-        self.layers = [_TailLayer(plan.num_tokens) for _ in range(plan.num_layers)]
+        tails = {index: _TailLayer(plan.num_tokens) for index in plan.layers}
+        others = enumerate(layers)
+        self.layers = [tails.get(i, own) for i, own in others] if layers else [*tails.values()]
         self.attention = plan
 
 

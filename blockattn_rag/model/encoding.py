@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from blockattn_rag.errors import ContextOverflowError
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.kv.rope import Angles, RotaryLayout, rotate
-from blockattn_rag.model.probe import check_ready, layer_states
+from blockattn_rag.model.kinds import layer_states, new_cache
+from blockattn_rag.model.probe import AttentionProfile, check_ready
 
 
 class EncodeRequest(NamedTuple):
@@ -70,7 +71,7 @@ def encode_batch(
     hf_model: PreTrainedModel,
     batch: Sequence[EncodeRequest],
     fingerprint: str,
-    layouts: Sequence[RotaryLayout],
+    profile: AttentionProfile,
 ) -> list[BlockKV]:
     """Encode blocks in one forward pass. Causal attention ignores the padding on the right.
 
@@ -83,16 +84,16 @@ def encode_batch(
     check_ready(hf_model)
     rows = [torch.tensor([*request.sink_ids, *request.token_ids]) for request in batch]
     ids = pad_sequence(rows, batch_first=True)
-    # Without a config, the cache keeps all tokens, even in sliding-window layers. They are needed,
-    # because the block may be placed right before the final block.
-    cache = DynamicCache()
+    # Tokens beyond sliding windows are needed, too, because the block may be placed right before
+    # the final block.
+    cache = new_cache(hf_model.config)
     hf_model(
         input_ids=ids.to(hf_model.device),
         past_key_values=cache,
         use_cache=True,
         **logits_to_keep(hf_model),
     )
-    states = layer_states(cache)
+    states, layouts = [*layer_states(cache, profile.kinds)], profile.layouts
     return [
         _cut_out(states, row, request, fingerprint, layouts) for row, request in enumerate(batch)
     ]

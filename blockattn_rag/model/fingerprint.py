@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ import xxhash
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from blockattn_rag.model.kinds import LayerKind
 from blockattn_rag.prompts.tokenization import BlockTokenizer
 
 KV_VERSION = 3
@@ -31,8 +32,12 @@ _NEUTRAL_FIELDS = frozenset(
 )
 
 
-def fingerprint_of(hf_model: PreTrainedModel, tokenizer: BlockTokenizer) -> str:
+def fingerprint_of(
+    hf_model: PreTrainedModel, tokenizer: BlockTokenizer, kinds: Sequence[LayerKind] = ()
+) -> str:
     """Compute a model's fingerprint: 64 hex digits. Reads all weights.
+
+    ``kinds``: Kinds of the model's layers. Attention alone adds nothing to the fingerprint.
 
     Models with the same fingerprint compute the same keys and values for the same text. Patched
     models are not supported: the fingerprint does not cover hooks, replaced ``forward`` methods or
@@ -45,6 +50,8 @@ def fingerprint_of(hf_model: PreTrainedModel, tokenizer: BlockTokenizer) -> str:
         "weights": weights_digest(hf_model),
         "tokenizer": tokenizer.fingerprint,
     }
+    if not all(kind.is_attention for kind in kinds):
+        contents["kinds"] = [repr(kind) for kind in kinds]
     text = json.dumps(contents, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()
 

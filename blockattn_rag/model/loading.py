@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from blockattn_rag.hub import existing_model, hub_errors
 from blockattn_rag.lazy import missing_extra
 from blockattn_rag.model.gguf import SMOLLM2, dequantised, is_gguf, smollm2
+from blockattn_rag.model.miniature import check_architecture
 from blockattn_rag.prompts.checkpoints import known_checkpoint
 
 BUNDLED = "bundled"
@@ -98,6 +99,15 @@ def load_config(model: str | Path) -> Any:
         return load_config(adapter["base"])
     with _hub(model):
         return AutoConfig.from_pretrained(name)
+
+
+def check_config(model: str | Path) -> None:
+    """Refuse a model of the hub by its config, before its weights are downloaded.
+
+    Raises the same errors as ``load_model``.
+    """
+    if not Path(resolve_name(model)).exists():
+        check_architecture(load_config(model))
 
 
 def load_model(

@@ -13,9 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from blockattn_rag.errors import UnsupportedModelError
 from blockattn_rag.kv.block_kv import outline
 from blockattn_rag.kv.rope import (
     LayoutFit,
@@ -23,6 +21,16 @@ from blockattn_rag.kv.rope import (
     fit_layout,
     fused_rotation,
     relative_error,
+)
+from blockattn_rag.model.kinds import (
+    LayerKind,
+    ProbeError,
+    layer_states,
+    measured_kinds,
+    new_cache,
+    refusal,
+    seen_keys,
+    storing,
 )
 
 # Maximum relative error, by dtype, between two computations that are equal in exact arithmetic.
@@ -52,23 +60,33 @@ class AttentionProfile:
     """Properties of a model's attention that block mode depends on.
 
     Args:
-        layouts: Rotary layout per layer. Layers with equal layouts share one object.
-        windows: Sliding window per layer, in tokens. None: full attention.
+        kinds: Kind of each layer.
+        layouts: Rotary layout of each layer that stores keys and values. Layers with equal layouts
+            share one object.
         max_context_tokens: Maximum length of prompt and answer for which positions are exact.
         token_outline: ``BlockKV.token_outline`` of this model's blocks.
         key_error, value_error: Largest relative errors that the probe measured.
     """
 
+    kinds: tuple[LayerKind, ...]
     layouts: tuple[RotaryLayout, ...]
-    windows: tuple[int | None, ...]
     max_context_tokens: int
     token_outline: tuple[tuple[int, int, torch.dtype], ...]
     key_error: float
     value_error: float
 
     @property
+    def has_windows(self) -> bool:
+        return any(kind.window is not None for kind in self.kinds)
+
+    @property
+    def has_states(self) -> bool:
+        """Whether the model is hybrid: some layers have a recurrent or convolution state."""
+        return any(kind.has_state for kind in self.kinds)
+
+    @property
     def layer_outlines(self) -> list[tuple[StateOutline, StateOutline]]:
-        """Outlines of each layer's keys and values."""
+        """Outlines of the keys and values of each layer that stores them."""
         found = [StateOutline(*one) for one in self.token_outline]
         layers = len(found) // 2  # the keys of all layers come first
         return list(zip(found[:layers], found[layers:], strict=True))
@@ -80,20 +98,19 @@ def profile_attention(hf_model: PreTrainedModel) -> AttentionProfile:
     Raises:
         UnsupportedModelError: block mode would change this model's answers; the message says why.
     """
-    windows = _layer_windows(hf_model)
-    limit = position_limit(hf_model.config)
-    home, fits, value_error = _measure(hf_model, len(windows), limit)
-    if not any(fit.layout.rotates for fit in fits):
-        raise _refusal(
-            hf_model,
-            "no layer rotates its keys, so the model uses other position embeddings (such as "
-            "ALiBi), which this package does not support",
+    if hf_model.config.is_encoder_decoder:
+        raise refusal(
+            hf_model, "it is an encoder-decoder model, but only decoders can be split into blocks"
         )
+    limit = position_limit(hf_model.config)
+    kinds, home, fits, value_error = _measure(hf_model, limit)
     layouts = [fit.layout for fit in fits]
+    if not any(layout.rotates for layout in layouts):
+        _refuse_other_positions(hf_model, kinds)
     _check_fused_rotations(layouts, [keys for keys, _ in home])
     return AttentionProfile(
+        kinds=kinds,
         layouts=tuple(next(first for first in layouts if first.same_as(own)) for own in layouts),
-        windows=windows,
         max_context_tokens=limit,
         token_outline=outline([states for pair in zip(*home, strict=True) for states in pair]),
         key_error=max(fit.error for fit in fits),
@@ -115,39 +132,6 @@ def _check_fused_rotations(layouts: Sequence[RotaryLayout], keys: Sequence[Tenso
                 fused_rotation(states.device, dtype, states.dtype, *kind)
 
 
-def _layer_windows(hf_model: PreTrainedModel) -> tuple[int | None, ...]:
-    """Sliding window per layer, read from the cache that transformers creates for the config."""
-    config = hf_model.config
-    if config.is_encoder_decoder:
-        raise _refusal(
-            hf_model, "it is an encoder-decoder model, but only decoders can be split into blocks"
-        )
-    windows: list[int | None] = []
-    layers = DynamicCache(config=config).layers
-    kinds = getattr(config.get_text_config(decoder=True), "layer_types", None) or [""] * len(layers)
-    for index, (layer, kind) in enumerate(zip(layers, kinds, strict=False)):
-        if "chunked" in kind:
-            raise _refusal(
-                hf_model,
-                f"the attention of layer {index} is chunked: a token attends only to its own "
-                "chunk, so its keys and values change when its block moves",
-            )
-        if type(layer) is DynamicLayer:
-            windows.append(None)
-        elif type(layer) is DynamicSlidingWindowLayer:
-            windows.append(layer.sliding_window)
-        else:
-            raise _refusal(
-                hf_model,
-                f"layer {index} caches its state in a {type(layer).__name__}, but only full and "
-                "sliding-window attention are supported; recurrent, linear and KV-sharing layers "
-                "are not",
-            )
-    if not windows:
-        raise _refusal(hf_model, "it has no attention layer with a KV cache")
-    return tuple(windows)
-
-
 def position_limit(config: Any) -> int:
     """Maximum context length, in tokens, with constant RoPE frequencies. Read from the config."""
     config = config.get_text_config(decoder=True)
@@ -155,7 +139,7 @@ def position_limit(config: Any) -> int:
     for rope in _rope_parameters(getattr(config, "rope_parameters", None)):
         kind = rope.get("rope_type", "default")
         if kind == "dynamic":
-            raise _refusal(
+            raise refusal(
                 config,
                 "its RoPE type is 'dynamic': the frequencies change with the length of the prompt, "
                 "so stored keys would be wrong in other prompts. Load the model with "
@@ -180,71 +164,133 @@ def _rope_parameters(parameters: Any) -> Iterator[Mapping[str, Any]]:
         yield from (p for p in parameters.values() if isinstance(p, Mapping))
 
 
+States = list[tuple[Tensor, Tensor]]
+"""Keys and values ``[heads, tokens, size]`` of each layer that stores them."""
+
+
 @torch.inference_mode()
 def _measure(
-    hf_model: PreTrainedModel, num_layers: int, limit: int
-) -> tuple[list[tuple[Tensor, Tensor]], list[LayoutFit], float]:
-    """Fit each layer's rotary layout on a short random probe.
+    hf_model: PreTrainedModel, limit: int
+) -> tuple[tuple[LayerKind, ...], States, list[LayoutFit], float]:
+    """Measure each layer's kind and rotary layout on a short random probe.
 
     Also checks that values do not depend on positions.
 
     Returns:
-        Keys and values of the probe, the fit of each layer, and the largest error of values.
+        The kinds, the probe's states, the fit of each layer that stores keys and values, and the
+        largest error of values.
     """
     offsets = [o for o in _PROBE_OFFSETS if o + _PROBE_TOKENS <= limit]
     offsets = offsets or [max(1, limit - _PROBE_TOKENS)]
-    home = probe_states(hf_model)
-    if len(home) != num_layers:
-        raise _refusal(hf_model, f"only {len(home)} of {num_layers} layers fill the KV cache")
-    away = [(offset, probe_states(hf_model, offset)) for offset in offsets]
+    with seen_keys(hf_model) as seen:
+        filled = probe_cache(hf_model)
+    kinds = measured_kinds(hf_model, filled, seen)
+    home = _states(filled, kinds)
+    if any(states.shape[1] != _PROBE_TOKENS for pair in home for states in pair):
+        raise refusal(hf_model, "its cache has other tokens than the text")
+    away = [(o, _states(probe_cache(hf_model, o), kinds)) for o in offsets]
     candidates = _frequencies(hf_model)
     tolerance = _STATES.get(hf_model.dtype, _STATES_OF_OTHER_DTYPES)
-    _refuse_foresight(hf_model, home, tolerance)
+    _refuse_foresight(hf_model, home, kinds, tolerance)
     fits, value_error = [], 0.0
-    for index, (keys, values) in enumerate(home):
-        moved = [relative_error(layers[index][1].float(), values.float()) for _, layers in away]
-        value_error = max(value_error, *moved)
-        fit = fit_layout(keys, [(o, layers[index][0]) for o, layers in away], candidates)
-        if not (fit.error <= tolerance and max(moved) <= tolerance):
-            config: Any = hf_model.config.get_text_config(decoder=True)
-            if getattr(config, "kv_lora_rank", None):
-                raise _refusal(
-                    hf_model,
-                    "it uses multi-head latent attention (its config has a kv_lora_rank), which "
-                    "is not supported yet; use a model with grouped-query attention",
-                )
-            raise _refusal(
+    for place, index in enumerate(storing(kinds)):
+        moved = [(o, states[place]) for o, states in away]
+        fit = _fit(home[place], moved, candidates)
+        if not fit.worst <= tolerance:
+            raise refusal(
                 hf_model,
-                f"in layer {index}, keys at another position differ by {fit.error:.2g} from every "
-                f"known rotation, and values differ by {max(moved):.2g}; expected at most "
-                f"{tolerance:g} from rounding. The position embedding is not plain rotary "
-                f"({len(candidates)} frequency tables found)",
+                f"in layer {index} ({kinds[index]}), keys at another position differ by "
+                f"{fit.keys.error:.2g} from every known rotation, and values differ by "
+                f"{fit.values:.2g}; expected at most {tolerance:g} from rounding. The position "
+                f"embedding is not plain rotary ({len(candidates)} frequency tables tried)",
             )
-        fits.append(fit)
-    return home, fits, value_error
+        fits.append(fit.keys)
+        value_error = max(value_error, fit.values)
+    return tuple(kinds), home, fits, value_error
+
+
+class _Fit(NamedTuple):
+    """Fit of a layer's keys, and largest change of its values."""
+
+    keys: LayoutFit
+    values: float
+
+    @property
+    def worst(self) -> float:
+        return max(self.keys.error, self.values)
+
+
+def _fit(
+    home: tuple[Tensor, Tensor],
+    away: Sequence[tuple[int, tuple[Tensor, Tensor]]],
+    candidates: Sequence[Tensor],
+) -> _Fit:
+    """Fit the rotary layout of a layer, given its keys and values at several offsets."""
+    keys = fit_layout(home[0], [(offset, pair[0]) for offset, pair in away], candidates)
+    moved = (relative_error(pair[1].float(), home[1].float()) for _, pair in away)
+    return _Fit(keys, max(moved))
+
+
+def _states(cache: DynamicCache, kinds: Sequence[LayerKind]) -> States:
+    return [(keys[0], values[0]) for keys, values in layer_states(cache, kinds)]
 
 
 def _refuse_foresight(
-    hf_model: PreTrainedModel, home: list[tuple[Tensor, Tensor]], tolerance: float
+    hf_model: PreTrainedModel, home: States, kinds: Sequence[LayerKind], tolerance: float
 ) -> None:
     """Refuse a model without causal attention, because padding would change its blocks."""
     half = _PROBE_TOKENS // 2
-    for whole, part in zip(home, probe_states(hf_model, 0, half), strict=True):
+    parts = _states(probe_cache(hf_model, 0, half), kinds)
+    for whole, part in zip(home, parts, strict=True):
         error = max(
             relative_error(a[:, :half].float(), b.float()) for a, b in zip(whole, part, strict=True)
         )
         if not error <= tolerance:
-            raise _refusal(
+            raise refusal(
                 hf_model,
                 f"its attention is not causal: keys or values change by {error:.2g} when text is "
                 "appended. Block mode requires causal attention",
             )
 
 
-def probe_states(
-    hf_model: PreTrainedModel, offset: int = 0, tokens: int = _PROBE_TOKENS
-) -> list[tuple[Tensor, Tensor]]:
-    """Keys and values per layer, ``[heads, tokens, size]``, of fixed probe tokens at ``offset``.
+@torch.inference_mode()
+def _refuse_other_positions(hf_model: PreTrainedModel, kinds: Sequence[LayerKind]) -> None:
+    """Refuse a model without rotary positions, unless it has no positions at all.
+
+    Then the order of cached tokens is of no effect, as it is with biases by distance (ALiBi), and
+    equal tokens have equal keys, unless positions are counted and added to their embeddings, or
+    change a state.
+    """
+    if not any(kind.has_state for kind in kinds):
+        cache = probe_cache(hf_model, repeated=True)
+        for keys, _ in layer_states(cache, kinds):
+            if not relative_error(keys.float(), keys[:, :, :1].float().expand_as(keys)) <= 0.1:
+                raise refusal(hf_model, "it counts positions by itself, and does not rotate keys")
+    logits = []
+    for order in (range(_PROBE_TOKENS), range(_PROBE_TOKENS)[::-1]):
+        cache = probe_cache(hf_model)
+        layers: Any = cache.layers
+        for layer in layers:
+            if getattr(layer, "keys", None) is not None:
+                layer.keys, layer.values = layer.keys[:, :, [*order]], layer.values[:, :, [*order]]
+        ids = torch.tensor([[1]], device=hf_model.device)
+        logits.append(hf_model(input_ids=ids, past_key_values=cache, use_cache=True).logits.float())
+    if not relative_error(*logits) <= LOGITS.get(hf_model.dtype, max(LOGITS.values())):
+        raise refusal(
+            hf_model,
+            "no layer rotates its keys, and the order of earlier tokens matters, so the model uses "
+            "other position embeddings (such as ALiBi), which this package does not support",
+        )
+
+
+def probe_cache(
+    hf_model: PreTrainedModel,
+    offset: int = 0,
+    tokens: int = _PROBE_TOKENS,
+    *,
+    repeated: bool = False,
+) -> DynamicCache:
+    """Cache after a forward over fixed probe tokens at ``offset``. ``repeated``: the same one.
 
     Raises:
         UnsupportedModelError: the model cannot run the probe.
@@ -253,18 +299,15 @@ def probe_states(
     check_ready(hf_model)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(vocabulary_size(hf_model), (1, _PROBE_TOKENS), generator=generator)
-    ids = ids[:, :tokens].to(hf_model.device)
+    ids = (ids[:, :1].expand_as(ids) if repeated else ids)[:, :tokens].to(hf_model.device)
     positions = torch.arange(offset, offset + tokens, device=hf_model.device)[None]
-    cache = DynamicCache()
     try:
+        cache = new_cache(hf_model.config)
         hf_model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
-    except (IndexError, RuntimeError, TypeError, ValueError) as error:
-        raise _refusal(hf_model, f"it fails on {tokens} tokens at {offset}: {error}") from error
-    states = layer_states(cache)
-    if any(keys is None or values is None for keys, values in states):
-        # Only some releases of transformers use a regular cache layer for such states.
-        raise _refusal(hf_model, "some layers cache a state other than keys and values")
-    return [(keys[0], values[0]) for keys, values in states]
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        reason = f"it fails on {tokens} tokens at {offset}: {error}"
+        raise ProbeError(hf_model, reason) from error
+    return cache
 
 
 def check_ready(hf_model: PreTrainedModel) -> None:
@@ -291,11 +334,6 @@ def check_ready(hf_model: PreTrainedModel) -> None:
         )
 
 
-def layer_states(cache: Any) -> list[tuple[Tensor, Tensor]]:
-    """Keys and values per layer of a transformers cache, ``[batch, heads, tokens, head_dim]``."""
-    return [(layer.keys, layer.values) for layer in cache.layers]
-
-
 def vocabulary_size(hf_model: PreTrainedModel) -> int:
     embeddings: Any = hf_model.get_input_embeddings()
     return int(embeddings.weight.shape[0])
@@ -304,16 +342,13 @@ def vocabulary_size(hf_model: PreTrainedModel) -> int:
 def _frequencies(hf_model: PreTrainedModel) -> list[Tensor]:
     """The distinct RoPE frequency tables among the model's buffers."""
     tables: list[Tensor] = []
+    config: Any = hf_model.config.get_text_config(decoder=True)
+    if size := getattr(config, "rotary_dim", None):  # GPT-J keeps cos and sin instead
+        tables.append(10000.0 ** (-torch.arange(0, size, 2) / size))
     for name, buffer in hf_model.named_buffers():
         if name.endswith("inv_freq") and buffer.dim() == 1:
             # Copied, because the model may overwrite its table after blocks have been stored.
             table = buffer.detach().float().cpu().clone()
             if not any(torch.equal(known, table) for known in tables):
-                tables.append(table)
+                tables += [table, -table]  # some models rotate backwards
     return tables
-
-
-def _refusal(subject: object, reason: str) -> UnsupportedModelError:
-    return UnsupportedModelError(
-        f"{type(subject).__name__} cannot be used with Block-Attention: {reason}."
-    )

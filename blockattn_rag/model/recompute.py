@@ -109,7 +109,8 @@ def recompute(
     count = tokens_to_recompute(context, may_change, share)
     if not count:
         return context, []
-    cache = copied_cache(model.hf_model.config, [context], model.profile.layouts)
+    profile = model.profile
+    cache = copied_cache(model.hf_model.config, [context], profile.layouts, profile.kinds)
     received = attention_to_context(model, context, final_ids, cache)
     lengths = torch.tensor([block.kv.num_tokens for block in context.blocks], dtype=torch.int64)
     allowed = torch.tensor(may_change).repeat_interleave(lengths).to(model.device)
@@ -135,9 +136,19 @@ def recompute(
     return Context((PlacedBlock(kv, 0, 0),)), chosen
 
 
+def can_recompute(model: BlockModel) -> bool:
+    """Whether all layers have plain attention, as relay requires, and none has a state."""
+    return model.supports_relay and not model.profile.has_states
+
+
 def check_can_recompute(model: BlockModel) -> None:
-    """Raise UnsupportedModelError if the model's attention is not plain, as relay requires."""
-    if not model.supports_relay:
+    """Raise UnsupportedModelError if a model cannot recompute tokens."""
+    if model.profile.has_states:
+        raise UnsupportedModelError(
+            f"{model.name} cannot recompute tokens: it is a hybrid model, whose state layers "
+            "compute tokens one after the other; use a recipe with recompute=0, such as promote=1"
+        )
+    if not can_recompute(model):
         raise UnsupportedModelError(
             f"{model.name} cannot recompute tokens: it has sliding windows, soft caps, attention "
             "sinks or its own attention interface; use a recipe with recompute=0"
@@ -156,7 +167,8 @@ def attention_to_context(
     ``cache``: A copied cache of the context, which is left as it was.
     """
     if cache is None:
-        cache = copied_cache(model.hf_model.config, [context], model.profile.layouts)
+        profile = model.profile
+        cache = copied_cache(model.hf_model.config, [context], profile.layouts, profile.kinds)
     enable_relay(model.hf_model)
     scores = _MeasuredAttention(context.num_tokens, model.device)
     cache.attention = scores

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -41,6 +41,7 @@ from blockattn_rag.model.caches import (
 )
 from blockattn_rag.model.encoding import EncodeRequest, encode_batch, logits_to_keep
 from blockattn_rag.model.graphs import GraphRunner
+from blockattn_rag.model.kinds import PLAIN, new_cache, storing
 from blockattn_rag.model.probe import LOGITS, AttentionProfile, vocabulary_size
 
 _PREFIX = "blockattn_relay_"
@@ -132,9 +133,16 @@ def last_logits(
 
     ``ids`` follow the tokens in ``cache``.
     """
+    if isinstance(cache, ContextCache) and cache.takes_one_token and ids.shape[1] > 1:
+        steps = [last_logits(hf_model, one, cache, 1) for one in ids.split(1, dim=1)]
+        return torch.cat(steps[-count:])
+    start = 0 if cache is None else cache.get_seq_length()
+    # Given, because some models count from 0 whatever the cache contains.
+    positions = torch.arange(start, start + ids.shape[1], device=hf_model.device)[None]
     with torch.inference_mode(), running_with():
         out = hf_model(
             input_ids=ids.to(hf_model.device),
+            position_ids=positions,
             past_key_values=cache,
             use_cache=True,
             **logits_to_keep(hf_model, count),
@@ -151,7 +159,8 @@ def relay_is_exact(hf_model: PreTrainedModel, profile: AttentionProfile) -> bool
     config = hf_model.config.get_text_config(decoder=True)
     capped = getattr(config, "attn_logit_softcapping", None) is not None
     sinks = any(name.endswith("sinks") for name, _ in hf_model.named_parameters())
-    if capped or sinks or any(window is not None for window in profile.windows):
+    is_plain = all(kind == PLAIN or kind.attention == "none" for kind in profile.kinds)
+    if capped or sinks or not is_plain:
         return False
     enable_relay(hf_model)
     context, final = _probe(hf_model, profile)
@@ -159,9 +168,21 @@ def relay_is_exact(hf_model: PreTrainedModel, profile: AttentionProfile) -> bool
     joins = JoinLimits(prefill_tokens=0, decode_tokens=0)
 
     def relay() -> ContextCache:
-        return RelayCache(RelayPlan([context], profile.layouts, hf_model.device, joins=joins))
+        return relay_cache(hf_model, [context], profile, joins)
 
     return _equals_copies(hf_model, profile, context, final, relay)
+
+
+def relay_cache(
+    hf_model: PreTrainedModel,
+    contexts: Sequence[Context],
+    profile: AttentionProfile,
+    joins: JoinLimits | None = None,
+) -> RelayCache:
+    """New cache that reads the contexts' blocks in place. States are not set."""
+    layers, own = storing(profile.kinds), new_cache(hf_model.config).layers
+    plan = RelayPlan(contexts, profile.layouts, hf_model.device, joins=joins, layers=layers)
+    return RelayCache(plan, own)
 
 
 def graph_runner(hf_model: PreTrainedModel, profile: AttentionProfile) -> GraphRunner | None:
@@ -170,6 +191,8 @@ def graph_runner(hf_model: PreTrainedModel, profile: AttentionProfile) -> GraphR
     Only for models for which relay is exact. None without a GPU of 16-bit matrix units and Triton,
     or if the kernel fails.
     """
+    if profile.has_states:  # whose addresses differ between requests
+        return None
     outlines = {states for layer in profile.layer_outlines for states in layer}
     outline, device = outlines.pop(), hf_model.device
     if outlines or not takes_flash(device, outline.dtype, outline.size):
@@ -203,7 +226,7 @@ def causal_is_exact(hf_model: PreTrainedModel, profile: AttentionProfile) -> boo
     context, final = _probe(hf_model, profile)
 
     def causal() -> ContextCache:
-        cache = copied_cache(hf_model.config, [context], profile.layouts)
+        cache = copied_cache(hf_model.config, [context], profile.layouts, profile.kinds)
         cache.attention = CausalAttention()
         return cache
 
@@ -227,7 +250,7 @@ def _probe(
     vocabulary = vocabulary_size(hf_model)
     *blocks, final = (torch.randint(vocabulary, (n,), generator=generator) for n in sizes)
     requests = [EncodeRequest(ids.tolist(), str(index), "") for index, ids in enumerate(blocks)]
-    return place(encode_batch(hf_model, requests, "", profile.layouts)), final[None]
+    return place(encode_batch(hf_model, requests, "", profile)), final[None]
 
 
 def _equals_copies(
@@ -239,7 +262,7 @@ def _equals_copies(
 ) -> bool:
     """Whether logits over new caches equal those of the model's own attention over copies."""
     for tokens in sorted({final.shape[1], 7, 1}, reverse=True):  # prefill and decoding
-        copied = copied_cache(hf_model.config, [context], profile.layouts)
+        copied = copied_cache(hf_model.config, [context], profile.layouts, profile.kinds)
         expected = last_logits(hf_model, final[:, :tokens], copied, 1)
         found = last_logits(hf_model, final[:, :tokens], cache(), 1)
         if relative_error(found.float(), expected.float()) > LOGITS[hf_model.dtype]:

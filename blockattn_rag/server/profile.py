@@ -255,6 +255,11 @@ def profile_of(model: BlockModel, recipe: Recipe | None = None) -> ModelProfile:
         )
     with model.lock:  # the fingerprint may measure the layouts again
         fingerprint, attention = model.fingerprint, model.profile
+    if other := {str(kind) for kind in attention.kinds if not kind.is_attention}:
+        raise UnsupportedModelError(
+            f"{model.name} has layers of other kinds than attention ({', '.join(sorted(other))}), "
+            "which block mode supports in this process, but not on a server"
+        )
     kinds = {kind for _, _, kind in attention.token_outline}
     names = [name for name, dtype in DTYPES.items() if kinds == {dtype}]
     if not names:

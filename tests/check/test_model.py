@@ -32,7 +32,7 @@ def test_a_good_model_passes_every_check(model: BlockModel) -> None:
     report = check_model(model)
     assert report.passed
     assert not failed(report)
-    assert report.rows[0].detail.startswith("3 layers, rotation: half x 8")
+    assert report.rows[0].detail == "3 attention; rotation: half x 8; 384 bytes per token"
     layout, *others = report.rows
     assert layout.budget is None
     for row in others:

@@ -10,6 +10,7 @@ def _rope(**settings: Any) -> dict[str, Any]:
 
 
 LONGROPE_LIMIT = 512
+_GPT = {"n_layer": 2, "n_head": 4, "n_embd": 32}
 _WINDOW = {"sliding_window": 16}
 _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -63,45 +64,24 @@ SUPPORTED: dict[str, tuple[str, dict[str, Any]]] = {
     "starcoder2": ("starcoder2", {}),
     "falcon": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, "alibi": False}),
     "falcon, one key head": ("falcon", {"multi_query": True, "alibi": False}),
+    "gptj": ("gptj", {**_GPT, "rotary_dim": 4}),
     "gpt_oss, attention sinks": ("gpt_oss", {**_WINDOW, **_EXPERTS, "num_hidden_layers": 4}),
 }
-
-_GPT = {"n_layer": 2, "n_head": 4, "n_embd": 32}
 _ROTARY = "not plain rotary"
 _ALIBI = "ALiBi"
-_STATE = "caches its state in a LinearAttentionLayer"
+_NOTHING = "no attention layer with keys and values"
 
 # Family: config, and what the refusal must say.
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "gpt2": ("gpt2", {**_GPT, "bos_token_id": 0, "eos_token_id": 0}, _ROTARY),
-    "gptj": ("gptj", {**_GPT, "rotary_dim": 4}, _ROTARY),
     "opt": ("opt", {"word_embed_proj_dim": 32}, _ROTARY),
-    "deepseek_v3": (
-        "deepseek_v3",
-        {
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "n_group": 1,
-            "topk_group": 1,
-            "moe_intermediate_size": 16,
-            "q_lora_rank": 16,
-            "kv_lora_rank": 16,
-            "qk_rope_head_dim": 8,
-            "qk_nope_head_dim": 8,
-            "v_head_dim": 8,
-            "num_key_value_heads": 4,
-        },
-        "uses multi-head latent attention",
-    ),
     "llama, dynamic": ("llama", _rope(rope_type="dynamic", factor=4.0), "type is 'dynamic'"),
     "bloom": ("bloom", {"n_layer": 3, "n_head": 4}, _ALIBI),
     "mpt": ("mpt", {"d_model": 32, "n_heads": 4, "n_layers": 2}, _ALIBI),
     "falcon, alibi": ("falcon", {"multi_query": False, "alibi": True}, _ALIBI),
-    "mamba": ("mamba", {}, _STATE),
-    "jamba": ("jamba", {}, _STATE),
-    "qwen3_next": ("qwen3_next", {}, _STATE),
-    # In transformers 5.19 its cache has a layer for it as for others.
-    "recurrent_gemma": ("recurrent_gemma", {}, f"{_STATE}|cache a state other than keys"),
+    "mamba": ("mamba", {}, _NOTHING),
+    "recurrent_gemma": ("recurrent_gemma", {}, _ROTARY),
+    "trocr": ("trocr", {"d_model": 32, "decoder_layers": 2}, "counts positions by itself"),
     "llama4": (
         "llama4_text",
         {
@@ -117,4 +97,22 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {**_WINDOW, "num_hidden_layers": 7, "use_bidirectional_attention": True},
         "is not causal",
     ),
+}
+
+# Families with layers of other kinds: config, and the kinds of a miniature's layers.
+KINDS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "shared": ("gemma3n_text", {}, "4 windowed attention, 1 attention, 5 shared attention"),
+    "latent": ("deepseek_v3", {}, "3 latent attention"),
+    "latent, interleaved": ("deepseek_v2", {"num_experts_per_tok": 2}, "3 latent attention"),
+    "state": ("qwen3_5_text", {}, "3 state, 1 attention"),
+    "state of convolutions": (
+        "lfm2",
+        {"layer_types": ["conv", "full_attention"] * 16},
+        "1 state, 1 attention",
+    ),
+    "attention and state": ("falcon_h1", {}, "2 attention and state"),
+    "latent and state": ("kimi_linear", {}, "4 state, 1 latent attention"),
+    "windows and state": ("lfm3", {}, "3 state, 1 attention, 1 windowed attention"),
+    "no positions": ("nemotron_h", {}, "1 state, 2 no cache, 1 attention"),
+    "state of single tokens": ("jamba", {}, "4 state, 1 attention"),
 }

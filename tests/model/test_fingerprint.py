@@ -20,6 +20,7 @@ from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.errors import UnsupportedModelError
 from blockattn_rag.model import BlockModel, EncodeRequest
 from blockattn_rag.model.fingerprint import fingerprint_of
+from blockattn_rag.model.kinds import LayerKind
 from blockattn_rag.model.packing import pack_linears
 from blockattn_rag.model.relay_attention import enable_relay
 from blockattn_rag.prompts.tokenization import BlockTokenizer
@@ -319,3 +320,13 @@ def test_in_training_mode_nothing_is_encoded(model: Any) -> None:
     model.train(False)
     assert in_use.fingerprint == before
     assert states(in_use)
+
+
+def test_kinds_of_layers_other_than_attention_are_part_of_it() -> None:
+    model = tiny_model()
+    plain = fingerprint_of(model, TOKENIZER)
+    attention = [LayerKind(), LayerKind("windowed", 16)]
+    assert fingerprint_of(model, TOKENIZER, attention) == plain  # as earlier releases computed it
+    others = [LayerKind("latent"), LayerKind("none", has_state=True), LayerKind("shared")]
+    found = {fingerprint_of(model, TOKENIZER, [*attention, other]) for other in others}
+    assert len(found | {plain}) == 4

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from blockattn_rag.errors import UnsupportedModelError
+from blockattn_rag.model.kinds import PLAIN
 from blockattn_rag.model.probe import position_limit, profile_attention
 from tests.model.families import LONGROPE_LIMIT, SUPPORTED
 from tests.models import shared_tiny_llama, tiny_model
@@ -20,7 +21,7 @@ def test_layers_that_rotate_alike_share_one_layout() -> None:
     assert len(profile.layouts) == 3
     assert len({id(layout) for layout in profile.layouts}) == 1
     assert (profile.layouts[0].pairing, profile.layouts[0].rotary_dim) == ("half", 8)
-    assert profile.windows == (None, None, None)
+    assert profile.kinds == (PLAIN,) * 3
     assert profile.max_context_tokens == 4096
     # Float32 rounding of keys that stand at position 1009: 1009 * 6e-8 rad, and some for sums.
     assert profile.key_error < 1e-4
@@ -40,7 +41,7 @@ def test_pairing_and_width_are_found(family: str, pairing: str, rotary_dim: int)
 def test_layers_of_two_kinds_have_their_own_layouts_and_windows() -> None:
     kind, config = SUPPORTED["gemma3"]
     profile = profile_attention(tiny_model(kind, **config))
-    assert profile.windows == (16, 16, 16, 16, 16, None, 16)
+    assert [kind.window for kind in profile.kinds] == [16, 16, 16, 16, 16, None, 16]
     sliding, full = profile.layouts[0], profile.layouts[5]
     assert not sliding.same_as(full)
     assert all(layout is sliding for layout in (*profile.layouts[:5], profile.layouts[6]))

@@ -189,7 +189,7 @@ def ids(count: int, seed: int) -> list[int]:
 
 def context_of(model: BlockModel, *lengths: int) -> Context:
     requests = [EncodeRequest(ids(n, seed), str(seed), "") for seed, n in enumerate(lengths)]
-    return place(encode_batch(model.hf_model, requests, "", model.profile.layouts))
+    return place(encode_batch(model.hf_model, requests, "", model.profile))
 
 
 def close(found: Tensor, expected: Tensor) -> bool:

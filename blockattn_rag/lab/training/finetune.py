@@ -27,7 +27,7 @@ from datasets import Dataset
 from datasets.arrow_writer import ArrowWriter
 from transformers import TrainingArguments
 
-from blockattn_rag.errors import DataError
+from blockattn_rag.errors import DataError, UnsupportedModelError
 from blockattn_rag.files import write_json
 from blockattn_rag.lab import work
 from blockattn_rag.lab.json_lines import require_file
@@ -198,7 +198,11 @@ def _load_model(config: FinetuneConfig) -> Any:
             f"{name} is a LoRA adapter; merge it into its base before further training"
         )
     model: Any = load_model(name, device="cpu", dtype=torch.float32)
-    profile_attention(model)
+    if profile_attention(model).has_states and "block" in config.modes:
+        raise UnsupportedModelError(
+            f"{name} is a hybrid model, whose state layers do not use a block mask: train it with "
+            "modes=('full',), or a model with attention layers alone"
+        )
     # With a mask and gradients, eager attention is faster than SDPA on CPUs.
     model.set_attn_implementation("sdpa" if torch.cuda.is_available() else "eager")
     if config.gradient_checkpointing:

@@ -36,7 +36,7 @@ def test_check_passes_a_supported_model_with_status_0(cli: Command, model: Path)
     assert report.json["passed"]
     assert not report.json["block_tuned"]
     assert {row["name"] for row in report.json["rows"]} >= {
-        "rotary layout",
+        "layers",
         "one block = full attention",
         "assembled = oracle",
         "tokenizer boundary",

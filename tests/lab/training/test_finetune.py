@@ -31,6 +31,7 @@ from blockattn_rag.model.loading import load_config
 from blockattn_rag.prompts.sinks import sink_ids
 from blockattn_rag.server.profile import profile_of
 from tests.lab.training.runs import config, settings, write_data, write_model
+from tests.model.miniatures import model_of_kinds
 from tests.models import tiny_model, tiny_tokenizer
 
 # peft asks transformers for an attribute that transformers has renamed.
@@ -339,6 +340,13 @@ class TestRefusals:
         write_model(folder / "dynamic", rope_parameters=rope)
         with pytest.raises(UnsupportedModelError, match="dynamic"):
             finetune(config(settings(folder, model=str(folder / "dynamic"))))
+
+    def test_a_hybrid_model_is_refused_in_block_mode(self, folder: Path) -> None:
+        model = model_of_kinds("state")
+        model.hf_model.save_pretrained(folder / "hybrid")
+        model.tokenizer.tokenizer.save_pretrained(folder / "hybrid")
+        with pytest.raises(UnsupportedModelError, match="hybrid model"):
+            finetune(config(settings(folder, model=str(folder / "hybrid"))))
 
     @pytest.mark.parametrize(
         ("changes", "expected"),

@@ -1,0 +1,324 @@
+"""Write docs/models.md: which models run in block mode, and how.
+
+    python benchmarks/model_table.py
+
+Builds a tiny random model of every causal language model family of the installed transformers,
+measures it, and compares block mode with the oracle. A new family appears by itself. Takes about
+two minutes on one core. Fails if a family that is accepted is not exact.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+import transformers
+from tokenizers import Tokenizer, models
+from transformers import AutoConfig, PreTrainedTokenizerFast
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from blockattn_rag.check.model import placed_context
+from blockattn_rag.check.oracle import oracle_logits
+from blockattn_rag.errors import UnsupportedModelError
+from blockattn_rag.kv.rope import relative_error
+from blockattn_rag.model import BlockModel
+from blockattn_rag.model.kinds import ProbeError, summary
+from blockattn_rag.model.miniature import VOCABULARY, check_architecture, miniature
+from blockattn_rag.model.probe import LOGITS
+
+PAGE = Path(__file__).parents[1] / "docs" / "models.md"
+
+_HEADS: dict[str, Any] = {"head_dim": 16, "num_key_value_heads": 4}
+SETTINGS: Mapping[str, Mapping[str, Any]] = {
+    "bamba": {"num_hidden_layers": 4, "attn_layer_indices": [1, 3]},
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "gemma4_text": {"num_kv_shared_layers": 10},  # as E2B and E4B have them
+    "granitemoehybrid": {
+        "num_hidden_layers": 4,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+    },
+    "hunyuan_v1_dense": _HEADS,
+    "hunyuan_v1_moe": _HEADS,
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 16},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
+    "ministral": _HEADS,
+    "nemotron": _HEADS,
+}
+"""Settings of families whose default config is incomplete, or lacks a kind of layer."""
+
+CAUSES = {
+    "with an indexer": "sparse attention with an indexer",
+    "is chunked": "chunked attention",
+    "not causal": "bidirectional attention",
+    "(such as ALiBi)": "biases by distance, such as ALiBi",
+    "by itself": "positions added to the embeddings",
+    "values differ by 0;": "rotation of an unknown kind",
+    "not plain rotary": "learned or sinusoidal positions",
+    "no attention layer": "no keys and values: recurrent, or without a cache",
+    "other tokens than": "a cache with other tokens than the text",
+    "no effect": "windows that apply to cached tokens only",
+    "which is not supported": "a cache of its own",
+}
+"""Causes of refusals, by a part of the message."""
+
+
+class Checkpoint(NamedTuple):
+    """A published model: the layers that store something, and what a token has in each of them.
+
+    ``heads``: Key-value heads. ``size``: Head size, of keys and values alike; for latent attention,
+    the sizes of latent and rotary key together, and ``heads`` is 0.
+    """
+
+    name: str
+    family: str
+    layers: int
+    heads: int
+    size: int
+    all_layers: int
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes in a 16-bit type."""
+        return 2 * self.layers * (2 * self.heads * self.size or self.size)
+
+
+# From the files config.json of the checkpoints' repositories on the Hugging Face Hub: number of
+# attention layers, num_key_value_heads, head_dim (or kv_lora_rank + qk_rope_head_dim), and
+# num_hidden_layers.
+CHECKPOINTS = [
+    Checkpoint("HuggingFaceTB/SmolLM2-135M-Instruct", "llama", 30, 3, 64, 30),
+    Checkpoint("HuggingFaceTB/SmolLM3-3B", "smollm3", 36, 4, 128, 36),
+    Checkpoint("meta-llama/Llama-3.2-1B-Instruct", "llama", 16, 8, 64, 16),
+    Checkpoint("meta-llama/Llama-3.1-8B-Instruct", "llama", 32, 8, 128, 32),
+    Checkpoint("mistralai/Mistral-7B-Instruct-v0.3", "mistral", 32, 8, 128, 32),
+    Checkpoint("microsoft/phi-4", "phi3", 40, 10, 128, 40),
+    Checkpoint("Qwen/Qwen2.5-0.5B-Instruct", "qwen2", 24, 2, 64, 24),
+    Checkpoint("Qwen/Qwen2.5-7B-Instruct", "qwen2", 28, 4, 128, 28),
+    Checkpoint("Qwen/Qwen3-4B", "qwen3", 36, 8, 128, 36),
+    Checkpoint("Qwen/Qwen3-8B", "qwen3", 36, 8, 128, 36),
+    Checkpoint("Qwen/Qwen3-30B-A3B", "qwen3_moe", 48, 4, 128, 48),
+    Checkpoint("zai-org/GLM-4-9B-0414", "glm4", 40, 2, 128, 40),
+    Checkpoint("allenai/OLMo-2-1124-7B", "olmo2", 32, 32, 128, 32),
+    Checkpoint("google/gemma-3-4b-it", "gemma3_text", 34, 4, 256, 34),
+    Checkpoint("google/gemma-3-12b-it", "gemma3_text", 48, 8, 256, 48),
+    Checkpoint("openai/gpt-oss-20b", "gpt_oss", 24, 8, 64, 24),
+    Checkpoint("google/gemma-3n-E2B-it", "gemma3n_text", 20, 2, 256, 30),
+    Checkpoint("google/gemma-3n-E4B-it", "gemma3n_text", 20, 2, 256, 35),
+    Checkpoint("deepseek-ai/DeepSeek-V2-Lite", "deepseek_v2", 27, 0, 576, 27),
+    Checkpoint("deepseek-ai/DeepSeek-V3", "deepseek_v3", 61, 0, 576, 61),
+    Checkpoint("openbmb/MiniCPM3-4B", "minicpm3", 62, 0, 288, 62),
+    Checkpoint("moonshotai/Kimi-Linear-48B-A3B-Instruct", "kimi_linear", 7, 0, 576, 27),
+    Checkpoint("Qwen/Qwen3-Next-80B-A3B-Instruct", "qwen3_next", 12, 2, 256, 48),
+    Checkpoint("LiquidAI/LFM2-1.2B", "lfm2", 6, 8, 64, 16),
+    Checkpoint("nvidia/Nemotron-H-8B-Base-8K", "nemotron_h", 4, 8, 128, 52),
+    Checkpoint("ai21labs/Jamba-v0.1", "jamba", 4, 8, 128, 32),
+    Checkpoint("ibm-ai-platform/Bamba-9B", "bamba", 3, 8, 128, 32),
+]
+
+
+class Row(NamedTuple):
+    """Result of one family.
+
+    ``how``: ``"relay"``, ``"copy"``, ``"latent"``, ``"hybrid"``, ``"refused"`` or ``"not built"``.
+    ``detail``: The kinds of the tiny model's layers, or why it is refused. ``error``: Relative
+    error of its logits. ``is_rotary``: Whether it has rotary or no positions.
+    """
+
+    family: str
+    how: str
+    detail: str
+    error: float = 0.0
+    is_rotary: bool = False
+
+    @property
+    def is_accepted(self) -> bool:
+        return self.how not in ("refused", "not built")
+
+
+def families() -> list[str]:
+    """Families of causal language models, without those that are the text part of another."""
+    names = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
+    return sorted(name for name in names if f"{name}_text" not in names)
+
+
+def measure(family: str) -> Row | None:
+    """Measure one family. None for encoder-decoder models."""
+    try:
+        config = AutoConfig.for_model(family, **SETTINGS.get(family, {}))
+        text = config.get_text_config(decoder=True)
+        model = None if config.is_encoder_decoder else miniature(config)
+    except Exception as error:  # noqa: BLE001 -- the code of any family
+        message = str(error).replace("\n", " ")
+        return Row(family, "not built", f"{type(error).__name__}: {message}"[:90])
+    if model is None:
+        return None
+    is_rotary = bool(getattr(text, "rope_parameters", None) or getattr(text, "rotary_dim", None))
+    try:
+        check_architecture(config)
+        block_model = BlockModel(model, _tokenizer(), pack_weights=False)
+        has_relay = block_model.supports_relay
+    except ProbeError as error:
+        return Row(family, "not built", f"{error.__cause__!r}"[:90])
+    except UnsupportedModelError as error:
+        causes = (cause for part, cause in CAUSES.items() if part in str(error))
+        return Row(family, "refused", next(causes, str(error)), is_rotary=is_rotary)
+    difference = _error(block_model, has_relay=has_relay)
+    profile = block_model.profile
+    how = "relay" if has_relay else "copy"
+    if any(kind.attention == "latent" for kind in profile.kinds):
+        how = "latent"
+    if profile.has_states:
+        how = "hybrid"
+    return Row(family, how, summary(profile.kinds), difference, is_rotary=True)
+
+
+def _error(model: BlockModel, *, has_relay: bool) -> float:
+    """Largest error of block mode's logits: on both paths, in two orders, without and with a sink,
+    with a block longer than the windows, and one of a single token."""
+    generator = torch.Generator().manual_seed(1)
+    first, one, other, final = (
+        torch.randint(5, VOCABULARY - 8, (n,), generator=generator).tolist()
+        for n in (21, 1, 42, 12)
+    )
+    errors = []
+    for sink, context in (((), [first, one, other]), (first[:4], [first, other, first, one])):
+        expected = oracle_logits(model.hf_model, [*context, final], sink)[-1]
+        placed = placed_context(model, context, sink)
+        for assembly in get_args(Literal["copy", "relay"])[: 1 + has_relay]:
+            cache = model.cache_for(placed, assembly=assembly)
+            found = model.next_logits(torch.tensor([final]), cache).float()
+            errors.append(relative_error(found, expected))
+    return max(errors)
+
+
+def _tokenizer() -> Any:
+    words = {f"t{number}": number for number in range(VOCABULARY)}
+    make: Any = PreTrainedTokenizerFast
+    return make(tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="t0")))
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A Markdown table."""
+    lines = [f"| {' | '.join(map(str, line))} |" for line in (head, *rows)]
+    return "\n".join((lines[0], "|" + "---|" * len(head), *lines[1:])) + "\n"
+
+
+def share(rows: Sequence[Row]) -> tuple[int, int]:
+    """Number of accepted families, and of families with rotary or no positions."""
+    return sum(row.is_accepted for row in rows), sum(row.is_rotary for row in rows)
+
+
+def page(rows: Sequence[Row]) -> str:
+    """The page docs/models.md."""
+    accepted, of = share(rows)
+    counts = Counter(row.how for row in rows)
+    refused = [row for row in rows if row.how == "refused"]
+    by_cause: dict[str, list[str]] = {}
+    for row in refused:
+        by_cause.setdefault(row.detail, []).append(f"`{row.family}`")
+    checkpoints = sorted(CHECKPOINTS, key=lambda one: one.bytes_per_token)
+    return _PAGE.format(
+        version=transformers.__version__,
+        accepted=accepted,
+        of=of,
+        share=100 * accepted / of,
+        counts=", ".join(
+            f"{counts[name]} {name}" for name in ("relay", "copy", "latent", "hybrid")
+        ),
+        families=table(
+            ("family", "block mode", "layers of the tiny model"),
+            ((f"`{row.family}`", row.how, row.detail) for row in rows if row.is_accepted),
+        ),
+        refused=table(
+            ("cause", "families"),
+            ((cause, ", ".join(names)) for cause, names in sorted(by_cause.items())),
+        ),
+        unknown=table(
+            ("family", "why"),
+            ((f"`{row.family}`", f"`{row.detail}`") for row in rows if row.how == "not built"),
+        ),
+        checkpoints=table(
+            ("checkpoint", "family", "layers that store", "bytes per token"),
+            (
+                (
+                    one.name,
+                    f"`{one.family}`",
+                    f"{one.layers} of {one.all_layers}",
+                    f"{one.bytes_per_token:,}",
+                )
+                for one in checkpoints
+            ),
+        ),
+    )
+
+
+# ruff: noqa: E501 -- lines of the page, which is as wide as the others
+_PAGE = """# Models
+
+<!-- Written by benchmarks/model_table.py: change it there. -->
+
+A model runs in block mode if moving a block rotates its keys in a known way and changes nothing else. This is measured when the model is
+loaded, and for a model of the hub before its weights are downloaded. `blockattn-rag check MODEL` shows the kinds of its layers, its bytes
+per token, and how exact block mode is.
+
+| block mode | meaning |
+|---|---|
+| relay | attention reads stored blocks in place; see [positions](concepts.md#positions) |
+| copy | blocks are rotated and joined for each request: sliding windows, soft caps, sinks, shared keys and values |
+| latent | multi-head latent attention: the latent and its rotary key are stored, and only the key is rotated (copy) |
+| hybrid | some layers have a recurrent or convolution state: see [hybrid models](concepts.md#hybrid-models) |
+
+## Families
+
+Tiny random models of the causal language model families of transformers {version}: {accepted} of the {of} families with rotary or no position
+encoding run in block mode ({share:.0f} %): {counts}. Each is exact: the relative error of its logits is at most 10⁻⁴ in float32.
+
+{families}
+## Refused families
+
+{refused}
+Not measured, because no tiny model could be built from the default config:
+
+{unknown}
+## Checkpoints
+
+Bytes of keys and values (or latents) per token in 16 bits, from the number of layers that store them, the heads and their sizes in each
+checkpoint's `config.json`. A state takes no bytes per passage.
+
+{checkpoints}"""
+
+
+def rows() -> Iterator[Row]:
+    """Rows of all families."""
+    for family in families():
+        row = measure(family)
+        gc.collect()
+        if row is not None:
+            print(*row, file=sys.stderr)
+            yield row
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")
+    quiet: Any = transformers.logging.set_verbosity_error
+    quiet()
+    logging.disable(logging.WARNING)
+    found = [*rows()]
+    wrong = [row for row in found if row.is_accepted and not row.error <= LOGITS[torch.float32]]
+    if wrong:
+        raise SystemExit(f"Not exact: {wrong}")
+    accepted, of = share(found)
+    PAGE.write_text(page(found), encoding="utf-8")
+    print(f"{accepted} of {of} families with rotary or no positions run in block mode, all exact")
+
+
+if __name__ == "__main__":
+    main()

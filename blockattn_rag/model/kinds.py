@@ -1,0 +1,238 @@
+"""Kinds of layers: what each layer of a model caches.
+
+Kinds are measured when a model is loaded, from its cache objects after a short forward and from
+what changes when the forward's positions move. Names of model families play no role.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    DynamicCache,
+    PreTrainedModel,
+)
+from transformers.cache_utils import (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+)
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from blockattn_rag.errors import UnsupportedModelError
+
+Attention = Literal["full", "windowed", "latent", "shared", "none"]
+
+_WATCHED = "blockattn_watched"
+_NAMES = {
+    "full": "attention",
+    "windowed": "windowed attention",
+    "latent": "latent attention",
+    "shared": "shared attention",
+    "none": "no cache",
+}
+_REFUSED = {
+    "DynamicIndexedLayer": "sparse attention with an indexer, whose choice of tokens changes when "
+    "a block moves",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKind:
+    """What one layer caches.
+
+    Args:
+        attention: ``"full"``, ``"windowed"``: keys, which may be rotated, and values. ``"latent"``
+            (multi-head latent attention): a rotary key, and the latent that keys and values are
+            computed from; the model caches them in the opposite order. ``"shared"``: the layer
+            attends to the keys and values of an earlier layer. ``"none"``: the layer has no
+            attention.
+        window: Sliding window in tokens. None: no window.
+        has_state: Whether the layer has a recurrent or convolution state.
+    """
+
+    attention: Attention = "full"
+    window: int | None = None
+    has_state: bool = False
+
+    @property
+    def stores(self) -> bool:
+        """Whether a block has keys and values of this layer."""
+        return self.attention in ("full", "windowed", "latent")
+
+    @property
+    def is_attention(self) -> bool:
+        """Whether the layer caches keys and values of its own, and nothing else."""
+        return self.attention in ("full", "windowed") and not self.has_state
+
+    def __str__(self) -> str:
+        if not self.has_state:
+            return _NAMES[self.attention]
+        return "state" if self.attention == "none" else f"{_NAMES[self.attention]} and state"
+
+
+PLAIN = LayerKind()
+STATE = LayerKind("none", has_state=True)
+
+
+def summary(kinds: Sequence[LayerKind]) -> str:
+    """Numbers of layers of each kind: ``24 state, 8 attention``."""
+    names = [str(kind) for kind in kinds]
+    return ", ".join(f"{names.count(name)} {name}" for name in dict.fromkeys(names))
+
+
+def storing(kinds: Sequence[LayerKind]) -> list[int]:
+    """Indices of the layers that blocks have keys and values of."""
+    return [index for index, kind in enumerate(kinds) if kind.stores]
+
+
+def new_cache(config: Any) -> DynamicCache:
+    """Empty cache that keeps all tokens, those beyond sliding windows included."""
+    cache = DynamicCache(config=config)
+    for index, layer in enumerate(cache.layers):
+        if type(layer) is LinearAttentionAndSlidingWindowAttentionLayer:
+            states = layer.number_of_states
+            cache.layers[index] = LinearAttentionAndFullAttentionLayer(number_of_states=states)
+        elif type(layer) is DynamicSlidingWindowLayer:
+            cache.layers[index] = DynamicLayer()
+    return cache
+
+
+@contextmanager
+def seen_keys(hf_model: PreTrainedModel) -> Iterator[dict[int, int]]:
+    """Record the size of the keys that the attention of each layer sees, within the ``with`` block.
+
+    Models that do not use transformers' attention interface leave no record.
+    """
+    sizes: dict[int, int] = {}
+    original = hf_model.config._attn_implementation
+
+    def attention(module: Any, query: Any, key: Tensor, *args: Any, **kwargs: Any) -> Any:
+        sizes[module.layer_idx] = key.shape[-1]
+        # For ``eager``, transformers calls the function in the model's own source file.
+        home = sys.modules[type(module).__module__]
+        eager: Any = getattr(home, "eager_attention_forward", None)
+        forward = ALL_ATTENTION_FUNCTIONS.get_interface(original, eager)
+        return forward(module, query, key, *args, **kwargs)
+
+    AttentionInterface.register(_WATCHED, attention)
+    AttentionMaskInterface.register(_WATCHED, ALL_MASK_ATTENTION_FUNCTIONS[original])
+    hf_model.set_attn_implementation(_WATCHED)
+    try:
+        yield sizes
+    finally:
+        hf_model.set_attn_implementation(original)
+
+
+def measured_kinds(
+    hf_model: PreTrainedModel, filled: DynamicCache, seen: Mapping[int, int]
+) -> list[LayerKind]:
+    """Kinds of a model's layers.
+
+    Args:
+        filled: A ``new_cache`` after a forward.
+        seen: ``seen_keys`` of that forward.
+
+    Raises:
+        UnsupportedModelError: a layer is of another kind, or no layer stores keys and values.
+    """
+    config: Any = hf_model.config
+    names = getattr(config.get_text_config(decoder=True), "layer_types", None) or ()
+    kinds = []
+    for index, (layer, own) in enumerate(
+        zip(filled.layers, DynamicCache(config=config).layers, strict=True)
+    ):
+        if index < len(names) and "chunked" in names[index]:
+            raise refusal(
+                hf_model,
+                f"the attention of layer {index} is chunked: a token attends only to its own "
+                "chunk, so its keys and values change when its block moves",
+            )
+        window = getattr(own, "sliding_window", None)
+        kinds.append(_measured(hf_model, index, layer, window, seen.get(index)))
+    if not any(kind.stores for kind in kinds):
+        found = summary(kinds) if kinds else "no layer with a cache"
+        raise refusal(
+            hf_model,
+            f"it has no attention layer with keys and values (found {found}), so that passages "
+            "would have nothing to store",
+        )
+    return kinds
+
+
+def _measured(
+    hf_model: PreTrainedModel, index: int, layer: Any, window: int | None, seen: int | None
+) -> LayerKind:
+    """Kind of a layer: from its cache and window, and the size of the keys that it attends to."""
+    known = (DynamicLayer, LinearAttentionLayer, LinearAttentionAndFullAttentionLayer)
+    keeps = getattr(layer, "keys", None) is not None and getattr(layer, "values", None) is not None
+    if type(layer) in known:
+        has_state = isinstance(layer, LinearAttentionLayer) and any(
+            one is not None for one in states_of(layer)
+        )
+        if keeps:
+            attention: Attention = "full" if window is None else "windowed"
+            if seen not in (None, layer.keys.shape[-1]):  # keys are computed from what is cached
+                attention = "latent"
+            return LayerKind(attention, window, has_state)
+        if has_state:
+            return STATE
+    elif keeps or type(layer).__name__ != "DummyLayer":  # which transformers 5.19 does not have
+        name = type(layer).__name__
+        about = _REFUSED.get(name, f"caches its state in a {name}, which is not supported")
+        raise refusal(hf_model, f"layer {index} has {about}")
+    return LayerKind("none" if seen is None else "shared")
+
+
+def states_of(layer: LinearAttentionCacheLayerMixin) -> list[Tensor | None]:
+    """Convolution states and recurrent states of a cache's layer. None: not computed."""
+    return [*layer.conv_states.values(), *layer.recurrent_states.values()]
+
+
+def layer_states(
+    cache: DynamicCache, kinds: Sequence[LayerKind]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Keys and values ``[batch, heads, tokens, size]`` of the layers that store them.
+
+    Those of a latent layer are its rotary key and its latent.
+    """
+    layers: Any = cache.layers
+    for layer, kind in zip(layers, kinds, strict=True):
+        if kind.stores:
+            yield in_order(kind, layer.keys, layer.values)
+
+
+def in_order(kind: LayerKind, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values in the order of a block, from the order of a cache, or the other way round.
+    They differ for latent layers alone."""
+    return (values, keys) if kind.attention == "latent" else (keys, values)
+
+
+class ProbeError(UnsupportedModelError):
+    """Raised if a model cannot run the forwards that measure it."""
+
+    def __init__(self, subject: object, reason: str) -> None:
+        super().__init__(_message(subject, reason))
+
+
+def refusal(subject: object, reason: str) -> UnsupportedModelError:
+    """Error that says why a model cannot run in block mode."""
+    return UnsupportedModelError(_message(subject, reason))
+
+
+def _message(subject: object, reason: str) -> str:
+    return (
+        f"{type(subject).__name__} cannot be used with Block-Attention: {reason}. The page "
+        "'Models' of the documentation lists models that work, such as Qwen3, Llama 3 and Gemma 3."
+    )

@@ -1,0 +1,137 @@
+"""States of hybrid models: where state layers start when they compute a final block.
+
+A state layer has no keys and values that could be joined. In block mode its state at the start of
+the final block is that after the prompt's first block, its head. The states of recent heads are
+kept in memory and shared by all requests.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import LinearAttentionLayer
+
+from blockattn_rag.model.caches import ContextCache
+from blockattn_rag.model.encoding import logits_to_keep
+from blockattn_rag.model.kinds import LayerKind, new_cache, refusal, states_of
+from blockattn_rag.model.probe import check_ready, probe_cache
+from blockattn_rag.model.relay_attention import last_logits
+
+MOST_BYTES = 1 << 29
+"""Bytes of states that a model keeps. The states of one head are kept whatever their size."""
+
+_FIELDS = (*vars(LinearAttentionLayer()),)
+
+
+class HeadStates:
+    """States after the heads of recent prompts. Callers must hold the model's lock.
+
+    Args:
+        kinds: Kinds of the model's layers.
+        max_bytes: Maximum size of the states. The least recently used ones are evicted.
+    """
+
+    def __init__(
+        self, hf_model: PreTrainedModel, kinds: Sequence[LayerKind], max_bytes: int = MOST_BYTES
+    ) -> None:
+        self._hf_model = hf_model
+        self._indices = [index for index, kind in enumerate(kinds) if kind.has_state]
+        self._max_bytes = max_bytes
+        self._kept: OrderedDict[tuple[int, ...], list[Any]] = OrderedDict()
+
+    @cached_property
+    def _takes_several_tokens(self) -> bool:
+        """Whether a forward of several tokens continues from a cache's states, as measured."""
+        return takes_several_tokens(self._hf_model, self._indices[-1])
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def start(self, cache: ContextCache, head_ids: Sequence[int]) -> None:
+        """Set the states of a cache to copies of those after a head.
+
+        Raises the same errors as ``check_ready``.
+        """
+        head = tuple(head_ids)
+        if head not in self._kept:
+            self._kept[head] = self._computed(head)
+            while self._size() > self._max_bytes and len(self._kept) > 1:
+                self._kept.popitem(last=False)
+        self._kept.move_to_end(head)
+        cache.takes_one_token = not self._takes_several_tokens
+        with torch.inference_mode(mode=False):  # so that forwards outside of it can write, too
+            for index, state in zip(self._indices, self._kept[head], strict=True):
+                _copy(state, cache.layers[index])
+
+    def _computed(self, head: Sequence[int]) -> list[Any]:
+        check_ready(self._hf_model)
+        cache = new_cache(self._hf_model.config)
+        with torch.inference_mode():
+            self._hf_model(
+                input_ids=torch.tensor([head], device=self._hf_model.device),
+                past_key_values=cache,
+                use_cache=True,
+                **logits_to_keep(self._hf_model),
+            )
+        states = []
+        for index in self._indices:  # without the layer's keys and values
+            states.append(LinearAttentionLayer())
+            _copy(cache.layers[index], states[-1])
+        return states
+
+    def _size(self) -> int:
+        layers = (layer for states in self._kept.values() for layer in states)
+        return sum(
+            state.nbytes for layer in layers for state in states_of(layer) if state is not None
+        )
+
+
+@torch.inference_mode()
+def takes_several_tokens(hf_model: PreTrainedModel, layer: int) -> bool:
+    """Whether a forward of several tokens continues from a state layer's state in the cache.
+
+    Some models of transformers use it in forwards of one token only. A state that is used changes
+    the logits when it is replaced, whatever the dtype. One layer is tested, because the state
+    layers of a model are alike.
+
+    Raises:
+        UnsupportedModelError: a forward of one token does not continue from the state, either.
+    """
+    one, several = (
+        all(_is_used(hf_model, layer, name, tokens) for name in ("conv_states", "recurrent_states"))
+        for tokens in (1, 2)
+    )
+    if not one:
+        raise refusal(hf_model, f"layer {layer} has a state that later tokens do not start from")
+    return several
+
+
+def _is_used(hf_model: PreTrainedModel, layer: int, name: str, tokens: int) -> bool:
+    """Whether a state changes the logits of the next tokens. True if there is none."""
+    logits = []
+    # A large state may decay to nothing, and some kernels and experts drop NaN.
+    for factor in (0, 100, torch.nan):
+        cache: Any = probe_cache(hf_model)
+        states = getattr(cache.layers[layer], name)
+        if all(state is None for state in states.values()):
+            return True
+        for index, state in states.items():
+            states[index] = torch.full_like(state, factor)
+        ids = torch.zeros(1, tokens, dtype=torch.long, device=hf_model.device)
+        logits.append(last_logits(hf_model, ids, cache, 1))
+    return not all(torch.equal(logits[0], other) for other in logits[1:])
+
+
+def _copy(source: Any, target: Any) -> None:
+    """Copy the states of a cache's layer, but not its keys and values."""
+    for name in _FIELDS:
+        value = getattr(source, name)
+        if isinstance(value, dict):
+            value = {n: one.clone() if isinstance(one, Tensor) else one for n, one in value.items()}
+        setattr(target, name, value)
