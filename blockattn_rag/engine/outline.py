@@ -1,4 +1,13 @@
-"""RecipeOutline: what identifies a recipe, in a form that fits into a message.
+"""RecipeOutline: what identifies a recipe, and its text form.
+
+The text form names the settings that need no fitting, joined by ``+``::
+
+    none                  block mode as published
+    head                  a sink; see ``prompts.sinks``
+    recompute:0.1         a share of the passages' tokens to compute again for each question
+    promote:1             passages at the end of the prompt to compute with the question
+    head+recompute:0.1    several of them
+    fast                  the best settings that cost nothing per answer: the same as ``head``
 
 Importing this module does not load torch.
 """
@@ -8,6 +17,20 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, dataclass
+from typing import Any
+
+from blockattn_rag.prompts.sinks import HEAD, NO_SINK, is_sink
+
+STOCK = "head+recompute:0.1"
+"""Settings of ``"auto"`` for a stock model without a recipe: those that need no fitting, and keep
+the most right answers (docs/quality.md)."""
+
+STOCK_SOURCE = "stock model"
+"""``Recipe.source`` of these settings."""
+
+FAST = "fast"
+TEXT_FORMS = "settings such as 'none', 'fast' or 'head+recompute:0.1' (a sink, 'promote:N', 'recompute:SHARE')"
+"""The text forms of recipes, for messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +64,33 @@ class RecipeOutline:
         return hashlib.sha256(json.dumps(asdict(self)).encode()).hexdigest()
 
     def __str__(self) -> str:
-        parts = [self.sink] if self.sink != "none" else []
-        parts += [f"adapter {self.adapter[:6]}"] if self.adapter else []
-        parts += [f"promote {self.promote}"] if self.promote else []
-        parts += [f"recompute {100 * self.recompute:g} %"] if self.recompute else []
-        parts += [f"{self.positions} positions"] if self.positions != "reordered" else []
-        return " + ".join(parts) or "none"
+        """The text form. An adapter and positions, which have none, are shown for messages."""
+        parts = [self.sink] if self.sink != NO_SINK else []
+        parts += [f"adapter:{self.adapter[:6]}"] if self.adapter else []
+        parts += [f"promote:{self.promote}"] if self.promote else []
+        parts += [f"recompute:{self.recompute:g}"] if self.recompute else []
+        parts += [f"positions:{self.positions}"] if self.positions != "reordered" else []
+        return "+".join(parts) or NO_SINK
+
+    @classmethod
+    def parsed(cls, text: str) -> RecipeOutline | None:
+        """The settings that a text names. None: it has another form, such as a folder's path."""
+        settings: dict[str, Any] = {}
+        for part in (HEAD if text == FAST else text).split("+"):
+            name, _, value = part.partition(":")
+            if is_sink(part):
+                name, setting = "sink", part
+            elif (kind := _KINDS.get(name)) is None:
+                return None
+            else:
+                try:
+                    setting = kind(value)
+                except ValueError:
+                    return None
+            if name in settings:
+                return None
+            settings[name] = setting
+        return cls(**{"sink": NO_SINK} | settings)
+
+
+_KINDS: dict[str, type[int] | type[float]] = {"promote": int, "recompute": float}

@@ -52,8 +52,8 @@ def evaluate(
     recipes: Annotated[
         str,
         typer.Option(
-            help="Recipes to compare with full mode, comma-separated: auto, none, a sink such as "
-            "head:4, or a recipe folder."
+            help="Recipes to compare with full mode, comma-separated: auto, settings such as fast, "
+            "none or head+recompute:0.1, or a recipe folder."
         ),
     ] = "auto",
     closed_book: Annotated[

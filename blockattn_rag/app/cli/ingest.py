@@ -20,6 +20,7 @@ from blockattn_rag.app.cli.options import (
 from blockattn_rag.app.cli.output import count, duration, emit, fail, note, size
 from blockattn_rag.app.cli.progress import progress, stages, waiting
 from blockattn_rag.app.rag.database import (
+    AUTO,
     Database,
     Manifest,
     has_passages,
@@ -35,6 +36,7 @@ from blockattn_rag.app.rag.passages import (
     orphaned_sources,
     sources_at,
 )
+from blockattn_rag.engine.outline import STOCK
 from blockattn_rag.store.namespaces import check_namespace
 
 INACCESSIBLE = 3
@@ -234,6 +236,8 @@ def _manifest(db: Path, **wanted: Any) -> Manifest:
             f"use `blockattn-rag ask --db {db} --model {wanted['model']}`"
         )
     given = {name: value for name, value in wanted.items() if value}
+    if given.get("recipe") == AUTO:
+        given["stock"] = STOCK
     own = ("recipe", "namespace", "dtype", "kv_dtype", "store")
     if given.get("server") and (found := [name for name in own if name in given]):
         raise typer.BadParameter(

@@ -16,7 +16,6 @@ from blockattn_rag.engine.results import Clock, FinishReason, Generation, Mode, 
 from blockattn_rag.errors import ProtocolError, ServingError
 from blockattn_rag.model.sampling import Sampling
 from blockattn_rag.prompts.blocks import Block
-from blockattn_rag.prompts.sinks import is_sink
 from blockattn_rag.server.protocol import BlockPlan
 from blockattn_rag.server.served_blocks import ServedBlocks, reuse_of
 from blockattn_rag.server.validation import shown
@@ -43,8 +42,8 @@ def recipe_asked(recipe: RecipeLike | None) -> RecipeOutline | None:
     """
     if recipe is None or recipe == AUTO:
         return None
-    if isinstance(recipe, str) and is_sink(recipe):
-        return RecipeOutline(recipe)
+    if isinstance(recipe, str) and (named := RecipeOutline.parsed(recipe)) is not None:
+        return named
     return (recipe if isinstance(recipe, Recipe) else Recipe.load(recipe)).outline
 
 
