@@ -29,7 +29,10 @@ STOCK_SOURCE = "stock model"
 """``Recipe.source`` of these settings."""
 
 FAST = "fast"
-TEXT_FORMS = "settings such as 'none', 'fast' or 'head+recompute:0.1' (a sink, 'promote:N', 'recompute:SHARE')"
+TEXT_FORMS = (
+    "settings such as 'none', 'fast' or 'head+recompute:0.1' (a sink, 'promote:N' and "
+    "'recompute:SHARE', joined by '+')"
+)
 """The text forms of recipes, for messages."""
 
 

@@ -6,8 +6,8 @@ passages has many sinks. If it is encoded after the head of a prompt, the head i
 in full attention (the shared prefix of APE, arXiv 2502.05431). This costs nothing per answer.
 
     none    no prefix, as in the Block-Attention paper; for block-fine-tuned models
-    head    a fixed head in the model's own chat format: a short system message, and the start of the
-            user's message
+    head    a fixed head in the model's own chat format: a short system message, and the start of
+            the user's message
     head:N  the first N tokens of the head of a prompt in the format ``chat``
     bos     the BOS token
 
