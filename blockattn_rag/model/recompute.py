@@ -1,9 +1,10 @@
 """Recomputation: a share of the passages' tokens, chosen by the question, with full attention.
 
-Block mode computes each passage alone. Here, the tokens that the question attends to most are
-computed again and attend to everything before them; the others keep their keys and values. This
-costs two more forward passes: one of the question, for its attention, and one of the chosen tokens.
-CacheBlend (arXiv 2405.16444) recomputes tokens; ProphetKV and QCFuse choose them by the question.
+Block mode computes each passage alone. Here, the tokens that the question attends to most in the
+last third of the layers are computed again and attend to everything before them; the others keep
+their keys and values. This costs two more forward passes: one of the question, for its attention,
+and one of the chosen tokens. CacheBlend (arXiv 2405.16444) recomputes tokens; ProphetKV and QCFuse
+choose them by the question. ``benchmarks/results/quality`` compares ways to choose.
 """
 
 from __future__ import annotations
@@ -43,37 +44,6 @@ _MOST_ROWS = 512
 scores that the mask hides."""
 
 
-class _MeasuredAttention:
-    """Causal attention that adds up what the first ``tokens`` tokens receive, in ``total``.
-
-    Computed in float32, because the scores decide which tokens are chosen.
-    """
-
-    takes_mask = False
-
-    def __init__(self, tokens: int, device: torch.device) -> None:
-        self.total = torch.zeros(tokens, dtype=torch.float32, device=device)
-
-    def attend(
-        self, _: int, query: Tensor, key: Tensor, value: Tensor, scale: float, __: Tensor | None
-    ) -> Tensor:
-        """See ``RelayPlan.attend``. Keys and values are those of context and tail."""
-        keys, before, outputs = key.float().mT, len(self.total), []
-        heads, tokens = query.shape[1:3]
-        places = torch.arange(tokens, device=query.device)
-        step = max(1, _MOST_SCORES // (heads * keys.shape[-1]))
-        for start in range(0, tokens, step):
-            end = min(start + step, tokens)
-            folded = fold_heads(query[:, :, start:end].float(), None, key.shape[1])[0]
-            scores = (folded @ keys[..., : before + end] * scale).unflatten(2, (-1, end - start))
-            scores[..., before:].masked_fill_(places[start:end, None] < places[:end], -math.inf)
-            weights = scores.softmax(-1).flatten(2, 3)
-            self.total += weights[..., :before].sum(dim=(0, 1, 2)) / (heads * tokens)
-            output = weights.to(value.dtype) @ value[:, :, : before + end]
-            outputs.append(output.reshape(*query.shape[:2], end - start, -1))
-        return torch.cat(outputs, dim=2)
-
-
 def tokens_to_recompute(context: Context, may_change: Sequence[bool], share: float) -> int:
     """Number of tokens that ``recompute`` recomputes for any question."""
     blocks = zip(context.blocks, may_change, strict=True)
@@ -111,11 +81,7 @@ def recompute(
         return context, []
     cache = copied_cache(model.hf_model.config, [context], model.profile.layouts)
     received = attention_to_context(model, context, final_ids, cache)
-    lengths = torch.tensor([block.kv.num_tokens for block in context.blocks], dtype=torch.int64)
-    allowed = torch.tensor(may_change).repeat_interleave(lengths).to(model.device)
-    # Not `topk`, whose choice among equal scores differs between devices.
-    ranked = received.masked_fill(~allowed, -1.0).sort(descending=True, stable=True).indices
-    chosen = sorted(ranked[:count].tolist())
+    chosen = choose_tokens(received, context, may_change, count)
     _compute(model, context, cache, chosen)
     identity = [block.kv.digest for block in context.blocks], chosen
     keys, values = [], []
@@ -135,6 +101,23 @@ def recompute(
     return Context((PlacedBlock(kv, 0, 0),)), chosen
 
 
+def choose_tokens(
+    received: Tensor, context: Context, may_change: Sequence[bool], count: int
+) -> list[int]:
+    """Indices of the tokens to recompute, in order: those that receive the most attention.
+
+    Args:
+        received: Attention that each token of the context receives, ``[tokens]`` float32.
+        may_change: Whether the tokens of each block may be chosen.
+        count: Number of tokens to choose.
+    """
+    lengths = torch.tensor([block.kv.num_tokens for block in context.blocks], dtype=torch.int64)
+    allowed = torch.tensor(may_change).repeat_interleave(lengths).to(received.device)
+    # Not `topk`, whose choice among equal scores differs between devices.
+    ranked = received.masked_fill(~allowed, -1.0).sort(descending=True, stable=True).indices
+    return sorted(ranked[:count].tolist())
+
+
 def check_can_recompute(model: BlockModel) -> None:
     """Raise UnsupportedModelError if the model's attention is not plain, as relay requires."""
     if not model.supports_relay:
@@ -151,14 +134,15 @@ def attention_to_context(
     cache: ContextCache | None = None,
 ) -> Tensor:
     """Attention of the final block to each token of the context, ``[tokens]`` float32, summed over
-    layers, and averaged over heads and the final block's tokens.
+    the last third of the layers, and averaged over heads and the final block's tokens.
 
     ``cache``: A copied cache of the context, which is left as it was.
     """
     if cache is None:
         cache = copied_cache(model.hf_model.config, [context], model.profile.layouts)
     enable_relay(model.hf_model)
-    scores = _MeasuredAttention(context.num_tokens, model.device)
+    sizes = context.num_tokens, len(final_ids), len(model.profile.layouts)
+    scores = _MeasuredAttention(*sizes, model.device)
     cache.attention = scores
     last_logits(model.hf_model, torch.tensor([[*final_ids]]), cache, 1)
     cache.attention = None
@@ -260,6 +244,46 @@ class _ChosenAttention:
             before = attend(folded, key[:, :, :first], value[:, :, :first], scale)
             result = merge([before, result])
         return result.output.reshape(*query.shape[:3], -1)
+
+
+class _MeasuredAttention(_ChosenAttention):
+    """Attention of the tokens after a context, which adds up what the context's tokens receive.
+
+    Measured in the last third of the layers, in float32, because the scores decide which tokens are
+    chosen.
+
+    Args:
+        before: Number of tokens in the context.
+        after: Number of tokens after it.
+        layers: Number of the model's layers.
+    """
+
+    def __init__(self, before: int, after: int, layers: int, device: torch.device) -> None:
+        places = torch.arange(before, before + after, device=device)
+        super().__init__(range(before, before + after), places, has_causal_kernel=False)
+        self.total = torch.zeros(before, dtype=torch.float32, device=device)
+        self._first_layer = 2 * layers // 3
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, _: Tensor | None
+    ) -> Tensor:
+        """See ``RelayPlan.attend``. Keys and values are those of context and tail."""
+        if layer < self._first_layer:
+            return super().attend(layer, query, key, value, scale, _)
+        keys, before, outputs = key.float().mT, len(self.total), []
+        heads, tokens = query.shape[1:3]
+        places = torch.arange(tokens, device=query.device)
+        step = max(1, _MOST_SCORES // (heads * keys.shape[-1]))
+        for start in range(0, tokens, step):
+            end = min(start + step, tokens)
+            folded = fold_heads(query[:, :, start:end].float(), None, key.shape[1])[0]
+            scores = (folded @ keys[..., : before + end] * scale).unflatten(2, (-1, end - start))
+            scores[..., before:].masked_fill_(places[start:end, None] < places[:end], -math.inf)
+            weights = scores.softmax(-1).flatten(2, 3)
+            self.total += weights[..., :before].sum(dim=(0, 1, 2)) / (heads * tokens)
+            output = weights.to(value.dtype) @ value[:, :, : before + end]
+            outputs.append(output.reshape(*query.shape[:2], end - start, -1))
+        return torch.cat(outputs, dim=2)
 
 
 def _compute(
