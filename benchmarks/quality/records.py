@@ -9,11 +9,12 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TypeVar
 
+from choices import Choice
 from diagnosis import Change
 from rows import Record
 from sets import Item
 
-T = TypeVar("T", Record, Change)
+T = TypeVar("T", Record, Change, Choice)
 
 
 def measure(
@@ -53,7 +54,7 @@ def read(path: Path, kind: type[T]) -> Iterator[T]:
 _KINDS = {"str": str, "int": int, "float": float}
 
 
-def append(path: Path, records: Sequence[Record | Change]) -> None:
+def append(path: Path, records: Sequence[Record | Change | Choice]) -> None:
     """Append the records of one question, in one write, so that a stopped run leaves whole ones."""
     path.parent.mkdir(parents=True, exist_ok=True)
     is_new = not path.exists()

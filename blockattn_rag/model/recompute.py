@@ -82,8 +82,23 @@ def recompute(
     cache = copied_cache(model.hf_model.config, [context], model.profile.layouts)
     received = attention_to_context(model, context, final_ids, cache)
     chosen = choose_tokens(received, context, may_change, count)
+    return with_recomputed(model, context, chosen, cache), chosen
+
+
+@torch.no_grad()
+def with_recomputed(
+    model: BlockModel, context: Context, chosen: Sequence[int], cache: ContextCache | None = None
+) -> Context:
+    """The context as one block of its own, with the chosen tokens recomputed.
+
+    Args:
+        chosen: Indices of at least one token, in order.
+        cache: A copied cache of the context, which is used up.
+    """
+    if cache is None:
+        cache = copied_cache(model.hf_model.config, [context], model.profile.layouts)
     _compute(model, context, cache, chosen)
-    identity = [block.kv.digest for block in context.blocks], chosen
+    identity = [block.kv.digest for block in context.blocks], [*chosen]
     keys, values = [], []
     layers: Any = cache.layers
     while layers:  # copies, because the cache has room for more tokens; one layer exists twice
@@ -98,7 +113,7 @@ def recompute(
         digest=hashlib.sha256(repr(identity).encode()).hexdigest(),
         handle="",
     )
-    return Context((PlacedBlock(kv, 0, 0),)), chosen
+    return Context((PlacedBlock(kv, 0, 0),))
 
 
 def choose_tokens(
@@ -132,17 +147,21 @@ def attention_to_context(
     context: Context,
     final_ids: Sequence[int],
     cache: ContextCache | None = None,
+    first_layer: int | None = None,
 ) -> Tensor:
     """Attention of the final block to each token of the context, ``[tokens]`` float32, summed over
-    the last third of the layers, and averaged over heads and the final block's tokens.
+    layers, and averaged over heads and the final block's tokens.
 
-    ``cache``: A copied cache of the context, which is left as it was.
+    Args:
+        cache: A copied cache of the context, which is left as it was.
+        first_layer: Index of the first layer to measure. Default: that of the last third.
     """
     if cache is None:
         cache = copied_cache(model.hf_model.config, [context], model.profile.layouts)
     enable_relay(model.hf_model)
-    sizes = context.num_tokens, len(final_ids), len(model.profile.layouts)
-    scores = _MeasuredAttention(*sizes, model.device)
+    if first_layer is None:
+        first_layer = 2 * len(model.profile.layouts) // 3
+    scores = _MeasuredAttention(context.num_tokens, len(final_ids), first_layer, model.device)
     cache.attention = scores
     last_logits(model.hf_model, torch.tensor([[*final_ids]]), cache, 1)
     cache.attention = None
@@ -249,20 +268,19 @@ class _ChosenAttention:
 class _MeasuredAttention(_ChosenAttention):
     """Attention of the tokens after a context, which adds up what the context's tokens receive.
 
-    Measured in the last third of the layers, in float32, because the scores decide which tokens are
-    chosen.
+    Measured in float32, because the scores decide which tokens are chosen.
 
     Args:
         before: Number of tokens in the context.
         after: Number of tokens after it.
-        layers: Number of the model's layers.
+        first_layer: Index of the first layer to measure.
     """
 
-    def __init__(self, before: int, after: int, layers: int, device: torch.device) -> None:
+    def __init__(self, before: int, after: int, first_layer: int, device: torch.device) -> None:
         places = torch.arange(before, before + after, device=device)
         super().__init__(range(before, before + after), places, has_causal_kernel=False)
         self.total = torch.zeros(before, dtype=torch.float32, device=device)
-        self._first_layer = 2 * layers // 3
+        self._first_layer = first_layer
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, _: Tensor | None
