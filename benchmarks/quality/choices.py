@@ -21,12 +21,20 @@ from blockattn_rag.lab.evaluation.fidelity import full_answer
 from blockattn_rag.lab.evaluation.metrics import bootstrap_mean, bootstrap_ratio
 from blockattn_rag.model import BlockModel
 from blockattn_rag.model.recompute import attention_to_context, choose_tokens, with_recomputed
+from blockattn_rag.prompts.blocks import Span
+from blockattn_rag.prompts.chat_template import Message, chat_spans, has_chat_template
 from blockattn_rag.prompts.formats import CHAT, PromptFormat
 from blockattn_rag.prompts.sinks import sink_ids
+from blockattn_rag.prompts.tokenization import BlockTokenizer
 
 BLOCK = "none"
+SHORT = "short head"
+"""Sink that ends with the start of the user's message, after a system message of one line."""
+
 OWN = "the prompt's head"
-"""Name of the sink that is the prompt's first block. It depends on the system prompt."""
+"""Sink that is the prompt's first block. It depends on the system prompt."""
+
+_SHORT_SYSTEM = "You are a helpful assistant."
 
 OTHER_SYSTEM = (
     "Use the following pieces of context to answer the question at the end. If you don't know the "
@@ -67,7 +75,7 @@ class _Candidate:
     first_share: float = 0.0
 
 
-_SINKS = (BLOCK, "head:4", "head", OWN)
+_SINKS = (BLOCK, "head:4", SHORT, OWN)
 CANDIDATES = {
     **{sink: _Candidate(sink) for sink in _SINKS},
     **{f"{sink}, 10 %": _Candidate(sink, 0.1) for sink in _SINKS},
@@ -105,7 +113,7 @@ def compare(
     for name in names:
         candidate = CANDIDATES[name]
         if (sink := candidate.sink) not in encoded:
-            before = ids.context[0] if sink == OWN else sink_ids(sink, model.tokenizer)
+            before = ids.context[0] if sink == OWN else _sink(sink, model.tokenizer)
             encoded[sink] = placed_context(model, ids.context, before)
         context = encoded[sink]
         chosen = _chosen(model, context, ids.final, candidate) if candidate.share else []
@@ -115,6 +123,22 @@ def compare(
         cache = model.cache_for(context)
         logits = model.answer_logits(context.token_ids, ids.final, answer, cache)
         yield Choice(item.set, item.id, name, *divergence(logits, expected), len(chosen))
+
+
+def _sink(name: str, tokenizer: BlockTokenizer) -> list[int]:
+    """Token ids of a sink."""
+    if name != SHORT:
+        return sink_ids(name, tokenizer)
+    if not has_chat_template(tokenizer.tokenizer):
+        return tokenizer.final_ids(f"{_SHORT_SYSTEM}\n\n", first=True)
+    user = Span("?", "conversation")
+    system = (Span(_SHORT_SYSTEM, "system"),)
+    turns: list[Message] = [
+        {"role": "system", "content": system},
+        {"role": "user", "content": (user,)},
+    ]
+    spans = chat_spans(tokenizer.tokenizer, turns)
+    return tokenizer.final_ids(spans[: spans.index(user)], first=True)
 
 
 def _chosen(

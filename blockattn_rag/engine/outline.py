@@ -3,11 +3,11 @@
 The text form names the settings that need no fitting, joined by ``+``::
 
     none                  block mode as published
-    head                  a sink; see ``prompts.sinks``
+    head:4                a sink; see ``prompts.sinks``
     recompute:0.1         a share of the passages' tokens to compute again for each question
     promote:1             passages at the end of the prompt to compute with the question
-    head+recompute:0.1    several of them
-    fast                  the best settings that cost nothing per answer: the same as ``head``
+    head:4+recompute:0.1  several of them
+    fast                  the best settings that cost nothing per answer: the same as ``head:4``
 
 Importing this module does not load torch.
 """
@@ -19,18 +19,18 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from blockattn_rag.prompts.sinks import HEAD, NO_SINK, is_sink
+from blockattn_rag.prompts.sinks import NO_SINK, is_sink
 
-STOCK = "head+recompute:0.1"
+STOCK = "head:4+recompute:0.1"
 """Settings of ``"auto"`` for a stock model without a recipe: those that need no fitting, and keep
 the most right answers (docs/quality.md)."""
 
 STOCK_SOURCE = "stock model"
 """``Recipe.source`` of these settings."""
 
-FAST = "fast"
+FAST, _FREE = "fast", "head:4"
 TEXT_FORMS = (
-    "settings such as 'none', 'fast' or 'head+recompute:0.1' (a sink, 'promote:N' and "
+    "settings such as 'none', 'fast' or 'head:4+recompute:0.1' (a sink, 'promote:N' and "
     "'recompute:SHARE', joined by '+')"
 )
 """The text forms of recipes, for messages."""
@@ -79,7 +79,7 @@ class RecipeOutline:
     def parsed(cls, text: str) -> RecipeOutline | None:
         """The settings that a text names. None: it has another form, such as a folder's path."""
         settings: dict[str, Any] = {}
-        for part in (HEAD if text == FAST else text).split("+"):
+        for part in (_FREE if text == FAST else text).split("+"):
             name, _, value = part.partition(":")
             if is_sink(part):
                 name, setting = "sink", part

@@ -43,7 +43,7 @@ class Recipe:
     """How a model runs in block mode. Equal recipes give equal answers.
 
     Args:
-        sink: Prefix tokens that passages are encoded with, such as ``"head"``; see
+        sink: Prefix tokens that passages are encoded with, such as ``"head:4"``; see
             ``prompts.sinks``.
         adapter: Correction of passages' keys and values after encoding, fitted to ``sink``.
         promote: Number of passages at the end of a prompt to compute with the question. They
@@ -127,7 +127,7 @@ class Recipe:
 
     @classmethod
     def of_text(cls, text: str) -> Recipe | None:
-        """The recipe that a text such as ``"head+recompute:0.1"`` names; see ``engine.outline``.
+        """The recipe that a text such as ``"head:4+recompute:0.1"`` names; see ``engine.outline``.
 
         Returns:
             None if the text has another form, such as a folder's path.

@@ -6,28 +6,23 @@ passages has many sinks. If it is encoded after the head of a prompt, the head i
 in full attention (the shared prefix of APE, arXiv 2502.05431). This costs nothing per answer.
 
     none    no prefix, as in the Block-Attention paper; for block-fine-tuned models
-    head    a fixed head in the model's own chat format: a short system message, and the start of
-            the user's message
-    head:N  the first N tokens of the head of a prompt in the format ``chat``
     bos     the BOS token
+    head:N  the first N tokens of the head of a prompt in the format ``chat``, in the model's own
+            chat template (4 work as well as more)
 
-None of them depends on the prompt, so blocks serve prompts with any system message.
+No sink depends on the prompt, so blocks serve prompts with any system message.
 """
 
 from __future__ import annotations
 
 import re
-from datetime import date
 
-from blockattn_rag.prompts.blocks import Span
 from blockattn_rag.prompts.chat_template import Message, chat_spans, has_chat_template
 from blockattn_rag.prompts.formats import CHAT
 from blockattn_rag.prompts.tokenization import BlockTokenizer
 
 NO_SINK = "none"
-HEAD = "head"
-_SYSTEM, _DATE = "You are a helpful assistant.", date(2026, 1, 1)
-_FIRST_TOKENS = re.compile(r"head:([1-9][0-9]{0,3})")
+_HEAD = re.compile(r"head:([1-9][0-9]{0,3})")
 
 
 def check_sink(sink: str) -> str:
@@ -39,14 +34,14 @@ def check_sink(sink: str) -> str:
     if isinstance(sink, str) and is_sink(sink):
         return sink
     raise ValueError(
-        f"Unknown sink {sink!r}: expected 'none', 'head', 'bos', or 'head:N' with N tokens, such "
-        "as 'head:4'."
+        f"Unknown sink {sink!r}: expected 'none', 'bos' or 'head:N' with N tokens, such as "
+        "'head:4'."
     )
 
 
 def is_sink(name: str) -> bool:
     """Whether a name is a valid sink."""
-    return name in (NO_SINK, HEAD, "bos") or _FIRST_TOKENS.fullmatch(name) is not None
+    return name in (NO_SINK, "bos") or _HEAD.fullmatch(name) is not None
 
 
 def sink_ids(sink: str, tokenizer: BlockTokenizer) -> list[int]:
@@ -62,8 +57,6 @@ def sink_ids(sink: str, tokenizer: BlockTokenizer) -> list[int]:
         if bos is None:
             raise ValueError("This model has no BOS token: use sink='head:1'.")
         return [bos]
-    if sink == HEAD:
-        return _fixed_head_ids(tokenizer)
     count = int(sink.partition(":")[2])
     head = _head_ids(tokenizer)
     if count > len(head):
@@ -72,20 +65,6 @@ def sink_ids(sink: str, tokenizer: BlockTokenizer) -> list[int]:
             f"use 'head:{len(head)}' or less."
         )
     return head[:count]
-
-
-def _fixed_head_ids(tokenizer: BlockTokenizer) -> list[int]:
-    """Token ids up to the start of the user's message, after a short system message."""
-    if not has_chat_template(tokenizer.tokenizer):
-        return tokenizer.final_ids(f"{_SYSTEM}\n\n", first=True)
-    question = Span("?", "conversation")
-    turns: list[Message] = [
-        {"role": "system", "content": (Span(_SYSTEM, "system"),)},
-        {"role": "user", "content": (question,)},
-    ]
-    # Some templates write today's date, which would make every stored block a miss tomorrow.
-    spans = chat_spans(tokenizer.tokenizer, turns, strftime_now=_DATE.strftime)
-    return tokenizer.final_ids(spans[: spans.index(question)], first=True)
 
 
 def _head_ids(tokenizer: BlockTokenizer) -> list[int]:

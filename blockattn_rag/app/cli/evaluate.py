@@ -64,7 +64,7 @@ def evaluate(
         str,
         typer.Option(
             help="Recipes to compare with full mode, comma-separated: auto, settings such as fast, "
-            "none or head+recompute:0.1, or a recipe folder."
+            "none or head:4+recompute:0.1, or a recipe folder."
         ),
     ] = "auto",
     closed_book: Annotated[

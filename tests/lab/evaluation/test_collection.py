@@ -49,7 +49,7 @@ def asked_of(engine: BlockAttentionEngine, samples: list[EvaluationSample]) -> l
 def test_rows_compare_a_recipe_and_its_free_part_with_full_mode(
     model: BlockModel, samples: list[EvaluationSample]
 ) -> None:
-    engine = BlockAttentionEngine(model, recipe="head+recompute:1", resident_bytes=0)
+    engine = BlockAttentionEngine(model, recipe="head:4+recompute:1", resident_bytes=0)
     ticks: list[tuple[int, int]] = []
     report = evaluate_collection(
         engine,
@@ -59,14 +59,19 @@ def test_rows_compare_a_recipe_and_its_free_part_with_full_mode(
     )
     assert ticks == [(done, 3) for done in range(4)]
     full, exact, fast, bare = report.rows
-    assert [row.name for row in report.rows] == ["full", "head+recompute:1", "fast", "closed-book"]
+    assert [row.name for row in report.rows] == [
+        "full",
+        "head:4+recompute:1",
+        "fast",
+        "closed-book",
+    ]
     assert (full.right, full.kept, report.with_answers) == (3, 3, 3)
     # With all tokens recomputed, block mode is full mode.
     assert exact.agreement == Interval(1, 1, 1)
     assert exact.kl is not None
     assert exact.kl.mean < 1e-6
     assert (exact.right, report.gain(exact)) == (3, 1)
-    expected = measure_fidelity(engine, samples, ["head"], max_new_tokens=NEW)["head"]
+    expected = measure_fidelity(engine, samples, ["fast"], max_new_tokens=NEW)["fast"]
     assert fast.kl is not None
     assert fast.kl.mean == pytest.approx(expected.kl.mean, rel=1e-4)
     assert fast.agreement == expected.agreement
