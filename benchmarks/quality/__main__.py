@@ -183,6 +183,7 @@ def table(results: Path = RESULTS) -> None:
 
 def _answerer(model: str, recipe: str, max_new_tokens: int, tuned: Sequence[Path] = ()) -> Answerer:
     from blockattn_rag.engine.find_recipe import resolve_recipe
+    from blockattn_rag.engine.outline import FAST
 
     names = [FULL, "block", "recipe", *(folder.name for folder in tuned)]
     if len({*names}) < len(names):
@@ -191,16 +192,15 @@ def _answerer(model: str, recipe: str, max_new_tokens: int, tuned: Sequence[Path
     found = resolve_recipe(recipe, engine.model, engine.store)
     recipes = {"block": resolve_recipe("none", engine.model, engine.store)}
     if not tuned:
-        recipes["sink"] = resolve_recipe("head:4", engine.model, engine.store)
+        recipes["sink"] = resolve_recipe(FAST, engine.model, engine.store)
     if found.adapter is not None:
         recipes["recipe"] = replace(found, promote=0, recompute=0.0)
     if not tuned:
         last, best = [*recipes.items()][-1]
         recipes[f"{last}, 1 promoted"] = replace(best, promote=1)
         if engine.model.supports_relay:
-            recipes["recompute 10 %"] = replace(recipes["block"], recompute=0.1)
-            recipes["recompute 20 %"] = replace(recipes["block"], recompute=0.2)
-            recipes[f"{last}, recompute 10 %"] = replace(best, recompute=0.1)
+            for percent in (5, 10):
+                recipes[f"{last}, {percent} % recomputed"] = replace(best, recompute=percent / 100)
     return Answerer(
         engine,
         form,

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from choices import Choice
 from diagnosis import Change
-from rows import Record
+from rows import EARLIER, Record
 from sets import Item
 
 T = TypeVar("T", Record, Change, Choice)
@@ -32,7 +32,7 @@ def measure(
         names: Names of the rows or changes of each question.
     """
     done = {(one.set, one.id, one.name) for one in read(path, kind)}
-    if others := sorted({name for *_, name in done} - {*names}):
+    if others := sorted({name for *_, name in done} - {*names, *EARLIER}):
         raise SystemExit(f"{path} has {others}, this run {[*names]}: choose other --results")
     end = time.monotonic() + 60 * minutes
     for item in items:
