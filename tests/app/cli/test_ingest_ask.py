@@ -113,6 +113,18 @@ def test_a_setting_of_a_database_is_kept_and_used_by_its_questions(
     assert cli(*command, flag, invalid).status != 0
 
 
+def test_ingest_changes_earlier_settings_only_on_request(
+    cli: Command, database: Path, documents: Path
+) -> None:
+    path = database / MANIFEST
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"stock": "head:2"}))
+    command = ("ingest", documents, "--db", database)
+    found = [cli(*command, *more).stdout for more in ((), ("--recipe", "auto"))]
+    assert "recipe of block mode: head:2" in found[0]
+    assert "recipe of block mode: head:4+recompute:0.1" in found[1]
+    assert json.loads(path.read_text())["stock"] == "head:4+recompute:0.1"
+
+
 def test_finds_recipe_of_database(cli: Command, database: Path, model: Path) -> None:
     command = ("ask", "How high is it?", "--db", database, "--max-new-tokens", 3, "--json")
     plain = cli(*command).json
