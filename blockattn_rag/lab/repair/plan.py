@@ -34,8 +34,6 @@ class Limits:
         held_out_share: Maximum share of the questions that are held out.
         fewest_held_out: Minimum number of held-out questions: two for choosing and two for
             measuring, because a standard error needs two.
-        promotion_needs: Minimum number of questions for choosing promotion, which costs tokens per
-            answer. With fewer, the standard error is too uncertain.
         closed_form: Number of prompts for the closed form. More do not improve it.
         samples: Maximum number of prompts to train on.
         draws: Maximum number of samples of one question, each with other passages.
@@ -55,7 +53,6 @@ class Limits:
     held_out: int = 64
     held_out_share: float = 0.25
     fewest_held_out: int = 4
-    promotion_needs: int = 16
     closed_form: int = 40
     samples: int = 480
     draws: int = 4
@@ -138,6 +135,11 @@ class Plan:
     training_s: float
     measuring_s: float
 
+    @property
+    def untrained(self) -> Plan:
+        """This plan without training."""
+        return replace(self, samples=0, steps=0, training_s=0.0)
+
     @classmethod
     def made(
         cls,
@@ -214,7 +216,7 @@ class Plan:
         most = min(limits.samples, limits.draws * (questions - self.held_out))
         samples = min(math.floor(samples), most)
         if samples < limits.fewest_samples:
-            return replace(self, samples=0, steps=0, training_s=0.0)
+            return self.untrained
         return replace(
             self,
             samples=samples,

@@ -20,14 +20,12 @@ from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.errors import DataError
 from blockattn_rag.files import write_json
 from blockattn_rag.lab import work
+from blockattn_rag.lab.evaluation.collection import TOLERANCE
 from blockattn_rag.lab.repair.closed_form import fit_correction, no_correction
 from blockattn_rag.lab.repair.compare import (
-    IN_USE,
     Comparer,
-    choose,
     count_candidates,
     free_recipes,
-    promoting,
 )
 from blockattn_rag.lab.repair.data import (
     WRITTEN_AT_ONCE,
@@ -83,6 +81,7 @@ class Repair:
         budget_s: Time limit in seconds.
         limits: Bounds of the repair.
         on_progress: Called with each stage's progress.
+        tolerance: Share of full mode's answers that the recipe must keep.
     """
 
     model: BlockModel
@@ -91,6 +90,7 @@ class Repair:
     budget_s: float
     limits: Limits
     on_progress: Progress
+    tolerance: float = TOLERANCE
     started: float = field(default_factory=time.monotonic, init=False)
     seconds: dict[str, float] = field(default_factory=dict, init=False)
 
@@ -112,37 +112,40 @@ class Repair:
         questions = distinct(self._questions(speeds), _SEED)
         plan = self._plan(questions, speeds)
         train, held = self.samples(questions, plan)
-        self._answer([*map(self._prompt, [*train[: plan.samples], *held])])
+        self._answer([*map(self._prompt, held)])
         half = len(held) // 2
         choose_on, report_on = held[:half], held[half:]
         closed = self.closed_form([*map(self._prompt, train[: plan.closed_form])])
-        answered, plan = plan.samples, self._replanned(plan, questions)
-        to_train = [*map(self._prompt, train[: plan.samples])]
-        if plan.samples > answered:
-            self._answer(to_train)
-        to_check = [*map(self._prompt, choose_on[: self.limits.validation])]
-        trained, curve = self._trained(closed, to_train, to_check, plan)
         comparer = Comparer(self.engine, self.teacher, self._prompt, self.folder / "records.jsonl")
-        recipes = free_recipes(self.model, self.sink, closed, trained, self.material.in_use)
+        recipes = free_recipes(self.model, self.sink, closed, None, self.material.in_use)
+        with self._stage("comparing the first fit") as tick:
+            helps = comparer.adapter_helps(choose_on, recipes, tick)
+        if helps:
+            self._answer([*map(self._prompt, train[: plan.samples])])
+            plan = self._replanned(plan, questions)
+            to_train = [*map(self._prompt, train[: plan.samples])]
+            self._answer(to_train)
+            to_check = [*map(self._prompt, choose_on[: self.limits.validation])]
+            trained, curve = self._trained(closed, to_train, to_check, plan)
+            recipes = free_recipes(self.model, self.sink, closed, trained, self.material.in_use)
+        else:
+            plan, curve = plan.untrained, []
+        tokens = self.limits.answer_tokens
         with self._stage("choosing") as tick:
-            losses = comparer.losses(choose_on, recipes, tick)
-            if len(choose_on) >= self.limits.promotion_needs:
-                recipes |= promoting(recipes, losses)
-                losses = comparer.losses(choose_on, recipes, tick)
-        costly = [name for name, one in recipes.items() if one.promote or one.recompute]
-        chosen = choose(losses, costly, IN_USE if IN_USE in recipes else None)
+            choice = comparer.choice(choose_on, recipes, self.tolerance, tokens, tick)
+        chosen, recipes = choice.name, choice.recipes
         with self._stage("measuring") as tick:
             measured = comparer.compared(report_on, recipes, tick)
-        with self._stage("right answers") as tick:
-            right, with_answers = comparer.right(
-                report_on, recipes[chosen], self.limits.answer_tokens, tick
-            )
+        with self._stage("right answers"):
+            right, with_answers = comparer.right(report_on, recipes[chosen], tokens)
         report = {
             "model": self.model.name,
             "fingerprint": self.model.fingerprint,
             "chosen": chosen,
+            "tolerance": self.tolerance,
+            "shares": choice.shares,
             "candidates": [
-                {"name": name, "loss": float(losses[name].mean()), **measured[name].to_dict()}
+                {"name": name, "loss": choice.loss(name), **measured[name].to_dict()}
                 for name in recipes
             ],
             "passages": self.limits.passages,
@@ -158,16 +161,13 @@ class Repair:
             "version": version,
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
         }
-        found = recipes[chosen]
-        recipe = Recipe(
-            sink=found.sink,
-            adapter=found.adapter,
-            promote=found.promote,
-            recompute=found.recompute,
+        recipe = replace(
+            recipes[chosen],
             fingerprints=(self.model.fingerprint,),
             model=self.model.name,
             prompt_format=self.material.prompt_format,
             report=report,
+            source="",
         )
         return recipe, plot(report)
 
@@ -198,7 +198,7 @@ class Repair:
 
     @property
     def _most_recipes(self) -> int:
-        return count_candidates(self.sink, self.material.in_use)
+        return count_candidates(self.model, self.sink, self.material.in_use)
 
     def _questions(self, speeds: Speeds | None) -> Sequence[Question]:
         """The questions. Without speeds, which a planned repair does not measure, none is written
