@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from blockattn_rag.engine.outline import FAST, STOCK, STOCK_SOURCE, TEXT_FORMS
+from blockattn_rag.engine.outline import FAST, FREE_SINK, STOCK, STOCK_SOURCE, TEXT_FORMS
 from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.engine.recipe_files import RECIPE_FILE, read_fields
 from blockattn_rag.errors import UnsupportedModelError
@@ -51,7 +51,7 @@ def resolve_recipe(
     """Resolve the recipe of an engine.
 
     Args:
-        given: A recipe, a recipe's folder, settings such as ``"head:4+recompute:0.1"``
+        given: A recipe, a recipe's folder, settings such as ``"recompute:0.1"``
             (``engine.outline``), or ``"auto"``. None means ``"auto"``.
         folder: Folder of the database that the store belongs to.
         stock: Settings of ``"auto"`` for a stock model without a recipe.
@@ -64,7 +64,7 @@ def resolve_recipe(
     3. The folder ``recipe`` in the store's folder, next to the store's folder, or in the folder
        that the model was loaded from. A warning names it.
     4. A recipe shipped with the package for the model's fingerprint.
-    5. ``stock``, without what the model does not support. A warning says what it costs.
+    5. ``stock``, or ``"fast"`` if tokens cannot be recomputed. A warning says what it costs.
 
     Recipes for other models in places 2 and 3, and recipes in place 3 that are damaged or cannot be
     used, are skipped with a warning.
@@ -170,25 +170,22 @@ def _automatic(
             _warn_once(model, why)
         return recipe
     if (found := _found(model, store, folder)) is not None:
-        return found if can_recompute else _free(found)
+        return found if can_recompute else replace(found, recompute=0.0)
     recipe = stock_recipe(model, stock, can_recompute=can_recompute)
     _warn_once(model, _trade(model, recipe, folder))
     return recipe
 
 
 def stock_recipe(model: BlockModel, stock: str = STOCK, *, can_recompute: bool = True) -> Recipe:
-    """The recipe of a stock model without a recipe: ``stock``, without what is not supported."""
+    """The recipe of a stock model without a recipe: ``stock``, or the best free settings if tokens
+    cannot be recomputed."""
     recipe = Recipe.of_text(stock)
     if recipe is None:
         raise ValueError(f"Invalid settings {stock!r}: expected {TEXT_FORMS}.")
     # Without relay, the model's attention is not plain, as recomputing requires.
-    recipe = recipe if can_recompute and model.supports_relay else _free(recipe)
+    if recipe.recompute and not (can_recompute and model.supports_relay):
+        recipe = Recipe(FREE_SINK)
     return replace(recipe, source=STOCK_SOURCE)
-
-
-def _free(recipe: Recipe) -> Recipe:
-    """The recipe without recomputing. It shares the recipe's stored blocks."""
-    return replace(recipe, recompute=0.0)
 
 
 def recipe_in_use(model: BlockModel, store: KVStore, folder: Path | None = None) -> Recipe | None:

@@ -21,16 +21,18 @@ from typing import Any
 
 from blockattn_rag.prompts.sinks import NO_SINK, is_sink
 
-STOCK = "head:4+recompute:0.1"
+STOCK = "recompute:0.1"
 """Settings of ``"auto"`` for a stock model without a recipe: those that need no fitting, and keep
 the most right answers (docs/quality.md)."""
 
 STOCK_SOURCE = "stock model"
 """``Recipe.source`` of these settings."""
 
-FAST, _FREE = "fast", "head:4"
+FAST, FREE_SINK = "fast", "head:4"
+"""The name of the best settings that cost nothing per answer, and the sink that they consist of."""
+
 TEXT_FORMS = (
-    "settings such as 'none', 'fast' or 'head:4+recompute:0.1' (a sink, 'promote:N' and "
+    "settings such as 'none', 'fast' or 'recompute:0.1' (a sink, 'promote:N' and "
     "'recompute:SHARE', joined by '+')"
 )
 """The text forms of recipes, for messages."""
@@ -79,7 +81,7 @@ class RecipeOutline:
     def parsed(cls, text: str) -> RecipeOutline | None:
         """The settings that a text names. None: it has another form, such as a folder's path."""
         settings: dict[str, Any] = {}
-        for part in (_FREE if text == FAST else text).split("+"):
+        for part in (FREE_SINK if text == FAST else text).split("+"):
             name, _, value = part.partition(":")
             if is_sink(part):
                 name, setting = "sink", part

@@ -64,7 +64,7 @@ def evaluate(
         str,
         typer.Option(
             help="Recipes to compare with full mode, comma-separated: auto, settings such as fast, "
-            "none or head:4+recompute:0.1, or a recipe folder."
+            "none or recompute:0.1, or a recipe folder."
         ),
     ] = "auto",
     closed_book: Annotated[
@@ -86,10 +86,10 @@ def evaluate(
 ) -> None:
     """Compare block mode with full mode, by right answers or by predictions.
 
-    With --db, the database's recipe is compared with full mode on your questions, and with the
-    same recipe without its costs per answer. The last line says which one to use. With --data,
-    questions are answered and scored. With --data --fidelity or --log, no labels are needed: the
-    predictions of each recipe are compared with full mode's at each token of full mode's answers.
+    With --db, the database's recipe is compared with full mode and with the recipe fast, on your
+    questions. The last line says which one to use. With --data, questions are answered and scored.
+    With --data --fidelity or --log, no labels are needed: the predictions of each recipe are
+    compared with full mode's at each token of full mode's answers.
     """
     if (db is None) != (questions is None):
         raise typer.BadParameter("--db and --questions need each other")

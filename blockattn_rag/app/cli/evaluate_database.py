@@ -27,7 +27,7 @@ _ANSWERS_LEGEND = (
 
 
 def show_database(db: Path, questions: Path, model: str | None, max_new_tokens: int) -> None:
-    """Compare full mode, the database's recipe and its free part, and print the verdict."""
+    """Compare full mode, the database's recipe and ``"fast"``, and print the verdict."""
     from blockattn_rag.lab.evaluation.collection import evaluate_collection
 
     with waiting("loading the model"):

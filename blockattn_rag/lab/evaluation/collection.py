@@ -1,7 +1,7 @@
 """How much of full mode's answers a collection keeps in block mode, measured on real questions.
 
-Three ways to answer are compared on every question: full mode, the recipe in use, and the same
-recipe without what it costs per answer. Divergence and agreement need no right answers
+Three ways to answer are compared on every question: full mode, the recipe in use, and ``"fast"``,
+which costs nothing per answer. Divergence and agreement need no right answers
 (``evaluation.fidelity``). With right answers, these are counted too, and the same model answers
 without passages, which shows what passages gain.
 """
@@ -9,8 +9,9 @@ without passages, which shows what passages gain.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from blockattn_rag.engine.engine import BlockAttentionEngine
@@ -78,7 +79,7 @@ class CollectionRow:
 
 @dataclass(frozen=True, slots=True)
 class CollectionReport:
-    """Result of an evaluation: full mode, the recipes, the cheapest last, and without passages.
+    """Result of an evaluation: full mode, the recipe in use, ``"fast"``, and without passages.
 
     Args:
         questions: Number of questions.
@@ -140,80 +141,100 @@ def evaluate_collection(
     max_new_tokens: int,
     on_progress: Callable[[int, int], None] = lambda *_: None,
 ) -> CollectionReport:
-    """Compare full mode, the engine's recipe, and its free part on every question.
+    """Compare full mode, the engine's recipe, and ``"fast"`` on every question.
 
     Args:
-        engine: An engine that keeps no blocks in memory, so that times include reading them.
-        asked: At least one question. Blocks that are not stored are encoded and stored.
+        engine: An engine that keeps no blocks in memory, so that times include reading them. Blocks
+            that it does not store are encoded and stored, those of ``"fast"`` in a temporary
+            folder.
+        asked: At least one question.
         max_new_tokens: Maximum length of an answer in tokens.
         on_progress: Called with the number of finished questions and the number of all questions.
 
     Raises:
         ContextOverflowError: A prompt does not fit in the context window.
     """
-    rows = _rows(engine.recipe)
-    compared: dict[str, list[FidelityRecord]] = {row.name: [] for row in rows}
-    right: dict[str, list[bool]] = {row.name: [] for row in (Row(FULL), *rows, Row(CLOSED_BOOK))}
-    times: dict[str, list[float]] = {row.name: [] for row in (Row(FULL), *rows)}
-    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": False}
-    for number, one in enumerate(asked):
-        on_progress(number, len(asked))
-        engine.precompute(one.prompt.context, as_prompt=True)
-        ids, expected = full_answer(engine, one.prompt, max_new_tokens)
-        if number < _TIMED:
-            first = engine.generate(one.prompt, mode="full", max_new_tokens=1).stats
-            times[FULL].append(first.ttft_s)
-        if one.answers:
-            tokenizer = engine.model.tokenizer.tokenizer
-            text = tokenizer.decode(ids, skip_special_tokens=True)
-            right[FULL].append(_is_right(text, one))
-            bare = CLOSED_BOOK_FORMAT.prompt(one.question, (), tokenizer)
-            found = engine.generate(bare, mode="full", **options)
-            right[CLOSED_BOOK].append(_is_right(found.text, one))
-        for row in rows:
-            # Without right answers, only the first token is needed, for its time.
-            wanted = options if one.answers else options | {"max_new_tokens": 1}
-            found = engine.generate(one.prompt, **row.options, **wanted)
-            times[row.name].append(found.stats.ttft_s)
-            if one.answers:
-                right[row.name].append(_is_right(found.text, one))
-            logits = engine.answer_logits(one.prompt, ids, **row.options)
-            compared[row.name].append(FidelityRecord.compared(one, row, logits, expected))
+    with tempfile.TemporaryDirectory() as folder:
+        engines = _engines(engine, folder)
+        measured = _Measured([FULL, *engines, CLOSED_BOOK])
+        for number, one in enumerate(asked):
+            on_progress(number, len(asked))
+            _measure(engine, engines, one, max_new_tokens, measured, is_timed=number < _TIMED)
     on_progress(len(asked), len(asked))
-    return _report(len(asked), compared, right, times)
+    return measured.report(len(asked))
 
 
-def _rows(recipe: Recipe) -> list[Row]:
-    """The recipe in use, and the recipe without its costs per answer, if it has any."""
-    free = replace(recipe, promote=0, recompute=0.0)
-    name = FAST if free == Recipe.of_text(FAST) else str(free)
-    return [*([Row(str(recipe), recipe)] if free != recipe else []), Row(name, free)]
+def _engines(engine: BlockAttentionEngine, folder: str) -> dict[str, BlockAttentionEngine]:
+    """Engines of the recipe in use and of ``"fast"``, by row name. One if these are equal."""
+    fast = Recipe.of_text(FAST)
+    assert fast is not None
+    if engine.recipe.outline == fast.outline:
+        return {FAST: engine}
+    # Blocks of the recipe in use serve an equal encoding, and the user's store gets no others.
+    store = engine.store if engine.recipe.encoding == fast.encoding else folder
+    options: dict[str, Any] = {"namespace": engine.access.namespace, "kv_dtype": engine.kv_dtype}
+    other = BlockAttentionEngine(engine.model, store, recipe=fast, resident_bytes=0, **options)
+    return {str(engine.recipe): engine, FAST: other}
 
 
-def _is_right(text: str, asked: Asked) -> bool:
-    return bool(contains_answer(text, asked.answers))
+class _Measured:
+    """Figures of each row: agreement and divergence, right answers, and seconds."""
 
+    def __init__(self, rows: Sequence[str]) -> None:
+        self.compared: dict[str, list[FidelityRecord]] = {row: [] for row in rows}
+        self.right: dict[str, list[bool]] = {row: [] for row in rows}
+        self.times: dict[str, list[float]] = {row: [] for row in rows}
 
-def _report(
-    questions: int,
-    compared: dict[str, list[FidelityRecord]],
-    right: dict[str, list[bool]],
-    times: dict[str, list[float]],
-) -> CollectionReport:
-    rows = []
-    for name, found in right.items():
-        records = compared.get(name)
-        rows.append(
-            CollectionRow(
-                name,
-                agreement=bootstrap_mean([one.agreement for one in records]) if records else None,
-                kl=bootstrap_mean([one.kl for one in records]) if records else None,
-                right=sum(found) if found else None,
-                kept=sum(a and b for a, b in zip(found, right[FULL], strict=True))
-                if found
-                else None,
-                ttft_s=statistics.median(times[name][:_TIMED]) if name in times else None,
-            )
+    def report(self, questions: int) -> CollectionReport:
+        """Summaries of all rows. The last one, without passages, needs right answers."""
+        with_answers = len(self.right[FULL])
+        names = [*self.right] if with_answers else [*self.right][:-1]
+        return CollectionReport(questions, with_answers, tuple(map(self._row, names)))
+
+    def _row(self, name: str) -> CollectionRow:
+        records, right, times = self.compared[name], self.right[name], self.times[name]
+        pairs = zip(right, self.right[FULL], strict=True)
+        return CollectionRow(
+            name,
+            agreement=bootstrap_mean([one.agreement for one in records]) if records else None,
+            kl=bootstrap_mean([one.kl for one in records]) if records else None,
+            right=sum(right) if right else None,
+            kept=sum(a and b for a, b in pairs) if right else None,
+            ttft_s=statistics.median(times) if times else None,
         )
-    with_answers = len(right[FULL])
-    return CollectionReport(questions, with_answers, tuple(rows if with_answers else rows[:-1]))
+
+
+def _measure(
+    engine: BlockAttentionEngine,
+    engines: Mapping[str, BlockAttentionEngine],
+    asked: Asked,
+    max_new_tokens: int,
+    measured: _Measured,
+    *,
+    is_timed: bool,
+) -> None:
+    """Measure one question in all rows."""
+    prompt, options = asked.prompt, {"max_new_tokens": max_new_tokens, "do_sample": False}
+    # Without right answers, only the first token is needed, for its time.
+    wanted: dict[str, Any] = options if asked.answers else {**options, "max_new_tokens": 1}
+    ids, expected = full_answer(engine, prompt, max_new_tokens)
+    tokenizer = engine.model.tokenizer.tokenizer
+    texts = {FULL: tokenizer.decode(ids, skip_special_tokens=True)}
+    if is_timed:
+        first = engine.generate(prompt, mode="full", max_new_tokens=1).stats
+        measured.times[FULL].append(first.ttft_s)
+    for name, own in engines.items():
+        own.precompute(prompt.context, as_prompt=True)
+        if asked.answers or is_timed:
+            found = own.generate(prompt, **wanted)
+            texts[name] = found.text
+            if is_timed:
+                measured.times[name].append(found.stats.ttft_s)
+        logits = own.answer_logits(prompt, ids)
+        record = FidelityRecord.compared(asked, Row(name, own.recipe), logits, expected)
+        measured.compared[name].append(record)
+    if asked.answers:
+        bare = CLOSED_BOOK_FORMAT.prompt(asked.question, (), tokenizer)
+        texts[CLOSED_BOOK] = engine.generate(bare, mode="full", **wanted).text
+        for name, text in texts.items():
+            measured.right[name].append(bool(contains_answer(text, asked.answers)))

@@ -89,13 +89,15 @@ def count_candidates(model: BlockModel, sink: str, in_use: Recipe | None) -> int
 def costly_recipes(model: BlockModel, name: str, free: Recipe) -> dict[str, Recipe]:
     """A recipe with what keeps more answers at a cost per answer, by name, the cheapest first.
 
-    Recomputed tokens, or a promoted passage for models that cannot recompute.
+    Recomputed tokens, or a promoted passage for models that cannot recompute. A sink alone is left
+    out, because tokens are better recomputed without it (``benchmarks/results/quality``).
     """
     if model.supports_relay:
+        base, before = (free, f"{name} + ") if free.adapter else (Recipe(), "")
         return {
-            f"{name} + recompute {100 * share:g} %": replace(free, recompute=share)
+            f"{before}recompute {100 * share:g} %": replace(base, recompute=share)
             for share in _SHARES
-            if share > free.recompute
+            if share > base.recompute
         }
     return {} if free.promote else {f"{name} + promote 1": replace(free, promote=1)}
 

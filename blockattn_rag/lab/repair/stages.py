@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from blockattn_rag.engine.engine import BlockAttentionEngine
-from blockattn_rag.engine.find_recipe import stock_recipe
+from blockattn_rag.engine.outline import FREE_SINK
 from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.errors import DataError
 from blockattn_rag.files import write_json
@@ -96,7 +96,7 @@ class Repair:
 
     def __post_init__(self) -> None:
         limits, model, namespace = self.limits, self.model, self.material.namespace
-        self.sink = stock_recipe(model).sink
+        self.sink = FREE_SINK
         store = ReadThroughStore(self.folder / "kv", limits.store_bytes, self.material.lender)
         # No resident blocks, so that memory has only the blocks of one prompt at a time.
         self.engine = BlockAttentionEngine(

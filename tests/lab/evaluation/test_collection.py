@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from blockattn_rag.engine.engine import BlockAttentionEngine
-from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.lab.evaluation.accuracy import make_prompt
 from blockattn_rag.lab.evaluation.collection import (
     Asked,
@@ -46,7 +45,7 @@ def asked_of(engine: BlockAttentionEngine, samples: list[EvaluationSample]) -> l
     return found
 
 
-def test_rows_compare_a_recipe_and_its_free_part_with_full_mode(
+def test_rows_compare_a_recipe_and_fast_with_full_mode(
     model: BlockModel, samples: list[EvaluationSample]
 ) -> None:
     engine = BlockAttentionEngine(model, recipe="head:4+recompute:1", resident_bytes=0)
@@ -85,19 +84,20 @@ def test_without_right_answers_nothing_is_counted(
     engine = BlockAttentionEngine(model, recipe="head:4", resident_bytes=0)
     asked = [Asked(s.id, s.question, make_prompt(engine, CHAT, s)) for s in samples]
     report = evaluate_collection(engine, asked, max_new_tokens=NEW)
-    # A recipe without costs per answer has one row.
-    assert [row.name for row in report.rows] == ["full", "head:4"]
+    # The recipe is that of "fast".
+    assert [row.name for row in report.rows] == ["full", "fast"]
     assert [row.right for row in report.rows] == [None, None]
     assert report.with_answers == 0
 
 
-def test_no_block_is_encoded_twice(model: BlockModel, samples: list[EvaluationSample]) -> None:
-    engine = BlockAttentionEngine(model, recipe=Recipe("head:2", promote=1, recompute=0.1))
+@pytest.mark.parametrize("text", ["recompute:0.1", "head:4+promote:1+recompute:0.1"])
+def test_the_store_gets_no_other_blocks_than_those_of_its_recipe(
+    model: BlockModel, samples: list[EvaluationSample], text: str
+) -> None:
+    engine = BlockAttentionEngine(model, recipe=text)
     asked = asked_of(engine, samples)
-    before = len(list(engine.store.keys()))
-    assert before == 0
     report = evaluate_collection(engine, asked, max_new_tokens=NEW)
-    assert [row.name for row in report.recipes] == ["head:2+promote:1+recompute:0.1", "head:2"]
+    assert [row.name for row in report.recipes] == [text, "fast"]
     blocks = {(not at, one.handle) for a in asked for at, one in enumerate(a.prompt.context)}
     assert len(list(engine.store.keys())) == len(blocks)
 

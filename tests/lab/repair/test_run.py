@@ -105,7 +105,7 @@ class TestResult:
         assert report == json.loads(json.dumps(recipe.report))
         names = [one["name"] for one in report["candidates"]]
         assert names[:4] == NAMES
-        assert [name.rpartition(" + ")[2] for name in names[4:]] == SHARES
+        assert [name.removeprefix("head:4 + trained + ") for name in names[4:]] == SHARES
         assert list(report["shares"])[1:] == names[4:]
         assert report["chosen"] in report["shares"]
         assert (report["chosen_on"], report["measured_on"], report["questions"]) == (3, 3, 16)
