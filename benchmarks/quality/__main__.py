@@ -199,8 +199,11 @@ def _answerer(model: str, recipe: str, max_new_tokens: int, tuned: Sequence[Path
         last, best = [*recipes.items()][-1]
         recipes[f"{last}, 1 promoted"] = replace(best, promote=1)
         if engine.model.supports_relay:
-            for percent in (5, 10):
-                recipes[f"{last}, {percent} % recomputed"] = replace(best, recompute=percent / 100)
+            bases = {"block": recipes["block"]} | ({last: best} if best.adapter else {})
+            for base, one in bases.items():
+                for percent in (5, 10):
+                    share = percent / 100
+                    recipes[f"{base}, {percent} % recomputed"] = replace(one, recompute=share)
     return Answerer(
         engine,
         form,

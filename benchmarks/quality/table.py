@@ -45,12 +45,13 @@ LABELS = {
     FULL: "full mode",
     PLAIN: 'block mode as published (`"none"`)',
     "sink": 'sink (`"fast"`)',
-    "sink, 5 % recomputed": 'sink, 5 % recomputed (`"head:4+recompute:0.05"`)',
-    "sink, 10 % recomputed": 'sink, 10 % recomputed (`"head:4+recompute:0.1"`)',
+    "block, 5 % recomputed": '5 % recomputed (`"recompute:0.05"`)',
+    "block, 10 % recomputed": '10 % recomputed (`"recompute:0.1"`)',
     "recipe": "recipe",
     "recipe, 10 % recomputed": "recipe, 10 % recomputed",
     "recompute 10 %": "10 % recomputed, chosen by all layers",
     "recompute 20 %": "20 % recomputed, chosen by all layers",
+    "recipe, recompute 10 %": "recipe, 10 % recomputed, chosen by all layers",
 }
 """Rows of the summary, by name. The sink is left out if there is a recipe, which includes it."""
 

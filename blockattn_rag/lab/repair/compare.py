@@ -89,8 +89,8 @@ def count_candidates(model: BlockModel, sink: str, in_use: Recipe | None) -> int
 def costly_recipes(model: BlockModel, name: str, free: Recipe) -> dict[str, Recipe]:
     """A recipe with what keeps more answers at a cost per answer, by name, the cheapest first.
 
-    Recomputed tokens, or a promoted passage for models that cannot recompute. A sink alone is left
-    out, because tokens are better recomputed without it (``benchmarks/results/quality``).
+    Recomputed tokens, or a promoted passage for models that cannot recompute. They are recomputed
+    without a sink, unless an adapter was fitted to it (``benchmarks/results/quality``).
     """
     if model.supports_relay:
         base, before = (free, f"{name} + ") if free.adapter else (Recipe(), "")
