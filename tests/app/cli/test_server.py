@@ -65,7 +65,7 @@ def test_another_recipe_than_the_servers_is_refused(
     assert cli(*asking).status == 0  # with the server's own recipe
     output = cli(*asking, "--recipe", recipe)
     assert output.status == 1
-    assert "found recipe head:4 + adapter" in " ".join(output.stderr.split())
+    assert "found recipe head:4+adapter:" in " ".join(output.stderr.split())
     output = cli(*asking, "--recipe", "bos")
     assert output.status == 1
     assert "found recipe bos, but" in output.stderr

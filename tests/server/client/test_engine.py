@@ -408,8 +408,8 @@ def test_a_key_is_sent_and_shown_to_nobody(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"recipe": Recipe(promote=1)}, "found recipe promote 1, but .* has the recipe none"),
-        ({"recipe": Recipe(positions="composite")}, "found recipe composite positions"),
+        ({"recipe": Recipe(promote=1)}, "found recipe promote:1, but .* has the recipe none"),
+        ({"recipe": Recipe(positions="composite")}, "found recipe positions:composite"),
         ({"recipe": "no/such"}, "Found no recipe at no/such"),
         ({"num_beams": 2}, "found num_beams, which servers do not support.*repetition_penalty"),
         ({"recipe": "head:4"}, "found recipe head:4, but .* has the recipe none; use"),
