@@ -82,20 +82,19 @@ class RecipeOutline:
         """The settings that a text names. None: it has another form, such as a folder's path."""
         settings: dict[str, Any] = {}
         for part in (FREE_SINK if text == FAST else text).split("+"):
-            name, _, value = part.partition(":")
-            if is_sink(part):
-                name, setting = "sink", part
-            elif (kind := _KINDS.get(name)) is None:
+            name, _, value = ("sink", "", part) if is_sink(part) else part.partition(":")
+            if name in settings or name not in _SETTINGS:
                 return None
-            else:
-                try:
-                    setting = kind(value)
-                except ValueError:
-                    return None
-            if name in settings:
+            try:
+                settings[name] = _SETTINGS[name](value)
+            except ValueError:
                 return None
-            settings[name] = setting
         return cls(**{"sink": NO_SINK} | settings)
 
 
-_KINDS: dict[str, type[int] | type[float]] = {"promote": int, "recompute": float}
+_SETTINGS: dict[str, type[str] | type[int] | type[float]] = {
+    "sink": str,
+    "promote": int,
+    "recompute": float,
+}
+"""Settings of the text form, by name."""

@@ -237,7 +237,7 @@ def test_ask_takes_a_recipe(cli: Command, database: Path, model: Path, tmp_path:
     answer = cli(*chosen, "--json").json
     plain = cli(*command, "--json").json
     assert answer["hits"] + answer["misses"] == plain["hits"] + plain["misses"] - 1
-    assert "promote 1" in cli(*chosen).stdout
+    assert "promote:1" in cli(*chosen).stdout
     other = tmp_path / "other"
     tiny_model(seed=1).save_pretrained(other)
     tiny_tokenizer().save_pretrained(other)
