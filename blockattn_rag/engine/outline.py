@@ -82,19 +82,22 @@ class RecipeOutline:
         """The settings that a text names. None: it has another form, such as a folder's path."""
         settings: dict[str, Any] = {}
         for part in (FREE_SINK if text == FAST else text).split("+"):
-            name, _, value = ("sink", "", part) if is_sink(part) else part.partition(":")
-            if name in settings or name not in _SETTINGS:
+            name, _, value = (_SINK, "", part) if is_sink(part) else part.partition(":")
+            if name in settings or name not in _KINDS:
                 return None
             try:
-                settings[name] = _SETTINGS[name](value)
+                settings[name] = _KINDS[name](value)
             except ValueError:
                 return None
-        return cls(**{"sink": NO_SINK} | settings)
+        return cls(settings.pop(_SINK, NO_SINK), **settings)
 
 
-_SETTINGS: dict[str, type[str] | type[int] | type[float]] = {
-    "sink": str,
+_SINK = ":"
+"""Name of the sink among the settings: one that no text has."""
+
+_KINDS: dict[str, type[str] | type[int] | type[float]] = {
+    _SINK: str,
     "promote": int,
     "recompute": float,
 }
-"""Settings of the text form, by name."""
+"""Types of the settings of the text form, by name."""
