@@ -14,6 +14,7 @@ import torch
 sys.path += [str(Path(__file__).parents[1] / "benchmarks" / one) for one in ("", "quality")]
 
 import sets
+from choices import Choice, choices_table, compare
 from diagnosis import CHANGES, NOTHING, diagnose
 from finetuning import write_answers
 from precision import TYPES, answers, engines_of, precision_table
@@ -57,6 +58,46 @@ def test_precision_compares_int8_with_the_models_type(engine: BlockAttentionEngi
     assert 1e-6 < small.kl < 0.1
     line = precision_table([replace(own, right=1), replace(small, right=0)]).splitlines()[2]
     assert line.startswith("| facts, 1 | 1 | 0 | -100.0% (-100.0% to -100.0%) | 1 | 0 |")
+
+
+def test_candidates_are_measured_like_the_recipes_that_they_became(
+    engine: BlockAttentionEngine,
+) -> None:
+    item = next(one for one in sets.facts() if sum(one.id.encode()) % 3)  # in the usual prompt
+    names = ["none", "none, 10 %", "none, 10 % by all layers", "head:4", "short head"]
+    names += ["none, 10 %, half of them first tokens", "the prompt's head, 10 %"]
+    found = {one.candidate: one for one in compare(engine, CHAT, 6, item, names)}
+    assert list(found) == names
+    recipes = {"none": "none", "none, 10 %": "recompute:0.1", "head:4": "fast"}
+    resolved = {name: Recipe.of_text(text) for name, text in recipes.items()}
+    answerer = Answerer(engine, CHAT, resolved, max_new_tokens=6)  # type: ignore[arg-type]
+    for one in answerer.answer(item, list(recipes)):
+        assert found[one.row].kl == pytest.approx(one.kl, rel=1e-3, abs=1e-5)
+    assert found["none"].tokens == 0 < found["none, 10 %"].tokens
+    assert len({one.tokens for one in found.values()}) == 2
+    assert len({one.kl for one in found.values()}) == len(names)
+    table = choices_table([*found.values()])
+    assert table.count("| - |") == 1
+
+
+def test_questions_to_choose_on_are_not_reported_on(tmp_path: Path) -> None:
+    passages = [{"title": f"{n}", "text": "t", "gold": not n} for n in range(10)]
+    samples = [
+        {"id": f"q{n}", "question": "?", "answers": ["t"], "passages": passages} for n in range(20)
+    ]
+    path = tmp_path / "nq.jsonl"
+    path.write_text("".join(json.dumps(one) + "\n" for one in samples))
+    chosen = sets.tuning(path)
+    asked = [one.id for one in chosen if one.set.startswith("nq")]
+    assert len(asked) == len({*asked}) == 20
+    reported = sets.mixed([sets.facts(), sets.comparisons(), sets.pairs(), sets.order()])[:136]
+    assert not {(one.set, one.id) for one in chosen} & {(one.set, one.id) for one in reported}
+
+
+@pytest.mark.parametrize("model", ["smollm2", "qwen"])
+def test_the_committed_table_shows_the_committed_choices(model: str) -> None:
+    path = Path(__file__).parents[1] / "benchmarks/results/quality/choices" / f"{model}.csv"
+    assert choices_table([*read(path, Choice)]) == path.with_suffix(".md").read_text("utf-8")
 
 
 def test_a_diagnosis_starts_at_the_recipe_and_ends_at_full_mode(
@@ -161,9 +202,9 @@ def test_the_summary_gives_percent_and_takes_missing_times_from_repeated_answers
     nan = float("nan")
     records = [record("full", one, 1, 8.0) for one in range(4)]
     records += [record("block", one, int(one == 0), 1.0) for one in range(4)]
-    records += [record("recompute 10 %", one, int(one < 2), nan) for one in range(4)]
-    records += [record("recompute 20 %", 0, 1, nan)]
-    again = [record("full", 0, 1, 6.0), record("recompute 10 %", 0, 1, 2.0)]
+    records += [record("block, 5 % recomputed", one, int(one < 2), nan) for one in range(4)]
+    records += [record("block, 10 % recomputed", 0, 1, nan)]
+    again = [record("full", 0, 1, 6.0), record("block, 5 % recomputed", 0, 1, 2.0)]
     text = summary(records, again)
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()[2:]]
     assert rows[0] == ["full mode", "100.0 %", "", "", ""]
@@ -171,7 +212,7 @@ def test_the_summary_gives_percent_and_takes_missing_times_from_repeated_answers
     assert (right, kept, sooner) == ("25.0 %", "1 of 4", "8.0")
     assert change.startswith("-75.0 (")
     assert rows[2][3:] == ["2 of 4", "3.0 (1 questions)"]
-    assert rows[3][0] == "20 % recomputed (1 questions)"
+    assert rows[3][0] == '10 % recomputed (`"recompute:0.1"`) (1 questions)'
     assert rows[3][3:] == ["1 of 1", "not measured"]
 
 

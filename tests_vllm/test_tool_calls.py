@@ -41,7 +41,9 @@ def chat(reference: Reference, *, has_documents: bool, **fields: Any) -> dict[st
     body: dict[str, Any] = {"messages": [{"role": "user", "content": question}]}
     if has_documents:
         body["documents"] = [{"text": text} for text in passages]
-    return {**body, "tools": [TOOL], "temperature": 0, "max_tokens": 96, **fields}
+    # The penalty ends runs of blanks, which the grammar of calls allows.
+    sampling = {"temperature": 0, "max_tokens": 128, "frequency_penalty": 2.0}
+    return {**body, "tools": [TOOL], **sampling, **fields}
 
 
 @pytest.mark.parametrize("has_documents", [True, False])
@@ -92,4 +94,4 @@ def test_a_schema_allows_an_object_or_a_call(reference: Reference, server: Serve
 def test_invalid_choice_is_refused(reference: Reference, server: Server) -> None:
     named = {"type": "function", "function": {"name": "other"}}
     message = server.refusal(chat(reference, has_documents=True, tool_choice=named), CHATS)
-    assert "other" in message
+    assert "does not match any of the specified" in message

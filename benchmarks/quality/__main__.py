@@ -1,6 +1,7 @@
 """Answers of a stock model in full mode, in block mode with recipes, and with the best passage.
 
     python benchmarks/quality run smollm2 --nq nq_rag.jsonl.gz
+    python benchmarks/quality choose smollm2 --nq nq_rag_tune.jsonl.gz
     python benchmarks/quality diagnose smollm2 --nq nq_rag.jsonl.gz
     python benchmarks/quality tune smollm2 --nq nq_rag_tune.jsonl.gz --output tuned --lora
     python benchmarks/quality run smollm2 --nq nq_rag.jsonl.gz --tuned tuned
@@ -9,11 +10,12 @@
 
 ``run`` answers questions of all sets in turn, in every row, and appends one line per answer to
 ``benchmarks/results/quality/MODEL.csv``. It stops after ``--minutes``, and adds what is missing
-when it runs again. ``diagnose`` shows where a recipe's remaining divergence comes from.
-``tune`` fine-tunes a model on full mode's own answers; ``run --tuned`` compares it with the stock
-model and its recipe, in ``MODEL-tuned.csv``. ``precision`` compares block mode over keys and values
-in int8 with the model's own type, in ``precision/MODEL.csv``. ``table`` writes ``MODEL.md`` next to
-each CSV file, and the short tables of ``docs/quality.md`` to ``summary/MODEL.md``.
+when it runs again. ``choose`` compares sinks and ways to choose the tokens to recompute, on other
+questions, in ``choices/MODEL.csv``. ``diagnose`` shows where a recipe's remaining divergence comes
+from. ``tune`` fine-tunes a model on full mode's own answers; ``run --tuned`` compares it with the
+stock model and its recipe, in ``MODEL-tuned.csv``. ``precision`` compares block mode over keys and
+values in int8 with the model's own type, in ``precision/MODEL.csv``. ``table`` writes ``MODEL.md``
+next to each CSV file, and the short tables of ``docs/quality.md`` to ``summary/MODEL.md``.
 """
 
 from __future__ import annotations
@@ -29,9 +31,11 @@ import typer
 
 sys.path.append(str(Path(__file__).parents[1]))
 
+import choices
 import diagnosis
 import finetuning
 import sets
+from choices import Choice, choices_table
 from diagnosis import Change
 from models import model_path
 from precision import TYPES, answers, engines_of, precision_table
@@ -43,6 +47,7 @@ from blockattn_rag import BlockAttentionEngine
 from blockattn_rag.prompts.formats import PromptFormat
 
 RESULTS = Path(__file__).parents[1] / "results" / "quality"
+CHOICES = "choices"
 DIAGNOSIS = "diagnosis"
 PRECISION = "precision"
 REPEATED = "repeated"
@@ -115,6 +120,22 @@ def diagnose(
 
 
 @app.command()
+def choose(
+    model: Model,
+    nq: Annotated[Path, typer.Option(help="Natural Questions; others than in `run`.")],
+    questions: Annotated[int, typer.Option(help="Questions in all.")] = 120,
+    minutes: Minutes = 45,
+    max_new_tokens: int = 24,
+    results: Path = RESULTS,
+) -> None:
+    """Compare sinks, and ways to choose the tokens to recompute, by divergence."""
+    engine, form = _stock(model)
+    compared = partial(choices.compare, engine, form, max_new_tokens)
+    path, names = results / CHOICES / f"{Path(model).name}.csv", choices.names_for(engine.model)
+    measure(path, Choice, sets.tuning(nq)[:questions], compared, names, minutes)
+
+
+@app.command()
 def precision(
     model: Model,
     nq: Questions = None,
@@ -150,6 +171,10 @@ def table(results: Path = RESULTS) -> None:
         text = diagnosis_table([*read(path, Change)], records)
         path.with_suffix(".md").write_text(text, encoding="utf-8")
         print(path.with_suffix(".md"))
+    for path in sorted((results / CHOICES).glob("*.csv")):
+        text = choices_table([*read(path, Choice)])
+        path.with_suffix(".md").write_text(text, encoding="utf-8")
+        print(path.with_suffix(".md"))
     for path in sorted((results / PRECISION).glob("*.csv")):
         text = precision_table([*read(path, Record)])
         path.with_suffix(".md").write_text(text, encoding="utf-8")
@@ -158,6 +183,7 @@ def table(results: Path = RESULTS) -> None:
 
 def _answerer(model: str, recipe: str, max_new_tokens: int, tuned: Sequence[Path] = ()) -> Answerer:
     from blockattn_rag.engine.find_recipe import resolve_recipe
+    from blockattn_rag.engine.outline import FAST
 
     names = [FULL, "block", "recipe", *(folder.name for folder in tuned)]
     if len({*names}) < len(names):
@@ -166,16 +192,18 @@ def _answerer(model: str, recipe: str, max_new_tokens: int, tuned: Sequence[Path
     found = resolve_recipe(recipe, engine.model, engine.store)
     recipes = {"block": resolve_recipe("none", engine.model, engine.store)}
     if not tuned:
-        recipes["sink"] = resolve_recipe("head:4", engine.model, engine.store)
+        recipes["sink"] = resolve_recipe(FAST, engine.model, engine.store)
     if found.adapter is not None:
         recipes["recipe"] = replace(found, promote=0, recompute=0.0)
     if not tuned:
         last, best = [*recipes.items()][-1]
         recipes[f"{last}, 1 promoted"] = replace(best, promote=1)
         if engine.model.supports_relay:
-            recipes["recompute 10 %"] = replace(recipes["block"], recompute=0.1)
-            recipes["recompute 20 %"] = replace(recipes["block"], recompute=0.2)
-            recipes[f"{last}, recompute 10 %"] = replace(best, recompute=0.1)
+            bases = {"block": recipes["block"]} | ({last: best} if best.adapter else {})
+            for base, one in bases.items():
+                for percent in (5, 10):
+                    share = percent / 100
+                    recipes[f"{base}, {percent} % recomputed"] = replace(one, recompute=share)
     return Answerer(
         engine,
         form,

@@ -9,11 +9,12 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TypeVar
 
+from choices import Choice
 from diagnosis import Change
-from rows import Record
+from rows import EARLIER, Record
 from sets import Item
 
-T = TypeVar("T", Record, Change)
+T = TypeVar("T", Record, Change, Choice)
 
 
 def measure(
@@ -31,7 +32,7 @@ def measure(
         names: Names of the rows or changes of each question.
     """
     done = {(one.set, one.id, one.name) for one in read(path, kind)}
-    if others := sorted({name for *_, name in done} - {*names}):
+    if others := sorted({name for *_, name in done} - {*names, *EARLIER}):
         raise SystemExit(f"{path} has {others}, this run {[*names]}: choose other --results")
     end = time.monotonic() + 60 * minutes
     for item in items:
@@ -53,7 +54,7 @@ def read(path: Path, kind: type[T]) -> Iterator[T]:
 _KINDS = {"str": str, "int": int, "float": float}
 
 
-def append(path: Path, records: Sequence[Record | Change]) -> None:
+def append(path: Path, records: Sequence[Record | Change | Choice]) -> None:
     """Append the records of one question, in one write, so that a stopped run leaves whole ones."""
     path.parent.mkdir(parents=True, exist_ok=True)
     is_new = not path.exists()

@@ -180,6 +180,28 @@ def natural_questions(path: Path, passages: int) -> list[Item]:
     return found
 
 
+def tuning(path: Path) -> list[Item]:
+    """Questions to choose settings on, none of which the first 200 of ``mixed`` contain.
+
+    Two of three are Natural Questions, which are distinct over 5 and over 10 passages.
+    """
+    others = [
+        random.Random(0).sample(items, len(items))[_REPORTED:]
+        for items in (order(), pairs(), facts())
+    ]
+    shuffled = [
+        random.Random(0).sample(items, len(items))
+        for items in (natural_questions(path, 5), natural_questions(path, 10))
+    ]
+    half = len(shuffled[0]) // 2
+    turns = zip(shuffled[0][:half], shuffled[1][half:], mixed(others), strict=False)
+    return [item for turn in turns for item in turn]
+
+
+_REPORTED = 34
+"""Questions of each set that results report on."""
+
+
 def mixed(sets: Iterable[Sequence[Item]]) -> list[Item]:
     """Items of all sets in turn, each set in a fixed random order, so that any prefix is fair."""
     drawn = [random.Random(0).sample(items, len(items)) for items in sets]

@@ -44,11 +44,14 @@ def _by_row(records: Sequence[Record]) -> dict[str, Rows]:
 LABELS = {
     FULL: "full mode",
     PLAIN: 'block mode as published (`"none"`)',
-    "sink": 'sink (`"head:4"`)',
+    "sink": 'sink (`"fast"`)',
+    "block, 5 % recomputed": '5 % recomputed (`"recompute:0.05"`)',
+    "block, 10 % recomputed": '10 % recomputed (`"recompute:0.1"`)',
     "recipe": "recipe",
-    "recompute 10 %": "10 % recomputed",
-    "recompute 20 %": "20 % recomputed",
-    "recipe, recompute 10 %": "recipe, 10 % recomputed",
+    "recipe, 10 % recomputed": "recipe, 10 % recomputed",
+    "recompute 10 %": "10 % recomputed, chosen by all layers",
+    "recompute 20 %": "20 % recomputed, chosen by all layers",
+    "recipe, recompute 10 %": "recipe, 10 % recomputed, chosen by all layers",
 }
 """Rows of the summary, by name. The sink is left out if there is a recipe, which includes it."""
 

@@ -16,6 +16,7 @@ from blockattn_rag.app.rag.database import AUTO_SETTING, require_manifest
 from blockattn_rag.app.rag.names import check_recipe
 from blockattn_rag.check.model import check_model
 from blockattn_rag.engine.find_recipe import known_digests, resolve_recipe
+from blockattn_rag.engine.outline import STOCK
 from blockattn_rag.errors import DatabaseError, UnsupportedModelError
 from blockattn_rag.files import state_folder
 from blockattn_rag.model import BlockModel
@@ -33,7 +34,8 @@ class Served:
     Args:
         model: Model name or folder.
         store: Address or absolute path of the store.
-        recipe: ``"auto"``, a sink, or a recipe folder.
+        recipe: ``"auto"``, settings such as ``"fast"``, or a recipe folder.
+        stock: Settings of ``"auto"`` for a stock model without a recipe.
         dtype: Type of the weights. ``"auto"``: float32 on a CPU, else the checkpoint's type.
         namespace: Namespace of the keys and values in the store.
         kv_dtype: Type of newly stored keys and values.
@@ -46,6 +48,7 @@ class Served:
     model: str
     store: str
     recipe: str = AUTO_SETTING
+    stock: str = STOCK
     dtype: str = AUTO_SETTING
     namespace: str = ""
     kv_dtype: str = "model"
@@ -67,6 +70,7 @@ class Served:
             model=manifest.model,
             store=manifest.store or str(path.resolve() / "kv"),
             recipe=manifest.recipe,
+            stock=manifest.stock,
             dtype=manifest.dtype,
             namespace=manifest.namespace,
             kv_dtype=manifest.kv_dtype,
@@ -134,7 +138,7 @@ def _key(served: Served, dtype: str, config: Any) -> str:
         "dtype": dtype,
         "recipes": [
             served.recipe,
-            *known_digests(served.recipe, served.store, served.source, served.folder),
+            *known_digests(served.recipe, served.store, served.source, served.folder, served.stock),
         ],
     }
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
@@ -143,7 +147,14 @@ def _key(served: Served, dtype: str, config: Any) -> str:
 def _measure(served: Served, dtype: str, file: Path) -> None:
     # On the CPU, so that all of the accelerator's memory is left for vLLM.
     model = BlockModel.from_pretrained(served.model, dtype=dtype, device="cpu")
-    recipe = resolve_recipe(served.recipe, model, open_store(served.store), served.folder)
+    recipe = resolve_recipe(
+        served.recipe,
+        model,
+        open_store(served.store),
+        served.folder,
+        stock=served.stock,
+        can_recompute=False,
+    )
     report = check_model(model, recipe)
     if failed := [row for row in report.rows if not row.passed]:
         raise UnsupportedModelError(

@@ -11,6 +11,7 @@ from blockattn_rag.engine.fetcher import BlockFetcher, OnMiss
 from blockattn_rag.engine.find_recipe import AUTO, CallRecipes, RecipeLike
 from blockattn_rag.engine.ingest import EncodeStats, blocks_to_encode, precompute
 from blockattn_rag.engine.options import GenerateOptions
+from blockattn_rag.engine.outline import STOCK
 from blockattn_rag.engine.pending import (
     MAX_BATCH,
     AnswerRequest,
@@ -47,9 +48,9 @@ class BlockAttentionEngine:
     Args:
         model: The model.
         store: Store for KV, or the path of a ``DirectoryStore``. Default: a store in memory.
-        recipe: How the model runs in block mode: ``"auto"``, ``"none"``, the folder of a recipe,
-            a ``Recipe``, or a sink such as ``"head:4"``. ``"auto"`` uses the best known recipe; see
-            ``find_recipe.resolve_recipe``.
+        recipe: How the model runs in block mode: ``"auto"``, settings such as ``"none"``,
+            ``"fast"`` or ``"recompute:0.1"``, a ``Recipe``, or the folder of one.
+            ``"auto"`` uses the best known recipe; see ``find_recipe.resolve_recipe``.
         resident_bytes: Bytes of stored blocks to cache on the model's device. With 0, each answer
             reads its blocks from the store. Up to a quarter as many bytes are used in addition to
             cache final blocks and answers for the next turns of their conversations
@@ -64,6 +65,7 @@ class BlockAttentionEngine:
             memory within ``resident_bytes``. The store may still record that an entry was used.
         folder: Folder of the database that the store belongs to. ``recipe="auto"`` searches it
             first.
+        stock: Settings of ``recipe="auto"`` for a stock model without a recipe.
         positions: Overrides the recipe's positions, for experts.
         on_miss: ``"compute"`` encodes and stores a block that is not in the store. ``"error"``
             raises ``MissError``, for benchmarks.
@@ -88,6 +90,7 @@ class BlockAttentionEngine:
         read_namespaces: Sequence[str] = (),
         read_only: bool = False,
         folder: str | Path | None = None,
+        stock: str = STOCK,
         positions: Positions | None = None,
         on_miss: OnMiss = "compute",
         assembly: Assembly = "auto",
@@ -95,7 +98,7 @@ class BlockAttentionEngine:
         access = Access(namespace, read_namespaces, read_only)
         self._model = model
         self.store = open_store(store)
-        self._recipes = CallRecipes(model, self.store, folder, positions, default=recipe)
+        self._recipes = CallRecipes(model, self.store, folder, positions, recipe, stock)
         self._fetcher = BlockFetcher(model, self.store, resident_bytes, access, kv_dtype, on_miss)
         self._scheduler = scheduler_of(model.lock)
         self._runner = Runner(model, self._fetcher, assembly, resident_bytes // SHARE)
@@ -116,6 +119,7 @@ class BlockAttentionEngine:
         read_namespaces: Sequence[str] = (),
         read_only: bool = False,
         folder: str | Path | None = None,
+        stock: str = STOCK,
         positions: Positions | None = None,
         on_miss: OnMiss = "compute",
         assembly: Assembly = "auto",
@@ -138,6 +142,7 @@ class BlockAttentionEngine:
             read_namespaces=read_namespaces,
             read_only=read_only,
             folder=folder,
+            stock=stock,
             positions=positions,
             on_miss=on_miss,
             assembly=assembly,

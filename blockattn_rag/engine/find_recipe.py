@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+from blockattn_rag.engine.outline import FAST, FREE_SINK, STOCK, STOCK_SOURCE, TEXT_FORMS
 from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.engine.recipe_files import RECIPE_FILE, read_fields
 from blockattn_rag.errors import UnsupportedModelError
@@ -18,9 +19,10 @@ from blockattn_rag.kv.context import Positions
 from blockattn_rag.model import BlockModel
 from blockattn_rag.model.gguf import is_gguf
 from blockattn_rag.model.loading import SHORT_NAMES
-from blockattn_rag.model.recompute import can_recompute, check_can_recompute
+from blockattn_rag.model.recompute import can_recompute as model_can_recompute
+from blockattn_rag.model.recompute import check_can_recompute
 from blockattn_rag.prompts.checkpoints import other_switches
-from blockattn_rag.prompts.sinks import NO_SINK, is_sink, sink_ids
+from blockattn_rag.prompts.sinks import sink_ids
 from blockattn_rag.store.base import KVStore
 from blockattn_rag.store.directory import RECIPE_FOLDER, DirectoryStore
 
@@ -33,21 +35,28 @@ RecipeLike = Recipe | str | Path
 AUTO = "auto"
 
 _SHIPPED = Path(__file__).parent / "recipes"
-_STOCK_SINKS = ("head:4", "bos", NO_SINK)  # longer heads work no better than four tokens
 
 # What each model was warned about: once each, regardless of the number of engines.
 _warned_of: WeakKeyDictionary[PreTrainedModel, set[str]] = WeakKeyDictionary()
 
 
 def resolve_recipe(
-    given: RecipeLike | None, model: BlockModel, store: KVStore, folder: Path | None = None
+    given: RecipeLike | None,
+    model: BlockModel,
+    store: KVStore,
+    folder: Path | None = None,
+    *,
+    stock: str = STOCK,
+    can_recompute: bool = True,
 ) -> Recipe:
     """Resolve the recipe of an engine.
 
     Args:
-        given: A recipe, a recipe's folder, a sink such as ``"head:4"`` or ``"none"``, or
-            ``"auto"``. None means ``"auto"``.
+        given: A recipe, a recipe's folder, settings such as ``"recompute:0.1"``
+            (``engine.outline``), or ``"auto"``. None means ``"auto"``.
         folder: Folder of the database that the store belongs to.
+        stock: Settings of ``"auto"`` for a stock model without a recipe.
+        can_recompute: Whether ``"auto"`` may recompute tokens. Servers cannot.
 
     ``"auto"`` uses the first of these that exists:
 
@@ -56,7 +65,7 @@ def resolve_recipe(
     3. The folder ``recipe`` in the store's folder, next to the store's folder, or in the folder
        that the model was loaded from. A warning names it.
     4. A recipe shipped with the package for the model's fingerprint.
-    5. A sink without an adapter. A warning suggests ``blockattn-rag repair``.
+    5. ``stock``, or ``"fast"`` if tokens cannot be recomputed. A warning says what it costs.
 
     Recipes for other models in places 2 and 3, and recipes in place 3 that are damaged or cannot be
     used, are skipped with a warning.
@@ -67,17 +76,17 @@ def resolve_recipe(
         TypeError: ``given`` has another type.
     """
     if given is None or given == AUTO:
-        return _automatic(model, store, folder)
+        return _automatic(model, store, folder, stock, can_recompute)
     if isinstance(given, Recipe):
         recipe = given
-    elif isinstance(given, str) and is_sink(given):
-        recipe = Recipe(given, source=f"sink {given}")
+    elif isinstance(given, str) and (named := Recipe.of_text(given)) is not None:
+        recipe = named
     elif isinstance(given, str | Path):
         recipe = Recipe.load(given)
     else:
         raise TypeError(
-            f"Invalid recipe {given!r:.80}: expected a Recipe, the folder of one, or 'auto', "
-            "'none', 'bos' or 'head:N'."
+            f"Invalid recipe {given!r:.80}: expected a Recipe, the folder of one, 'auto', or "
+            f"{TEXT_FORMS}."
         )
     check_fits(recipe, model)
     if why := _unlike_training(recipe, model):
@@ -90,7 +99,7 @@ class CallRecipes:
 
     Args:
         model, store: The engine's model and store.
-        folder: Folder of the database that the store belongs to.
+        folder, stock: See ``resolve_recipe``.
         positions: Overrides the positions of every recipe.
         default: Recipe of the engine, as for ``resolve_recipe``.
 
@@ -104,9 +113,11 @@ class CallRecipes:
         folder: str | Path | None,
         positions: Positions | None,
         default: RecipeLike,
+        stock: str = STOCK,
     ) -> None:
         self._model = model
         self._store = store
+        self._stock = stock
         self._folder = None if folder is None else Path(folder).expanduser()
         self._positions = positions
         self.default = self._resolved(default)
@@ -118,7 +129,7 @@ class CallRecipes:
         return self._resolved(given)
 
     def _resolved(self, given: RecipeLike) -> Recipe:
-        found = resolve_recipe(given, self._model, self._store, self._folder)
+        found = resolve_recipe(given, self._model, self._store, self._folder, stock=self._stock)
         return found.with_positions(self._positions)
 
 
@@ -155,7 +166,9 @@ def foreign(recipe: Recipe, model: BlockModel) -> str:
     )
 
 
-def _automatic(model: BlockModel, store: KVStore, folder: Path | None) -> Recipe:
+def _automatic(
+    model: BlockModel, store: KVStore, folder: Path | None, stock: str, can_recompute: bool
+) -> Recipe:
     if model.is_block_tuned:
         trained: dict[str, Any] = {**model.tuned_with}
         recipe = Recipe(**trained, source="block-fine-tuned")
@@ -163,16 +176,24 @@ def _automatic(model: BlockModel, store: KVStore, folder: Path | None) -> Recipe
             _warn_once(model, why)
         return recipe
     if (found := _found(model, store, folder)) is not None:
-        return found
-    # The state layers of a hybrid model then see the last passage.
-    recipe = Recipe(stock_sink(model), promote=int(model.profile.has_states), source="stock model")
-    _warn_once(
-        model,
-        f"{model.name} is not block-fine-tuned and has no recipe: block mode uses only the "
-        f"recipe '{recipe}', so its answers are less accurate than in full mode. "
-        f"{_remedy(model, recipe.sink, folder)} Or use mode='full'.",
-    )
+        return found if can_recompute else replace(found, recompute=0.0)
+    recipe = stock_recipe(model, stock, can_recompute=can_recompute)
+    _warn_once(model, _trade(model, recipe, folder))
     return recipe
+
+
+def stock_recipe(model: BlockModel, stock: str = STOCK, *, can_recompute: bool = True) -> Recipe:
+    """The recipe of a stock model without a recipe: ``stock``, or the best free settings if tokens
+    cannot be recomputed."""
+    recipe = Recipe.of_text(stock)
+    if recipe is None:
+        raise ValueError(f"Invalid settings {stock!r}: expected {TEXT_FORMS}.")
+    if recipe.recompute and not (can_recompute and model_can_recompute(model)):
+        recipe = Recipe(FREE_SINK)
+    if model.profile.has_states and not recipe.promote:
+        # State layers then see the last passage.
+        recipe = replace(recipe, promote=1)
+    return replace(recipe, source=STOCK_SOURCE)
 
 
 def recipe_in_use(model: BlockModel, store: KVStore, folder: Path | None = None) -> Recipe | None:
@@ -257,25 +278,29 @@ def _is_unreadable(place: Path) -> bool:
 
 
 def known_digests(
-    given: RecipeLike, store: str | Path | None, model: str, folder: Path | None = None
+    given: RecipeLike,
+    store: str | Path | None,
+    model: str,
+    folder: Path | None = None,
+    stock: str = STOCK,
 ) -> list[str]:
     """Digests of the recipes that an engine may use, found without loading its model.
 
-    ``"auto"`` may use any recipe in ``folder``, next to the store or in the model's folder. Any
-    other ``given`` has a single digest.
+    ``"auto"`` may use any recipe in ``folder``, next to the store or in the model's folder, and
+    ``stock``. Any other ``given`` has a single digest.
 
     Raises:
         ValueError: ``given`` is not a recipe, or the recipe in ``folder`` is damaged.
         OSError: the recipe cannot be read.
     """
-    if isinstance(given, Recipe):
-        return [given.digest]
-    if isinstance(given, str) and is_sink(given):
-        return [Recipe(given).digest]
+    named = Recipe.of_text(given) if isinstance(given, str) else given
+    if isinstance(named, Recipe):
+        return [named.digest]
     path = None if store is None else Path(store).expanduser()
     if given != AUTO:
+        assert not isinstance(given, Recipe)  # returned above
         return [read_fields(Path(given).expanduser())["digest"]]
-    digests = []
+    digests = known_digests(stock, None, "")
     for place in _places(path, [model], folder):
         try:
             digests.append(read_fields(place)["digest"])
@@ -297,19 +322,6 @@ def _load_shipped(place: Path) -> Recipe:
     return replace(Recipe.load(place), source=f"shipped {place.name}")
 
 
-def stock_sink(model: BlockModel) -> str:
-    """The sink of a stock model: the first of ``head:4``, ``bos`` and ``none`` that it supports."""
-    return next(sink for sink in _STOCK_SINKS if _has_sink(model, sink))
-
-
-def _has_sink(model: BlockModel, sink: str) -> bool:
-    try:
-        sink_ids(sink, model.tokenizer)
-    except ValueError:  # no BOS token, or too few tokens in the head
-        return False
-    return True
-
-
 def _unlike_training(recipe: Recipe, model: BlockModel) -> str:
     """Explain how a recipe differs from a model's training. Empty if it does not."""
     found = {"positions": recipe.positions, "sink": recipe.sink}
@@ -325,20 +337,22 @@ def _warn_once(model: BlockModel, message: str, about: str = "") -> None:
         logger.warning("%s", message)
 
 
-def _remedy(model: BlockModel, sink: str, folder: Path | None) -> str:
-    """What makes a stock model's answers more accurate (docs/quality.md)."""
-    repair = f"Make a recipe with {_repair(model, folder)}."
-    if not can_recompute(model):
-        return repair
-    made = f'Recipe(sink="{sink}", recompute=0.1)'
-    recompute = (
-        "computing a tenth of the passages' tokens again for each question helps, and keeps part "
-        f"of the speed-up: in Python, `from blockattn_rag import Recipe` and recipe={made}; for "
-        f'commands, save it once with `{made}.save("my-recipe")` and pass `--recipe my-recipe`.'
+def _trade(model: BlockModel, recipe: Recipe, folder: Path | None) -> str:
+    """What a stock model's recipe costs and gains, and how to change that (docs/quality.md)."""
+    start = (
+        f"{model.name} is not block-fine-tuned and has no recipe: block mode uses {str(recipe)!r}, "
     )
-    if str(model.config.model_type).startswith("qwen"):
-        return f"For models like this one, {recompute}"
-    return f"{repair} If that is not enough, {recompute}"
+    repair = f"{_repair(model, folder)} makes a recipe for it"
+    if not recipe.recompute:
+        return (
+            f"{start}which costs nothing per answer, but its answers are less accurate than in "
+            f"full mode. {repair}. Or use mode='full'."
+        )
+    return (
+        f"{start}which keeps most of full mode's answers, and computes {100 * recipe.recompute:g} "
+        f"% of the passages' tokens again for each question. Recipe {FAST!r} computes none; "
+        f"`blockattn-rag eval` measures whether its answers are good enough. {repair}."
+    )
 
 
 def _repair(model: BlockModel, folder: Path | None = None) -> str:

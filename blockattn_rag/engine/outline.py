@@ -1,4 +1,13 @@
-"""RecipeOutline: what identifies a recipe, in a form that fits into a message.
+"""RecipeOutline: what identifies a recipe, and its text form.
+
+The text form names the settings that need no fitting, joined by ``+``::
+
+    none                  block mode as published
+    head:4                a sink; see ``prompts.sinks``
+    recompute:0.1         a share of the passages' tokens to compute again for each question
+    promote:1             passages at the end of the prompt to compute with the question
+    head:4+recompute:0.1  several of them
+    fast                  the best settings that cost nothing per answer: the same as ``head:4``
 
 Importing this module does not load torch.
 """
@@ -8,6 +17,25 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, dataclass
+from typing import Any
+
+from blockattn_rag.prompts.sinks import NO_SINK, is_sink
+
+STOCK = "recompute:0.1"
+"""Settings of ``"auto"`` for a stock model without a recipe: those that need no fitting, and keep
+the most right answers (docs/quality.md)."""
+
+STOCK_SOURCE = "stock model"
+"""``Recipe.source`` of these settings."""
+
+FAST, FREE_SINK = "fast", "head:4"
+"""The name of the best settings that cost nothing per answer, and the sink that they consist of."""
+
+TEXT_FORMS = (
+    "settings such as 'none', 'fast' or 'recompute:0.1' (a sink, 'promote:N' and "
+    "'recompute:SHARE', joined by '+')"
+)
+"""The text forms of recipes, for messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +69,35 @@ class RecipeOutline:
         return hashlib.sha256(json.dumps(asdict(self)).encode()).hexdigest()
 
     def __str__(self) -> str:
-        parts = [self.sink] if self.sink != "none" else []
-        parts += [f"adapter {self.adapter[:6]}"] if self.adapter else []
-        parts += [f"promote {self.promote}"] if self.promote else []
-        parts += [f"recompute {100 * self.recompute:g} %"] if self.recompute else []
-        parts += [f"{self.positions} positions"] if self.positions != "reordered" else []
-        return " + ".join(parts) or "none"
+        """The text form. An adapter and positions, which have none, are shown for messages."""
+        parts = [self.sink] if self.sink != NO_SINK else []
+        parts += [f"adapter:{self.adapter[:6]}"] if self.adapter else []
+        parts += [f"promote:{self.promote}"] if self.promote else []
+        parts += [f"recompute:{self.recompute:g}"] if self.recompute else []
+        parts += [f"positions:{self.positions}"] if self.positions != "reordered" else []
+        return "+".join(parts) or NO_SINK
+
+    @classmethod
+    def parsed(cls, text: str) -> RecipeOutline | None:
+        """The settings that a text names. None: it has another form, such as a folder's path."""
+        settings: dict[str, Any] = {}
+        for part in (FREE_SINK if text == FAST else text).split("+"):
+            name, _, value = (_SINK, "", part) if is_sink(part) else part.partition(":")
+            if name in settings or name not in _KINDS:
+                return None
+            try:
+                settings[name] = _KINDS[name](value)
+            except ValueError:
+                return None
+        return cls(settings.pop(_SINK, NO_SINK), **settings)
+
+
+_SINK = ":"
+"""Name of the sink among the settings: one that no text has."""
+
+_KINDS: dict[str, type[str] | type[int] | type[float]] = {
+    _SINK: str,
+    "promote": int,
+    "recompute": float,
+}
+"""Types of the settings of the text form, by name."""

@@ -43,8 +43,8 @@ class Recipe:
     """How a model runs in block mode. Equal recipes give equal answers.
 
     Args:
-        sink: Prefix tokens that passages are encoded with: ``"none"``, ``"bos"`` or ``"head:N"``;
-            see ``prompts.sinks``.
+        sink: Prefix tokens that passages are encoded with, such as ``"head:4"``; see
+            ``prompts.sinks``.
         adapter: Correction of passages' keys and values after encoding, fitted to ``sink``.
         promote: Number of passages at the end of a prompt to compute with the question. They
             attend to everything before them, as in full attention.
@@ -124,6 +124,22 @@ class Recipe:
     def digest(self) -> str:
         """sha256 of all fields except report and source: 64 hex digits."""
         return hashlib.sha256(json.dumps(self._fields(), sort_keys=True).encode()).hexdigest()
+
+    @classmethod
+    def of_text(cls, text: str) -> Recipe | None:
+        """The recipe that a text such as ``"recompute:0.1"`` names; see ``engine.outline``.
+
+        Returns:
+            None if the text has another form, such as a folder's path.
+
+        Raises:
+            ValueError: a value is out of range.
+        """
+        if (found := RecipeOutline.parsed(text)) is None:
+            return None
+        return cls(
+            found.sink, promote=found.promote, recompute=found.recompute, source=f"settings {text}"
+        )
 
     @property
     def outline(self) -> RecipeOutline:

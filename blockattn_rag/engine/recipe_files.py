@@ -22,6 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
+from blockattn_rag.engine.outline import TEXT_FORMS
 from blockattn_rag.files import locked, replacing, sync, write_json
 
 VERSION = 2
@@ -264,7 +265,7 @@ def _opened(folder: Path) -> BinaryIO:
             raise
     raise ValueError(
         f"Found no recipe at {folder}: expected a folder with {RECIPE_FILE}, which {_MADE_BY} "
-        "or `Recipe.save` writes, or one of 'auto', 'none', 'bos' and 'head:N'."
+        f"or `Recipe.save` writes, 'auto', or {TEXT_FORMS}."
     )
 
 

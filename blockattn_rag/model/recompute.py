@@ -1,9 +1,10 @@
 """Recomputation: a share of the passages' tokens, chosen by the question, with full attention.
 
-Block mode computes each passage alone. Here, the tokens that the question attends to most are
-computed again and attend to everything before them; the others keep their keys and values. This
-costs two more forward passes: one of the question, for its attention, and one of the chosen tokens.
-CacheBlend (arXiv 2405.16444) recomputes tokens; ProphetKV and QCFuse choose them by the question.
+Block mode computes each passage alone. Here, the tokens that the question attends to most in the
+last third of the layers are computed again and attend to everything before them; the others keep
+their keys and values. This costs two more forward passes: one of the question, for its attention,
+and one of the chosen tokens. CacheBlend (arXiv 2405.16444) recomputes tokens; ProphetKV and QCFuse
+choose them by the question. ``benchmarks/results/quality`` compares ways to choose.
 """
 
 from __future__ import annotations
@@ -41,37 +42,6 @@ _MOST_SCORES = 1 << 24
 _MOST_ROWS = 512
 """Recomputed tokens whose attention is computed at once. More need fewer kernels, but compute more
 scores that the mask hides."""
-
-
-class _MeasuredAttention:
-    """Causal attention that adds up what the first ``tokens`` tokens receive, in ``total``.
-
-    Computed in float32, because the scores decide which tokens are chosen.
-    """
-
-    takes_mask = False
-
-    def __init__(self, tokens: int, device: torch.device) -> None:
-        self.total = torch.zeros(tokens, dtype=torch.float32, device=device)
-
-    def attend(
-        self, _: int, query: Tensor, key: Tensor, value: Tensor, scale: float, __: Tensor | None
-    ) -> Tensor:
-        """See ``RelayPlan.attend``. Keys and values are those of context and tail."""
-        keys, before, outputs = key.float().mT, len(self.total), []
-        heads, tokens = query.shape[1:3]
-        places = torch.arange(tokens, device=query.device)
-        step = max(1, _MOST_SCORES // (heads * keys.shape[-1]))
-        for start in range(0, tokens, step):
-            end = min(start + step, tokens)
-            folded = fold_heads(query[:, :, start:end].float(), None, key.shape[1])[0]
-            scores = (folded @ keys[..., : before + end] * scale).unflatten(2, (-1, end - start))
-            scores[..., before:].masked_fill_(places[start:end, None] < places[:end], -math.inf)
-            weights = scores.softmax(-1).flatten(2, 3)
-            self.total += weights[..., :before].sum(dim=(0, 1, 2)) / (heads * tokens)
-            output = weights.to(value.dtype) @ value[:, :, : before + end]
-            outputs.append(output.reshape(*query.shape[:2], end - start, -1))
-        return torch.cat(outputs, dim=2)
 
 
 def tokens_to_recompute(context: Context, may_change: Sequence[bool], share: float) -> int:
@@ -112,13 +82,25 @@ def recompute(
     profile = model.profile
     cache = copied_cache(model.hf_model.config, [context], profile.layouts, profile.kinds)
     received = attention_to_context(model, context, final_ids, cache)
-    lengths = torch.tensor([block.kv.num_tokens for block in context.blocks], dtype=torch.int64)
-    allowed = torch.tensor(may_change).repeat_interleave(lengths).to(model.device)
-    # Not `topk`, whose choice among equal scores differs between devices.
-    ranked = received.masked_fill(~allowed, -1.0).sort(descending=True, stable=True).indices
-    chosen = sorted(ranked[:count].tolist())
+    chosen = choose_tokens(received, context, may_change, count)
+    return with_recomputed(model, context, chosen, cache), chosen
+
+
+@torch.no_grad()
+def with_recomputed(
+    model: BlockModel, context: Context, chosen: Sequence[int], cache: ContextCache | None = None
+) -> Context:
+    """The context as one block of its own, with the chosen tokens recomputed.
+
+    Args:
+        chosen: Indices of at least one token, in order.
+        cache: A copied cache of the context, which is used up.
+    """
+    if cache is None:
+        profile = model.profile
+        cache = copied_cache(model.hf_model.config, [context], profile.layouts, profile.kinds)
     _compute(model, context, cache, chosen)
-    identity = [block.kv.digest for block in context.blocks], chosen
+    identity = [block.kv.digest for block in context.blocks], [*chosen]
     keys, values = [], []
     layers: Any = cache.layers
     while layers:  # copies, because the cache has room for more tokens; one layer exists twice
@@ -133,7 +115,24 @@ def recompute(
         digest=hashlib.sha256(repr(identity).encode()).hexdigest(),
         handle="",
     )
-    return Context((PlacedBlock(kv, 0, 0),)), chosen
+    return Context((PlacedBlock(kv, 0, 0),))
+
+
+def choose_tokens(
+    received: Tensor, context: Context, may_change: Sequence[bool], count: int
+) -> list[int]:
+    """Indices of the tokens to recompute, in order: those that receive the most attention.
+
+    Args:
+        received: Attention that each token of the context receives, ``[tokens]`` float32.
+        may_change: Whether the tokens of each block may be chosen.
+        count: Number of tokens to choose.
+    """
+    lengths = torch.tensor([block.kv.num_tokens for block in context.blocks], dtype=torch.int64)
+    allowed = torch.tensor(may_change).repeat_interleave(lengths).to(received.device)
+    # Not `topk`, whose choice among equal scores differs between devices.
+    ranked = received.masked_fill(~allowed, -1.0).sort(descending=True, stable=True).indices
+    return sorted(ranked[:count].tolist())
 
 
 def can_recompute(model: BlockModel) -> bool:
@@ -160,17 +159,22 @@ def attention_to_context(
     context: Context,
     final_ids: Sequence[int],
     cache: ContextCache | None = None,
+    first_layer: int | None = None,
 ) -> Tensor:
     """Attention of the final block to each token of the context, ``[tokens]`` float32, summed over
     layers, and averaged over heads and the final block's tokens.
 
-    ``cache``: A copied cache of the context, which is left as it was.
+    Args:
+        cache: A copied cache of the context, which is left as it was.
+        first_layer: Index of the first layer to measure. Default: that of the last third.
     """
     if cache is None:
         profile = model.profile
         cache = copied_cache(model.hf_model.config, [context], profile.layouts, profile.kinds)
     enable_relay(model.hf_model)
-    scores = _MeasuredAttention(context.num_tokens, model.device)
+    if first_layer is None:
+        first_layer = 2 * len(model.profile.layouts) // 3
+    scores = _MeasuredAttention(context.num_tokens, len(final_ids), first_layer, model.device)
     cache.attention = scores
     last_logits(model.hf_model, torch.tensor([[*final_ids]]), cache, 1)
     cache.attention = None
@@ -222,7 +226,13 @@ class _ChosenAttention:
         self._has_causal_kernel = has_causal_kernel
 
     def attend(
-        self, _: int, query: Tensor, key: Tensor, value: Tensor, scale: float, __: Tensor | None
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        mask: Tensor | None,
     ) -> Tensor:
         """See ``RelayPlan.attend``. Keys and values are those of the context."""
         start, outputs = 0, []
@@ -272,6 +282,51 @@ class _ChosenAttention:
             before = attend(folded, key[:, :, :first], value[:, :, :first], scale)
             result = merge([before, result])
         return result.output.reshape(*query.shape[:3], -1)
+
+
+class _MeasuredAttention(_ChosenAttention):
+    """Attention of the tokens after a context, which adds up what the context's tokens receive.
+
+    Measured in float32, because the scores decide which tokens are chosen.
+
+    Args:
+        before: Number of tokens in the context.
+        after: Number of tokens after it.
+        first_layer: Index of the first layer to measure.
+    """
+
+    def __init__(self, before: int, after: int, first_layer: int, device: torch.device) -> None:
+        places = torch.arange(before, before + after, device=device)
+        super().__init__(range(before, before + after), places, has_causal_kernel=False)
+        self.total = torch.zeros(before, dtype=torch.float32, device=device)
+        self._first_layer = first_layer
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        mask: Tensor | None,
+    ) -> Tensor:
+        """See ``RelayPlan.attend``. Keys and values are those of context and tail."""
+        if layer < self._first_layer:
+            return super().attend(layer, query, key, value, scale, mask)
+        keys, before, outputs = key.float().mT, len(self.total), []
+        heads, tokens = query.shape[1:3]
+        places = torch.arange(tokens, device=query.device)
+        step = max(1, _MOST_SCORES // (heads * keys.shape[-1]))
+        for start in range(0, tokens, step):
+            end = min(start + step, tokens)
+            folded = fold_heads(query[:, :, start:end].float(), None, key.shape[1])[0]
+            scores = (folded @ keys[..., : before + end] * scale).unflatten(2, (-1, end - start))
+            scores[..., before:].masked_fill_(places[start:end, None] < places[:end], -math.inf)
+            weights = scores.softmax(-1).flatten(2, 3)
+            self.total += weights[..., :before].sum(dim=(0, 1, 2)) / (heads * tokens)
+            output = weights.to(value.dtype) @ value[:, :, : before + end]
+            outputs.append(output.reshape(*query.shape[:2], end - start, -1))
+        return torch.cat(outputs, dim=2)
 
 
 def _compute(

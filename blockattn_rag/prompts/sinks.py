@@ -7,7 +7,10 @@ in full attention (the shared prefix of APE, arXiv 2502.05431). This costs nothi
 
     none    no prefix, as in the Block-Attention paper; for block-fine-tuned models
     bos     the BOS token
-    head:N  the first N tokens of the chat template's head (4 work as well as more)
+    head:N  the first N tokens of the head of a prompt in the format ``chat``, in the model's own
+            chat template (4 work as well as more)
+
+No sink depends on the prompt, so blocks serve prompts with any system message.
 """
 
 from __future__ import annotations

@@ -43,6 +43,17 @@ def test_profile_is_measured_once(served: Served, monkeypatch: pytest.MonkeyPatc
     assert profile_file(served) not in (file, *others)
 
 
+def test_auto_is_what_the_server_can_run(served: Served, tmp_path: Path) -> None:
+    auto = replace(served, recipe="auto")
+    assert str(ModelProfile.read(profile_file(auto)).recipe) == "head:4"
+    earlier = replace(auto, stock="head:2")
+    assert str(ModelProfile.read(profile_file(earlier)).recipe) == "head:2"
+    Recipe("head:3", promote=1, recompute=0.2).save(tmp_path / "recipe")
+    assert str(ModelProfile.read(profile_file(auto)).recipe) == "head:3+promote:1"
+    with pytest.raises(ValueError, match="a server cannot recompute tokens"):
+        profile_file(replace(served, recipe="recompute:0.1"))
+
+
 def test_a_recipe_next_to_the_store_is_part_of_the_profile(served: Served, tmp_path: Path) -> None:
     served = replace(served, recipe="auto")
     file = profile_file(served)

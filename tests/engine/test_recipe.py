@@ -7,7 +7,6 @@ import errno
 import json
 import logging
 import os
-import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,7 +23,8 @@ from blockattn_rag import (
     open_store,
 )
 from blockattn_rag.engine.find_recipe import known_digests, resolve_recipe
-from blockattn_rag.engine.outline import RecipeOutline
+from blockattn_rag.engine.outline import STOCK, RecipeOutline
+from blockattn_rag.errors import UnsupportedModelError
 from blockattn_rag.model import BlockModel
 from blockattn_rag.model.correction import Correction
 from blockattn_rag.prompts.blocks import Block
@@ -106,16 +106,17 @@ def test_recipes_with_and_without_promotion_share_stored_passages(model: BlockMo
 def test_a_recipe_is_short_as_text(model: BlockModel) -> None:
     recipe = recipe_of(model, promote=1)
     assert recipe.adapter is not None
-    assert str(recipe) == f"head:4 + adapter {recipe.adapter.digest[:6]} + promote 1"
-    assert str(Recipe("bos", recompute=0.125)) == "bos + recompute 12.5 %"
-    assert str(Recipe("bos", positions="composite")) == "bos + composite positions"
+    assert str(recipe) == f"head:4+adapter:{recipe.adapter.digest[:6]}+promote:1"
+    assert str(Recipe("bos", recompute=0.125)) == "bos+recompute:0.125"
+    assert str(Recipe("bos", positions="composite")) == "bos+positions:composite"
+    assert str(Recipe()) == "none"
     assert "tensor" not in repr(recipe)
 
 
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        ({"sink": "head"}, "head:N"),
+        ({"sink": "heads"}, "head:N"),
         ({"sink": "first-block"}, "head:N"),
         ({"promote": -1}, "number of passages"),
         ({"promote": True}, "number of passages"),
@@ -216,7 +217,7 @@ def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
         ({"promote": True}, "found promote True, expected int"),
         ({"promote": 1.0}, "found promote 1.0, expected int"),
         ({"recompute": False}, "found recompute False, expected int or float"),
-        ({"sink": "head"}, "'head:N'"),
+        ({"sink": "heads"}, "'head:N'"),
         ({"sink": 4}, "found sink 4, expected str"),
         ({"adapter": 1}, "found adapter 1, expected str or null"),
         ({"digest": None}, "found digest None, expected str"),
@@ -315,10 +316,6 @@ def test_a_given_recipe_is_taken(model: BlockModel, tmp_path: Path) -> None:
     assert resolve_recipe(recipe, model, store) is recipe
     assert resolve_recipe(str(tmp_path / "recipe"), model, store) == recipe
     assert resolve_recipe(tmp_path / "recipe", model, store) == recipe
-    assert resolve_recipe("none", model, store) == Recipe()
-    assert resolve_recipe("head:2", model, store) == Recipe("head:2")
-    with pytest.raises(ValueError, match=r"Found no recipe at head.*'head:N'"):
-        resolve_recipe("head", model, store)
     with pytest.raises(TypeError, match=r"Invalid recipe \{'recompute': 0.1\}: expected"):
         resolve_recipe({"recompute": 0.1}, model, store)  # type: ignore[arg-type]
 
@@ -367,7 +364,7 @@ def test_auto_skips_recipes_of_other_models(
     model: BlockModel, stock: BlockModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     recipe_of(model).save(tmp_path / "recipe")
-    assert resolve_recipe("auto", stock, open_store("memory:"), tmp_path) == Recipe("head:4")
+    assert resolve_recipe("auto", stock, open_store("memory:"), tmp_path) == Recipe.of_text(STOCK)
     assert f"Skipped {tmp_path / 'recipe'}. The recipe" in caplog.text
 
 
@@ -380,46 +377,76 @@ def test_auto_refuses_a_damaged_recipe(model: BlockModel, tmp_path: Path) -> Non
 
 def test_stock_model_warns_once(stock: BlockModel, caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(2):
-        assert resolve_recipe("auto", stock, open_store("memory:")) == Recipe("head:4")
+        assert resolve_recipe("auto", stock, open_store("memory:")) == Recipe.of_text(STOCK)
     [record] = caplog.records
     assert record.levelno == logging.WARNING
     assert "`blockattn-rag repair --model stock --passages FILE`" in record.getMessage()
 
 
-def stock_warning(caplog: pytest.LogCaptureFixture, family: str) -> str:
-    """The warning about a model of this family without a recipe."""
-    caplog.clear()
-    kind = BlockModel(tiny_model(family), tiny_tokenizer(), name=family)
-    resolve_recipe("auto", kind, open_store("memory:"))
-    [record] = caplog.records
-    return record.getMessage()
-
-
-def test_the_warning_names_what_helps_this_kind_of_model(caplog: pytest.LogCaptureFixture) -> None:
-    qwen = stock_warning(caplog, "qwen2")
-    assert "recompute=0.1" in qwen
-    assert "blockattn-rag repair" not in qwen  # no recipe of repair gave it more right answers
-    llama = stock_warning(caplog, "llama")
-    assert llama.index("blockattn-rag repair") < llama.index("recompute=0.1")
-    no_relay = stock_warning(caplog, "gemma2")
-    assert "blockattn-rag repair" in no_relay
-    assert "recompute" not in no_relay
-
-
-def test_the_lines_of_the_warning_work(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_the_line_about_a_stock_model_names_cost_gain_and_remedy(
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    message = stock_warning(caplog, "qwen2")
-    (given,) = re.findall(r"recipe=(Recipe\(.*?\));", message)
-    imported, saved, option = re.findall(r"`(.*?)`", message)
-    names: dict[str, Any] = {}
-    exec(f"{imported}\nfound = {given}\n{saved}", names)
-    expected = Recipe("head:4", recompute=0.1)
-    assert names["found"] == expected
-    kind = BlockModel(tiny_model("qwen2"), tiny_tokenizer())
-    name = option.removeprefix("--recipe ")
-    assert resolve_recipe(name, kind, open_store("memory:")) == expected
+    plain = BlockModel(tiny_model("qwen2"), tiny_tokenizer(), name="plain")
+    assert resolve_recipe("auto", plain, open_store("memory:")) == Recipe(recompute=0.1)
+    [line] = caplog.messages
+    assert "uses 'recompute:0.1', which keeps most of full mode's answers" in line
+    assert "computes 10 % of the passages' tokens again" in line
+    for remedy in ("'fast'", "`blockattn-rag eval`", "`blockattn-rag repair --model plain"):
+        assert remedy in line
+
+
+@pytest.mark.parametrize("reason", ["windows", "server"])
+def test_auto_leaves_out_what_cannot_run(reason: str, caplog: pytest.LogCaptureFixture) -> None:
+    family = "gemma2" if reason == "windows" else "llama"
+    kind = BlockModel(tiny_model(family), tiny_tokenizer(), name="kind")
+    options: dict[str, Any] = {"can_recompute": reason != "server"}
+    assert resolve_recipe("auto", kind, open_store("memory:"), **options) == Recipe("head:4")
+    assert "uses 'head:4', which costs nothing per answer" in caplog.text
+    if reason == "windows":
+        with pytest.raises(UnsupportedModelError, match="cannot recompute"):
+            resolve_recipe("recompute:0.1", kind, open_store("memory:"))
+
+
+def test_a_server_does_without_the_recomputing_of_a_recipe_that_it_finds(
+    stock: BlockModel, tmp_path: Path
+) -> None:
+    Recipe("bos", promote=1, recompute=0.2).save(tmp_path / "recipe")
+    store = open_store("memory:")
+    found = resolve_recipe("auto", stock, store, tmp_path, can_recompute=False)
+    assert found == Recipe("bos", promote=1)
+
+
+@pytest.mark.parametrize(
+    ("text", "recipe"),
+    [
+        ("none", Recipe()),
+        ("fast", Recipe("head:4")),
+        ("bos", Recipe("bos")),
+        ("head:4", Recipe("head:4")),
+        ("recompute:0.05", Recipe(recompute=0.05)),
+        ("head:4+recompute:0.1", Recipe("head:4", recompute=0.1)),
+        ("head:2+promote:1+recompute:1", Recipe("head:2", promote=1, recompute=1)),
+    ],
+)
+def test_settings_have_a_text_form(stock: BlockModel, text: str, recipe: Recipe) -> None:
+    assert resolve_recipe(text, stock, open_store("memory:")) == recipe
+    assert Recipe.of_text(str(recipe)) == recipe
+    assert known_digests(text, None, "") == [recipe.digest]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "fast+promote:1", "head+bos", "head+", "recompute:", "promote:0.5", "recompute:x"]
+)
+def test_any_other_text_is_a_folder(stock: BlockModel, text: str) -> None:
+    with pytest.raises(ValueError, match=r"Found no recipe at .*'recompute:0.1'"):
+        resolve_recipe(text, stock, open_store("memory:"))
+
+
+def test_settings_out_of_range_are_refused(stock: BlockModel) -> None:
+    with pytest.raises(ValueError, match="share of the tokens, from 0 to 1"):
+        resolve_recipe("head:4+recompute:10", stock, open_store("memory:"))
+    with pytest.raises(ValueError, match="Invalid settings 'my-recipe'"):
+        resolve_recipe("auto", stock, open_store("memory:"), stock="my-recipe")
 
 
 def test_the_warning_of_a_database_names_its_own_repair(
@@ -454,8 +481,8 @@ def test_the_name_of_a_model_is_not_looked_up_in_the_current_directory(
     for name in ("stock", "smollm2", "bundled"):
         recipe_of(stock, promote=1).save(tmp_path / name / "recipe")
         named = BlockModel(stock.hf_model, stock.tokenizer, name=name)
-        assert resolve_recipe("auto", named, open_store("memory:")) == Recipe("head:4")
-    assert known_digests("auto", None, "smollm2") == []
+        assert resolve_recipe("auto", named, open_store("memory:")) == Recipe.of_text(STOCK)
+    assert known_digests("auto", None, "smollm2") == known_digests(STOCK, None, "")
 
 
 def test_a_model_that_was_loaded_from_the_current_directory_has_its_recipe(
@@ -479,7 +506,7 @@ def test_recipes_outside_of_the_database_are_named_in_a_warning(
     [record] = caplog.records
     assert record.levelno == logging.WARNING
     place = tmp_path / "shared" / "recipe"
-    assert f"uses the recipe that was found in {place}: head:4 + adapter" in record.getMessage()
+    assert f"uses the recipe that was found in {place}: head:4+adapter:" in record.getMessage()
     caplog.clear()
     resolve_recipe("auto", stock, store, tmp_path / "shared")  # the database's own
     resolve_recipe(tmp_path / "shared" / "recipe", stock, store)
@@ -505,8 +532,8 @@ def test_damaged_recipes_outside_of_the_database_are_skipped(
     place = tmp_path / "recipe"
     place.mkdir()
     (place / "recipe.json").write_text(content)
-    assert resolve_recipe("auto", stock, store) == Recipe("head:4")
-    assert known_digests("auto", store.path, "stock") == []
+    assert resolve_recipe("auto", stock, store) == Recipe.of_text(STOCK)
+    assert known_digests("auto", store.path, "stock") == known_digests(STOCK, None, "")
     assert f"Skipped the recipe that was found in {place}. " in caplog.text
     assert message in caplog.text
     with pytest.raises(ValueError, match=message):
@@ -520,7 +547,7 @@ def test_recipes_outside_of_the_database_that_cannot_run_are_skipped(
 ) -> None:
     store = DirectoryStore(tmp_path / "kv")
     Recipe("head:9999").save(tmp_path / "recipe")
-    assert resolve_recipe("auto", stock, store) == Recipe("head:4")
+    assert resolve_recipe("auto", stock, store) == Recipe.of_text(STOCK)
     assert "head of a prompt has" in caplog.text
 
 

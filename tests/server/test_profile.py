@@ -166,19 +166,19 @@ def test_a_recipe_of_another_model_or_that_no_server_applies_has_no_profile() ->
     other = BlockModel(tiny_model("llama", num_hidden_layers=1), tiny_tokenizer())
     with pytest.raises(ValueError, match=r"belongs to .* with the fingerprint"):
         profile_of(model, recipe_of(other))
-    with pytest.raises(ValueError, match="Found recipe composite positions, but a server rotates"):
+    with pytest.raises(ValueError, match="Found recipe positions:composite, but a server rotates"):
         profile_of(model, Recipe(positions="composite"))
-    with pytest.raises(ValueError, match=r"recipe recompute 10 %, but a server .*promote=1"):
+    with pytest.raises(ValueError, match=r"recipe recompute:0.1, but a server .*promote=1"):
         profile_of(model, Recipe(recompute=0.1))
 
 
 @pytest.mark.parametrize(
     ("changed_recipe", "why"),
     [
-        ({"sink": "bos"}, "found bos, expected head:4 . adapter"),
-        ({"adapter": None}, "found head:4, expected head:4 . adapter"),
-        ({"promote": 1}, "promote 1, expected head:4 . adapter"),
-        ({"positions": "composite"}, "adapter ...... . composite positions, expected"),
+        ({"sink": "bos"}, "found bos, expected head:4.adapter"),
+        ({"adapter": None}, "found head:4, expected head:4.adapter"),
+        ({"promote": 1}, "promote:1, expected head:4.adapter"),
+        ({"positions": "composite"}, "adapter:.......positions:composite, expected"),
         ({"fingerprints": ("0" * 64,)}, "found fingerprints .'000"),
     ],
 )

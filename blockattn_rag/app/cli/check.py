@@ -45,7 +45,7 @@ def check(
     recipe: Annotated[
         str | None,
         typer.Option(
-            help="Also check block mode with this recipe: auto, a sink such as head:4, or a "
+            help="Also check block mode with this recipe: auto, settings such as fast, or a "
             "recipe folder."
         ),
     ] = None,
@@ -95,7 +95,9 @@ def rows_table(title: str, report: CheckReport) -> RenderableType:
     return table(title, ("check", "passed", "found", "allowed", "detail"), rows, left=(0, 4))
 
 
-def _load(model: str, dtype: str, recipe: str | None) -> tuple[BlockModel, Recipe | None]:
+def _load(
+    model: str, dtype: str, recipe: str | None, *, serves: bool
+) -> tuple[BlockModel, Recipe | None]:
     from blockattn_rag.engine.find_recipe import resolve_recipe
     from blockattn_rag.model import BlockModel
     from blockattn_rag.store import MemoryStore
@@ -103,13 +105,15 @@ def _load(model: str, dtype: str, recipe: str | None) -> tuple[BlockModel, Recip
     check_recipe(recipe)
     with waiting(f"loading {model}"):
         loaded = BlockModel.from_pretrained(model, dtype=dtype)
-    return loaded, None if recipe is None else resolve_recipe(recipe, loaded, MemoryStore(1))
+    if recipe is None:
+        return loaded, None
+    return loaded, resolve_recipe(recipe, loaded, MemoryStore(1), can_recompute=not serves)
 
 
 def _check_model(name: str, recipe: str | None, profile: Path | None, dtype: str) -> Result:
     from blockattn_rag.check.model import check_model
 
-    loaded, used = _load(name, dtype, recipe)
+    loaded, used = _load(name, dtype, recipe, serves=profile is not None)
     with waiting("checking"):
         report = check_model(loaded, used)
     fields = {

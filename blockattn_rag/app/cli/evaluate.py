@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import RenderableType
 
+from blockattn_rag.app.cli.evaluate_database import show_database
 from blockattn_rag.app.cli.options import MODEL_HELP, DtypeOption, KVDtypeOption
 from blockattn_rag.app.cli.output import count, emit, note, percent, table
 from blockattn_rag.app.cli.progress import stage_progress, waiting
@@ -33,7 +34,17 @@ _FIDELITY_LEGEND = (
 
 
 def evaluate(
-    model: Annotated[str, typer.Option(help=MODEL_HELP, callback=existing_model)],
+    model: Annotated[str | None, typer.Option(help=MODEL_HELP, callback=existing_model)] = None,
+    db: Annotated[
+        Path | None, typer.Option(help="Database folder, made by `ingest`. Needs --questions.")
+    ] = None,
+    questions: Annotated[
+        Path | None,
+        typer.Option(
+            help='Questions to a database, .jsonl or .jsonl.gz, one per line: {"question": "..."}. '
+            'With "answers", a list, right answers are counted.'
+        ),
+    ] = None,
     data: Annotated[
         Path | None,
         typer.Option(
@@ -52,8 +63,8 @@ def evaluate(
     recipes: Annotated[
         str,
         typer.Option(
-            help="Recipes to compare with full mode, comma-separated: auto, none, a sink such as "
-            "head:4, or a recipe folder."
+            help="Recipes to compare with full mode, comma-separated: auto, settings such as fast, "
+            "none or recompute:0.1, or a recipe folder."
         ),
     ] = "auto",
     closed_book: Annotated[
@@ -75,10 +86,20 @@ def evaluate(
 ) -> None:
     """Compare block mode with full mode, by right answers or by predictions.
 
-    With --data, questions are answered and scored. With --data --fidelity or --log, no labels are
-    needed: the predictions of each recipe are compared with full mode's at each token of full
-    mode's answers.
+    With --db, the database's recipe is compared with full mode and with the recipe fast, on your
+    questions. The last line says which one to use. With --data, questions are answered and scored.
+    With --data --fidelity or --log, no labels are needed: the predictions of each recipe are
+    compared with full mode's at each token of full mode's answers.
     """
+    if (db is None) != (questions is None):
+        raise typer.BadParameter("--db and --questions need each other")
+    if db is not None and questions is not None:
+        if data is not None or log is not None or recipes != "auto":
+            raise typer.BadParameter("--db has its own passages and recipe; pass only --questions")
+        show_database(db, questions, model, max_new_tokens)
+        return
+    if model is None:
+        raise typer.BadParameter("expected --model NAME, or --db FOLDER with --questions FILE")
     if (data is None) == (log is None):
         raise typer.BadParameter("expected --data FILE or --log FILE, and not both")
     if log is not None and closed_book:

@@ -20,6 +20,7 @@ from blockattn_rag.app.cli.options import (
 from blockattn_rag.app.cli.output import count, duration, emit, fail, note, size
 from blockattn_rag.app.cli.progress import stage_progress, stages, waiting
 from blockattn_rag.app.rag.database import (
+    AUTO_SETTING,
     Database,
     Manifest,
     has_passages,
@@ -35,6 +36,7 @@ from blockattn_rag.app.rag.passages import (
     orphaned_sources,
     sources_at,
 )
+from blockattn_rag.engine.outline import STOCK
 from blockattn_rag.store.namespaces import check_namespace
 
 INACCESSIBLE = 3
@@ -229,6 +231,8 @@ def _manifest(db: Path, **options: Any) -> Manifest:
             f"use `blockattn-rag ask --db {db} --model {options['model']}`"
         )
     chosen = {name: value for name, value in options.items() if value}
+    if chosen.get("recipe") == AUTO_SETTING:
+        chosen["stock"] = STOCK
     own = ("recipe", "namespace", "dtype", "kv_dtype", "store")
     if chosen.get("server") and (clashing := [name for name in own if name in chosen]):
         raise typer.BadParameter(

@@ -60,11 +60,20 @@ def repair(
     minutes: Annotated[
         float, typer.Option(min=0.1, help="Time limit in minutes, including measurements.")
     ] = 20.0,
+    tolerance: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            max=1,
+            help="Share of full mode's answers that the recipe must keep: right answers if enough "
+            "are known, else tokens. The cheapest recipe that keeps as many is chosen.",
+        ),
+    ] = 0.95,
 ) -> None:
     """Make a recipe that improves the block mode of a model without block fine-tuning.
 
-    The recipe is fitted to the model's own answers in full mode, so no labels are needed. Of all
-    candidates, the simplest that is as good as the best is measured on held-out questions and
+    The recipe is fitted to the model's own answers in full mode, so no labels are needed. The
+    cheapest recipe that keeps enough of full mode's answers is measured on held-out questions and
     written next to the database, where `ask` finds it. Run the same command again to resume an
     interrupted run.
     """
@@ -78,6 +87,7 @@ def repair(
             job.material,
             job.output,
             minutes=minutes,
+            tolerance=tolerance,
             version=__version__,
             on_progress=report,
         )

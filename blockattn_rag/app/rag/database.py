@@ -24,6 +24,7 @@ from blockattn_rag.app.rag.names import (
     check_recipe,
     load_embedding,
 )
+from blockattn_rag.engine.outline import STOCK, STOCK_SOURCE, TEXT_FORMS, RecipeOutline
 from blockattn_rag.errors import DatabaseError
 from blockattn_rag.files import write_json
 from blockattn_rag.prompts.blocks import BlockTemplate
@@ -42,6 +43,9 @@ if TYPE_CHECKING:
 MANIFEST = "blockattn.json"
 AUTO_SETTING = "auto"
 MANIFEST_VERSION = 2
+_EARLIER_STOCK = "head:4"
+"""``Manifest.stock`` of databases whose manifest has none."""
+
 _CHROMA, _CHROMA_FILE = "chroma", "chroma.sqlite3"
 
 logger = logging.getLogger("blockattn_rag.app.rag")
@@ -58,8 +62,10 @@ class Manifest:
         collection: Chroma collection.
         chunk_size: Maximum length of a passage in tokens.
         template: Block template of the passages.
-        recipe: Recipe of block mode: ``"auto"``, ``"none"``, a sink or a folder. ``"auto"`` is the
-            folder ``recipe`` of the database, if there is one.
+        recipe: Recipe of block mode: ``"auto"``, settings such as ``"fast"``, or a folder.
+            ``"auto"`` is the folder ``recipe`` of the database, if there is one.
+        stock: Settings of ``"auto"`` for a stock model without a recipe. They stay those of the
+            first ingestion, because the stored keys and values belong to them.
         namespace: Namespace of the keys and values in the store.
         dtype: Type of the model's weights.
         kv_dtype: Type of newly stored keys and values.
@@ -74,6 +80,7 @@ class Manifest:
     chunk_size: int = 512
     template: dict[str, str] = field(default_factory=lambda: asdict(BLANK_LINE))
     recipe: str = AUTO_SETTING
+    stock: str = STOCK
     namespace: str = ""
     dtype: str = AUTO_SETTING
     kv_dtype: str = "model"
@@ -99,6 +106,9 @@ class Manifest:
                 raise ValueError(f"Found kv_dtype {kind!r}, expected 'model' or 'int8'")
             if not isinstance(recipe := fields.get("recipe", AUTO_SETTING), str):
                 raise ValueError(f"Found recipe {recipe!r}, expected a string")
+            stock = fields.setdefault("stock", _EARLIER_STOCK)
+            if not isinstance(stock, str) or RecipeOutline.parsed(stock) is None:
+                raise ValueError(f"Found stock {stock!r}, expected {TEXT_FORMS}")
             return cls(**fields)
         except (ValueError, TypeError, AttributeError) as error:
             raise DatabaseError(f"{path} is damaged ({error}); ingest into a new folder") from error
@@ -186,7 +196,16 @@ class Database:
                 "of them now, run `blockattn-rag ingest`",
                 path, manifest.model,
             )  # fmt: skip
-        return cls(path, manifest, loaded, embedding)
+        database = cls(path, manifest, loaded, embedding)
+        if database.server is None:
+            recipe_of = database.engine.recipe
+            if recipe_of.source == STOCK_SOURCE and manifest.stock != STOCK:
+                logger.warning(
+                    "%s was ingested with the recipe %s, and keeps it; new databases use %s. To "
+                    "use that here, run `blockattn-rag ingest PATH --db %s --recipe auto`",
+                    path, recipe_of, STOCK, path,
+                )  # fmt: skip
+        return database
 
     def require_passages(self) -> None:
         """Raise ``DatabaseError`` if the database has no passages."""
@@ -345,6 +364,7 @@ def _load_model(
         kv_dtype=check_kv_dtype(settings.kv_dtype),
         recipe=settings.recipe,
         folder=path,
+        stock=settings.stock,
         resident_bytes=DEFAULT_RESIDENT_BYTES if remembers else 0,
     )
     model = engine.model

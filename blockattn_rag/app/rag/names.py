@@ -31,13 +31,11 @@ def require_model(name: str) -> None:
 
 
 def check_recipe(name: str | None) -> None:
-    """Check that a folder contains a recipe, before the model is loaded."""
-    from blockattn_rag.engine.find_recipe import AUTO
-    from blockattn_rag.engine.recipe_files import read_fields
-    from blockattn_rag.prompts.sinks import is_sink
+    """Check that a recipe is ``"auto"``, valid settings or a folder, before the model is loaded."""
+    from blockattn_rag.engine.find_recipe import AUTO, known_digests
 
-    if name is not None and name != AUTO and not is_sink(name):
-        read_fields(Path(name))
+    if name is not None and name != AUTO:
+        known_digests(name, None, "")
 
 
 def load_embedding(name: str) -> BaseEmbedding:

@@ -34,7 +34,7 @@ from blockattn_rag.prompts.checkpoints import AUTO_FORMAT, format_for
 from blockattn_rag.prompts.formats import Passage, PromptFormat
 
 # The closed-book prompt of Liu et al. 2023.
-_CLOSED_BOOK = PromptFormat(
+CLOSED_BOOK_FORMAT = PromptFormat(
     "closed-book", "", "", "{text}", NO_TEMPLATE, "Question: {question}\nAnswer: "
 )
 _COUNTS = ("hits", "misses", "reused_tokens", "computed_tokens", "generated_tokens")
@@ -197,7 +197,7 @@ def make_prompt(
 ) -> BlockPrompt:
     """Make the prompt of a sample. Closed-book prompts have no passages."""
     if closed_book:
-        form = _CLOSED_BOOK
+        form = CLOSED_BOOK_FORMAT
     passages = [] if closed_book else [Passage(p.title, p.text) for p in sample.passages]
     return form.prompt(sample.question, passages, engine.model.tokenizer.tokenizer)
 

@@ -1,13 +1,15 @@
 """Candidate recipes of a repair: their comparison with full mode, and the choice of one.
 
-The choice follows the one-standard-error rule (Breiman et al. 1984): it is the simplest candidate
-that the data cannot distinguish from the best candidate.
+The choice has two steps. Of the candidates that cost nothing per answer, it takes the simplest that
+the data cannot distinguish from the best (the one-standard-error rule, Breiman et al. 1984). If it
+does not keep enough of full mode's answers, it adds the smallest cost per answer that does.
 """
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,8 +26,11 @@ from blockattn_rag.lab.repair.data import Question
 from blockattn_rag.lab.repair.teacher import Teacher, divergence
 from blockattn_rag.model import BlockModel
 from blockattn_rag.model.correction import Correction
+from blockattn_rag.model.recompute import can_recompute
 from blockattn_rag.prompts.blocks import BlockPrompt
 from blockattn_rag.prompts.sinks import NO_SINK
+
+logger = logging.getLogger("blockattn_rag")
 
 Tick = Callable[[int, int], None]
 """Function of the finished part of the work and its total."""
@@ -33,7 +38,13 @@ Tick = Callable[[int, int], None]
 _GENERATED_AT_ONCE = 8
 
 _CONFIDENCE = 1.96
-"""Standard errors by which a recipe that costs tokens, or that replaces another, must be better."""
+"""Standard errors by which a recipe that replaces another must be better."""
+
+_SHARES = (0.05, 0.1, 0.2)
+"""Shares of the tokens to recompute, as candidates."""
+
+_FEWEST_RIGHT = 8
+"""Number of full mode's right answers below which tokens decide, because answers are too few."""
 
 _FEW = 8
 """Number of questions below which a difference is too uncertain to replace a recipe in use."""
@@ -68,20 +79,50 @@ def free_recipes(
     return recipes
 
 
-def count_candidates(sink: str, in_use: Recipe | None) -> int:
-    """Maximum number of candidates: those of ``free_recipes`` and ``promoting``."""
-    without, closed, trained, promoted = 1, 1, 1, 1
+def count_candidates(model: BlockModel, sink: str, in_use: Recipe | None) -> int:
+    """Maximum number of candidates: those of ``free_recipes`` and ``costly_recipes``."""
+    without, closed, trained = 1, 1, 1
     has_sink, has_in_use = sink != NO_SINK, in_use is not None
-    return without + has_sink + has_in_use + closed + trained + promoted
+    costly = len(costly_recipes(model, "", Recipe()))
+    return without + has_sink + has_in_use + closed + trained + costly
 
 
-def promoting(free: Mapping[str, Recipe], losses: Losses) -> dict[str, Recipe]:
-    """The best candidate with one promoted passage. Empty if it promotes already."""
-    best = min(free, key=lambda name: losses[name].mean())
-    recipe = free[best]
-    if recipe.promote:
-        return {}
-    return {f"{best} + promote 1": replace(recipe, promote=1)}
+def costly_recipes(model: BlockModel, name: str, free: Recipe) -> dict[str, Recipe]:
+    """A recipe with what keeps more answers at a cost per answer, by name, the cheapest first.
+
+    Recomputed tokens, or a promoted passage for models that cannot recompute. They are recomputed
+    without a sink, unless an adapter was fitted to it (``benchmarks/results/quality``).
+    """
+    if can_recompute(model):
+        base, before = (free, f"{name} + ") if free.adapter else (Recipe(), "")
+        return {
+            f"{before}recompute {100 * share:g} %": replace(base, recompute=share)
+            for share in _SHARES
+            if share > base.recompute
+        }
+    return {} if free.promote else {f"{name} + promote 1": replace(free, promote=1)}
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The chosen candidate.
+
+    Args:
+        name: Name of the candidate.
+        recipes: All candidates by name: those without a cost per answer, the simplest first, then
+            those with one, the cheapest first.
+        losses: Their losses on the questions for choosing.
+        shares: Share of full mode's answers that the candidates of the last step keep, by name.
+    """
+
+    name: str
+    recipes: dict[str, Recipe]
+    losses: Losses
+    shares: dict[str, float]
+
+    def loss(self, name: str) -> float:
+        """Mean loss of a candidate."""
+        return float(self.losses[name].mean())
 
 
 class Comparer:
@@ -104,6 +145,38 @@ class Comparer:
         self._engine, self._teacher, self._prompt = engine, teacher, prompt
         self._records_path = records_path
 
+    def adapter_helps(
+        self, samples: Sequence[Question], recipes: Mapping[str, Recipe], tick: Tick
+    ) -> bool:
+        """Whether the last recipe, with an adapter, is better than the one without before it."""
+        sink, closed = [name for name in recipes if name != IN_USE][-2:]
+        losses = self.losses(samples, {name: recipes[name] for name in (sink, closed)}, tick)
+        loss, before = losses[closed].mean(), losses[sink].mean()
+        if loss >= before:
+            logger.warning(
+                "An adapter does not help %s: on %d questions, its divergence from full mode is "
+                "%.3f, without adapter %.3f. Training is skipped, and the choice is between costs "
+                "per answer",
+                self._engine.model.name, len(samples), loss, before,
+            )  # fmt: skip
+        return bool(loss < before)
+
+    def choice(
+        self,
+        samples: Sequence[Question],
+        free: Mapping[str, Recipe],
+        tolerance: float,
+        max_new_tokens: int,
+        tick: Tick,
+    ) -> Choice:
+        """Choose among recipes without a cost per answer, and the best of them with one."""
+        best = choose(self.losses(samples, free, tick), IN_USE if IN_USE in free else None)
+        priced = {best: free[best], **costly_recipes(self._engine.model, best, free[best])}
+        recipes = {**free, **priced}
+        losses = self.losses(samples, recipes, tick)
+        shares = self._shares(samples, priced, max_new_tokens, tick)
+        return Choice(cheapest(shares, tolerance), recipes, losses, shares)
+
     def losses(
         self, samples: Sequence[Question], recipes: Mapping[str, Recipe], tick: Tick
     ) -> dict[str, NDArray[np.float64]]:
@@ -112,6 +185,27 @@ class Comparer:
         return {
             name: np.array([loss_of(record) for record in records if record.mode == name])
             for name in recipes
+        }
+
+    def _shares(
+        self,
+        samples: Sequence[Question],
+        recipes: Mapping[str, Recipe],
+        max_new_tokens: int,
+        tick: Tick,
+    ) -> dict[str, float]:
+        """Share of full mode's answers that each recipe keeps.
+
+        Right answers if enough are known, else tokens that the recipe would choose too.
+        """
+        report = self.compared(samples, recipes, tick)
+        right = self._right(samples, recipes, max_new_tokens)
+        full = right.pop(FULL, [])
+        if sum(full) < _FEWEST_RIGHT:
+            return {name: report[name].agreement.mean for name in recipes}
+        return {
+            name: sum(a and b for a, b in zip(full, found, strict=True)) / sum(full)
+            for name, found in right.items()
         }
 
     def compared(
@@ -135,22 +229,29 @@ class Comparer:
         return records
 
     def right(
-        self, samples: Sequence[Question], chosen: Recipe, max_new_tokens: int, tick: Tick
+        self, samples: Sequence[Question], chosen: Recipe, max_new_tokens: int
     ) -> tuple[dict[str, int], int]:
         """Count right answers in full mode, without a recipe, and with the chosen recipe.
 
         Returns:
             The counts by name, and the number of samples with known right answers.
         """
+        found = self._right(samples, {"block": Recipe(), "recipe": chosen}, max_new_tokens)
+        return {name: sum(right) for name, right in found.items()}, len(found.get(FULL, []))
+
+    def _right(
+        self, samples: Sequence[Question], recipes: Mapping[str, Recipe], max_new_tokens: int
+    ) -> dict[str, list[bool]]:
+        """Whether answers are right in full mode and with recipes, on the samples whose right
+        answers are known. Empty if there is no such sample."""
         asked = [sample for sample in samples if sample.answers]
         if not asked:
-            return {}, 0
+            return {}
         decode = self._engine.model.tokenizer.tokenizer.decode
         prompts = [self._prompt(sample) for sample in asked]
         answers = [self._teacher(prompt).ids.tolist() for prompt in prompts]
         texts = {FULL: [decode(ids, skip_special_tokens=True) for ids in answers]}
-        for number, (name, recipe) in enumerate((("block", Recipe()), ("recipe", chosen))):
-            tick(number, 2)
+        for name, recipe in recipes.items():
             generations = self._engine.generate_batch(
                 prompts,
                 recipe=recipe,
@@ -158,12 +259,10 @@ class Comparer:
                 batch_size=_GENERATED_AT_ONCE,
             )
             texts[name] = [generation.text for generation in generations]
-        tick(2, 2)
-        right = {
-            name: sum(int(contains_answer(t, s.answers)) for t, s in zip(of, asked, strict=True))
+        return {
+            name: [bool(contains_answer(t, s.answers)) for t, s in zip(of, asked, strict=True)]
             for name, of in texts.items()
         }
-        return right, len(asked)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,28 +285,33 @@ def loss_of(record: FidelityRecord) -> float:
     return (record.kl * record.tokens + record.first_kl) / (record.tokens + 1)
 
 
-def choose(losses: Losses, costly: Collection[str] = (), in_use: str | None = None) -> str:
-    """Choose a recipe by the losses of all candidates.
+def choose(losses: Losses, in_use: str | None = None) -> str:
+    """Choose a recipe by the losses of all candidates that cost nothing per answer.
 
-    The default choice is the simplest good recipe among the free (not costly) ones: the first whose
-    loss is at most one standard error above their lowest loss. The recipe in use is kept unless the
-    choice is clearly better. A costly recipe is chosen only if it is clearly better. "Clearly
-    better" means a loss that is lower by more than the 95 % interval of the difference. Standard
+    The first whose loss is at most one standard error above the lowest loss. The recipe in use is
+    kept unless the choice is better by more than the 95 % interval of the difference. Standard
     errors are of differences, paired by question.
 
     Args:
         losses: Losses on at least two questions.
-        costly: Names of recipes that compute tokens in every answer. At least one recipe must not
-            be costly.
         in_use: Name of the recipe in use, if any.
     """
-    free = [name for name in losses if name not in costly]
-    best = min(free, key=lambda name: losses[name].mean())
-    chosen = next(name for name in free if _difference(losses, name, best) <= 1)
+    best = min(losses, key=lambda name: losses[name].mean())
+    chosen = next(name for name in losses if _difference(losses, name, best) <= 1)
     if in_use is not None and not _is_clearly_better(losses, chosen, in_use):
         chosen = in_use
-    better = (name for name in losses if _is_clearly_better(losses, name, chosen))
-    return next((name for name in better if name in costly), chosen)
+    return chosen
+
+
+def cheapest(shares: Mapping[str, float], tolerance: float) -> str:
+    """The cheapest recipe that keeps enough of full mode's answers, or the one that keeps most.
+
+    Args:
+        shares: Share of full mode's answers that each recipe keeps, by name, the cheapest first.
+        tolerance: Share to keep.
+    """
+    within = (name for name, share in shares.items() if share >= tolerance)
+    return next(within, max(shares, key=lambda name: shares[name]))
 
 
 def _is_clearly_better(losses: Losses, name: str, other: str) -> bool:

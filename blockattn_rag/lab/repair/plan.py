@@ -6,7 +6,7 @@ This module does not import torch, because the command line reads the limits.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from blockattn_rag.errors import DataError
 
@@ -34,8 +34,6 @@ class Limits:
         held_out_share: Maximum share of the questions that are held out.
         fewest_held_out: Minimum number of held-out questions: two for choosing and two for
             measuring, because a standard error needs two.
-        promotion_needs: Minimum number of questions for choosing promotion, which costs tokens per
-            answer. With fewer, the standard error is too uncertain.
         closed_form: Number of prompts for the closed form. More do not improve it.
         samples: Maximum number of prompts to train on.
         draws: Maximum number of samples of one question, each with other passages.
@@ -55,7 +53,6 @@ class Limits:
     held_out: int = 64
     held_out_share: float = 0.25
     fewest_held_out: int = 4
-    promotion_needs: int = 16
     closed_form: int = 40
     samples: int = 480
     draws: int = 4
@@ -136,6 +133,11 @@ class RepairPlan:
     steps: int
     training_s: float
     measuring_s: float
+
+    @property
+    def untrained(self) -> RepairPlan:
+        """This plan without training."""
+        return replace(self, samples=0, steps=0, training_s=0.0)
 
     @classmethod
     def for_time(

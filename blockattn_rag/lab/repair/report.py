@@ -1,4 +1,4 @@
-"""The report of a repair, as JSON in the recipe, as three lines of text, and as a plot."""
+"""The report of a repair, as JSON in the recipe, as four lines of text, and as a plot."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ RepairReport = Mapping[str, Any]
 
 - ``model``, ``fingerprint``, ``version``, ``date``: model, version of this package, date in UTC.
 - ``chosen``: name of the chosen candidate.
+- ``tolerance``: share of full mode's answers to keep; ``shares``: the share that each candidate for
+  the last choice keeps, the cheapest first.
 - ``candidates``: every candidate, the simplest first, with its ``name``, its mean ``loss`` on the
   questions for choosing, and the fields of a ``FidelityResult`` on the questions for measuring.
 - ``passages``: number of passages in the measured prompts.
@@ -35,7 +37,7 @@ _FEW = 10
 
 
 def figures(report: RepairReport) -> list[str]:
-    """Summarize a report in three lines."""
+    """Summarize a report in four lines."""
     by_name = {candidate["name"]: candidate for candidate in report["candidates"]}
     plain, chosen = by_name[PLAIN], by_name[report["chosen"]]
     recovered = ""
@@ -53,7 +55,9 @@ def figures(report: RepairReport) -> list[str]:
             ("identical answers", "identical"),
         )
     )
+    kept = ", ".join(f"{name} {_percent(share)}" for name, share in report["shares"].items())
     return [
+        f"Of full mode's answers, {_percent(report['tolerance'])} are to be kept: {kept}.",
         f"Divergence from full mode (KL), {report['measured_on']} held-out questions: "
         f"{plain['kl']['mean']:.3f} without a recipe, {chosen['kl']['mean']:.3f} with "
         f"it{recovered}.{_shortfall(report)}",

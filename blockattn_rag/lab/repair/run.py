@@ -13,6 +13,7 @@ from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.engine.recipe_files import check_replaceable, read_fields
 from blockattn_rag.errors import DataError
 from blockattn_rag.lab import work
+from blockattn_rag.lab.evaluation.collection import TOLERANCE
 from blockattn_rag.lab.repair.data import Material
 from blockattn_rag.lab.repair.plan import LIMITS, Limits, TooLittleTimeError
 from blockattn_rag.lab.repair.stages import PLAN, QUESTIONS, Progress, Repair
@@ -29,11 +30,12 @@ def repair(
     output: Path,
     *,
     minutes: float = 20.0,
+    tolerance: float = TOLERANCE,
     version: str = "",
     limits: Limits = LIMITS,
     on_progress: Progress = lambda *_: None,
 ) -> Recipe:
-    """Fit recipes for a model, choose the simplest good recipe, measure it, and write it.
+    """Fit recipes for a model, choose the cheapest good one, measure it, and write it.
 
     An interrupted run with the same inputs is resumed. The weights of the model are frozen and not
     changed.
@@ -42,6 +44,9 @@ def repair(
         material: Data to fit to.
         output: Folder of the recipe. An earlier recipe in the folder is replaced.
         minutes: Time limit in minutes.
+        tolerance: Share of full mode's answers that the recipe must keep, on the questions for
+            choosing: right answers if enough are known, else tokens. If no candidate does, the one
+            that keeps most is chosen.
         version: Version of this package, for the report.
         limits: Bounds of the repair; see ``plan.Limits``.
         on_progress: Called with each stage's progress.
@@ -77,7 +82,7 @@ def repair(
         return (folder / PLAN).is_file() or (has_questions and may_resume)
 
     with work.work_folder(folder, inputs, is_worth_keeping):
-        run = Repair(model, material, folder, 60 * minutes, limits, on_progress)
+        run = Repair(model, material, folder, 60 * minutes, limits, on_progress, tolerance)
         recipe, image = run.run(version)
         recipe.save(output, plot=image)
         work.remove_work(folder)

@@ -15,19 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from blockattn_rag.engine.engine import BlockAttentionEngine
-from blockattn_rag.engine.find_recipe import stock_sink
+from blockattn_rag.engine.outline import FREE_SINK
 from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.errors import DataError
 from blockattn_rag.files import write_json
 from blockattn_rag.lab import work
+from blockattn_rag.lab.evaluation.collection import TOLERANCE
 from blockattn_rag.lab.repair.closed_form import fit_correction, no_correction
 from blockattn_rag.lab.repair.compare import (
-    IN_USE,
     Comparer,
-    choose,
     count_candidates,
     free_recipes,
-    promoting,
 )
 from blockattn_rag.lab.repair.data import (
     WRITTEN_AT_ONCE,
@@ -90,6 +88,7 @@ class Repair:
         budget_s: Time limit in seconds.
         limits: Bounds of the repair.
         on_progress: Called with each stage's progress.
+        tolerance: Share of full mode's answers that the recipe must keep.
     """
 
     model: BlockModel
@@ -98,12 +97,13 @@ class Repair:
     budget_s: float
     limits: Limits
     on_progress: Progress
+    tolerance: float = TOLERANCE
     started: float = field(default_factory=time.monotonic, init=False)
     seconds: dict[str, float] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         limits, model, namespace = self.limits, self.model, self.material.namespace
-        self.sink = stock_sink(model)
+        self.sink = FREE_SINK
         store = ReadThroughStore(self.folder / "kv", limits.store_bytes, self.material.lender)
         # No resident blocks, so that memory has only the blocks of one prompt at a time.
         self.engine = BlockAttentionEngine(
@@ -119,34 +119,38 @@ class Repair:
         questions = distinct_questions(self._questions(speeds), _SEED)
         plan = self._plan(questions, speeds)
         train, held = self.samples(questions, plan)
-        self._answer([*map(self._prompt, [*train[: plan.samples], *held])])
+        self._answer([*map(self._prompt, held)])
         half = len(held) // 2
         choose_on, report_on = held[:half], held[half:]
         closed = self.closed_form([*map(self._prompt, train[: plan.closed_form])])
-        to_train = [*map(self._prompt, train[: plan.samples])]
-        to_check = [*map(self._prompt, choose_on[: self.limits.validation])]
-        trained, curve = self._trained(closed, to_train, to_check, plan)
         comparer = Comparer(self.engine, self.teacher, self._prompt, self.folder / "records.jsonl")
-        recipes = free_recipes(self.model, self.sink, closed, trained, self.material.in_use)
+        recipes = free_recipes(self.model, self.sink, closed, None, self.material.in_use)
+        with self._stage("comparing the first fit") as tick:
+            helps = comparer.adapter_helps(choose_on, recipes, tick)
+        if helps:
+            to_train = [*map(self._prompt, train[: plan.samples])]
+            self._answer(to_train)
+            to_check = [*map(self._prompt, choose_on[: self.limits.validation])]
+            trained, curve = self._trained(closed, to_train, to_check, plan)
+            recipes = free_recipes(self.model, self.sink, closed, trained, self.material.in_use)
+        else:
+            plan, curve = plan.untrained, []
+        tokens = self.limits.answer_tokens
         with self._stage("choosing") as tick:
-            losses = comparer.losses(choose_on, recipes, tick)
-            if len(choose_on) >= self.limits.promotion_needs:
-                recipes |= promoting(recipes, losses)
-                losses = comparer.losses(choose_on, recipes, tick)
-        costly = [name for name, recipe in recipes.items() if recipe.promote or recipe.recompute]
-        chosen = choose(losses, costly, IN_USE if IN_USE in recipes else None)
+            choice = comparer.choice(choose_on, recipes, self.tolerance, tokens, tick)
+        chosen, recipes = choice.name, choice.recipes
         with self._stage("measuring") as tick:
             measured = comparer.compared(report_on, recipes, tick)
-        with self._stage("right answers") as tick:
-            right, with_answers = comparer.right(
-                report_on, recipes[chosen], self.limits.answer_tokens, tick
-            )
+        with self._stage("right answers"):
+            right, with_answers = comparer.right(report_on, recipes[chosen], tokens)
         report = {
             "model": self.model.name,
             "fingerprint": self.model.fingerprint,
             "chosen": chosen,
+            "tolerance": self.tolerance,
+            "shares": choice.shares,
             "candidates": [
-                {"name": name, "loss": float(losses[name].mean()), **measured[name].to_dict()}
+                {"name": name, "loss": choice.loss(name), **measured[name].to_dict()}
                 for name in recipes
             ],
             "passages": self.limits.passages,
@@ -162,16 +166,13 @@ class Repair:
             "version": version,
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
         }
-        best = recipes[chosen]
-        recipe = Recipe(
-            sink=best.sink,
-            adapter=best.adapter,
-            promote=best.promote,
-            recompute=best.recompute,
+        recipe = replace(
+            recipes[chosen],
             fingerprints=(self.model.fingerprint,),
             model=self.model.name,
             prompt_format=self.material.prompt_format,
             report=report,
+            source="",
         )
         return recipe, plot(report)
 
@@ -197,7 +198,7 @@ class Repair:
 
     @property
     def _most_recipes(self) -> int:
-        return count_candidates(self.sink, self.material.in_use)
+        return count_candidates(self.model, self.sink, self.material.in_use)
 
     def _questions(self, speeds: Speeds | None) -> Sequence[Question]:
         """The questions. Without speeds, which a planned repair does not measure, none is written

@@ -49,7 +49,7 @@ def test_checks_a_recipe(cli: Command, model: Path, loaded: BlockModel, tmp_path
     report = cli("check", model, "--recipe", tmp_path / "recipe", "--json")
     assert report.status == 0, report.stderr
     assert len(report.json["rows"]) > len(plain["rows"])
-    assert report.json["recipe"].startswith("head:4 + adapter ")
+    assert report.json["recipe"].startswith("head:4+adapter:")
     assert plain["recipe"] is None
     nowhere = cli("check", model, "--recipe", "nowhere")
     assert (nowhere.status, "Found no recipe at nowhere" in nowhere.stderr) == (1, True)

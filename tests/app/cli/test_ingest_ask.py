@@ -113,6 +113,18 @@ def test_a_setting_of_a_database_is_kept_and_used_by_its_questions(
     assert cli(*command, flag, invalid).status != 0
 
 
+def test_ingest_changes_earlier_settings_only_on_request(
+    cli: Command, database: Path, documents: Path
+) -> None:
+    path = database / MANIFEST
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"stock": "head:2"}))
+    command = ("ingest", documents, "--db", database)
+    found = [cli(*command, *more).stdout for more in ((), ("--recipe", "auto"))]
+    assert "recipe of block mode: head:2" in found[0]
+    assert "recipe of block mode: recompute:0.1" in found[1]
+    assert json.loads(path.read_text())["stock"] == "recompute:0.1"
+
+
 def test_finds_recipe_of_database(cli: Command, database: Path, model: Path) -> None:
     command = ("ask", "How high is it?", "--db", database, "--max-new-tokens", 3, "--json")
     plain = cli(*command).json
@@ -225,7 +237,7 @@ def test_ask_takes_a_recipe(cli: Command, database: Path, model: Path, tmp_path:
     answer = cli(*chosen, "--json").json
     plain = cli(*command, "--json").json
     assert answer["hits"] + answer["misses"] == plain["hits"] + plain["misses"] - 1
-    assert "promote 1" in cli(*chosen).stdout
+    assert "promote:1" in cli(*chosen).stdout
     other = tmp_path / "other"
     tiny_model(seed=1).save_pretrained(other)
     tiny_tokenizer().save_pretrained(other)

@@ -105,10 +105,49 @@ def test_eval_replays_a_log_of_prompts(cli: Command, model: Path, tmp_path: Path
     assert (tmp_path / "out.jsonl").read_text("utf-8").splitlines() == lines
 
 
+def test_eval_says_which_recipe_a_database_needs(
+    cli: Command, database: Path, tmp_path: Path
+) -> None:
+    lines = [{"question": f"How high is Tower {n}?"} for n in range(2)]
+    questions = write_jsonl(tmp_path / "questions.jsonl", lines)
+    command = ("eval", "--db", database, "--questions", questions, "--max-new-tokens", 2)
+    found = cli(*command, "--json")
+    assert found.status == 0, found.stderr
+    names = ["full", "recompute:0.1", "fast"]
+    assert [row["name"] for row in found.json["rows"]] == names
+    assert found.json["rows"][1]["right"] is None
+    shown = cli(*command).stdout
+    assert "right" not in shown
+    assert "of the tokens of full mode's answers" in shown.splitlines()[-1]
+    assert shown.splitlines()[-1].endswith("(2 questions: too few to rely on).")
+    write_jsonl(questions, [{**line, "answers": ["214"]} for line in lines])
+    labelled = cli(*command, "--json").json
+    assert [row["name"] for row in labelled["rows"]] == [*names, "closed-book"]
+    assert labelled["with_answers"] == 2
+    shown = cli(*command).stdout
+    assert "gain" in shown
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--db", "mydb"), "--db and --questions need each other"),
+        (("--questions", "q.jsonl"), "--db and --questions need each other"),
+        (("--db", "mydb", "--questions", "q.jsonl", "--recipes", "fast"), "pass only --questions"),
+        ((), "expected --model NAME, or --db FOLDER"),
+    ],
+)
+def test_eval_refuses_options_that_do_not_belong_together(
+    cli: Command, options: tuple[str, ...], message: str
+) -> None:
+    output = cli("eval", *options)
+    assert (output.status, message in " ".join(output.stderr.split())) == (2, True)
+
+
 def test_eval_names_bad_lines_and_recipes(cli: Command, model: Path, tmp_path: Path) -> None:
     data = write_jsonl(tmp_path / "data.jsonl", [record(1)])
-    output = cli("eval", "--model", model, "--data", data, "--recipes", "fast")
-    assert (output.status, "Found no recipe at fast: expected" in output.stderr) == (1, True)
+    output = cli("eval", "--model", model, "--data", data, "--recipes", "faster")
+    assert (output.status, "Found no recipe at faster: expected" in output.stderr) == (1, True)
     data.write_text('{"id": 1}\n', encoding="utf-8")
     output = cli("eval", "--model", model, "--data", data)
     assert (output.status, "data.jsonl, line 1: " in output.stderr) == (1, True)

@@ -52,7 +52,8 @@ def test_a_database_is_repaired_and_asked_with_its_recipe(
     assert ingested.status == 0, ingested.stderr
     output = cli("repair", "--db", db, "--questions", questions)
     assert output.status == 0, output.stderr
-    written, divergence, agreement, right, use = output.stdout.splitlines()
+    written, kept, divergence, agreement, right, use = output.stdout.splitlines()
+    assert kept.startswith("Of full mode's answers, 95 % are to be kept: ")
     recipe = Recipe.load(db / "recipe")
     assert written.startswith(f"Recipe {recipe} written to {db / 'recipe'} in ")
     assert divergence.startswith("Divergence from full mode (KL), 3 held-out questions: 0.")

@@ -11,6 +11,7 @@ import pytest
 
 from blockattn_rag.app.demo.corpus import bundled_corpus, bundled_questions
 from blockattn_rag.app.rag.database import MANIFEST, Database, Manifest
+from blockattn_rag.engine.outline import STOCK
 from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.errors import DatabaseError
 
@@ -44,6 +45,29 @@ def test_a_recipe_that_is_no_text_is_reported_with_its_file(model: Path, tmp_pat
     manifest = tmp_path / MANIFEST
     manifest.write_text(manifest.read_text().replace('"auto"', "5"))
     with pytest.raises(DatabaseError, match=r"damaged \(Found recipe 5, expected a string\)"):
+        Database.open(tmp_path)
+
+
+def test_a_database_keeps_the_settings_that_it_was_ingested_with(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    created = Database.create(tmp_path, Manifest(str(model), fingerprint=""))
+    assert str(created.engine.recipe) == created.manifest.stock == STOCK
+    caplog.clear()
+    assert str(Database.open(tmp_path).engine.recipe) == STOCK
+    assert "keeps it" not in caplog.text
+    path = tmp_path / MANIFEST
+    fields = json.loads(path.read_text())
+    del fields["stock"]  # as earlier versions wrote it
+    path.write_text(json.dumps(fields))
+    found = Database.open(tmp_path)
+    assert (str(found.engine.recipe), found.manifest.stock) == ("head:4", "head:4")
+    assert f"the recipe head:4, and keeps it; new databases use {STOCK}" in caplog.text
+    caplog.clear()
+    assert str(Database.open(tmp_path, recipe="none").engine.recipe) == "none"
+    assert "keeps it" not in caplog.text
+    path.write_text(json.dumps(fields | {"stock": "my-recipe"}))
+    with pytest.raises(DatabaseError, match=r"damaged \(stock is 'my-recipe', expected settings"):
         Database.open(tmp_path)
 
 
@@ -89,7 +113,7 @@ def test_databases_on_one_store_have_own_recipes(model: Path, tmp_path: Path) ->
         Recipe(sink).save(database.path / "recipe")
     databases = (first, second, third)
     found = [Database.open(one.path).engine.recipe.sink for one in databases]
-    assert found == ["head:2", "head:3", "head:4"]
+    assert found == ["head:2", "head:3", "none"]
     # A later ingestion uses the database's own, too.
     assert Database.create(second.path, wanted).engine.recipe.sink == "head:3"
     assert Database.open(second.path, recipe="none").engine.recipe == Recipe()

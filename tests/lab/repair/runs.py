@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from blockattn_rag.engine.recipe import Recipe
+from blockattn_rag.lab.evaluation.collection import TOLERANCE
 from blockattn_rag.lab.repair.compare import Comparer
 from blockattn_rag.lab.repair.data import Material, Question
 from blockattn_rag.lab.repair.plan import LIMITS, Speeds
@@ -36,7 +37,7 @@ QUESTIONS = [
 PROMPT = CHAT.prompt("what is 2?", PASSAGES[:3], tiny_tokenizer())
 QUICK = replace(
     LIMITS, passages=3, answer_tokens=5, held_out=6, held_out_share=0.5, closed_form=8, samples=8,
-    fewest_samples=4, promotion_needs=3, store_bytes=1 << 26,
+    fewest_samples=4, store_bytes=1 << 26,
 )  # fmt: skip
 FAST = Speeds(1.0, 1.0, 1.0, 1.0)
 """Speeds of which every plan is the same: it is bounded by ``QUICK`` alone."""
@@ -67,7 +68,15 @@ def repaired(
 ) -> Recipe:
     """A quick repair."""
     torch.manual_seed(0)
-    return repair(model, material(model, **changes), output, limits=QUICK, on_progress=on_progress)
+    tolerance = changes.pop("tolerance", TOLERANCE)
+    return repair(
+        model,
+        material(model, **changes),
+        output,
+        limits=QUICK,
+        on_progress=on_progress,
+        tolerance=tolerance,
+    )
 
 
 def _die(*_: Any, **__: Any) -> None:

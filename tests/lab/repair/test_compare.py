@@ -1,11 +1,11 @@
-"""The one-standard-error rule."""
+"""The choice: the one-standard-error rule, and the cheapest recipe that keeps enough."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from blockattn_rag.lab.repair.compare import choose
+from blockattn_rag.lab.repair.compare import cheapest, choose
 
 NOISE = np.array([0.1, -0.1, 0.2, -0.2])
 
@@ -30,11 +30,16 @@ def test_the_standard_error_is_that_of_the_paired_difference() -> None:
     assert choose({"none": hard + 0.1, "sink": hard}) == "sink"
 
 
-@pytest.mark.parametrize(("gain", "expected"), [(0.05, "free"), (0.5, "promote")])
-def test_a_recipe_that_costs_tokens_has_to_be_clearly_better(gain: float, expected: str) -> None:
-    noise = np.tile(NOISE, 2)  # standard error 0.06
-    losses = {"free": np.full(8, 2.0), "promote": 2 - gain + noise}
-    assert choose(losses, ["promote"]) == expected
+@pytest.mark.parametrize(
+    ("tolerance", "expected"), [(0.9, "free"), (0.95, "5 %"), (0.96, "10 %"), (1.0, "20 %")]
+)
+def test_the_cheapest_recipe_that_keeps_enough_is_chosen(tolerance: float, expected: str) -> None:
+    shares = {"free": 0.9, "5 %": 0.95, "10 %": 0.97, "20 %": 0.98}
+    assert cheapest(shares, tolerance) == expected
+
+
+def test_if_no_recipe_keeps_enough_the_one_that_keeps_most_is_chosen() -> None:
+    assert cheapest({"free": 0.5, "5 %": 0.8, "10 %": 0.7}, 0.95) == "5 %"
 
 
 @pytest.mark.parametrize(
@@ -45,8 +50,3 @@ def test_keeps_recipe_in_use_if_as_good(gain: float, questions: int, expected: s
     losses = {"sink": 2 - gain + noise, "in use": np.full(questions, 2.0)}
     assert choose(losses) == "sink"
     assert choose(losses, in_use="in use") == expected
-
-
-def test_no_free_recipe_is_passed_over_for_a_costly_one_that_is_as_good() -> None:
-    losses = {"none": 3 + NOISE, "sink": 2 + NOISE, "promote": 2 - NOISE}
-    assert choose(losses, ["promote"]) == "sink"

@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import torch
 
-from blockattn_rag.engine import find_recipe
 from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.engine.find_recipe import resolve_recipe
 from blockattn_rag.engine.recipe import Recipe
@@ -50,6 +49,7 @@ from tests.models import tiny_model, tiny_tokenizer
 
 SPEEDS = Repair.speeds
 NAMES = ["none", "head:4", "head:4 + closed form", "head:4 + trained"]
+SHARES = ["recompute 5 %", "recompute 10 %", "recompute 20 %"]
 
 
 @pytest.fixture(autouse=True)
@@ -105,8 +105,9 @@ class TestResult:
         assert report == json.loads(json.dumps(recipe.report))
         names = [one["name"] for one in report["candidates"]]
         assert names[:4] == NAMES
-        assert names[4].endswith(" + promote 1")
-        assert report["chosen"] in names
+        assert [name.removeprefix("head:4 + trained + ") for name in names[4:]] == SHARES
+        assert list(report["shares"])[1:] == names[4:]
+        assert report["chosen"] in report["shares"]
         assert (report["chosen_on"], report["measured_on"], report["questions"]) == (3, 3, 16)
         assert report["candidates"][0]["recovery"] is None
         assert 0 < report["candidates"][2]["recovery"]["mean"] <= 1
@@ -124,7 +125,7 @@ class TestResult:
         kept = run.repair(model, material(model, in_use=good), tmp_path / "recipe", limits=hasty)
         assert "in use" in [one["name"] for one in kept.report["candidates"]]
         assert kept.adapter is not None
-        assert figures(kept.report)[0].endswith(
+        assert figures(kept.report)[1].endswith(
             " These questions are too few to rely on. There was no time to train the adapter. Give "
             "more minutes (--minutes) and questions (--questions)."
         )
@@ -149,7 +150,7 @@ class TestResult:
             )
             right += int(contains_answer(text, answers))
         assert report["right"]["full"] == right
-        assert figures(report)[2].startswith(f"Right answers: full {right}, block ")
+        assert figures(report)[3].startswith(f"Right answers: full {right}, block ")
 
     def test_without_matplotlib_there_is_a_warning_and_no_plot(
         self,
@@ -181,18 +182,38 @@ class TestResult:
         assert names[:4] == NAMES
         assert names[4].endswith(" + promote 1")
 
-    def test_few_questions_choose_no_promotion(self, model: BlockModel, tmp_path: Path) -> None:
-        few = replace(QUICK, promotion_needs=4)
-        report = run.repair(model, material(model), tmp_path / "recipe", limits=few).report
-        assert [one["name"] for one in report["candidates"]] == NAMES
+    @pytest.mark.parametrize("tolerance", [0.0, 1.0])
+    def test_the_tolerance_decides_what_a_recipe_may_cost(
+        self, model: BlockModel, tmp_path: Path, tolerance: float
+    ) -> None:
+        recipe = repaired(model, tmp_path / "recipe", tolerance=tolerance)
+        shares = recipe.report["shares"]
+        free, *costly = shares
+        expected = free if tolerance == 0 else max(shares, key=lambda name: shares[name])
+        assert recipe.report["chosen"] == expected
+        by_name = dict(zip(shares, (0.0, 0.05, 0.1, 0.2), strict=True))
+        assert recipe.recompute == by_name[expected]
+        assert [name.rpartition(" + ")[2] for name in costly] == SHARES
 
-    def test_a_model_without_a_sink_is_repaired_without_one(self, tmp_path: Path) -> None:
-        bare = BlockModel(tiny_model(num_hidden_layers=2), tiny_tokenizer(bos=False), name="tiny")
-        with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(find_recipe, "_STOCK_SINKS", ("bos", "none"))
-            report = repaired(bare, tmp_path / "recipe").report
-        names = [one["name"] for one in report["candidates"]]
-        assert names[:3] == ["none", "closed form", "trained"]
+    def test_training_is_skipped_if_an_adapter_does_not_help(
+        self,
+        model: BlockModel,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        def useless(self: Any, asked: Any, rows: Any) -> Any:
+            found = compare(self, asked, rows)
+            return [replace(one, kl=9.0) if "closed" in one.mode else one for one in found]
+
+        compare = Comparer.compare
+        monkeypatch.setattr(Comparer, "compare", useless)
+        stages: list[str] = []
+        recipe = repaired(model, tmp_path / "recipe", lambda stage, *_: stages.append(stage))
+        assert "An adapter does not help tiny: on 3 questions, its divergence" in caplog.text
+        assert "training" not in stages
+        assert recipe.adapter is None
+        assert recipe.report["plan"]["samples"] == 0
 
     def test_the_best_of_the_measured_states_is_the_trained_adapter(
         self, model: BlockModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -1,0 +1,197 @@
+"""Sinks, and ways to choose the tokens to recompute, compared by divergence.
+
+These are the candidates from which the package's own were chosen, on questions of the tune file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+
+import torch
+from rows import divergence
+from sets import Item
+from tables import markdown
+
+from blockattn_rag import BlockAttentionEngine
+from blockattn_rag.check.model import placed_context
+from blockattn_rag.kv.context import Context
+from blockattn_rag.lab.evaluation.fidelity import full_answer
+from blockattn_rag.lab.evaluation.metrics import bootstrap_mean, bootstrap_ratio
+from blockattn_rag.model import BlockModel
+from blockattn_rag.model.recompute import attention_to_context, choose_tokens, with_recomputed
+from blockattn_rag.prompts.blocks import Span
+from blockattn_rag.prompts.chat_template import Message, chat_spans, has_chat_template
+from blockattn_rag.prompts.formats import CHAT, Passage, PromptFormat
+from blockattn_rag.prompts.sinks import sink_ids
+from blockattn_rag.prompts.tokenization import BlockTokenizer
+
+BLOCK = "none"
+SHORT = "short head"
+"""Sink that ends with the start of the user's message, after a system message of one line."""
+
+WHOLE = "chat head"
+"""Sink that is the first block of a prompt in the format ``chat``, whatever the system prompt."""
+
+OWN = "the prompt's head"
+"""Sink that is the prompt's first block. It depends on the system prompt."""
+
+_SHORT_SYSTEM = "You are a helpful assistant."
+
+OTHER_SYSTEM = (
+    "Use the following pieces of context to answer the question at the end. If you don't know the "
+    "answer, just say that you don't know, don't try to make up an answer."
+)
+"""The system prompt of every third question."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One candidate on one question. ``kl``, ``agreement``: See ``lab.evaluation.fidelity``."""
+
+    set: str
+    id: str
+    candidate: str
+    kl: float
+    agreement: float
+    tokens: int
+
+    @property
+    def name(self) -> str:
+        return self.candidate
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """A sink, and a share of tokens to recompute.
+
+    Args:
+        first_share: Part of these tokens that are the first tokens of each passage but the first.
+            The others are those with the most attention from ``layers`` on, as a share of all
+            layers.
+    """
+
+    sink: str
+    share: float = 0.0
+    layers: float = 2 / 3
+    first_share: float = 0.0
+
+
+_SINKS = (BLOCK, "head:4", SHORT, WHOLE, OWN)
+CANDIDATES = {
+    **{sink: _Candidate(sink) for sink in _SINKS},
+    **{f"{sink}, 10 %": _Candidate(sink, 0.1) for sink in _SINKS},
+    "none, 5 %": _Candidate(BLOCK, 0.05),
+    "none, 10 % by all layers": _Candidate(BLOCK, 0.1, layers=0),
+    "none, 10 % by the last half": _Candidate(BLOCK, 0.1, layers=1 / 2),
+    "none, 10 %, half of them first tokens": _Candidate(BLOCK, 0.1, first_share=0.5),
+    "none, 5 %, half of them first tokens": _Candidate(BLOCK, 0.05, first_share=0.5),
+    "none, 10 %, all of them first tokens": _Candidate(BLOCK, 0.1, first_share=1.0),
+}
+"""Candidates by name. The tokens are chosen by the last third of the layers if nothing else is
+said."""
+
+
+def names_for(model: BlockModel) -> list[str]:
+    """Names of the candidates that a model supports."""
+    return [name for name, one in CANDIDATES.items() if model.supports_relay or not one.share]
+
+
+def compare(
+    engine: BlockAttentionEngine,
+    form: PromptFormat,
+    max_new_tokens: int,
+    item: Item,
+    names: Sequence[str],
+) -> Iterator[Choice]:
+    """Measure candidates on one question."""
+    model = engine.model
+    if form is CHAT and sum(item.id.encode()) % 3 == 0:
+        form = replace(form, system=OTHER_SYSTEM)
+    prompt = form.prompt(item.question, item.passages, model.tokenizer.tokenizer)
+    answer, expected = full_answer(engine, prompt, max_new_tokens)
+    ids = model.tokenizer.prompt_ids(prompt)
+    encoded: dict[str, Context] = {}
+    for name in names:
+        candidate = CANDIDATES[name]
+        if (sink := candidate.sink) not in encoded:
+            before = ids.context[0] if sink == OWN else _sink(sink, model.tokenizer)
+            encoded[sink] = placed_context(model, ids.context, before)
+        context = encoded[sink]
+        chosen = _chosen(model, context, ids.final, candidate) if candidate.share else []
+        if chosen:
+            with model.lock:
+                context = with_recomputed(model, context, chosen)
+        cache = model.cache_for(context)
+        logits = model.answer_logits(context.token_ids, ids.final, answer, cache)
+        yield Choice(item.set, item.id, name, *divergence(logits, expected), len(chosen))
+
+
+def _sink(name: str, tokenizer: BlockTokenizer) -> list[int]:
+    """Token ids of a sink."""
+    if name == WHOLE:
+        prompt = CHAT.prompt("?", [Passage("", "?")], tokenizer.tokenizer)
+        return tokenizer.prompt_ids(prompt).context[0]
+    if name != SHORT:
+        return sink_ids(name, tokenizer)
+    if not has_chat_template(tokenizer.tokenizer):
+        return tokenizer.final_ids(f"{_SHORT_SYSTEM}\n\n", first=True)
+    user = Span("?", "conversation")
+    system = (Span(_SHORT_SYSTEM, "system"),)
+    turns: list[Message] = [
+        {"role": "system", "content": system},
+        {"role": "user", "content": (user,)},
+    ]
+    spans = chat_spans(tokenizer.tokenizer, turns)
+    return tokenizer.final_ids(spans[: spans.index(user)], first=True)
+
+
+def _chosen(
+    model: BlockModel, context: Context, final: Sequence[int], candidate: _Candidate
+) -> list[int]:
+    """Indices of the tokens that a candidate recomputes."""
+    lengths = [block.kv.num_tokens for block in context.blocks]
+    count = round(candidate.share * sum(lengths[1:]))
+    first = _first_tokens(lengths, round(candidate.first_share * count))
+    with model.lock:
+        layer = int(candidate.layers * len(model.profile.layouts))
+        received = attention_to_context(model, context, final, first_layer=layer)
+    received[first] = torch.inf
+    return choose_tokens(received, context, [False] + [True] * (len(lengths) - 1), count)
+
+
+def _first_tokens(lengths: Sequence[int], count: int) -> list[int]:
+    """Indices of the first tokens of each passage but the first, an equal number of each."""
+    starts = [sum(lengths[:place]) for place in range(2, len(lengths))]
+    each = count // max(1, len(starts))
+    return [*chain.from_iterable(range(at, at + each) for at in starts)]
+
+
+def choices_table(records: Sequence[Choice]) -> str:
+    """Divergence of each candidate, and what it recovers of block mode's, best first."""
+    by_name: dict[str, dict[tuple[str, str], Choice]] = {}
+    for one in records:
+        by_name.setdefault(one.candidate, {})[one.set, one.id] = one
+    base = by_name[BLOCK]
+
+    def mean(values: dict[tuple[str, str], Choice], of: Callable[[Choice], float]) -> float:
+        return sum(map(of, values.values())) / len(values)
+
+    lines = []
+    for name, found in sorted(by_name.items(), key=lambda one: mean(one[1], lambda x: x.kl)):
+        gained = [base[key].kl - one.kl for key, one in found.items()]
+        share = bootstrap_ratio(gained, [base[key].kl for key in found])
+        kl = bootstrap_mean([one.kl for one in found.values()])
+        lines.append(
+            [
+                name,
+                str(len(found)),
+                "{:.3f} ({:.3f} to {:.3f})".format(*kl),
+                "-" if name == BLOCK else "{:.0%} ({:.0%} to {:.0%})".format(*share),
+                f"{mean(found, lambda x: x.agreement):.1%}",
+                f"{mean(found, lambda x: x.tokens):.0f}",
+            ]
+        )
+    head = ["sink, tokens recomputed", "questions", "KL (95 %)", "recovered (95 %)", "agreement"]
+    return markdown([*head, "tokens recomputed"], lines)

@@ -1,0 +1,240 @@
+"""How much of full mode's answers a collection keeps in block mode, measured on real questions.
+
+Three ways to answer are compared on every question: full mode, the recipe in use, and ``"fast"``,
+which costs nothing per answer. Divergence and agreement need no right answers
+(``evaluation.fidelity``). With right answers, these are counted too, and the same model answers
+without passages, which shows what passages gain.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from blockattn_rag.engine.engine import BlockAttentionEngine
+from blockattn_rag.engine.outline import FAST
+from blockattn_rag.engine.recipe import Recipe
+from blockattn_rag.lab.evaluation.accuracy import CLOSED_BOOK_FORMAT
+from blockattn_rag.lab.evaluation.fidelity import FidelityRecord, full_answer
+from blockattn_rag.lab.evaluation.metrics import (
+    Interval,
+    bootstrap_mean,
+    contains_answer,
+    plain_figures,
+)
+from blockattn_rag.lab.evaluation.records import CLOSED_BOOK, FULL, Row
+from blockattn_rag.prompts.blocks import BlockPrompt
+
+TOLERANCE = 0.95
+"""Share of full mode's answers that a recipe must keep: of its tokens, or of its right answers."""
+
+FEWEST = 30
+"""Number of questions below which a verdict is not reliable."""
+
+_TIMED = 5
+"""Questions whose first token is timed. Full mode needs another pass of the prompt for that."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A question with its prompt. ``answers``: Right answers; empty if they are unknown."""
+
+    id: str
+    question: str
+    prompt: BlockPrompt
+    answers: tuple[str, ...] = ()
+
+    @property
+    def digest(self) -> str:
+        """Empty, because no record is resumed."""
+        return ""
+
+
+@dataclass(frozen=True, slots=True)
+class CollectionRow:
+    """Summary of one way to answer, with 95 % bootstrap intervals over questions.
+
+    Args:
+        name: ``"full"``, the recipe's text form, or ``"closed-book"``.
+        agreement, kl: See ``FidelityResult``. None in full mode and without passages.
+        right: Number of right answers. None if right answers are unknown.
+        kept: Full mode's right answers that stay right.
+        ttft_s: Median seconds to the first token, None without passages.
+    """
+
+    name: str
+    agreement: Interval | None = None
+    kl: Interval | None = None
+    right: int | None = None
+    kept: int | None = None
+    ttft_s: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON types; intervals as ``{"mean", "low", "high"}``."""
+        return plain_figures({name: getattr(self, name) for name in self.__slots__})
+
+
+@dataclass(frozen=True, slots=True)
+class CollectionReport:
+    """Result of an evaluation: full mode, the recipe in use, ``"fast"``, and without passages.
+
+    Args:
+        questions: Number of questions.
+        with_answers: Number of questions with right answers.
+    """
+
+    questions: int
+    with_answers: int
+    rows: tuple[CollectionRow, ...]
+
+    def __getitem__(self, name: str) -> CollectionRow:
+        return next(row for row in self.rows if row.name == name)
+
+    @property
+    def recipes(self) -> tuple[CollectionRow, ...]:
+        """The rows of block mode, the recipe in use first."""
+        return tuple(row for row in self.rows if row.name not in (FULL, CLOSED_BOOK))
+
+    def gain(self, row: CollectionRow) -> float | None:
+        """Share of the gain from passages that a row keeps: (right - none) / (full - none).
+
+        None if right answers are unknown, or passages gain nothing in full mode.
+        """
+        if row.right is None or row.name == CLOSED_BOOK:
+            return None
+        full, none = (self[name].right or 0 for name in (FULL, CLOSED_BOOK))
+        return (row.right - none) / (full - none) if full > none else None
+
+    def share(self, row: CollectionRow) -> float:
+        """Share of full mode's answers that a recipe keeps: right answers if known, else tokens."""
+        if row.kept is not None and (right := self[FULL].right):
+            return row.kept / right
+        assert row.agreement is not None
+        return row.agreement.mean
+
+    def sooner(self, row: CollectionRow) -> float:
+        """How many times sooner than in full mode the first token comes."""
+        full = self[FULL].ttft_s
+        assert full is not None
+        assert row.ttft_s is not None
+        return full / row.ttft_s
+
+    @property
+    def best(self) -> CollectionRow | None:
+        """The cheapest recipe within ``TOLERANCE`` of full mode. None: there is none."""
+        return next((row for row in self.recipes[::-1] if self.share(row) >= TOLERANCE), None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON types."""
+        rows = [row.to_dict() | {"gain": self.gain(row)} for row in self.rows]
+        counts = {"questions": self.questions, "with_answers": self.with_answers}
+        return counts | {"rows": rows, "best": self.best and self.best.name}
+
+
+def evaluate_collection(
+    engine: BlockAttentionEngine,
+    asked: Sequence[Asked],
+    *,
+    max_new_tokens: int,
+    on_progress: Callable[[int, int], None] = lambda *_: None,
+) -> CollectionReport:
+    """Compare full mode, the engine's recipe, and ``"fast"`` on every question.
+
+    Args:
+        engine: An engine that keeps no blocks in memory, so that times include reading them. Blocks
+            that it does not store are encoded and stored, those of ``"fast"`` in a temporary
+            folder.
+        asked: At least one question.
+        max_new_tokens: Maximum length of an answer in tokens.
+        on_progress: Called with the number of finished questions and the number of all questions.
+
+    Raises:
+        ContextOverflowError: A prompt does not fit in the context window.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        engines = _engines(engine, folder)
+        measured = _Measured([FULL, *engines, CLOSED_BOOK])
+        for number, one in enumerate(asked):
+            on_progress(number, len(asked))
+            _measure(engine, engines, one, max_new_tokens, measured, is_timed=number < _TIMED)
+    on_progress(len(asked), len(asked))
+    return measured.report(len(asked))
+
+
+def _engines(engine: BlockAttentionEngine, folder: str) -> dict[str, BlockAttentionEngine]:
+    """Engines of the recipe in use and of ``"fast"``, by row name. One if these are equal."""
+    fast = Recipe.of_text(FAST)
+    assert fast is not None
+    if engine.recipe.outline == fast.outline:
+        return {FAST: engine}
+    # Blocks of the recipe in use serve an equal encoding, and the user's store gets no others.
+    store = engine.store if engine.recipe.encoding == fast.encoding else folder
+    options: dict[str, Any] = {"namespace": engine.access.namespace, "kv_dtype": engine.kv_dtype}
+    other = BlockAttentionEngine(engine.model, store, recipe=fast, resident_bytes=0, **options)
+    return {str(engine.recipe): engine, FAST: other}
+
+
+class _Measured:
+    """Figures of each row: agreement and divergence, right answers, and seconds."""
+
+    def __init__(self, rows: Sequence[str]) -> None:
+        self.compared: dict[str, list[FidelityRecord]] = {row: [] for row in rows}
+        self.right: dict[str, list[bool]] = {row: [] for row in rows}
+        self.times: dict[str, list[float]] = {row: [] for row in rows}
+
+    def report(self, questions: int) -> CollectionReport:
+        """Summaries of all rows. The last one, without passages, needs right answers."""
+        with_answers = len(self.right[FULL])
+        names = [*self.right] if with_answers else [*self.right][:-1]
+        return CollectionReport(questions, with_answers, tuple(map(self._row, names)))
+
+    def _row(self, name: str) -> CollectionRow:
+        records, right, times = self.compared[name], self.right[name], self.times[name]
+        pairs = zip(right, self.right[FULL], strict=True)
+        return CollectionRow(
+            name,
+            agreement=bootstrap_mean([one.agreement for one in records]) if records else None,
+            kl=bootstrap_mean([one.kl for one in records]) if records else None,
+            right=sum(right) if right else None,
+            kept=sum(a and b for a, b in pairs) if right else None,
+            ttft_s=statistics.median(times) if times else None,
+        )
+
+
+def _measure(
+    engine: BlockAttentionEngine,
+    engines: Mapping[str, BlockAttentionEngine],
+    asked: Asked,
+    max_new_tokens: int,
+    measured: _Measured,
+    *,
+    is_timed: bool,
+) -> None:
+    """Measure one question in all rows."""
+    prompt, options = asked.prompt, {"max_new_tokens": max_new_tokens, "do_sample": False}
+    # Without right answers, only the first token is needed, for its time.
+    wanted: dict[str, Any] = options if asked.answers else {**options, "max_new_tokens": 1}
+    ids, expected = full_answer(engine, prompt, max_new_tokens)
+    tokenizer = engine.model.tokenizer.tokenizer
+    texts = {FULL: tokenizer.decode(ids, skip_special_tokens=True)}
+    if is_timed:
+        first = engine.generate(prompt, mode="full", max_new_tokens=1).stats
+        measured.times[FULL].append(first.ttft_s)
+    for name, own in engines.items():
+        own.precompute(prompt.context, as_prompt=True)
+        if asked.answers or is_timed:
+            found = own.generate(prompt, **wanted)
+            texts[name] = found.text
+            if is_timed:
+                measured.times[name].append(found.stats.ttft_s)
+        logits = own.answer_logits(prompt, ids)
+        record = FidelityRecord.compared(asked, Row(name, own.recipe), logits, expected)
+        measured.compared[name].append(record)
+    if asked.answers:
+        bare = CLOSED_BOOK_FORMAT.prompt(asked.question, (), tokenizer)
+        texts[CLOSED_BOOK] = engine.generate(bare, mode="full", **wanted).text
+        for name, text in texts.items():
+            measured.right[name].append(bool(contains_answer(text, asked.answers)))
