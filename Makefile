@@ -49,7 +49,7 @@ format: $(VENV)/.test
 
 docs: $(VENV)/.docs  ## run the notebooks, naming each, and build the documentation into site/
 	@$(QUIET) $(BIN)/python -c "import matplotlib.font_manager"
-	@$(OFFLINE) $(BIN)/python benchmarks/model_table.py 2> /dev/null
+	@$(OFFLINE) $(BIN)/python benchmarks/model_table.py
 	$(OFFLINE) $(QUIET) OMP_NUM_THREADS=2 $(BIN)/mkdocs build --strict
 	@! grep -n -A 3 'data-mime-type="application/vnd.jupyter.stderr"[ >]' site/notebooks/*/index.html \
 	|| { echo "these notebooks print to stderr, which their pages show in red" >&2; exit 1; }

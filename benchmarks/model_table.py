@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -302,7 +301,6 @@ def rows() -> Iterator[Row]:
         row = measure(family)
         gc.collect()
         if row is not None:
-            print(*row, file=sys.stderr)
             yield row
 
 
