@@ -134,7 +134,7 @@ class GrammarConstraint(LogitsProcessor):
                 self._fail(index // beams, error)
         result = scores.masked_fill(~torch.from_numpy(allowed).to(scores.device), -torch.inf)
         is_stuck = (result.amax(dim=-1) == -torch.inf).cpu().numpy()
-        for index in np.flatnonzero(is_stuck & ~allowed.all(axis=1)):
+        for index in np.flatnonzero(is_stuck & ~allowed.all(axis=1)).tolist():
             # A complete answer may end, even if other settings forbid it.
             if np.isin(np.flatnonzero(allowed[index]), self._ends).all() and allowed[index].any():
                 result[index, self._ends] = 0.0
@@ -143,7 +143,7 @@ class GrammarConstraint(LogitsProcessor):
                 "No token is left for the answer: other settings, such as eos_token_id, "
                 "bad_words_ids or suppress_tokens, forbid every token that the grammar allows"
             )
-            self._fail(int(index) // beams, failure)
+            self._fail(index // beams, failure)
             result[index] = scores[index]
         return result
 
