@@ -143,7 +143,7 @@ class GrammarConstraint(LogitsProcessor):
                 "No token is left for the answer: other settings, such as eos_token_id, "
                 "bad_words_ids or suppress_tokens, forbid every token that the grammar allows"
             )
-            self._fail(int(index) // beams, failure)
+            self._fail(index // beams, failure)
             result[index] = scores[index]
         return result
 
