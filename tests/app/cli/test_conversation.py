@@ -136,7 +136,7 @@ def test_variables_of_the_chat_template_are_checked(cli: Command, filled: Path) 
         assert (output.status, why in " ".join(output.stderr.split())) == (2, True)
     output = cli(*command, '{"enable_thinking": false}')
     assert output.status == 1
-    assert "enable_thinking, which the chat template of this model does not read" in output.stderr
+    assert "Found enable_thinking in chat_template_kwargs, which the chat" in output.stderr
 
 
 @pytest.fixture
