@@ -285,8 +285,9 @@ def known_digests(
         ValueError: ``given`` is not a recipe, or the recipe in ``folder`` is damaged.
         OSError: the recipe cannot be read.
     """
-    named = Recipe.of_text(given) if isinstance(given, str) else given
-    if isinstance(named, Recipe):
+    if isinstance(given, Recipe):
+        return [given.digest]
+    if isinstance(given, str) and (named := Recipe.of_text(given)) is not None:
         return [named.digest]
     path = None if store is None else Path(store).expanduser()
     if given != AUTO:

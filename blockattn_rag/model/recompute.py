@@ -213,7 +213,7 @@ class _ChosenAttention:
         self._has_causal_kernel = has_causal_kernel
 
     def attend(
-        self, _: int, query: Tensor, key: Tensor, value: Tensor, scale: float, __: Tensor | None
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, _: Tensor | None
     ) -> Tensor:
         """See ``RelayPlan.attend``. Keys and values are those of the context."""
         start, outputs = 0, []

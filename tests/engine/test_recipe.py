@@ -399,8 +399,10 @@ def test_the_line_about_a_stock_model_names_cost_gain_and_remedy(
 def test_auto_leaves_out_what_cannot_run(reason: str, caplog: pytest.LogCaptureFixture) -> None:
     family = "gemma2" if reason == "windows" else "llama"
     kind = BlockModel(tiny_model(family), tiny_tokenizer(), name="kind")
-    options = {"can_recompute": reason != "server"}
-    assert resolve_recipe("auto", kind, open_store("memory:"), **options) == Recipe("head:4")
+    able = reason != "server"
+    assert resolve_recipe("auto", kind, open_store("memory:"), can_recompute=able) == Recipe(
+        "head:4"
+    )
     assert "uses 'head:4', which costs nothing per answer" in caplog.text
     if reason == "windows":
         with pytest.raises(UnsupportedModelError, match="cannot recompute"):

@@ -197,12 +197,13 @@ class Database:
                 "of them now, run `blockattn-rag ingest`",
                 path, manifest.model,
             )  # fmt: skip
-        of_server = isinstance(engine.recipe, RecipeOutline)
-        if not of_server and engine.recipe.source == STOCK_SOURCE and manifest.stock != STOCK:
+        used = engine.recipe
+        is_stock = not isinstance(used, RecipeOutline) and used.source == STOCK_SOURCE
+        if is_stock and manifest.stock != STOCK:
             logger.warning(
                 "%s was ingested with the recipe %s, and keeps it; new databases use %s. To use "
                 "that here, run `blockattn-rag ingest PATH --db %s --recipe auto`",
-                path, engine.recipe, STOCK, path,
+                path, used, STOCK, path,
             )  # fmt: skip
         return cls(path, manifest, engine, embedding)
 
