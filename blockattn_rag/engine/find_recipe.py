@@ -51,7 +51,7 @@ def resolve_recipe(
     """Resolve the recipe of an engine.
 
     Args:
-        given: A recipe, a recipe's folder, settings such as ``"recompute:0.1"``
+        given: A recipe, a recipe's folder, settings such as ``"head+recompute:0.1"``
             (``engine.outline``), or ``"auto"``. None means ``"auto"``.
         folder: Folder of the database that the store belongs to.
         stock: Settings of ``"auto"`` for a stock model without a recipe.

@@ -387,9 +387,9 @@ def test_the_line_about_a_stock_model_names_cost_gain_and_remedy(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     plain = BlockModel(tiny_model("qwen2"), tiny_tokenizer(), name="plain")
-    assert resolve_recipe("auto", plain, open_store("memory:")) == Recipe(recompute=0.1)
+    assert resolve_recipe("auto", plain, open_store("memory:")) == Recipe("head", recompute=0.1)
     [line] = caplog.messages
-    assert "uses 'recompute:0.1', which keeps most of full mode's answers" in line
+    assert "uses 'head+recompute:0.1', which keeps most of full mode's answers" in line
     assert "computes 10 % of the passages' tokens again" in line
     for remedy in ("'fast'", "`blockattn-rag eval`", "`blockattn-rag repair --model plain"):
         assert remedy in line
@@ -424,6 +424,7 @@ def test_a_server_does_without_the_recomputing_of_a_recipe_that_it_finds(
         ("none", Recipe()),
         ("fast", Recipe("head:4")),
         ("bos", Recipe("bos")),
+        ("head", Recipe("head")),
         ("head:4", Recipe("head:4")),
         ("recompute:0.05", Recipe(recompute=0.05)),
         ("head:4+recompute:0.1", Recipe("head:4", recompute=0.1)),
@@ -437,10 +438,10 @@ def test_settings_have_a_text_form(stock: BlockModel, text: str, recipe: Recipe)
 
 
 @pytest.mark.parametrize(
-    "text", ["", "fast+promote:1", "head+bos", "head+", "recompute:", "promote:0.5", "recompute:x"]
+    "text", ["", "fast+promote:1", "heads+bos", "head+", "recompute:", "promote:0.5", "recompute:x"]
 )
 def test_any_other_text_is_a_folder(stock: BlockModel, text: str) -> None:
-    with pytest.raises(ValueError, match=r"Found no recipe at .*'recompute:0.1'"):
+    with pytest.raises(ValueError, match=r"Found no recipe at .*'head\+recompute:0.1'"):
         resolve_recipe(text, stock, open_store("memory:"))
 
 

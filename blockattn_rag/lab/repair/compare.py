@@ -27,7 +27,7 @@ from blockattn_rag.lab.repair.teacher import Teacher, divergence
 from blockattn_rag.model import BlockModel
 from blockattn_rag.model.correction import Correction
 from blockattn_rag.prompts.blocks import BlockPrompt
-from blockattn_rag.prompts.sinks import NO_SINK
+from blockattn_rag.prompts.sinks import HEAD, NO_SINK
 
 logger = logging.getLogger("blockattn_rag")
 
@@ -89,13 +89,13 @@ def count_candidates(model: BlockModel, sink: str, in_use: Recipe | None) -> int
 def costly_recipes(model: BlockModel, name: str, free: Recipe) -> dict[str, Recipe]:
     """A recipe with what keeps more answers at a cost per answer, by name, the cheapest first.
 
-    Recomputed tokens, or a promoted passage for models that cannot recompute. They are recomputed
-    without a sink, unless an adapter was fitted to it (``benchmarks/results/quality``).
+    Recomputed tokens, or a promoted passage for models that cannot recompute. Passages are encoded
+    after the head, which helps recomputing, unless an adapter was fitted to another sink.
     """
     if model.supports_relay:
-        base, before = (free, f"{name} + ") if free.adapter else (Recipe(), "")
+        base, name = (free, name) if free.adapter else (Recipe(HEAD), HEAD)
         return {
-            f"{before}recompute {100 * share:g} %": replace(base, recompute=share)
+            f"{name} + recompute {100 * share:g} %": replace(base, recompute=share)
             for share in _SHARES
             if share > base.recompute
         }
