@@ -38,8 +38,10 @@ def measure(
     for item in items:
         if time.monotonic() > end:
             break
-        if missing := [name for name in names if (item.set, item.id, name) not in done]:
-            append(path, [*answer(item, missing)])
+        missing = [name for name in names if (item.set, item.id, name) not in done]
+        if missing:
+            records: Sequence[Record | Change | Choice] = [*answer(item, missing)]
+            append(path, records)
             print(f"{item.set} {item.id}", flush=True)
 
 
