@@ -14,7 +14,7 @@ from diagnosis import Change
 from rows import EARLIER, Record
 from sets import Item
 
-T = TypeVar("T", Record, Change, Choice)
+T = TypeVar("T", bound=Record | Change | Choice)
 
 
 def measure(
@@ -38,10 +38,8 @@ def measure(
     for item in items:
         if time.monotonic() > end:
             break
-        missing = [name for name in names if (item.set, item.id, name) not in done]
-        if missing:
-            records: Sequence[Record | Change | Choice] = [*answer(item, missing)]
-            append(path, records)
+        if missing := [name for name in names if (item.set, item.id, name) not in done]:
+            append(path, [*answer(item, missing)])
             print(f"{item.set} {item.id}", flush=True)
 
 

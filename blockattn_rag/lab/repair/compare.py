@@ -228,14 +228,16 @@ class Comparer:
         return records
 
     def right(
-        self, samples: Sequence[Question], chosen: Recipe, max_new_tokens: int
+        self, samples: Sequence[Question], chosen: Recipe, max_new_tokens: int, tick: Tick
     ) -> tuple[dict[str, int], int]:
         """Count right answers in full mode, without a recipe, and with the chosen recipe.
 
         Returns:
             The counts by name, and the number of samples with known right answers.
         """
+        tick(0, 1)
         found = self._right(samples, {"block": Recipe(), "recipe": chosen}, max_new_tokens)
+        tick(1, 1)
         return {name: sum(right) for name, right in found.items()}, len(found.get(FULL, []))
 
     def _right(
