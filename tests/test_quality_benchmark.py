@@ -202,9 +202,9 @@ def test_the_summary_gives_percent_and_takes_missing_times_from_repeated_answers
     nan = float("nan")
     records = [record("full", one, 1, 8.0) for one in range(4)]
     records += [record("block", one, int(one == 0), 1.0) for one in range(4)]
-    records += [record("block, 5 % recomputed", one, int(one < 2), nan) for one in range(4)]
-    records += [record("block, 10 % recomputed", 0, 1, nan)]
-    again = [record("full", 0, 1, 6.0), record("block, 5 % recomputed", 0, 1, 2.0)]
+    records += [record("head, 5 % recomputed", one, int(one < 2), nan) for one in range(4)]
+    records += [record("head, 10 % recomputed", 0, 1, nan)]
+    again = [record("full", 0, 1, 6.0), record("head, 5 % recomputed", 0, 1, 2.0)]
     text = summary(records, again)
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()[2:]]
     assert rows[0] == ["full mode", "100.0 %", "", "", ""]
@@ -212,7 +212,7 @@ def test_the_summary_gives_percent_and_takes_missing_times_from_repeated_answers
     assert (right, kept, sooner) == ("25.0 %", "1 of 4", "8.0")
     assert change.startswith("-75.0 (")
     assert rows[2][3:] == ["2 of 4", "3.0 (1 questions)"]
-    assert rows[3][0] == '10 % recomputed (`"recompute:0.1"`) (1 questions)'
+    assert rows[3][0] == '10 % recomputed (`"head+recompute:0.1"`) (1 questions)'
     assert rows[3][3:] == ["1 of 1", "not measured"]
 
 

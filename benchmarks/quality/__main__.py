@@ -184,6 +184,8 @@ def table(results: Path = RESULTS) -> None:
 def _answerer(model: str, recipe: str, max_new_tokens: int, tuned: Sequence[Path] = ()) -> Answerer:
     from blockattn_rag.engine.find_recipe import resolve_recipe
     from blockattn_rag.engine.outline import FAST
+    from blockattn_rag.engine.recipe import Recipe
+    from blockattn_rag.prompts.sinks import HEAD
 
     names = [FULL, "block", "recipe", *(folder.name for folder in tuned)]
     if len({*names}) < len(names):
@@ -199,7 +201,7 @@ def _answerer(model: str, recipe: str, max_new_tokens: int, tuned: Sequence[Path
         last, best = [*recipes.items()][-1]
         recipes[f"{last}, 1 promoted"] = replace(best, promote=1)
         if engine.model.supports_relay:
-            bases = {"block": recipes["block"]} | ({last: best} if best.adapter else {})
+            bases = {"head": Recipe(HEAD)} | ({last: best} if best.adapter else {})
             for base, one in bases.items():
                 for percent in (5, 10):
                     share = percent / 100

@@ -23,16 +23,13 @@ from blockattn_rag.model import BlockModel
 from blockattn_rag.model.recompute import attention_to_context, choose_tokens, with_recomputed
 from blockattn_rag.prompts.blocks import Span
 from blockattn_rag.prompts.chat_template import Message, chat_spans, has_chat_template
-from blockattn_rag.prompts.formats import CHAT, Passage, PromptFormat
+from blockattn_rag.prompts.formats import CHAT, PromptFormat
 from blockattn_rag.prompts.sinks import sink_ids
 from blockattn_rag.prompts.tokenization import BlockTokenizer
 
 BLOCK = "none"
 SHORT = "short head"
 """Sink that ends with the start of the user's message, after a system message of one line."""
-
-WHOLE = "chat head"
-"""Sink that is the first block of a prompt in the format ``chat``, whatever the system prompt."""
 
 OWN = "the prompt's head"
 """Sink that is the prompt's first block. It depends on the system prompt."""
@@ -78,7 +75,7 @@ class _Candidate:
     first_share: float = 0.0
 
 
-_SINKS = (BLOCK, "head:4", SHORT, WHOLE, OWN)
+_SINKS = (BLOCK, "head:4", "head", SHORT, OWN)
 CANDIDATES = {
     **{sink: _Candidate(sink) for sink in _SINKS},
     **{f"{sink}, 10 %": _Candidate(sink, 0.1) for sink in _SINKS},
@@ -130,9 +127,6 @@ def compare(
 
 def _sink(name: str, tokenizer: BlockTokenizer) -> list[int]:
     """Token ids of a sink."""
-    if name == WHOLE:
-        prompt = CHAT.prompt("?", [Passage("", "?")], tokenizer.tokenizer)
-        return tokenizer.prompt_ids(prompt).context[0]
     if name != SHORT:
         return sink_ids(name, tokenizer)
     if not has_chat_template(tokenizer.tokenizer):

@@ -14,7 +14,7 @@ from diagnosis import Change
 from rows import EARLIER, Record
 from sets import Item
 
-T = TypeVar("T", Record, Change, Choice)
+T = TypeVar("T", bound=Record | Change | Choice)
 
 
 def measure(

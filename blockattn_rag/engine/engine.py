@@ -49,7 +49,7 @@ class BlockAttentionEngine:
         model: The model.
         store: Store for KV, or the path of a ``DirectoryStore``. Default: a store in memory.
         recipe: How the model runs in block mode: ``"auto"``, settings such as ``"none"``,
-            ``"fast"`` or ``"recompute:0.1"``, a ``Recipe``, or the folder of one.
+            ``"fast"`` or ``"head+recompute:0.1"``, a ``Recipe``, or the folder of one.
             ``"auto"`` uses the best known recipe; see ``find_recipe.resolve_recipe``.
         resident_bytes: Bytes of stored blocks to cache on the model's device. With 0, each answer
             reads its blocks from the store. Up to a quarter as many bytes are used in addition to

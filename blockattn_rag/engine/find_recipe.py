@@ -52,7 +52,7 @@ def resolve_recipe(
     """Resolve the recipe of an engine.
 
     Args:
-        given: A recipe, a recipe's folder, settings such as ``"recompute:0.1"``
+        given: A recipe, a recipe's folder, settings such as ``"head+recompute:0.1"``
             (``engine.outline``), or ``"auto"``. None means ``"auto"``.
         folder: Folder of the database that the store belongs to.
         stock: Settings of ``"auto"`` for a stock model without a recipe.
@@ -293,8 +293,9 @@ def known_digests(
         ValueError: ``given`` is not a recipe, or the recipe in ``folder`` is damaged.
         OSError: the recipe cannot be read.
     """
-    named = Recipe.of_text(given) if isinstance(given, str) else given
-    if isinstance(named, Recipe):
+    if isinstance(given, Recipe):
+        return [given.digest]
+    if isinstance(given, str) and (named := Recipe.of_text(given)) is not None:
         return [named.digest]
     path = None if store is None else Path(store).expanduser()
     if given != AUTO:

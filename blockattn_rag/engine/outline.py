@@ -3,10 +3,10 @@
 The text form names the settings that need no fitting, joined by ``+``::
 
     none                  block mode as published
-    head:4                a sink; see ``prompts.sinks``
+    head                  a sink; see ``prompts.sinks``
     recompute:0.1         a share of the passages' tokens to compute again for each question
     promote:1             passages at the end of the prompt to compute with the question
-    head:4+recompute:0.1  several of them
+    head+recompute:0.1    several of them
     fast                  the best settings that cost nothing per answer: the same as ``head:4``
 
 Importing this module does not load torch.
@@ -21,7 +21,7 @@ from typing import Any
 
 from blockattn_rag.prompts.sinks import NO_SINK, is_sink
 
-STOCK = "recompute:0.1"
+STOCK = "head+recompute:0.1"
 """Settings of ``"auto"`` for a stock model without a recipe: those that need no fitting, and keep
 the most right answers (docs/quality.md)."""
 
@@ -32,7 +32,7 @@ FAST, FREE_SINK = "fast", "head:4"
 """The name of the best settings that cost nothing per answer, and the sink that they consist of."""
 
 TEXT_FORMS = (
-    "settings such as 'none', 'fast' or 'recompute:0.1' (a sink, 'promote:N' and "
+    "settings such as 'none', 'fast' or 'head+recompute:0.1' (a sink, 'promote:N' and "
     "'recompute:SHARE', joined by '+')"
 )
 """The text forms of recipes, for messages."""

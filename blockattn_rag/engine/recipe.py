@@ -127,7 +127,7 @@ class Recipe:
 
     @classmethod
     def of_text(cls, text: str) -> Recipe | None:
-        """The recipe that a text such as ``"recompute:0.1"`` names; see ``engine.outline``.
+        """The recipe that a text such as ``"head+recompute:0.1"`` names; see ``engine.outline``.
 
         Returns:
             None if the text has another form, such as a folder's path.

@@ -7,8 +7,9 @@ in full attention (the shared prefix of APE, arXiv 2502.05431). This costs nothi
 
     none    no prefix, as in the Block-Attention paper; for block-fine-tuned models
     bos     the BOS token
-    head:N  the first N tokens of the head of a prompt in the format ``chat``, in the model's own
-            chat template (4 work as well as more)
+    head    the head of a prompt in the format ``chat``, in the model's own chat template: a system
+            message, and the start of the user's message
+    head:N  its first N tokens (4 work as well as more, unless tokens are recomputed)
 
 No sink depends on the prompt, so blocks serve prompts with any system message.
 """
@@ -17,11 +18,13 @@ from __future__ import annotations
 
 import re
 
+from blockattn_rag.prompts.blocks import Span
 from blockattn_rag.prompts.chat_template import Message, chat_spans, has_chat_template
 from blockattn_rag.prompts.formats import CHAT
 from blockattn_rag.prompts.tokenization import BlockTokenizer
 
-NO_SINK = "none"
+NO_SINK, HEAD = "none", "head"
+_DATE = "01 Jan 2026"
 _HEAD = re.compile(r"head:([1-9][0-9]{0,3})")
 
 
@@ -34,14 +37,14 @@ def check_sink(sink: str) -> str:
     if isinstance(sink, str) and is_sink(sink):
         return sink
     raise ValueError(
-        f"Unknown sink {sink!r}: expected 'none', 'bos' or 'head:N' with N tokens, such as "
-        "'head:4'."
+        f"Unknown sink {sink!r}: expected 'none', 'bos', 'head', or 'head:N' with N tokens, such "
+        "as 'head:4'."
     )
 
 
 def is_sink(name: str) -> bool:
     """Whether a name is a valid sink."""
-    return name in (NO_SINK, "bos") or _HEAD.fullmatch(name) is not None
+    return name in (NO_SINK, "bos", HEAD) or _HEAD.fullmatch(name) is not None
 
 
 def sink_ids(sink: str, tokenizer: BlockTokenizer) -> list[int]:
@@ -57,6 +60,8 @@ def sink_ids(sink: str, tokenizer: BlockTokenizer) -> list[int]:
         if bos is None:
             raise ValueError("This model has no BOS token: use sink='head:1'.")
         return [bos]
+    if sink == HEAD:
+        return _whole_head_ids(tokenizer)
     count = int(sink.partition(":")[2])
     head = _head_ids(tokenizer)
     if count > len(head):
@@ -65,6 +70,22 @@ def sink_ids(sink: str, tokenizer: BlockTokenizer) -> list[int]:
             f"use 'head:{len(head)}' or less."
         )
     return head[:count]
+
+
+def _whole_head_ids(tokenizer: BlockTokenizer) -> list[int]:
+    """Token ids of the head up to the first passage. They are the same every day, although some
+    templates write a date, because another head would make every stored block a miss."""
+    template = str(tokenizer.tokenizer.chat_template)
+    writes_today = "strftime_now" in template and "date_string" not in template
+    if not has_chat_template(tokenizer.tokenizer) or writes_today:
+        return tokenizer.final_ids(f"{CHAT.system}\n\n{CHAT.before}", first=True)
+    question = Span("?", "conversation")
+    turns: list[Message] = [
+        {"role": "system", "content": (Span(CHAT.system, "system"),)},
+        {"role": "user", "content": (Span(CHAT.before, "system"), question)},
+    ]
+    spans = chat_spans(tokenizer.tokenizer, turns, date_string=_DATE)
+    return tokenizer.final_ids(spans[: spans.index(question)], first=True)
 
 
 def _head_ids(tokenizer: BlockTokenizer) -> list[int]:

@@ -136,8 +136,8 @@ def test_blocks_after_another_sink_are_other_blocks(model: BlockModel) -> None:
     before = sink_ids("head:4", model.tokenizer)
     assert answers[0].token_ids == oracle(model, prompt, before=before)
     assert answers[1].token_ids == oracle(model, prompt)
-    with pytest.raises(ValueError, match="Found no recipe at head"):
-        engine.generate(prompt, recipe="head")
+    with pytest.raises(ValueError, match="Found no recipe at heads"):
+        engine.generate(prompt, recipe="heads")
     with pytest.raises(ValueError, match="Found no recipe at tail:1"):
         BlockAttentionEngine(model, recipe="tail:1")
 

@@ -387,9 +387,9 @@ def test_the_line_about_a_stock_model_names_cost_gain_and_remedy(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     plain = BlockModel(tiny_model("qwen2"), tiny_tokenizer(), name="plain")
-    assert resolve_recipe("auto", plain, open_store("memory:")) == Recipe(recompute=0.1)
+    assert resolve_recipe("auto", plain, open_store("memory:")) == Recipe("head", recompute=0.1)
     [line] = caplog.messages
-    assert "uses 'recompute:0.1', which keeps most of full mode's answers" in line
+    assert "uses 'head+recompute:0.1', which keeps most of full mode's answers" in line
     assert "computes 10 % of the passages' tokens again" in line
     for remedy in ("'fast'", "`blockattn-rag eval`", "`blockattn-rag repair --model plain"):
         assert remedy in line
@@ -399,8 +399,10 @@ def test_the_line_about_a_stock_model_names_cost_gain_and_remedy(
 def test_auto_leaves_out_what_cannot_run(reason: str, caplog: pytest.LogCaptureFixture) -> None:
     family = "gemma2" if reason == "windows" else "llama"
     kind = BlockModel(tiny_model(family), tiny_tokenizer(), name="kind")
-    options: dict[str, Any] = {"can_recompute": reason != "server"}
-    assert resolve_recipe("auto", kind, open_store("memory:"), **options) == Recipe("head:4")
+    able = reason != "server"
+    assert resolve_recipe("auto", kind, open_store("memory:"), can_recompute=able) == Recipe(
+        "head:4"
+    )
     assert "uses 'head:4', which costs nothing per answer" in caplog.text
     if reason == "windows":
         with pytest.raises(UnsupportedModelError, match="cannot recompute"):
@@ -422,6 +424,7 @@ def test_a_server_does_without_the_recomputing_of_a_recipe_that_it_finds(
         ("none", Recipe()),
         ("fast", Recipe("head:4")),
         ("bos", Recipe("bos")),
+        ("head", Recipe("head")),
         ("head:4", Recipe("head:4")),
         ("recompute:0.05", Recipe(recompute=0.05)),
         ("head:4+recompute:0.1", Recipe("head:4", recompute=0.1)),
@@ -435,10 +438,10 @@ def test_settings_have_a_text_form(stock: BlockModel, text: str, recipe: Recipe)
 
 
 @pytest.mark.parametrize(
-    "text", ["", "fast+promote:1", "head+bos", "head+", "recompute:", "promote:0.5", "recompute:x"]
+    "text", ["", "fast+promote:1", "heads+bos", "head+", "recompute:", "promote:0.5", "recompute:x"]
 )
 def test_any_other_text_is_a_folder(stock: BlockModel, text: str) -> None:
-    with pytest.raises(ValueError, match=r"Found no recipe at .*'recompute:0.1'"):
+    with pytest.raises(ValueError, match=r"Found no recipe at .*'head\+recompute:0.1'"):
         resolve_recipe(text, stock, open_store("memory:"))
 
 

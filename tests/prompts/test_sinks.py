@@ -12,13 +12,13 @@ from blockattn_rag.prompts.tokenization import BlockTokenizer
 from tests.models import tiny_tokenizer
 
 
-@pytest.mark.parametrize("sink", ["none", "bos", "head:1", "head:16"])
+@pytest.mark.parametrize("sink", ["none", "bos", "head", "head:1", "head:16"])
 def test_valid_sinks_are_accepted(sink: str) -> None:
     assert check_sink(sink) == sink
 
 
 @pytest.mark.parametrize(
-    "sink", ["", "head", "first-block", "head:0", "head:-1", "head:1.5", "BOS", "4", 4, None]
+    "sink", ["", "heads", "first-block", "head:0", "head:-1", "head:1.5", "BOS", "4", 4, None]
 )
 def test_invalid_sinks_are_refused_with_the_valid_forms(sink: Any) -> None:
     with pytest.raises(ValueError, match=r"Unknown sink .*: expected .*'head:N'"):
@@ -32,7 +32,18 @@ def test_a_head_is_how_prompts_of_that_model_begin(bos: bool, chat: bool) -> Non
     prompt = CHAT.prompt("Why?", [Passage("", "Because.")], tokenizer.tokenizer)
     first, *_ = tokenizer.prompt_ids(prompt).context
     assert sink_ids("head:4", tokenizer) == first[:4]
+    assert sink_ids("head", tokenizer) == first
     assert sink_ids("none", tokenizer) == []
+
+
+def test_a_head_is_the_same_every_day() -> None:
+    today = "{{ strftime_now('%d %b %Y') }}"
+    llama = "{% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y') %}"
+    for start, found in ((today, "You are"), (llama + "{% endif %}{{ date_string }}", "01 Jan 20")):
+        tokenizer = tiny_tokenizer()
+        tokenizer.chat_template = start + tokenizer.chat_template
+        text = str(tokenizer.decode(sink_ids("head", BlockTokenizer(tokenizer))))
+        assert text.removeprefix("<|begin|>").startswith(found)
 
 
 def test_the_tokens_of_bos_and_of_too_long_a_head() -> None:

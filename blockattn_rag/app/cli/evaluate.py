@@ -64,7 +64,7 @@ def evaluate(
         str,
         typer.Option(
             help="Recipes to compare with full mode, comma-separated: auto, settings such as fast, "
-            "none or recompute:0.1, or a recipe folder."
+            "none or head+recompute:0.1, or a recipe folder."
         ),
     ] = "auto",
     closed_book: Annotated[

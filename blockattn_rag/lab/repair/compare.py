@@ -28,7 +28,7 @@ from blockattn_rag.model import BlockModel
 from blockattn_rag.model.correction import Correction
 from blockattn_rag.model.recompute import can_recompute
 from blockattn_rag.prompts.blocks import BlockPrompt
-from blockattn_rag.prompts.sinks import NO_SINK
+from blockattn_rag.prompts.sinks import HEAD, NO_SINK
 
 logger = logging.getLogger("blockattn_rag")
 
@@ -90,13 +90,13 @@ def count_candidates(model: BlockModel, sink: str, in_use: Recipe | None) -> int
 def costly_recipes(model: BlockModel, name: str, free: Recipe) -> dict[str, Recipe]:
     """A recipe with what keeps more answers at a cost per answer, by name, the cheapest first.
 
-    Recomputed tokens, or a promoted passage for models that cannot recompute. They are recomputed
-    without a sink, unless an adapter was fitted to it (``benchmarks/results/quality``).
+    Recomputed tokens, or a promoted passage for models that cannot recompute. Passages are encoded
+    after the head, which helps recomputing, unless an adapter was fitted to another sink.
     """
     if can_recompute(model):
-        base, before = (free, f"{name} + ") if free.adapter else (Recipe(), "")
+        base, name = (free, name) if free.adapter else (Recipe(HEAD), HEAD)
         return {
-            f"{before}recompute {100 * share:g} %": replace(base, recompute=share)
+            f"{name} + recompute {100 * share:g} %": replace(base, recompute=share)
             for share in _SHARES
             if share > base.recompute
         }
@@ -229,14 +229,16 @@ class Comparer:
         return records
 
     def right(
-        self, samples: Sequence[Question], chosen: Recipe, max_new_tokens: int
+        self, samples: Sequence[Question], chosen: Recipe, max_new_tokens: int, tick: Tick
     ) -> tuple[dict[str, int], int]:
         """Count right answers in full mode, without a recipe, and with the chosen recipe.
 
         Returns:
             The counts by name, and the number of samples with known right answers.
         """
+        tick(0, 1)
         found = self._right(samples, {"block": Recipe(), "recipe": chosen}, max_new_tokens)
+        tick(1, 1)
         return {name: sum(right) for name, right in found.items()}, len(found.get(FULL, []))
 
     def _right(

@@ -141,8 +141,8 @@ class Repair:
         chosen, recipes = choice.name, choice.recipes
         with self._stage("measuring") as tick:
             measured = comparer.compared(report_on, recipes, tick)
-        with self._stage("right answers"):
-            right, with_answers = comparer.right(report_on, recipes[chosen], tokens)
+        with self._stage("right answers") as tick:
+            right, with_answers = comparer.right(report_on, recipes[chosen], tokens, tick)
         report = {
             "model": self.model.name,
             "fingerprint": self.model.fingerprint,

@@ -121,8 +121,8 @@ def test_ingest_changes_earlier_settings_only_on_request(
     command = ("ingest", documents, "--db", database)
     found = [cli(*command, *more).stdout for more in ((), ("--recipe", "auto"))]
     assert "recipe of block mode: head:2" in found[0]
-    assert "recipe of block mode: recompute:0.1" in found[1]
-    assert json.loads(path.read_text())["stock"] == "recompute:0.1"
+    assert "recipe of block mode: head+recompute:0.1" in found[1]
+    assert json.loads(path.read_text())["stock"] == "head+recompute:0.1"
 
 
 def test_finds_recipe_of_database(cli: Command, database: Path, model: Path) -> None:

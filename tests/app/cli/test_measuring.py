@@ -113,7 +113,7 @@ def test_eval_says_which_recipe_a_database_needs(
     command = ("eval", "--db", database, "--questions", questions, "--max-new-tokens", 2)
     found = cli(*command, "--json")
     assert found.status == 0, found.stderr
-    names = ["full", "recompute:0.1", "fast"]
+    names = ["full", "head+recompute:0.1", "fast"]
     assert [row["name"] for row in found.json["rows"]] == names
     assert found.json["rows"][1]["right"] is None
     shown = cli(*command).stdout

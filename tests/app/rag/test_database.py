@@ -113,7 +113,7 @@ def test_databases_on_one_store_have_own_recipes(model: Path, tmp_path: Path) ->
         Recipe(sink).save(database.path / "recipe")
     databases = (first, second, third)
     found = [Database.open(one.path).engine.recipe.sink for one in databases]
-    assert found == ["head:2", "head:3", "none"]
+    assert found == ["head:2", "head:3", "head"]
     # A later ingestion uses the database's own, too.
     assert Database.create(second.path, wanted).engine.recipe.sink == "head:3"
     assert Database.open(second.path, recipe="none").engine.recipe == Recipe()
