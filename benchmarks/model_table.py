@@ -89,7 +89,7 @@ class Checkpoint(NamedTuple):
         return 2 * self.layers * (2 * self.heads * self.size or self.size)
 
 
-# From the files config.json of the checkpoints' repositories on the Hugging Face Hub: number of
+# Entered by hand after the published files config.json, without access to them: number of
 # attention layers, num_key_value_heads, head_dim (or kv_lora_rank + qk_rope_head_dim), and
 # num_hidden_layers.
 CHECKPOINTS = [
@@ -289,8 +289,8 @@ Not measured, because no tiny model could be built from the default config:
 {unknown}
 ## Checkpoints
 
-Bytes of keys and values (or latents) per token in 16 bits, from the number of layers that store them, the heads and their sizes in each
-checkpoint's `config.json`. A state takes no bytes per passage.
+Bytes of keys and values (or latents) per token in 16 bits. The number of layers that store them, the heads and their sizes were entered by
+hand, after each checkpoint's published `config.json`, and are not checked by a test. A state takes no bytes per passage.
 
 {checkpoints}"""
 
