@@ -65,7 +65,9 @@ def _service(raw_request: Request) -> Service:
 async def info(raw_request: Request) -> Response:
     """Describe this server."""
     try:
-        return JSONResponse(_service(raw_request).info(raw_request.headers).to_dict())
+        # The first call loads the tokenizer.
+        info = await asyncio.to_thread(_service(raw_request).info, raw_request.headers)
+        return JSONResponse(info.to_dict())
     except BlockAttnError as error:
         return _refusal(error)
 

@@ -157,7 +157,11 @@ class Service:
             MissError, ServingError, StoreError: See ``BlockEnsurer.ensure``.
         """
 
-        tools = None if body.not_text else ServedTools.of(request, self._prompts.tokenizer)
+        tools = None
+        if not body.not_text and request.tools:  # many tools make a large grammar
+            tools = await asyncio.to_thread(
+                lambda: ServedTools.of(request, self._prompts.tokenizer)
+            )
         definitions, variables = self._template_arguments(request)
 
         def render(recognize: Recognizer | None) -> TokenPrompt | None:
