@@ -157,7 +157,7 @@ def _read(file: Path) -> list[Document]:
     is_plain = not own and file.suffix.lower() not in SimpleDirectoryReader.supported_suffix_fn()
     if is_plain and b"\0" in start:
         raise UnreadableFileError(
-            "Is binary, in an unknown format (text in UTF-16 must be saved as UTF-8)"
+            "is binary, in an unknown format (text in UTF-16 must be saved as UTF-8)"
         )
     try:
         # By default, bytes that are not UTF-8 are dropped silently.
@@ -173,12 +173,12 @@ def _read(file: Path) -> list[Document]:
         if isinstance(cause, FileNotFoundError | PermissionError):
             raise cause from error
         # Readers are plugins for dozens of formats, which raise all kinds of errors.
-        raise UnreadableFileError(f"Cannot be read ({cause})") from error
+        raise UnreadableFileError(f"cannot be read ({cause})") from error
     for document in pages:
         document.set_content(document.text.removeprefix(_BYTE_ORDER_MARK))
     documents = [document for document in pages if document.text.strip()]
     if not documents:
-        raise UnreadableFileError("Contains no text")
+        raise UnreadableFileError("contains no text")
     for document in documents:
         set_source(document, str(file))
     return documents

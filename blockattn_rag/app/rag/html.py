@@ -48,12 +48,12 @@ def html_text(page: bytes) -> str:
         text, _ = webencodings.decode(page, _WIDER.get(encoding, encoding), "strict")
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"Contains bytes that are invalid in {encoding}, its encoding; save and declare it as "
+            f"contains bytes that are invalid in {encoding}, its encoding; save and declare it as "
             "UTF-8"
         ) from error
     if "\0" in text:
         raise ValueError(
-            "Contains NUL characters: it is binary, or UTF-16 without a byte order mark; "
+            "contains NUL characters: it is binary, or UTF-16 without a byte order mark; "
             "save it as UTF-8"
         )
     for element in document.select(_UNSEEN):

@@ -115,7 +115,7 @@ def test_writes_profile_of_sink_and_dtype(cli: Command, model: Path, tmp_path: P
 
 def test_a_profile_without_a_folder_is_refused(cli: Command, model: Path, tmp_path: Path) -> None:
     output = cli("check", model, "--profile", tmp_path / "nowhere" / "profile.json")
-    assert (output.status, "no such folder" in output.stderr) == (2, True)
+    assert (output.status, "No such folder" in output.stderr) == (2, True)
 
 
 @pytest.mark.parametrize(

@@ -209,7 +209,7 @@ PLAN = ("plan", "--model", "8b", "--tflops", 1)
         (EVAL, ("--log", "l", "--closed-book"), "--closed-book needs --data"),
         (PLAN, (), "Missing option '--passages'"),
         (PLAN, ("--passages", 0), "greater than or equal to 1"),
-        (PLAN, ("--passages", 3, "--tflops", 0), "found 0, expected above 0"),
+        (PLAN, ("--passages", 3, "--tflops", 0), "Found 0, expected above 0"),
     ],
 )
 def test_refuses_invalid_options(

@@ -121,7 +121,7 @@ def test_repairs_a_model(cli: Command, model: Path, questions: Path, tmp_path: P
         (("--model", "MODEL"), 2, "Expected --db FOLDER, or --model NAME with --passages FILE"),
         (("--db", "db", "--passages", "p.jsonl"), 2, "Found --db and --passages"),
         (("--db", "nowhere"), 1, "nowhere is not a database"),
-        (("--questions", "q.jsonl", "--model", "MODEL"), 1, "line 1: found a question without"),
+        (("--questions", "q.jsonl", "--model", "MODEL"), 1, "line 1: Found a question without"),
         (("--passages", "none.jsonl", "--model", "MODEL"), 1, "Found no file none.jsonl"),
         (("--passages", "p.jsonl", "--model", "MODEL"), 1, "wrote no question about any of 6"),
     ],

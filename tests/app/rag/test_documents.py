@@ -65,7 +65,7 @@ def test_html_is_decoded_as_it_declares(tmp_path: Path) -> None:
     (tmp_path / "old.html").write_bytes(page.encode("latin-1"))
     assert [d.text for d in load_documents([tmp_path]).documents] == ["Stra\u00dfe"]
     (tmp_path / "old.html").write_text("<script>only()</script>", encoding="utf-8")
-    with pytest.raises(UnreadableFileError, match="Contains no text"):
+    with pytest.raises(UnreadableFileError, match="contains no text"):
         load_documents([tmp_path / "old.html"])
 
 
@@ -76,7 +76,7 @@ def test_a_named_file_must_be_readable_and_exist(documents: Path, tmp_path: Path
     damaged.write_bytes(b"%PDF-1.4 no more")
     for path, message in (
         (documents / "picture.raw", "binary"),
-        (empty, "Contains no text"),
+        (empty, "contains no text"),
         (damaged, "cannot be read"),
     ):
         with pytest.raises(UnreadableFileError, match=message):
