@@ -98,12 +98,12 @@ def counters(model: Quoting) -> dict[tuple[str, str], Callable[[str], Count]]:
     def route(_: str) -> Count:
         tools = ServedTools.of(chat_request([function]), own)
         assert tools is not None
-        return len(whole_answer(tools, own, model.answer_ids)["message"]["tool_calls"]), 0
+        return len(whole_answer(tools, model.answer_ids)["message"]["tool_calls"]), 0
 
     def route_stream(_: str) -> Count:
         tools = ServedTools.of(chat_request([function]), own)
         assert tools is not None
-        chunks = streamed_answer(tools, own, model.answer_ids, size=200)
+        chunks = streamed_answer(tools, model.answer_ids, size=200)
         return sum(len(chunk["delta"].get("tool_calls", ())) for chunk in chunks), 0
 
     return {

@@ -34,7 +34,7 @@ FLOORS = {
     "check": "engine errors kv model prompts server",
     "adapters": "engine errors model output prompts server store",
     "llama_index": "adapters engine errors lazy model output prompts server store",
-    "langchain": "adapters engine lazy output prompts server",
+    "langchain": "adapters engine errors lazy output prompts server",
     "lab": "engine errors files kv lazy model prompts store",
     "app": (
         "adapters check engine errors files hub kv lab lazy llama_index model output prompts "

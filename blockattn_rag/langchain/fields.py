@@ -58,7 +58,10 @@ class SourceFields(BaseModel):
     """
 
     model_config = ConfigDict(
-        populate_by_name=True, arbitrary_types_allowed=True, protected_namespaces=()
+        populate_by_name=True,
+        arbitrary_types_allowed=True,
+        protected_namespaces=(),
+        hide_input_in_errors=True,  # which may contain an API key
     )
 
     apart: ClassVar[tuple[str, ...]] = ("engine",)

@@ -6,6 +6,7 @@ from typing import Any
 
 from pydantic import SecretStr
 
+from blockattn_rag.errors import ServingError
 from blockattn_rag.lazy import missing_extra
 from blockattn_rag.server import ServerClient
 
@@ -36,6 +37,11 @@ def served_llm(
     """
     client = ServerClient(url, api_key)
     client.check_markers()
+    if not client.info.has_chat_template:
+        raise ServingError(
+            f"The model of {client.url} has no chat template, which ChatOpenAI needs; set one with "
+            "vLLM's option --chat-template"
+        )
     defaults: dict[str, Any] = {"temperature": 0.0, "max_tokens": 256, "use_responses_api": False}
     return ChatOpenAI(
         model=model or client.info.models[0],

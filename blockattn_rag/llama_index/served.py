@@ -104,7 +104,7 @@ def served_llm(
         model=model or client.info.models[0],
         api_base=client.openai_url,
         api_key=client.openai.api_key,
-        is_chat_model=True,
+        is_chat_model=client.info.has_chat_template,
         tokenizer=tokenizer,
         **{**defaults, **llm_fields},
     )

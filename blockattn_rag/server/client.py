@@ -200,6 +200,8 @@ class ServerClient:
                         first = first or time.perf_counter()
                         if take is not None:
                             take(text)
+        if not reason:
+            raise ServingError(f"{self.url} ended an answer without a finish reason")
         now = time.perf_counter()
         stats = ReuseStats(
             report.get("mode", mode),
@@ -275,7 +277,7 @@ class ServerClient:
             ) from error
         except openai.APIConnectionError as error:
             raise ServingError(f"Cannot reach {self.url}: {error.__cause__ or error}") from error
-        except openai.APIError as error:  # inside a stream
+        except (openai.APIError, httpx.HTTPError) as error:  # inside a stream
             raise ServingError(f"{self.url} failed in the middle of an answer: {error}") from error
 
     def _failure(self, error: openai.APIStatusError, path: str) -> ServingError | MissError:

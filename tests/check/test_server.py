@@ -98,7 +98,7 @@ def test_a_read_only_server_without_the_passages_is_checked_in_full_mode() -> No
         report = checked(server)
     assert failed(report) == []
     assert [row.name for row in report.rows] == ["full mode answers", "passages are not stored"]
-    assert not report.block
+    assert report.block is None
 
 
 def test_a_writable_server_that_stores_nothing_fails(

@@ -28,38 +28,27 @@ def chat_request(tools: Sequence[dict[str, Any]], **fields: Any) -> Any:
         "return_token_ids": None,
         "response_format": None,
         "structured_outputs": None,
+        "include_reasoning": True,
+        "stop": None,
     }
     return SimpleNamespace(**{**request, **fields})
 
 
-def whole_answer(
-    tools: ServedTools, tokenizer: Any, ids: Sequence[int], reasoning: Sequence[int] = ()
-) -> dict[str, Any]:
-    """The choice of a complete answer that has these token ids."""
-    message = {"role": "assistant", "content": _decode(tokenizer, ids), "tool_calls": []}
-    if reasoning:
-        message["reasoning"] = _decode(tokenizer, reasoning)
-    choice = {"index": 0, "message": message, "finish_reason": "stop"}
-    choice["token_ids"] = [*reasoning, *ids]
+def whole_answer(tools: ServedTools, ids: Sequence[int]) -> dict[str, Any]:
+    """The choice of a complete answer that has these token ids. Its text must not matter."""
+    message = {"role": "assistant", "content": "not used", "tool_calls": []}
+    choice = {"index": 0, "message": message, "finish_reason": "stop", "token_ids": [*ids]}
     data = {"choices": [choice], "prompt_token_ids": [1]}
     tools.answer(data)
     return choice
 
 
-def streamed_answer(
-    tools: ServedTools,
-    tokenizer: Any,
-    ids: Sequence[int],
-    reasoning: Sequence[int] = (),
-    size: int = 3,
-) -> list[dict[str, Any]]:
+def streamed_answer(tools: ServedTools, ids: Sequence[int], size: int = 3) -> list[dict[str, Any]]:
     """The choices of a streamed answer, in chunks of ``size`` tokens."""
 
     async def events() -> AsyncGenerator[str, None]:
-        for part, name in ((reasoning, "reasoning"), (ids, "content")):
-            for at in range(0, len(part), size):
-                text = _decode(tokenizer, part[: at + size])[len(_decode(tokenizer, part[:at])) :]
-                yield _event({name: text}, part[at : at + size])
+        for at in range(0, len(ids), size):
+            yield _event({"content": "not used"}, ids[at : at + size])
         yield _event({}, [], "stop")
         yield "data: [DONE]\n\n"
 
@@ -74,9 +63,3 @@ def streamed_answer(
 def _event(delta: dict[str, str], ids: Sequence[int], reason: str | None = None) -> str:
     choice = {"index": 0, "delta": delta, "token_ids": [*ids], "finish_reason": reason}
     return f"data: {json.dumps({'choices': [choice]})}\n\n"
-
-
-def _decode(tokenizer: Any, ids: Sequence[int]) -> str:
-    return str(
-        tokenizer.decode([*ids], skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    )

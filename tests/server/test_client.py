@@ -283,3 +283,16 @@ def test_langchain_reuses_passages_on_a_server(server: FakeServer) -> None:
     assert answer.usage_metadata is not None
     assert answer.usage_metadata["input_token_details"]["cache_read"] == report["reused_tokens"]
     assert "".join(str(chunk.content) for chunk in chat.stream(messages)) == expected.text
+
+
+def test_an_invalid_address_does_not_show_the_key() -> None:
+    with pytest.raises(ValueError, match="Invalid server address") as refused:
+        langchain.BlockKVTransformer(server="gpu:8000", api_key=KEY)
+    assert KEY not in str(refused.value)
+
+
+def test_chat_models_need_a_chat_template(server: FakeServer) -> None:
+    server.info["has_chat_template"] = False
+    with pytest.raises(ServingError, match="has no chat template"):
+        langchain.served_llm(server.url, api_key=KEY)
+    assert not llama_index.served_llm(server.url, api_key=KEY).is_chat_model

@@ -158,7 +158,7 @@ def _check_server(url: str) -> Result:
 
 
 def _server_lines(report: ServerReport) -> list[str]:
-    if not report.block:
+    if report.block is None:
         verdict = "answers" if report.passed else "does NOT answer"
         reason = "block mode was not checked: the server is read-only and has not these passages"
         return [f"{verdict} in full mode as it should; {reason}"]

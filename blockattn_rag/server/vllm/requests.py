@@ -159,7 +159,7 @@ class RequestReader:
         request.kv_transfer_params = None
         if prompt is not None:
             if request.echo:
-                raise ProtocolError("echo is not possible with passages; leave it out")
+                raise ProtocolError("echo is not possible with passages or tools; leave it out")
             _set_tokens(request, prompt.token_ids, {})
         if self._secret is not None:
             namespace = self.namespace(headers)
@@ -255,6 +255,17 @@ class RequestReader:
                     f"The schema of the answer has {references:,} references ($ref), expected at "
                     f"most {_MOST_REFERENCES:,}. Inline short definitions, or ask in several steps"
                 )
+        if (
+            grammar is not None
+            and _DIALECT in (grammar.grammar or "")
+            and (self._backend != "guidance")
+        ):
+            # The backend "auto" accepts it and fails in the engine.
+            raise ProtocolError(
+                "A grammar in llguidance's dialect, such as for a required tool call, needs vLLM's "
+                f"backend guidance, found {self._backend}; start the server with "
+                """--structured-outputs-config '{"backend": "guidance"}'"""
+            )
         if grammar is not None and grammar.choice and self._backend == "guidance":
             request.structured_outputs = replace(
                 grammar, choice=None, grammar=choice_grammar(grammar.choice)
@@ -270,14 +281,6 @@ class RequestReader:
             raise ProtocolError(
                 f"The prompt has {num_prompt_tokens} tokens, expected at most "
                 f"{self._max_tokens - 1}: the server's max_model_len is {self._max_tokens}"
-            )
-        held = getattr(request, "structured_outputs", None)
-        if held is not None and _DIALECT in (held.grammar or "") and self._backend != "guidance":
-            # The backend "auto" accepts it and fails in the engine.
-            raise ProtocolError(
-                "A grammar in llguidance's dialect, such as for a required tool call, needs vLLM's "
-                f"backend guidance, found {self._backend}; start the server with "
-                """--structured-outputs-config '{"backend": "guidance"}'"""
             )
         model = request.model
         if model in self._models.lora_requests:

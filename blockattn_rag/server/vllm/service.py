@@ -74,6 +74,9 @@ class Service:
         retrying = RetryingClient(engine_client)
         self._completions = _with_client(state.openai_serving_completion, retrying)
         self._chats = _with_client(state.openai_serving_chat, retrying)
+        self._unparsed_chats = copy.copy(self._chats)
+        if self._unparsed_chats is not None:
+            self._unparsed_chats.parser_cls = None  # this package parses the answers
         self._tokenizer_name: str = engine_client.model_config.tokenizer
 
     @classmethod
@@ -166,6 +169,8 @@ class Service:
 
         def render(recognize: Recognizer | None) -> TokenPrompt | None:
             prompt = self._prompts.chat(body, definitions, variables, recognize)
+            if tools is not None:
+                tools.begin(prompt)
             if any(block.is_passage for block in prompt.context):
                 return self._prompts.token_ids(prompt, body.options.mode)
             # vLLM renders chats without passages, unless it must not see the tools.
@@ -173,11 +178,12 @@ class Service:
 
         if tools is not None:
             request.tools, request.tool_choice, request.return_token_ids = None, "none", True
-            request.response_format = None
-            outputs = tools.options["structured_outputs"]
-            if outputs is not None:
-                request.structured_outputs = StructuredOutputsParams(**outputs)
-        create = self._chats.create_chat_completion
+            if tools.has_own_grammar:
+                request.response_format = None
+                grammar = tools.options["structured_outputs"]
+                request.structured_outputs = StructuredOutputsParams(**grammar)
+        handler = self._chats if tools is None else self._unparsed_chats
+        create = handler.create_chat_completion
         return await self._answer(body, render, create, request, raw_request, tools)
 
     async def complete(self, body: CompletionBody, request: Any, raw_request: Any) -> Answer:

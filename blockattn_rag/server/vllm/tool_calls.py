@@ -9,54 +9,50 @@ Importing this module does not load vLLM.
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from typing import Any
 
+from blockattn_rag.engine.detokenizer import Detokenizer
 from blockattn_rag.errors import ProtocolError
+from blockattn_rag.output.answer_reader import AnswerReader
+from blockattn_rag.output.answers import Said, ThoughtReader, has_no_thoughts
 from blockattn_rag.output.tool_calls import ToolCall
-from blockattn_rag.output.tool_parser import CallParser, ReadAnswer
+from blockattn_rag.output.tool_parser import ReadAnswer
 from blockattn_rag.output.tool_templates import tool_template
 from blockattn_rag.output.tool_use import ToolUse
+from blockattn_rag.prompts.blocks import BlockPrompt
 
 _DATA = "data: "
-
-
-@dataclass(slots=True)
-class _Choice:
-    """State of one choice of a streamed answer.
-
-    Args:
-        text: Text so far, without reasoning.
-        ids: Token ids so far.
-        sent: Characters of ``text`` that were sent.
-        has_reasoning: Whether a part of the tokens is reasoning.
-    """
-
-    text: str = ""
-    ids: list[int] = field(default_factory=list)
-    sent: int = 0
-    has_reasoning: bool = False
 
 
 class ServedTools:
     """Tools of one chat: changes vLLM's request, and puts calls into its answer.
 
+    Answers are decoded from their token ids, as in an engine, because vLLM's text may be cut at
+    stop strings or lack control tokens. Thoughts become the answer's field ``reasoning``.
+
     Args:
         use: The tools.
         tokenizer: Transformers tokenizer of the model.
-        options: ``response_format`` and ``structured_outputs`` of the request, as plain values.
-        returns_ids: Whether the client asked for token ids.
+        request: vLLM's request.
+
+    Raises:
+        ValueError: The grammar of the request conflicts with the tools.
     """
 
-    def __init__(
-        self, use: ToolUse, tokenizer: Any, options: Mapping[str, Any], returns_ids: bool
-    ) -> None:
+    def __init__(self, use: ToolUse, tokenizer: Any, request: Any) -> None:
+        given = _grammar(request)
         self._tokenizer = tokenizer
-        self._parser: CallParser = use.parser(tokenizer, options)
-        self._returns_ids = returns_ids
-        self.options = use.engine_options(tokenizer, options)
+        self._parser = use.parser(tokenizer, given)
+        self._returns_ids = bool(request.return_token_ids)
+        self._shows_thoughts = request.include_reasoning is not False
+        stop = request.stop or ()
+        self._stop = (stop,) if isinstance(stop, str) else tuple(stop)
+        self._prompt = BlockPrompt((), "?")
+        self.options = use.engine_options(tokenizer, given)
         """Grammar of the answer: ``response_format`` and ``structured_outputs``."""
+        self.has_own_grammar = self.options != given
+        """Whether the tools changed the grammar of the request."""
 
     @classmethod
     def of(cls, request: Any, tokenizer: Any) -> ServedTools | None:
@@ -76,26 +72,30 @@ class ServedTools:
         }
         try:
             use = ToolUse.of_call(options, lambda: tokenizer, request.model)
-            if use is None:
-                return None
-            return cls(use, tokenizer, _grammar(request), bool(request.return_token_ids))
+            return None if use is None else cls(use, tokenizer, request)
         except (TypeError, ValueError) as error:
             raise ProtocolError(str(error)) from error
+
+    def begin(self, prompt: BlockPrompt) -> None:
+        """Note the rendered prompt, which may open the answer's thoughts."""
+        self._prompt = prompt
 
     def answer(self, data: dict[str, Any]) -> None:
         """Put the calls into a complete answer, a JSON object."""
         for choice in data["choices"]:
-            message, ids = choice["message"], choice.get("token_ids") or []
-            text = message.get("content") or ""
-            read = self._parsed(text, ids, has_reasoning=_reasoning(message) is not None)
-            message["content"] = _text(read) or None
+            output = self._output()
+            first = output.push(choice.get("token_ids") or ())
+            rest, read = output.finish()
+            message = choice["message"]
+            message["content"] = first.answer + rest.answer + _invalid(read) or None
             message["tool_calls"] = _calls(read.calls)
-            self._end(choice, bool(read.calls))
+            message["reasoning"] = self._shown(first.thoughts + rest.thoughts)
+            _end(choice, bool(read.calls))
         self._drop_ids(data)
 
     async def events(self, events: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
         """Convert a stream. Text is sent up to the first call, and calls at the end."""
-        states: dict[int, _Choice] = {}
+        outputs: dict[int, _Output] = {}
         try:
             async for event in events:
                 if not event.startswith(_DATA + "{"):
@@ -103,51 +103,41 @@ class ServedTools:
                     continue
                 data = json.loads(event.removeprefix(_DATA))
                 for choice in data.get("choices", ()):
-                    self._advance(choice, states.setdefault(choice["index"], _Choice()))
+                    number = choice["index"]
+                    self._advance(choice, outputs.setdefault(number, self._output()))
                 self._drop_ids(data)
                 text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
                 yield f"{_DATA}{text}\n\n"
         finally:
             await events.aclose()
 
-    def _advance(self, choice: dict[str, Any], state: _Choice) -> None:
+    def _output(self) -> _Output:
+        no_thoughts = has_no_thoughts(self.options)
+        thoughts = ThoughtReader(self._tokenizer, self._prompt, answers_at_once=no_thoughts)
+        detokenizer = Detokenizer(self._tokenizer, self._stop)
+        return _Output(detokenizer, AnswerReader(thoughts, self._parser))
+
+    def _advance(self, choice: dict[str, Any], output: _Output) -> None:
         """Edit the chunk of a choice."""
         delta = choice["delta"]
-        state.text += delta.get("content") or ""
-        state.ids += choice.get("token_ids") or ()
-        state.has_reasoning |= _reasoning(delta) is not None
+        said = output.push(choice.get("token_ids") or ())
+        content, thoughts = said.answer, said.thoughts
         if choice.get("finish_reason"):
-            read = self._parsed(state.text, state.ids, state.has_reasoning)
-            shown, calls = _text(read), _calls(read.calls)
-            if calls:
+            rest, read = output.finish()
+            content, thoughts = content + rest.answer + _invalid(read), thoughts + rest.thoughts
+            if calls := _calls(read.calls):
                 delta["tool_calls"] = [
                     {"index": number, **call} for number, call in enumerate(calls)
                 ]
-            self._end(choice, bool(calls))
-        else:
-            ids = self._answer_ids(state.text, state.ids) if state.has_reasoning else state.ids
-            end, _ = self._parser.shown(state.text, ids)
-            shown = state.text[:end]
-        if "content" in delta or len(shown) > state.sent:
-            delta["content"] = shown[state.sent :]
-        state.sent = max(state.sent, len(shown))
+            _end(choice, bool(read.calls))
+        if content or "content" in delta:
+            delta["content"] = content
+        if shown := self._shown(thoughts):
+            delta["reasoning"] = shown
 
-    def _parsed(self, text: str, ids: Sequence[int], has_reasoning: bool) -> ReadAnswer:
-        return self._parser.parse(text, self._answer_ids(text, ids) if has_reasoning else ids)
-
-    def _answer_ids(self, text: str, ids: Sequence[int]) -> Sequence[int]:
-        """The last token ids, without those of the reasoning before the text."""
-        low, high = 0, len(ids)
-        while low < high:
-            middle = (low + high) // 2
-            tail = self._tokenizer.decode(ids[middle:], skip_special_tokens=True)
-            low, high = (middle + 1, high) if len(tail) > len(text) else (low, middle)
-        return ids[low:]
-
-    @staticmethod
-    def _end(choice: dict[str, Any], has_calls: bool) -> None:
-        if has_calls and choice.get("finish_reason") == "stop":
-            choice["finish_reason"] = "tool_calls"
+    def _shown(self, thoughts: str) -> str | None:
+        """Thoughts for the client; None for none."""
+        return (thoughts or None) if self._shows_thoughts else None
 
     def _drop_ids(self, data: dict[str, Any]) -> None:
         """Remove token ids that the client did not ask for."""
@@ -157,14 +147,35 @@ class ServedTools:
                 choice.pop("token_ids", None)
 
 
-def _reasoning(message: Mapping[str, Any]) -> Any:
-    return message.get("reasoning") or message.get("reasoning_content")
+class _Output:
+    """Output of one choice: decodes its tokens, and splits the text."""
+
+    def __init__(self, detokenizer: Detokenizer, reader: AnswerReader) -> None:
+        self._detokenizer = detokenizer
+        self._reader = reader
+        self._ids: list[int] = []
+
+    def push(self, ids: Iterable[int]) -> Said:
+        """Add tokens. Returns thoughts and text that can be shown now."""
+        new = [*ids]
+        self._ids += new
+        return self._reader.push("".join(map(self._detokenizer.push, new)), new)
+
+    def finish(self) -> tuple[Said, ReadAnswer]:
+        """Parse the finished output. Returns new thoughts and text, and all calls."""
+        self._detokenizer.finish()
+        ids = self._ids[: self._detokenizer.num_tokens]  # tokens may follow the stop string
+        return self._reader.finish(self._detokenizer.text, ids)
 
 
-def _text(read: ReadAnswer) -> str:
-    """Text of an answer. Invalid calls are shown as they are, because clients cannot receive them
-    otherwise."""
-    return "\n".join(filter(None, (read.text, *(call.text for call in read.invalid))))
+def _end(choice: dict[str, Any], has_calls: bool) -> None:
+    if has_calls and choice.get("finish_reason") == "stop":
+        choice["finish_reason"] = "tool_calls"
+
+
+def _invalid(read: ReadAnswer) -> str:
+    """Invalid calls as they are, because clients cannot receive them otherwise."""
+    return "".join(f"\n{call.text}" for call in read.invalid)
 
 
 def _calls(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
