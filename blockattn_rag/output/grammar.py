@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from blockattn_rag.errors import GrammarError
@@ -24,7 +24,6 @@ class Grammar:
         text: JSON schema, regular expression, JSON list of texts, grammar, or structural tags in
             JSON.
         name: Name of the grammar in messages.
-        asked: Options of a call, local or remote, that request this grammar.
 
     Raises:
         GrammarError: The text is longer than ``MOST_CHARACTERS``.
@@ -33,7 +32,6 @@ class Grammar:
     kind: Kind
     text: str
     name: str
-    asked: Mapping[str, Any] = field(compare=False)
 
     def __post_init__(self) -> None:
         if len(self.text) > MOST_CHARACTERS:
@@ -87,12 +85,11 @@ def _of_format(value: Any) -> Grammar | None:
             "response_format must be a pydantic class, or a mapping with a type, such as "
             f"{{'type': 'json_schema', 'json_schema': {{...}}}}; found {_shown(value)}"
         )
-    asked = {"response_format": value}
     match value["type"]:
         case "text":
             return None
         case "json_object":
-            return _any_object(asked)
+            return _any_object()
         case "json_schema":
             named = value.get("json_schema")
             if not isinstance(named, Mapping) or not isinstance(named.get("schema"), Mapping):
@@ -100,7 +97,7 @@ def _of_format(value: Any) -> Grammar | None:
                     "response_format of type json_schema must have its schema in "
                     f"['json_schema']['schema']; found {_shown(value)}"
                 )
-            return _of_schema(named["schema"], asked, named.get("name"))
+            return _of_schema(named["schema"], named.get("name"))
     raise ValueError(
         "The type of response_format must be json_schema, json_object or text; found "
         f"{_shown(value['type'])}"
@@ -118,37 +115,36 @@ def _of_outputs(outputs: Any) -> Grammar:
             f"{_shown(outputs)}"
         )
     (kind,) = present
-    value, asked = outputs[kind], {"structured_outputs": outputs}
+    value = outputs[kind]
     match kind:
         case "json":
             schema = _read(value) if isinstance(value, str) else value
             if not isinstance(schema, Mapping):
                 raise TypeError(f"A JSON schema must be an object; found {_shown(value)}")
-            return _of_schema(schema, asked)
+            return _of_schema(schema)
         case "json_object":
-            return _any_object(asked)
+            return _any_object()
         case "choice":
             if not _is_choice(value):
                 raise TypeError(f"choice must be a list of strings; found {_shown(value)}")
-            return Grammar(kind, _json(list(value)), f"the choice {_shown(value)}", asked)
+            return Grammar(kind, _json(list(value)), f"the choice {_shown(value)}")
         case "structural_tag":
             text = value if isinstance(value, str) else _json(value)
-            asked = {"structured_outputs": {kind: text}}  # servers accept text only
-            return Grammar(kind, text, "the structural tag", asked)
+            return Grammar(kind, text, "the structural tag")
     if not isinstance(value, str) or not value:
         raise TypeError(f"{kind} must be a non-empty string; found {_shown(value)}")
     name = f"the regular expression {_shown(value)}" if kind == "regex" else "the grammar"
-    return Grammar(kind, value, name, asked)
+    return Grammar(kind, value, name)
 
 
-def _any_object(asked: Mapping[str, Any]) -> Grammar:
-    return Grammar("json_object", '{"type":"object"}', "a JSON object", asked)
+def _any_object() -> Grammar:
+    return Grammar("json_object", '{"type":"object"}', "a JSON object")
 
 
-def _of_schema(schema: Mapping[str, Any], asked: Mapping[str, Any], name: Any = None) -> Grammar:
+def _of_schema(schema: Mapping[str, Any], name: Any = None) -> Grammar:
     title = name or schema.get("title")
     shown = f"the JSON schema {str(title)!r}" if title else "the JSON schema"
-    return Grammar("json", _json(schema), shown, asked)
+    return Grammar("json", _json(schema), shown)
 
 
 def _is_choice(value: Any) -> bool:

@@ -50,7 +50,7 @@ IN_MEMORY = Keep(is_private=False, is_stored=False)
 PRIVATE = Keep(is_private=True, is_stored=False)
 
 
-def keep_of(origin: Origin, *, on_purpose: bool = False) -> Keep:
+def keep_of(origin: Origin) -> Keep:
     """Where the KV of a block with this origin may be kept.
 
     System messages are kept in memory first and stored on their second use, because many contain a
@@ -58,9 +58,8 @@ def keep_of(origin: Origin, *, on_purpose: bool = False) -> Keep:
 
     Args:
         origin: Origin of the block.
-        on_purpose: Whether the caller encodes the block explicitly, rather than in a prompt.
     """
-    return Keep(origin not in ("passage", "system"), origin == "passage" or on_purpose)
+    return Keep(origin not in ("passage", "system"), origin == "passage")
 
 
 def handle_of(text: str) -> str:

@@ -41,8 +41,6 @@ handle."""
 MOST_CHARACTERS = 1 << 20
 """Longer passages are not indexed, and longer prompts are not scanned."""
 
-HEX_DIGITS = 2 * ENTRY.itemsize
-
 _BASE, _SCALE = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93
 _MASK = (1 << 64) - 1
 _MOST_PAIRS = 1 << 17  # compared hashes of one scan: bounds the work for passages that are alike
@@ -273,16 +271,6 @@ def joined(parts: Sequence[Entries]) -> Entries:
     entries = np.concatenate([np.empty(0, ENTRY), *parts])
     rows = np.unique(entries.view(np.dtype((np.void, ENTRY.itemsize))))
     return rows.view(ENTRY)
-
-
-def to_hex(entries: Entries) -> list[str]:
-    """Index entries as JSON strings of ``HEX_DIGITS`` digits."""
-    return [row.tobytes().hex() for row in entries]
-
-
-def from_hex(strings: Iterable[str]) -> Entries:
-    """Parse the strings of ``to_hex``. Raises ValueError as ``checked`` does."""
-    return checked(np.frombuffer(bytes.fromhex("".join(strings)), ENTRY))
 
 
 def checked(entries: Entries) -> Entries:

@@ -31,8 +31,6 @@ def test_a_schema_is_taken_as_openai_and_as_vllm_write_it() -> None:
     by_outputs = asked(None, {"json": SCHEMA})
     assert json.loads(by_format.text) == json.loads(by_outputs.text) == SCHEMA
     assert (by_format.kind, by_outputs.kind) == ("json", "json")
-    assert by_format.asked == {"response_format": given}
-    assert by_outputs.asked == {"structured_outputs": {"json": SCHEMA}}
     assert asked(None, {"json": json.dumps(SCHEMA)}).text == by_outputs.text
 
 
@@ -47,8 +45,6 @@ def test_a_pydantic_class_is_its_schema() -> None:
     found = asked(Tower)
     assert json.loads(found.text) == Tower.model_json_schema()
     assert str(found) == "the JSON schema 'Tower'"
-    sent = found.asked["response_format"]
-    assert sent["json_schema"] == {"name": "Tower", "schema": Tower.model_json_schema()}
 
 
 @pytest.mark.parametrize(
@@ -65,14 +61,13 @@ def test_other_kinds_are_taken_in_vllms_words(outputs: dict[str, Any], text: str
     found = asked(None, outputs)
     assert found.text == text
     assert found.kind in outputs
-    assert found.asked == {"structured_outputs": outputs}
 
 
-def test_structural_tags_are_sent_to_a_server_as_text() -> None:
+def test_structural_tags_are_a_mapping_or_text() -> None:
     tags = {"triggers": ["<f"], "structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}]}
-    sent = asked(None, {"structural_tag": tags}).asked["structured_outputs"]["structural_tag"]
-    assert json.loads(sent) == tags
-    assert asked(None, {"structural_tag": sent}).text == sent
+    text = asked(None, {"structural_tag": tags}).text
+    assert json.loads(text) == tags
+    assert asked(None, {"structural_tag": text}).text == text
 
 
 def test_text_and_nothing_ask_for_no_grammar() -> None:
