@@ -189,14 +189,15 @@ def _handler(server: FakeServer) -> type[BaseHTTPRequestHandler]:
             self._send({"error": {"message": message, "code": status}}, status)
 
         def _answer(self, body: Any) -> None:
+            if self.path == "/health":  # which needs no key
+                self._send({})
+                return
             if server.api_key and self.headers["Authorization"] != f"Bearer {server.api_key}":
                 raise RefusalError(401, "Unauthorized")
             server.requests.append((self.path, body))
             if server.faults:
                 raise server.faults.popleft()
-            if self.path == "/health":
-                self._send({})
-            elif self.path == INFO:
+            if self.path == INFO:
                 self._send(server.info)
             elif self.path == f"{OPENAI}/models":
                 self._send({"data": [{"id": server.info["models"][0]}], "object": "list"})
