@@ -96,7 +96,7 @@ class Service:
             )
         config = ServingConfig.parse(transfer.kv_connector_extra_config)
         parallel = engine_client.vllm_config.parallel_config
-        is_local = parallel.engines_only
+        is_local = parallel.local_engines_only
         engines = parallel.data_parallel_size_local if is_local else parallel.data_parallel_size
         if engines > 1 and config.private_bytes:
             raise ServingError(
