@@ -34,6 +34,7 @@ from blockattn_rag.prompts.recognition import Recognize
 
 _SOURCE_FIELDS = ("model_name", "kv_store", "model_kwargs", "recipe")
 _ALIASES = {"model": "model_name"}
+_OF_CLIENTS = ("timeout", "max_retries")
 
 
 class SourceFields(BaseModel):
@@ -99,12 +100,20 @@ class SourceFields(BaseModel):
 
 
 class EngineFields(SourceFields):
-    """Fields of a component whose model runs in this process."""
+    """Fields of a component whose model runs in this process.
+
+    LangChain's standard arguments ``timeout`` and ``max_retries`` are accepted, and have no effect
+    in this process.
+    """
+
+    apart: ClassVar[tuple[str, ...]] = ("engine", *_OF_CLIENTS)
 
     source: EngineSource = Field(exclude=True, repr=False)
 
     @classmethod
     def _source_of(cls, fields: dict[str, Any], arguments: dict[str, Any]) -> EngineSource:
+        for name in _OF_CLIENTS:
+            fields.pop(name, None)
         given = {name: value for name, value in arguments.items() if value is not None}
         source: EngineSource = fields.pop("source", None) or EngineSource(**given)
         # configurable_fields passes the old source together with fields that may have changed.

@@ -37,6 +37,11 @@ class SourceComponent(BaseComponent):
 
     _source: EngineSource | ServerSource = PrivateAttr()
 
+    @property
+    def source(self) -> EngineSource | ServerSource:
+        """Source of the model. Components with the same source share it."""
+        return self._source
+
     def __getstate__(self) -> dict[str, Any]:
         if live := self._source.live_parts:
             raise pickle.PicklingError(

@@ -29,7 +29,7 @@ def test_a_model_is_loaded_once_with_its_arguments(
     assert len(loads) == 1
     step = framework.ingestion(llm=chat)
     framework.ask(chat, "whole")
-    assert step.engine is chat.engine
+    assert step.source.engine is chat.engine
     assert copy.deepcopy(chat).engine is chat.engine
     [(model, kwargs)] = loads
     assert (model, kwargs["device"]) == (saved, "cpu")

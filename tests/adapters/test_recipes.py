@@ -82,5 +82,5 @@ def test_invalid_recipes_are_refused_by_constructors(framework: Framework) -> No
         framework.chat(engine, recipe="bos")
     with pytest.raises(ValueError, match="and engine=, which has its own recipe"):
         framework.ingestion(engine=engine, recipe="bos")
-    with pytest.raises(ValueError, match="either llm=, or the model, store and recipe"):
+    with pytest.raises(ValueError, match="either llm=, or a model, store and recipe, or a server"):
         framework.ingestion(llm=framework.chat(engine), recipe="bos")

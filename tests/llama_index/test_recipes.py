@@ -18,7 +18,7 @@ MARKED = f"Head. {''.join(wrap(canonical_text(node)) for node in passages(3))}Q"
 
 def test_the_constructor_has_few_arguments() -> None:
     _, *own, rest = inspect.signature(BlockAttentionLLM.__init__).parameters
-    assert (len(own), rest) == (14, "llm_fields")
+    assert (len(own), rest) == (12, "llm_fields")
 
 
 def test_promoted_tokens_count_as_computed(llm: BlockAttentionLLM) -> None:
