@@ -345,7 +345,7 @@ def _load_model(
         from blockattn_rag.server import ServerClient
 
         client = ServerClient(settings.server)
-        if settings.recipe != AUTO_SETTING:
+        if settings.recipe not in (AUTO_SETTING, str(client.info.recipe)):
             raise DatabaseError(
                 f"Found the recipe {settings.recipe!r}, but {client.url} has its own, "
                 f"{client.info.recipe}; leave the recipe out"

@@ -72,7 +72,7 @@ def test_a_server_is_asked_in_both_modes(cli: Command, server: FakeServer) -> No
     output = cli("check", "--server", server.url)
     assert output.status == 0, output.stderr
     assert output.stdout.startswith(server.url)
-    assert "passages are reused in any order" in output.stdout
+    assert "block mode answers" in output.stdout
     assert "answers in block mode as it should; not block-fine-tuned" in output.stdout
     report = cli("check", "--server", server.url, "--json").json
     assert (report["server"], report["passed"]) == (server.url, True)
