@@ -67,7 +67,9 @@ def test_a_database_keeps_the_settings_that_it_was_ingested_with(
     assert str(Database.open(tmp_path, recipe="none").engine.recipe) == "none"
     assert "keeps it" not in caplog.text
     path.write_text(json.dumps(fields | {"stock": "my-recipe"}))
-    with pytest.raises(DatabaseError, match=r"damaged \(Found stock 'my-recipe', expected settings"):
+    with pytest.raises(
+        DatabaseError, match=r"damaged \(Found stock 'my-recipe', expected settings"
+    ):
         Database.open(tmp_path)
 
 
