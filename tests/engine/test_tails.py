@@ -212,7 +212,9 @@ def test_answers_that_are_computed_otherwise_neither_leave_tails_nor_take_any(
 
 def test_a_batch_neither_leaves_tails_nor_takes_any() -> None:
     model = BlockModel(tiny_model(), tiny_tokenizer())  # whose settings let prompts share a batch
-    engine, plain = (BlockAttentionEngine(model, resident_bytes=n) for n in (1 << 30, 0))
+    engine, plain = (
+        BlockAttentionEngine(model, recipe="head:4", resident_bytes=n) for n in (1 << 30, 0)
+    )
     prompts = [[*CONTEXT, "How tall?"], [*CONTEXT, "Where?"]]
     for prompt in prompts:
         engine.generate(prompt, max_new_tokens=NEW)
