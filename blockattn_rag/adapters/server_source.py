@@ -8,7 +8,6 @@ from typing import Any
 from blockattn_rag.engine.ingest import EncodeStats
 from blockattn_rag.prompts.blocks import BlockTemplate
 from blockattn_rag.prompts.formats import BLANK_LINE
-from blockattn_rag.server import ServerClient
 
 
 class ServerSource:
@@ -20,12 +19,15 @@ class ServerSource:
             processes read it from the environment variable ``BLOCKATTN_RAG_API_KEY``.
 
     Raises:
+        ImportError: The extra ``serving`` is not installed.
         ValueError: The address or the key is invalid.
     """
 
     live_parts: Sequence[str] = ()
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
+        from blockattn_rag.server import ServerClient  # needs the extra `serving`
+
         self.client = ServerClient(url, api_key)
 
     def fields(self) -> dict[str, Any]:

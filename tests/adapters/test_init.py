@@ -39,3 +39,14 @@ def test_a_missing_package_names_the_extra(package: str, name: str, needed: str)
     )
     extra = package.replace("_", "-")
     assert f'pip install -c constraints.txt -e ".[{extra}]"' in found
+
+
+@EACH
+def test_only_servers_need_the_extra_serving(package: str, name: str, needed: str) -> None:
+    found = output_of(
+        f"import sys; sys.modules['openai'] = None\n"
+        f"import blockattn_rag.{package} as adapter\n"
+        f"adapter.{name}\n"
+        f"try: adapter.served_llm\nexcept ImportError as error: print(error)"
+    )
+    assert 'pip install -c constraints.txt -e ".[serving]"' in found
