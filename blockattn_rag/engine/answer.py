@@ -141,14 +141,14 @@ class Answer:
 
     def _show(self) -> None:
         """Pass new text to the caller."""
-        text, count = self._detokenizer.text, self._detokenizer.num_tokens
+        text, count = self._detokenizer.text, len(self._detokenizer.ids)
         if len(text) > self._shown_characters:
             new_ids = self._ids[self._shown_tokens : count]
             self.pending.emit(text[self._shown_characters :], new_ids)
             self._shown_characters, self._shown_tokens = len(text), count
 
     def _generation(self, ids: list[int]) -> Generation:
-        ids = ids[: self._detokenizer.num_tokens]  # beams and drafts can run past stop strings
+        ids = ids[: len(self._detokenizer.ids)]  # beams and drafts can run past stop strings
         ended = bool(ids) and ids[-1] in self._end_ids
         reason: FinishReason = "length"
         if self.stopped or ended or len(ids) < self.prepared.limit:

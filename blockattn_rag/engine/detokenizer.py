@@ -17,6 +17,7 @@ class Detokenizer:
         stop: Strings that end the answer. They are removed from the text.
 
     Attributes:
+        ids: Tokens pushed so far, up to the one that completed a stop string.
         text: Text emitted so far.
         stopped: Whether a stop string ended the text.
     """
@@ -24,7 +25,7 @@ class Detokenizer:
     def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
-        self._ids: list[int] = []
+        self.ids: list[int] = []
         # The decoding window starts at token `_start`. Tokens before `_read` are decoded already.
         self._start = 0
         self._read = 0
@@ -36,18 +37,13 @@ class Detokenizer:
         """Add one token. Returns the text that it completes, which may be empty."""
         if self.stopped:
             return ""
-        self._ids.append(token)
+        self.ids.append(token)
         new = self._unread()
         if new.endswith("\ufffd"):  # an incomplete character
             return ""
         if new:  # a control token has no text and cannot start a window
-            self._start, self._read = self._read, len(self._ids)
+            self._start, self._read = self._read, len(self.ids)
         return self._emit(new, final=False)
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens pushed, up to the one that completed a stop string."""
-        return len(self._ids)
 
     def finish(self) -> str:
         """Return the rest of the text, after the last token."""
@@ -55,8 +51,8 @@ class Detokenizer:
 
     def _unread(self) -> str:
         """Text of the tokens that are not decoded yet."""
-        seen = self._decode(self._ids[self._start : self._read])
-        return self._decode(self._ids[self._start :])[len(seen) :]
+        seen = self._decode(self.ids[self._start : self._read])
+        return self._decode(self.ids[self._start :])[len(seen) :]
 
     def _decode(self, ids: list[int]) -> str:
         # Cleaning up spaces would change text that was already emitted.

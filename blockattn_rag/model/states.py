@@ -113,7 +113,7 @@ def takes_several_tokens(hf_model: PreTrainedModel, layer: int) -> bool:
 
 
 def _is_used(hf_model: PreTrainedModel, layer: int, name: str, tokens: int) -> bool:
-    """Whether a state changes the logits of the next tokens. True if there is none."""
+    """Whether a state changes the logits of the next tokens. True if the layer has not set it."""
     logits = []
     # A large state may decay to nothing, and some kernels and experts drop NaN.
     for factor in (0, 100, torch.nan):

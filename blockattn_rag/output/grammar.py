@@ -10,6 +10,8 @@ from typing import Any, Literal, get_args
 from blockattn_rag.errors import GrammarError
 
 Kind = Literal["json", "json_object", "regex", "choice", "grammar", "structural_tag"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+"""Kinds of grammars, which are the fields of vLLM's ``structured_outputs``."""
 
 MOST_CHARACTERS = 2_000_000
 """Maximum length of a grammar: about 75,000 short choices, which compile in half a second."""
@@ -105,13 +107,12 @@ def _of_format(value: Any) -> Grammar | None:
 
 
 def _of_outputs(outputs: Any) -> Grammar:
-    kinds = get_args(Kind)
     if not isinstance(outputs, Mapping):
         raise TypeError(f"structured_outputs must be a mapping; found {_shown(outputs)}")
     present = [name for name, value in outputs.items() if value is not None and value is not False]
-    if len(present) != 1 or present[0] not in kinds:
+    if len(present) != 1 or present[0] not in KINDS:
         raise ValueError(
-            f"structured_outputs must have exactly one of {', '.join(kinds)}; found "
+            f"structured_outputs must have exactly one of {', '.join(KINDS)}; found "
             f"{_shown(outputs)}"
         )
     (kind,) = present

@@ -88,13 +88,13 @@ class BlockPlan:
 
     def check_fits(self, num_prompt_tokens: int) -> None:
         """Raise ProtocolError if the blocks, and for answers one more token, exceed the prompt."""
-        most = num_prompt_tokens - (self.op != "encode")
+        answers = self.op != "encode"
+        most = num_prompt_tokens - answers
+        last = ", and its last token must not be in a block" if answers else ""
         if self.context_tokens > most:
             raise ProtocolError(
                 f"lengths add up to {self.context_tokens} tokens, expected at most {most}: the "
-                f"prompt has {num_prompt_tokens}"
-                + ", and its last token must not be in a block"
-                * (self.op != "encode")
+                f"prompt has {num_prompt_tokens}{last}"
             )
 
     def to_dict(self, secret: str | None = None) -> dict[str, Any]:
@@ -137,7 +137,7 @@ def parse_plan(
     secret: str | None = None,
     namespace: str = "",
 ) -> BlockPlan | None:
-    """Parse the plan in a request's ``kv_transfer_params``; None if there is none.
+    """Parse the plan in a request's ``kv_transfer_params``. None: the request has no plan.
 
     Args:
         num_prompt_tokens: Tokens of the prompt.

@@ -159,7 +159,7 @@ def remove_unused(path: Path, used_ns: int) -> bool | None:
 
 
 def status_of(path: Path) -> os.stat_result | None:
-    """Status of a file, or of a link that leads nowhere. None if there is none."""
+    """Status of a file, or of a link that leads nowhere. None: nothing has this path."""
     try:
         return os.stat(path)
     except OSError as error:

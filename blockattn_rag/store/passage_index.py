@@ -212,10 +212,8 @@ class _NamespaceIndex:
         return name
 
     def _use(self, names: frozenset[str], parts: list[Entries]) -> None:
-        self._names, self.matcher = (
-            names,
-            PassageMatcher(np.concatenate([np.empty(0, ENTRY), *parts])),
-        )
+        self._names = names
+        self.matcher = PassageMatcher(np.concatenate([np.empty(0, ENTRY), *parts]))
 
 
 class IndexReport(NamedTuple):

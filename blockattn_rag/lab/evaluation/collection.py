@@ -124,7 +124,7 @@ class CollectionReport:
 
     @property
     def best(self) -> CollectionRow | None:
-        """The cheapest recipe within ``TOLERANCE`` of full mode. None: there is none."""
+        """The cheapest recipe within ``TOLERANCE`` of full mode. None: no recipe keeps as much."""
         return next((row for row in self.recipes[::-1] if self.share(row) >= TOLERANCE), None)
 
     def to_dict(self) -> dict[str, Any]:

@@ -22,11 +22,7 @@ from blockattn_rag.files import write_json
 from blockattn_rag.lab import work
 from blockattn_rag.lab.evaluation.collection import TOLERANCE
 from blockattn_rag.lab.repair.closed_form import fit_correction, no_correction
-from blockattn_rag.lab.repair.compare import (
-    Comparer,
-    count_candidates,
-    free_recipes,
-)
+from blockattn_rag.lab.repair.compare import Comparer, count_candidates, free_recipes
 from blockattn_rag.lab.repair.data import (
     WRITTEN_AT_ONCE,
     Material,

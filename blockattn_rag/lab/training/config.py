@@ -19,7 +19,7 @@ LearningRateSchedule = Literal["linear", "cosine", "constant"]
 
 # A resumed run may change these settings, because they do not affect the result. Data files are
 # compared by content.
-_INCIDENTAL = (*("output", "train_data", "eval_data", "progress", "save_steps", "eval_steps"),)
+_INCIDENTAL = ("output", "train_data", "eval_data", "progress", "save_steps", "eval_steps")
 
 
 # Lower bounds of numeric settings: inclusive in _LEAST, exclusive in _ABOVE.

@@ -79,7 +79,7 @@ class ChatBody(NamedTuple):
 
     Args:
         messages: Messages as chat templates take them, with the documents. Contents are spans.
-        not_text: First content part that is not text; None if there is none.
+        not_text: First content part that is not text. None if all parts are text.
         fields: The other fields, and the messages as they were sent, for vLLM.
     """
 
@@ -101,16 +101,19 @@ class ChatBody(NamedTuple):
         return cls(with_documents(messages, documents), options, reader.not_text, fields)
 
     @property
+    def spans(self) -> Spans:
+        """Contents of all messages."""
+        return (*chain.from_iterable(message["content"] for message in self.messages),)
+
+    @property
     def passages(self) -> list[str]:
         """Texts of the passages in documents and messages, without altered ones."""
-        spans = (span for message in self.messages for span in message["content"])
-        return [span.text for span in spans if span.origin == "passage" and span.text.strip()]
+        return _intact_passages(self.spans)
 
     @property
     def has_passages(self) -> bool:
         """Whether the chat contains passages, intact or altered."""
-        spans = (span for message in self.messages for span in message["content"])
-        return any(span.origin in PASSAGES and span.text.strip() for span in spans)
+        return _has_passages(self.spans)
 
 
 class CompletionBody(NamedTuple):
@@ -139,12 +142,20 @@ class CompletionBody(NamedTuple):
     @property
     def passages(self) -> list[str]:
         """Texts of the passages in documents and prompt, without altered ones."""
-        return [span.text for span in self.spans if span.origin == "passage" and span.text.strip()]
+        return _intact_passages(self.spans)
 
     @property
     def has_passages(self) -> bool:
         """Whether the body contains passages, intact or altered."""
-        return any(span.origin in PASSAGES and span.text.strip() for span in self.spans)
+        return _has_passages(self.spans)
+
+
+def _intact_passages(spans: Spans) -> list[str]:
+    return [span.text for span in spans if span.origin == "passage" and span.text.strip()]
+
+
+def _has_passages(spans: Spans) -> bool:
+    return any(span.origin in PASSAGES and span.text.strip() for span in spans)
 
 
 def _read_fields(value: object) -> tuple[dict[str, Any], tuple[Document, ...], ChatOptions]:

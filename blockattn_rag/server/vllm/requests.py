@@ -9,7 +9,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blockattn_rag.errors import ProtocolError
-from blockattn_rag.output.grammar import MOST_CHARACTERS, choice_grammar
+from blockattn_rag.output.grammar import KINDS, MOST_CHARACTERS, choice_grammar
 from blockattn_rag.prompts.blocks import STORED, Keep
 from blockattn_rag.server.config import ServingConfig
 from blockattn_rag.server.keys import BlockId, block_keys, full_mode_salt
@@ -21,9 +21,6 @@ from blockattn_rag.server.vllm.openai import TokenPrompt
 
 if TYPE_CHECKING:
     from fastapi.datastructures import Headers
-
-_GRAMMARS = ("json", "regex", "choice", "grammar", "structural_tag")
-"""Kinds of vLLM's ``structured_outputs``."""
 
 _DIALECT = "%llguidance"
 """Prefix of grammars in llguidance's dialect."""
@@ -241,7 +238,7 @@ class RequestReader:
         response_format, grammar = request.response_format, request.structured_outputs
         values = [] if response_format is None else [response_format.model_dump_json()]
         if grammar is not None:
-            values += [getattr(grammar, kind) for kind in _GRAMMARS]
+            values += [getattr(grammar, kind) for kind in KINDS]
         for value in values:
             text = value if isinstance(value, str) else json.dumps(value)
             if len(text) > MOST_CHARACTERS:
@@ -255,18 +252,15 @@ class RequestReader:
                     f"The schema of the answer has {references:,} references ($ref), expected at "
                     f"most {_MOST_REFERENCES:,}. Inline short definitions, or ask in several steps"
                 )
-        if (
-            grammar is not None
-            and _DIALECT in (grammar.grammar or "")
-            and (self._backend != "guidance")
-        ):
+        is_guidance = self._backend == "guidance"
+        if grammar is not None and _DIALECT in (grammar.grammar or "") and not is_guidance:
             # The backend "auto" accepts it and fails in the engine.
             raise ProtocolError(
                 "A grammar in llguidance's dialect, such as for a required tool call, needs vLLM's "
                 f"backend guidance, found {self._backend}; start the server with "
                 """--structured-outputs-config '{"backend": "guidance"}'"""
             )
-        if grammar is not None and grammar.choice and self._backend == "guidance":
+        if grammar is not None and grammar.choice and is_guidance:
             request.structured_outputs = replace(
                 grammar, choice=None, grammar=choice_grammar(grammar.choice)
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, HTTPException, Request
@@ -96,12 +96,7 @@ async def openai_models(raw_request: Request) -> Response:
 @load_aware_call
 async def chat_completions(fields: _JsonBody, raw_request: Request) -> Response:
     """Like ``/v1/chat/completions``, in block mode if the body contains passages."""
-
-    async def answer() -> Answer:
-        body, request = await asyncio.to_thread(_read_chat, fields)
-        return await _service(raw_request).chat(body, request, raw_request)
-
-    return await _response(answer(), raw_request)
+    return await _response(fields, _read_chat, _service(raw_request).chat, raw_request)
 
 
 @router.post(f"{OPENAI}/completions", dependencies=_JSON)
@@ -109,15 +104,7 @@ async def chat_completions(fields: _JsonBody, raw_request: Request) -> Response:
 @load_aware_call
 async def completions(fields: _JsonBody, raw_request: Request) -> Response:
     """Like ``/v1/completions``, in block mode if the body contains passages."""
-
-    async def answer() -> Answer:
-        body, request = await asyncio.to_thread(_read_completion, fields)
-        return await _service(raw_request).complete(body, request, raw_request)
-
-    return await _response(answer(), raw_request)
-
-
-# Bodies are validated in threads, because long ones take long.
+    return await _response(fields, _read_completion, _service(raw_request).complete, raw_request)
 
 
 def _read_chat(fields: Any) -> tuple[ChatBody, ChatCompletionRequest]:
@@ -144,10 +131,22 @@ def _vllm_request(kind: type, fields: Any) -> Any:
         raise ProtocolError(f"A field of the body has a wrong type: {error}") from error
 
 
-async def _response(answering: Awaitable[Answer], raw_request: Request) -> Response:
-    """Wait for vLLM's answer, and return it in the same form as its own routes."""
+async def _response(
+    fields: Any,
+    read: Callable[[Any], tuple[Any, Any]],
+    serve: Callable[[Any, Any, Request], Awaitable[Answer]],
+    raw_request: Request,
+) -> Response:
+    """Wait for vLLM's answer, and return it in the same form as its own routes.
+
+    Args:
+        read: Function of the fields that returns the body, and the same as vLLM's object. Slow for
+            long bodies, so it runs in a thread.
+        serve: Method of the service that answers them.
+    """
     try:
-        answer = await answering
+        body, request = await asyncio.to_thread(read, fields)
+        answer = await serve(body, request, raw_request)
     except BlockAttnError as error:
         return counted(raw_request, _refusal(error))
     if isinstance(answer, ErrorResponse):

@@ -12,8 +12,10 @@ from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.exceptions import RetryableRequestError
 from vllm.sampling_params import StructuredOutputsParams
 
+from blockattn_rag.engine.results import Mode
 from blockattn_rag.errors import MissError, SegmentationError, ServingError, StoreError
 from blockattn_rag.model.loading import load_tokenizer
+from blockattn_rag.prompts.blocks import BlockPrompt
 from blockattn_rag.prompts.recognition import entries_of
 from blockattn_rag.server.config import CONNECTOR, ServingConfig
 from blockattn_rag.server.profile import ModelProfile
@@ -36,6 +38,9 @@ if TYPE_CHECKING:
 
 Answer: TypeAlias = AsyncGenerator[str, None] | dict[str, Any] | ErrorResponse
 """Events of a stream, a complete answer, or vLLM's error."""
+
+MakePrompt = Callable[[Recognizer | None], BlockPrompt]
+"""Function that makes a prompt, with the passages that it recognizes."""
 
 Create = Callable[[Any, Any], Awaitable[Any]]
 """Method of one of vLLM's handlers, which answers a body and its HTTP request."""
@@ -159,7 +164,6 @@ class Service:
             ProtocolError: The prompt cannot be rendered, or block mode cannot answer the request.
             MissError, ServingError, StoreError: See ``BlockEnsurer.ensure``.
         """
-
         tools = None
         if not body.not_text and request.tools:  # many tools make a large grammar
             tools = await asyncio.to_thread(
@@ -167,14 +171,8 @@ class Service:
             )
         definitions, variables = self._template_arguments(request)
 
-        def render(recognize: Recognizer | None) -> TokenPrompt | None:
-            prompt = self._prompts.chat(body, definitions, variables, recognize)
-            if tools is not None:
-                tools.begin(prompt)
-            if any(block.is_passage for block in prompt.context):
-                return self._prompts.token_ids(prompt, body.options.mode)
-            # vLLM renders chats without passages, unless it must not see the tools.
-            return None if tools is None else self._prompts.token_ids(prompt, "full")
+        def make_prompt(recognize: Recognizer | None) -> BlockPrompt:
+            return self._prompts.chat(body, definitions, variables, recognize)
 
         if tools is not None:
             request.tools, request.tool_choice, request.return_token_ids = None, "none", True
@@ -184,23 +182,18 @@ class Service:
                 request.structured_outputs = StructuredOutputsParams(**grammar)
         handler = self._chats if tools is None else self._unparsed_chats
         create = handler.create_chat_completion
-        return await self._answer(body, render, create, request, raw_request, tools)
+        return await self._answer(body, make_prompt, create, request, raw_request, tools)
 
     async def complete(self, body: CompletionBody, request: Any, raw_request: Any) -> Answer:
         """Answer a completion. Like ``chat``, for prompts that the client formatted."""
-
-        def render(recognize: Recognizer | None) -> TokenPrompt | None:
-            prompt = self._prompts.completion(body, recognize)
-            has_passages = any(block.is_passage for block in prompt.context)
-            return self._prompts.token_ids(prompt, body.options.mode) if has_passages else None
-
+        make_prompt = partial(Prompts.completion, body)
         create = self._completions.create_completion
-        return await self._answer(body, render, create, request, raw_request)
+        return await self._answer(body, make_prompt, create, request, raw_request)
 
     async def _answer(
         self,
         body: ChatBody | CompletionBody,
-        render: Callable[[Recognizer | None], TokenPrompt | None],
+        make_prompt: MakePrompt,
         create: Create,
         request: Any,
         raw_request: Any,
@@ -209,29 +202,48 @@ class Service:
         """Answer a request.
 
         Args:
-            render: Function that converts the prompt to token ids. Slow for long prompts, so it
-                runs in a thread. It returns None if vLLM is to render the prompt.
+            make_prompt: Function that makes the prompt. Slow for long prompts, so it runs in a
+                thread.
             create: Method of vLLM's handler.
             tools: Tools whose calls this package parses.
         """
         respond = partial(self._reported, create, request, raw_request, tools)
+        render = partial(self._render, make_prompt, body.options.mode, tools)
         must_render = body.has_passages or tools is not None
-        prompt = await asyncio.to_thread(render, None) if must_render else None
         if not self._config.recognize:
-            return await respond(prompt)
-        recognized = None
+            return await respond(await asyncio.to_thread(render, None) if must_render else None)
+        prompt = None
         try:
-            recognized = await asyncio.to_thread(render, self._recognizer(raw_request.headers))
-            answer = await respond(recognized)
-            prompt = recognized
+            prompt = await asyncio.to_thread(render, self._recognizer(raw_request.headers))
+            answer = await respond(prompt)
         except _UNRECOGNIZED as error:
             # Recognition must not refuse a prompt that can be answered without it.
+            recognized = prompt
+            prompt = await asyncio.to_thread(render, None) if must_render else None
             if recognized is not None and recognized == prompt:
                 raise
             answer = await respond(prompt, str(error))
         if prompt is not None and prompt.lengths:
             self._index(body.passages, raw_request.headers)
         return answer
+
+    def _render(
+        self,
+        make_prompt: MakePrompt,
+        mode: Mode,
+        tools: ServedTools | None,
+        recognize: Recognizer | None,
+    ) -> TokenPrompt | None:
+        """Convert a prompt to token ids. None: vLLM renders it.
+
+        vLLM renders prompts without passages, unless it must not see the tools.
+        """
+        prompt = make_prompt(recognize)
+        if tools is not None:
+            tools.begin(prompt)
+        if any(block.is_passage for block in prompt.context):
+            return self._prompts.token_ids(prompt, mode)
+        return None if tools is None else self._prompts.token_ids(prompt, "full")
 
     async def _reported(
         self,

@@ -16,6 +16,7 @@ from blockattn_rag.engine.detokenizer import Detokenizer
 from blockattn_rag.errors import ProtocolError
 from blockattn_rag.output.answer_reader import AnswerReader
 from blockattn_rag.output.answers import Said, ThoughtReader, has_no_thoughts
+from blockattn_rag.output.grammar import KINDS
 from blockattn_rag.output.tool_calls import ToolCall
 from blockattn_rag.output.tool_parser import ReadAnswer
 from blockattn_rag.output.tool_templates import tool_template
@@ -153,19 +154,16 @@ class _Output:
     def __init__(self, detokenizer: Detokenizer, reader: AnswerReader) -> None:
         self._detokenizer = detokenizer
         self._reader = reader
-        self._ids: list[int] = []
 
     def push(self, ids: Iterable[int]) -> Said:
         """Add tokens. Returns thoughts and text that can be shown now."""
         new = [*ids]
-        self._ids += new
         return self._reader.push("".join(map(self._detokenizer.push, new)), new)
 
     def finish(self) -> tuple[Said, ReadAnswer]:
         """Parse the finished output. Returns new thoughts and text, and all calls."""
         self._detokenizer.finish()
-        ids = self._ids[: self._detokenizer.num_tokens]  # tokens may follow the stop string
-        return self._reader.finish(self._detokenizer.text, ids)
+        return self._reader.finish(self._detokenizer.text, self._detokenizer.ids)
 
 
 def _end(choice: dict[str, Any], has_calls: bool) -> None:
@@ -195,8 +193,7 @@ def _calls(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
 def _grammar(request: Any) -> dict[str, Any]:
     """The grammar of a request, as the options of an engine."""
     given, outputs = request.response_format, request.structured_outputs
-    kinds = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
-    values = {} if outputs is None else {name: getattr(outputs, name, None) for name in kinds}
+    values = {} if outputs is None else {name: getattr(outputs, name, None) for name in KINDS}
     chosen = {name: value for name, value in values.items() if value is not None}
     return {
         "response_format": None if given is None else given.model_dump(by_alias=True),
