@@ -15,7 +15,7 @@ from blockattn_rag.errors import MissError
 from blockattn_rag.prompts.blocks import Span
 from blockattn_rag.prompts.recognition import entries_of
 from blockattn_rag.server.config import ServingConfig
-from blockattn_rag.server.vllm.routes import _read_chat
+from blockattn_rag.server.vllm.routes import _read_chat, _read_completion
 from blockattn_rag.server.vllm.service import Service
 from blockattn_rag.store import DirectoryStore
 from blockattn_rag.store.namespaces import OPEN
@@ -33,10 +33,18 @@ def store(tmp_path: Path) -> DirectoryStore:
     return store
 
 
-def service_of(reference: Reference, store: DirectoryStore, **options: Any) -> Service:
-    """A service whose engine computes blocks only, and which has read the index."""
+def service_of(
+    reference: Reference, store: DirectoryStore, asked: list[Any] | None = None, **options: Any
+) -> Service:
+    """A service whose engine computes blocks only, and which has read the index.
+
+    Args:
+        asked: Gets the requests that reach vLLM's handlers.
+    """
 
     async def create(request: Any, raw_request: Any) -> Any:
+        if asked is not None:
+            asked.append(request)
         return SimpleNamespace(model_dump=lambda: {"usage": {}})
 
     chat = SimpleNamespace(
@@ -48,7 +56,9 @@ def service_of(reference: Reference, store: DirectoryStore, **options: Any) -> S
     )
     models = SimpleNamespace(base_model_paths=[SimpleNamespace(name="m")], lora_requests={})
     state = SimpleNamespace(
-        openai_serving_models=models, openai_serving_completion=None, openai_serving_chat=chat
+        openai_serving_models=models,
+        openai_serving_completion=SimpleNamespace(create_completion=create),
+        openai_serving_chat=chat,
     )
     client: Any = Client(reference, store)
     client.model_config = SimpleNamespace(max_model_len=2048, tokenizer=MODEL)
@@ -81,6 +91,18 @@ def test_stale_index_entry_is_no_error(reference: Reference, store: DirectorySto
     full = answered(reader, plain)
     assert full["mode"] == "full"
     assert "1 of 2 blocks are not stored" in full["reason"]
+
+
+def test_vllm_gets_the_text_of_a_completion_that_cannot_use_blocks(
+    reference: Reference, store: DirectoryStore
+) -> None:
+    asked: list[Any] = []
+    reader = service_of(reference, store, asked, read_only=True)
+    text = f"{STALE}\nHow tall?"
+    request = _read_completion({"prompt": text})
+    answer: Any = asyncio.run(reader.complete(*request, SimpleNamespace(headers=Headers())))
+    assert "are not stored" in answer["blockattn"]["reason"]
+    assert [one.prompt for one in asked] == [text]
 
 
 def test_system_messages_are_searched_only_on_request(

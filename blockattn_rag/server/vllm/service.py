@@ -257,6 +257,7 @@ class Service:
         """Answer a request, with a report on its blocks. ``prompt``: None if vLLM renders it."""
         report = ChatReport(prompt, self._profile.recipe, reason)
         headers, ticket = raw_request.headers, None
+        request = request.model_copy()  # a failure leaves the original for another try
         if prompt is None or not prompt.lengths:
             self._requests.full_mode(request, prompt, headers)
         else:
