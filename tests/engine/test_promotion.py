@@ -123,7 +123,7 @@ def test_promoted_passages_are_not_read_and_not_stored(engine: BlockAttentionEng
     cold = engine.generate(PROMPT, recipe=promoting(2), max_new_tokens=1).stats
     assert (cold.hits, cold.misses, cold.reused_tokens) == (0, 2, 0)
     assert cold.computed_tokens == cold.prompt_tokens == head + one + other + len(Q)
-    assert cold.recipe == "promote 2"
+    assert cold.recipe == "promote:2"
     assert [engine.contains(block) for block in (A, B, C)] == [True, False, False]
     plain = with_settings(engine, resident_bytes=0)  # without the tail of the first answer
     warm = plain.generate(PROMPT, recipe=promoting(2), max_new_tokens=1).stats

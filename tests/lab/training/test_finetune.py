@@ -355,7 +355,7 @@ class TestRefusals:
             ({"modes": ("blocks",)}, "Found modes"),
             ({"modes": ("block", "block")}, "expected distinct values"),
             ({"positions": "none"}, "Found positions"),
-            ({"sink": "tail"}, "Unknown sink 'tail': expected 'none', 'bos' or 'head:N'"),
+            ({"sink": "tail"}, "Unknown sink 'tail': expected 'none', 'bos', 'head', or 'head:N'"),
             ({"sink": "bos", "modes": ("full",)}, "Found sink 'bos', which needs block mode"),
             ({"sink": "head:999"}, "the head of a prompt has"),
             ({"train_data": "a.jsonl"}, "a list of files"),
