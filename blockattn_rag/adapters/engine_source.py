@@ -155,7 +155,6 @@ class EngineSource:
         return [name for name, is_live in live.items() if is_live]
 
     def fields(self) -> dict[str, Any]:
-        """Arguments that create an equal source, without live objects."""
         name = self._model if isinstance(self._model, str) else None
         if self._engine is not None and name is None:
             name = self._engine.model.name
@@ -253,7 +252,6 @@ class EngineSource:
 
     @property
     def engine(self) -> BlockAttentionEngine:
-        """The engine. The first use loads the weights."""
         with self._lock:
             if self._engine is None:
                 self._engine = BlockAttentionEngine.from_pretrained(
@@ -330,24 +328,20 @@ class EngineSource:
         return spans
 
     async def loaded_engine(self) -> BlockAttentionEngine:
-        """``engine`` for event loops: the model is loaded in another thread."""
         if self._engine is not None:
             return self._engine
         return await asyncio.to_thread(lambda: self.engine)
 
     @property
     def tokenizer(self) -> BlockTokenizer:
-        """Tokenizer of the model."""
         return self.engine.model.tokenizer
 
     @property
     def max_context_tokens(self) -> int:
-        """Context window of the model, in tokens."""
         return self.engine.model.max_context_tokens
 
 
 def _location(store: KVStore | str | Path | None) -> str | None:
-    """Directory or address of a store. None: there is no store, or it is only in memory."""
     if isinstance(store, (str, Path)):
         return str(store)
     place = getattr(store, "path", None) or getattr(store, "url", None)

@@ -190,13 +190,11 @@ class Exchange:
         return self._read(await engine.agenerate(self.prompt, group=group, **self.options))
 
     def stream(self) -> Generator[Step, None, None]:
-        """Yield the steps of the answer. Closing the generator stops the generation."""
         prompt = self.prompt()
         with closing(self._source.engine.stream(prompt, **self.options)) as chunks:
             yield from map(self._read, chunks)
 
     async def astream(self) -> AsyncGenerator[Step, None]:
-        """``stream`` for event loops."""
         engine = await self._source.loaded_engine()
         async with aclosing(engine.astream(self.prompt, **self.options)) as chunks:
             async for chunk in chunks:

@@ -41,7 +41,6 @@ class ServerSource:
 
     @property
     def storage(self) -> dict[str, Any]:
-        """See ``EngineSource.storage``."""
         info = self.client.info
         return {
             "fingerprint": info.fingerprint,

@@ -59,7 +59,6 @@ class Served:
 
     @classmethod
     def of_database(cls, path: Path) -> Served:
-        """Model, store and settings of a database."""
         manifest = require_manifest(path)
         if manifest.server is not None:
             raise DatabaseError(
@@ -79,7 +78,6 @@ class Served:
 
     @property
     def source(self) -> str:
-        """Folder or hub id of the model."""
         source = resolve_name(self.model)
         if is_adapter(source):
             raise UnsupportedModelError(

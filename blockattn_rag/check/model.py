@@ -100,7 +100,6 @@ def _layout_row(model: BlockModel) -> CheckRow:
 
 
 def _random_blocks(model: BlockModel) -> list[list[int]]:
-    """Random token ids for the context blocks and the final block."""
     generator = torch.Generator().manual_seed(1)
     vocabulary = vocabulary_size(model.hf_model)
     return [torch.randint(vocabulary, (n,), generator=generator).tolist() for n in _BLOCK_TOKENS]

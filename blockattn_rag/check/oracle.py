@@ -194,14 +194,12 @@ class RecipeOracle:
         return found[-1 - len(answer_ids) :]
 
     def generate(self, max_new_tokens: int) -> list[int]:
-        """Generate the answer greedily."""
         return oracle_generate(
             self._hf_model, self.blocks, max_new_tokens, self._end_ids, **self._arguments
         )
 
 
 def _masks(hf_model: PreTrainedModel, lengths: Sequence[int], sink_length: int) -> Any:
-    """Mask in the form the model expects: one for all layers, or one per layer type."""
     layers = DynamicCache(config=hf_model.config).layers
     windows = {getattr(layer, "sliding_window", None) for layer in layers}
     masks = {w: _additive(block_mask(lengths, w, sink_length), hf_model) for w in windows}
@@ -213,8 +211,6 @@ def _masks(hf_model: PreTrainedModel, lengths: Sequence[int], sink_length: int) 
 
 
 class _Masks(dict[str, Tensor]):
-    """Masks by type of layer. State layers have none."""
-
     def __missing__(self, _: str) -> None:
         return None
 

@@ -82,7 +82,6 @@ def _asked(client: ServerClient, mode: Mode, passages: Sequence[str]) -> _Asked:
 
 
 def _uses(stats: ReuseStats, passages: int) -> bool:
-    """Whether an answer used at least this many blocks."""
     return stats.mode == "block" and stats.hits + stats.misses >= passages
 
 

@@ -65,8 +65,6 @@ class Prepared(NamedTuple):
 
 
 class Answer:
-    """An answer that is being generated."""
-
     def __init__(
         self, pending: PendingRequest, prompt: BlockPrompt, prepared: Prepared, model: BlockModel
     ) -> None:
@@ -78,7 +76,6 @@ class Answer:
         self.restart()
 
     def restart(self) -> None:
-        """Discard all tokens and start over."""
         self.prepared = self._prepared
         hf_model, sampling = self._model.hf_model, self.options.sampling
         tokenizer = self._model.tokenizer.tokenizer
@@ -98,7 +95,6 @@ class Answer:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the request's result is set."""
         return self.pending.answer.done()
 
     @property
@@ -140,7 +136,6 @@ class Answer:
         self.pending.answer.set_result(self._generation(list(ids)))
 
     def _show(self) -> None:
-        """Pass new text to the caller."""
         text, count = self._detokenizer.text, len(self._detokenizer.ids)
         if len(text) > self._shown_characters:
             new_ids = self._ids[self._shown_tokens : count]

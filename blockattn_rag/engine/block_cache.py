@@ -45,7 +45,6 @@ class BlockCache:
         self._failed_s = -math.inf  # last failure to report a use
 
     def get_many(self, keys: Sequence[str]) -> list[ReadResult]:
-        """Read several entries. One call to the store reads the ones that are not cached."""
         if self._cached is None:
             return self._store.get_many(keys)
         entries: dict[str, ReadResult] = {key: self._cached.get(key) for key in keys}

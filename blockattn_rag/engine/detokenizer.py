@@ -50,7 +50,6 @@ class Detokenizer:
         return self._emit(self._unread(), final=True)
 
     def _unread(self) -> str:
-        """Text of the tokens that are not decoded yet."""
         seen = self._decode(self.ids[self._start : self._read])
         return self._decode(self.ids[self._start :])[len(seen) :]
 

@@ -155,7 +155,6 @@ class BlockAttentionEngine:
 
     @property
     def kv_dtype(self) -> KVDtype:
-        """Type of computed keys and values."""
         return self._fetcher.kv_dtype
 
     @property
@@ -165,7 +164,6 @@ class BlockAttentionEngine:
 
     @property
     def recipe(self) -> Recipe:
-        """How the model runs in block mode."""
         return self._recipes.default
 
     @property
@@ -314,7 +312,6 @@ class BlockAttentionEngine:
         return pending.chunks(partial(self._scheduler.submit, pending))
 
     def astream(self, prompt: LatePrompt, **options: Any) -> AsyncGenerator[GenerationChunk, None]:
-        """Async ``stream``."""
         pending = self._pending(prompt, options)
         return pending.achunks(partial(self._scheduler.submit_in_turn, pending))
 

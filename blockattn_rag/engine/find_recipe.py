@@ -211,7 +211,6 @@ def recipe_in_use(model: BlockModel, store: KVStore, folder: Path | None = None)
 
 
 def _found(model: BlockModel, store: KVStore, folder: Path | None) -> Recipe | None:
-    """The model's recipe next to the database, the store or the model, else the shipped one."""
     path = store.path if isinstance(store, DirectoryStore) else None
     for place in _places(path, _sources(model), folder):
         is_own = folder is not None and place.parent == folder
@@ -313,7 +312,6 @@ def known_digests(
 
 @cache
 def _shipped() -> dict[str, Path]:
-    """Folders of the shipped recipes, by fingerprint."""
     places = sorted(_SHIPPED.glob(f"*/{RECIPE_FILE}"))
     return {one: path.parent for path in places for one in read_fields(path.parent)["fingerprints"]}
 
@@ -324,7 +322,6 @@ def _load_shipped(place: Path) -> Recipe:
 
 
 def _unlike_training(recipe: Recipe, model: BlockModel) -> str:
-    """Explain how a recipe differs from a model's training. Empty if it does not."""
     found = {"positions": recipe.positions, "sink": recipe.sink}
     if model.checkpoint:
         return model.checkpoint.unmet(**found)
@@ -339,7 +336,6 @@ def _warn_once(model: BlockModel, message: str, about: str = "") -> None:
 
 
 def _trade(model: BlockModel, recipe: Recipe, folder: Path | None) -> str:
-    """What a stock model's recipe costs and gains, and how to change that (docs/quality.md)."""
     start = (
         f"{model.name} is not block-fine-tuned and has no recipe: block mode uses {str(recipe)!r}, "
     )

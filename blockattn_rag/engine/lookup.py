@@ -51,7 +51,6 @@ class BlockSpec(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Key that the block is stored under."""
         return self.keys[0]
 
     @property

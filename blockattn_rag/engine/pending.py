@@ -40,7 +40,6 @@ def to_block_prompt(prompt: LatePrompt) -> BlockPrompt:
 
 
 def check_batch_size(batch_size: object) -> None:
-    """Raise ValueError if a batch size is not a positive integer."""
     if not isinstance(batch_size, int) or batch_size < 1:
         raise ValueError(f"Invalid batch_size {batch_size!r}: expected an integer, 1 or more.")
 
@@ -120,7 +119,6 @@ class Pending(Generic[T]):
         return self._left.is_set() or (self.loop is not None and self.loop.is_closed())
 
     def leave(self) -> None:
-        """Cancel the work. Waiting work is dropped; a running answer stops at its next token."""
         self._left.set()
         self.answer.cancel()
 
@@ -160,7 +158,6 @@ class Pending(Generic[T]):
         return not self.left and self.answer.set_running_or_notify_cancel()
 
     def fail(self, error: BaseException) -> None:
-        """Raise an error in the caller, unless the result is set already."""
         if isinstance(error, StopIteration):  # asyncio futures refuse StopIteration
             named = RuntimeError(f"Making the prompt or its answer raised {error!r}")
             named.__cause__ = error
@@ -209,7 +206,6 @@ class PendingAnswer(Pending[Generation]):
         self._prompt = prompt
 
     def prompt(self) -> BlockPrompt:
-        """The prompt, created with the caller's context variables."""
         return self._context.copy().run(to_block_prompt, self._prompt)
 
     def emit(self, text: str, token_ids: Sequence[int] = ()) -> None:
@@ -231,7 +227,6 @@ class PendingAnswer(Pending[Generation]):
             self.leave()
 
     async def achunks(self, submit: Callable[[], object]) -> AsyncGenerator[GenerationChunk, None]:
-        """Async ``chunks``."""
         loop = self.loop = asyncio.get_running_loop()
         chunks: asyncio.Queue[GenerationChunk | None] = asyncio.Queue()
 

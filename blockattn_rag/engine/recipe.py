@@ -149,7 +149,6 @@ class Recipe:
 
     @property
     def encoding(self) -> tuple[str, str]:
-        """See ``RecipeOutline.encoding``."""
         return self.outline.encoding
 
     def __str__(self) -> str:
@@ -234,5 +233,4 @@ class Recipe:
         return recipe
 
     def with_positions(self, positions: Positions | None) -> Recipe:
-        """The recipe with other positions. None leaves it unchanged."""
         return self if positions in (None, self.positions) else replace(self, positions=positions)

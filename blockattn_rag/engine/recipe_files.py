@@ -238,7 +238,6 @@ def _own_names(folder: Path) -> set[str]:
 
 
 def damaged(path: Path, why: str) -> ValueError:
-    """Error for a file of a recipe that is not as it was written."""
     return ValueError(
         f"{path} is damaged: {why.removesuffix('.')}. Restore the recipe's folder from a copy, or "
         f"make it again with {_MADE_BY}. (To change a field, use dataclasses.replace and "
@@ -270,7 +269,6 @@ def _opened(folder: Path) -> BinaryIO:
 
 
 def _fields(path: Path, file: BinaryIO) -> dict[str, Any]:
-    """The checked fields of an open ``recipe.json``."""
     saved = _parsed(path, file)
     version = saved.get("version")
     if type(version) is not int or version not in (1, VERSION):
@@ -378,7 +376,6 @@ def _is_recipe(path: Path) -> bool:
 
 
 def _is_at(file: BinaryIO, path: Path) -> bool:
-    """Whether an open file is still the one at a path."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:

@@ -153,7 +153,6 @@ class Runner:
     def answer_logits(
         self, prompt: BlockPrompt, answer_ids: Sequence[int], options: GenerateOptions
     ) -> Tensor:
-        """Logits at each token of a given answer; see ``BlockModel.answer_logits``."""
         self._model.check_unchanged()
         prepared = self.prepare(prompt, options)
         if prepared.limit < len(answer_ids):
@@ -289,7 +288,6 @@ class Runner:
 
 @contextmanager
 def _assembling(answers: Sequence[Answer]) -> Iterator[None]:
-    """Record the time that the assembly of a cache takes."""
     started = time.perf_counter()
     yield
     for answer in answers:

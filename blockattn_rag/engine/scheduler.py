@@ -99,7 +99,6 @@ class Scheduler:
                 one.leave()
 
     def run(self, work: Callable[[], T]) -> T:
-        """Run a function between answers and return its result."""
         return self.submit_and_wait(Job(work))[0]
 
     def _is_idle(self) -> bool:
@@ -145,7 +144,6 @@ class Scheduler:
             return []
 
     def _next_batch(self) -> list[Pending[Any]]:
-        """The first ready item, and all ready items that can share a batch with it."""
         self._waiting = [one for one in self._waiting if not one.left]
         waiting = Counter(one.group for one in self._waiting)
         for one in self._waiting:
@@ -175,7 +173,6 @@ class Scheduler:
             self._changed.notify()
 
     def _end(self) -> None:
-        """Drop all work, because the interpreter is shutting down."""
         with self._changed:
             self._has_ended = True
             for one in (*self._running, *self._waiting):

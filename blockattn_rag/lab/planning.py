@@ -169,7 +169,6 @@ def prefill_flops(config: Any, new_tokens: int, cached_tokens: int = 0) -> float
 
 
 def _active_width(config: Any) -> int:
-    """Total width of the active experts in a feed-forward layer."""
     experts = getattr(config, "num_experts_per_tok", None)
     if not experts:
         return int(config.intermediate_size)

@@ -241,7 +241,6 @@ class LengthGroupedSampler(Sampler[int]):
     epoch: int = field(default=0, init=False)
 
     def set_epoch(self, epoch: int) -> None:
-        """Called by the Trainer at the start of each epoch."""
         self.epoch = epoch
 
     def __len__(self) -> int:

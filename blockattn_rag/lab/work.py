@@ -29,7 +29,6 @@ _FIELDS = ({"model", "training data"}, {"model", "passages"})
 
 
 def work_of(output: str | Path) -> Path:
-    """The work folder of an output folder, next to it."""
     path = Path(output).resolve()  # without it, "." would have an empty name
     return path.with_name(f"{path.name}.work")
 
@@ -143,7 +142,6 @@ def _clear(work: Path) -> None:
 
 
 def read_work_file(path: Path) -> dict[str, Any]:
-    """Read the object in a JSON file of a work folder."""
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except (TypeError, ValueError) as error:

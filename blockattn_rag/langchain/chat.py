@@ -244,7 +244,6 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
         return tools.engine_options(self.source.tokenizer.tokenizer, options)
 
     def get_token_ids(self, text: str) -> list[int]:
-        """Token ids of a text, without block markers and BOS."""
         if self.custom_get_token_ids is not None:
             return self.custom_get_token_ids(text)
         return self.source.tokenizer.text_ids(strip_markers(text))
@@ -252,7 +251,6 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
     def get_num_tokens_from_messages(
         self, messages: Sequence[BaseMessage], tools: Sequence[Any] | None = None
     ) -> int:
-        """Number of tokens in the prompt for these messages and tools."""
         return len(self.source.tokenizer.prompt_ids(self.to_prompt(messages, tools=tools)).flat)
 
     def _generate(

@@ -157,7 +157,6 @@ class BlockKVCompressor(BaseDocumentCompressor):
     def compress_documents(
         self, documents: Sequence[Document], query: str, callbacks: Callbacks | None = None
     ) -> list[Document]:
-        """Return copies of the documents with current handles."""
         stamped = [self.document_prompt.stamp(document) for document in documents]
         stale = sum(
             HANDLE_KEY in old.metadata and old.metadata[HANDLE_KEY] != new.metadata.get(HANDLE_KEY)

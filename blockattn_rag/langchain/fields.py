@@ -119,7 +119,6 @@ class EngineFields(SourceFields):
 
     @property
     def engine(self) -> BlockAttentionEngine:
-        """The engine. The first use loads the model."""
         return self.source.engine
 
 
@@ -185,12 +184,10 @@ class GenerationFields(EngineFields):
         return params
 
     @abstractmethod
-    def _exchange(self, given: Any, stop: list[str] | None, call: dict[str, Any]) -> Exchange:
-        """Create a call from messages and options."""
+    def _exchange(self, given: Any, stop: list[str] | None, call: dict[str, Any]) -> Exchange: ...
 
     @abstractmethod
-    def _chunk(self, step: Step) -> Any:
-        """Convert a step of an answer to a chunk of LangChain."""
+    def _chunk(self, step: Step) -> Any: ...
 
     def _stream(
         self,

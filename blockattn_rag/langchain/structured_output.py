@@ -105,7 +105,6 @@ def named_schema(schema: Any) -> dict[str, Any]:
 
 
 def _as_tool(named: dict[str, Any]) -> dict[str, Any]:
-    """Define a tool whose arguments are the object."""
     schema = named["schema"]
     function = {"name": named["name"], "description": schema.get("description", "")}
     return {"type": "function", "function": {**function, "parameters": schema}}

@@ -241,7 +241,6 @@ class BlockPromptHelper(PromptHelper):
         llm: LLM | None = None,
         tools: list[Any] | None = None,
     ) -> list[str]:
-        """Truncate each text to its first chunk, which contains only whole blocks."""
         if not text_chunks:
             return _Joined()
         splitter = self.get_text_splitter_given_prompt(

@@ -103,7 +103,6 @@ class Matcher:
         self.follow(np.flatnonzero(self._mask())[:1].tolist())
 
     def _mask(self) -> NDArray[np.uint8]:
-        """llguidance's mask of the next token: 1 if the token is allowed."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         self._check()
         return np.unpackbits(bits, bitorder="little")

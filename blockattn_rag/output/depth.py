@@ -88,7 +88,6 @@ def _check(levels: int) -> None:
 
 
 def _part(node: Any, known: dict[int, _Part]) -> _Part:
-    """The levels and references of a part of a schema; the keys of ``known`` are ids."""
     if not isinstance(node, (dict, list)):
         return _Part(0, frozenset())
     if id(node) not in known:

@@ -17,7 +17,6 @@ _HALF = re.compile("[\ud800-\udfff]")
 
 
 def new_call_id() -> str:
-    """Create a random alphanumeric id for a call."""
     return secrets.token_hex(ID_LENGTH)[:ID_LENGTH]
 
 

@@ -138,7 +138,6 @@ class CallParser:
         return start + len(before.rstrip()), opening is not None
 
     def _marks(self, text: str, token_ids: Sequence[int], start: int) -> list[Mark]:
-        """All marks of the answer, in order."""
         marks = [Mark(*match.span(), match[0]) for match in self._spelled.finditer(text)]
         if not self._tokens.keys().isdisjoint(token_ids):
             marks = sorted([*marks, *self._token_marks(text, token_ids)])
@@ -171,8 +170,6 @@ class CallParser:
 
 
 class _Reader:
-    """Reads one answer, from the first call to the last."""
-
     def __init__(self, parser: CallParser, text: str, marks: Sequence[Mark]) -> None:
         self._parser = parser
         self._form = parser.form
@@ -187,7 +184,6 @@ class _Reader:
         self._blank = ""  # white space before the calls since the latest text
 
     def read(self, at: int) -> ReadAnswer:
-        """Read the answer that starts at this index."""
         is_over = False
         while not is_over and (part := self._read_part(at)) is not None:
             text, calls, at = part
@@ -223,7 +219,6 @@ class _Reader:
         return text, *self._read_calls(opening.end)
 
     def _add_text(self, text: str, *, before_call: bool) -> None:
-        """Add text, without the white space next to calls."""
         body = text.lstrip() if self._latest else text
         kept = body.rstrip() if before_call else body
         if kept:
@@ -290,7 +285,6 @@ class _Reader:
         return [InvalidToolCall(shown, error, name)], self._read_closing(mark, stop)
 
     def _read_closing(self, mark: Mark | None, stop: int) -> int:
-        """Index of the end of a call, after its closing mark."""
         if mark is None or mark.text != self._form.closing:
             return stop
         self._next = mark.number + 1
@@ -351,6 +345,5 @@ class _Reader:
         return next((self._marks[i] for i in places if self._marks[i].text in kinds), None)
 
     def _visible(self, at: int) -> int:
-        """Index of the first character from ``at`` on that is not white space."""
         match = _VISIBLE.search(self._text, at)
         return match.start() if match else len(self._text)

@@ -131,7 +131,6 @@ class ToolUse:
         return {**options, "response_format": None, "structured_outputs": {"grammar": calls}}
 
     def parser(self, tokenizer: Any, options: Mapping[str, Any]) -> CallParser:
-        """Create the parser of the answer to a request with these options."""
         return CallParser(
             self.template.form,
             [tool["function"]["name"] for tool in self.tools],

@@ -143,7 +143,6 @@ class Block:
 
     @classmethod
     def of(cls, spans: Iterable[Span], template: BlockTemplate = NO_TEMPLATE) -> Block:
-        """Create a block from spans."""
         spans = merged(spans)
         return cls(text_of(spans), template, spans)
 
@@ -169,7 +168,6 @@ class Block:
 
     @property
     def rendered_spans(self) -> tuple[Span, ...]:
-        """``rendered`` by origin."""
         before, after = self.template.before, self.template.after
         return (Span(before, "template"), *self.spans, Span(after, "template"))
 

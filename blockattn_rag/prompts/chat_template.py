@@ -49,7 +49,6 @@ _GENERATION_TAG = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")  # only transf
 
 
 def has_chat_template(tokenizer: Any) -> bool:
-    """Whether a tokenizer has a chat template."""
     return bool(getattr(tokenizer, "chat_template", None))
 
 
@@ -177,7 +176,6 @@ def _check_passages_are_shown(turns: Sequence[Message], slots: _Slots, shown: se
 
 
 def _with_spans(message: Message) -> dict[str, Any]:
-    """Convert the content of a message to spans."""
     role = message["role"]
     if not isinstance(role, str) or not _HARMLESS.fullmatch(role):
         raise ValueError(f"Found the role {role!r:.60}; a role is a plain word such as 'user'")
@@ -185,7 +183,6 @@ def _with_spans(message: Message) -> dict[str, Any]:
 
 
 def spans_of(message: Message) -> Spans:
-    """The content of a message as spans. Text between markers in a string becomes a passage."""
     content = message.get("content")
     if not isinstance(content, tuple):
         content = content_spans(str(content or ""), origin_of(message["role"]))
@@ -222,7 +219,6 @@ def _with_reasoning(turn: dict[str, Any]) -> dict[str, Any]:
 
 
 def origin_of(role: str) -> Origin:
-    """Origin of the messages of a role."""
     if role == "assistant":
         return "answer"
     return "system" if role in ("system", "developer") else "conversation"

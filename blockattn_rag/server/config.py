@@ -141,7 +141,6 @@ class ServingConfig:
 
     @property
     def private_bytes(self) -> int:
-        """``private_memory`` in bytes."""
         return bytes_of(self.private_memory)
 
     def private_tokens(self, profile: ModelProfile) -> int:

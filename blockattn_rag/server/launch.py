@@ -80,7 +80,6 @@ _SYMPTOM = "Engine core initialization failed"
 
 
 def require_vllm() -> None:
-    """Raise ImportError if vLLM is not installed."""
     if importlib.util.find_spec("vllm") is None:
         raise ImportError(
             "Serving needs vLLM, which is not installed: make an environment of its own, and run "
@@ -150,7 +149,6 @@ def _name(word: str) -> str:
 
 
 def _configured(options: Sequence[str]) -> dict[Path, set[str]]:
-    """Names of the options in config files."""
     files = [value for name, value in pairwise(options) if name == "--config"]
     files += [word.partition("=")[2] for word in options if word.startswith("--config=")]
     texts = {Path(file): Path(file).read_text("utf-8") for file in files}

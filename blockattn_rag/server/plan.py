@@ -83,7 +83,6 @@ class BlockPlan:
 
     @property
     def context_tokens(self) -> int:
-        """Total tokens of the context blocks."""
         return sum(self.lengths)
 
     def check_fits(self, num_prompt_tokens: int) -> None:
@@ -126,7 +125,6 @@ class BlockPlan:
 
 
 def code(message: str, secret: str) -> str:
-    """HMAC-SHA256 as 64 hex digits."""
     return hmac.new(secret.encode(), message.encode(), hashlib.sha256).hexdigest()
 
 

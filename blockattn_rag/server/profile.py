@@ -64,7 +64,6 @@ class LayerProfile:
     rotary: Count
 
     def outlines(self, dtype: torch.dtype) -> tuple[StateOutline, StateOutline]:
-        """Outlines of the layer's keys and values."""
         sizes = (self.key_size, self.value_size)
         keys, values = (StateOutline(self.kv_heads, size, dtype) for size in sizes)
         return keys, values
@@ -155,7 +154,6 @@ class ModelProfile:
 
     @property
     def recipe(self) -> RecipeOutline:
-        """Recipe that the profile was written with."""
         return RecipeOutline(self.sink, self.adapter, self.promote)
 
     @property
@@ -164,7 +162,6 @@ class ModelProfile:
 
     @cached_property
     def layouts(self) -> tuple[RotaryLayout, ...]:
-        """Rotary layout of each layer; equal layouts are one object."""
         found = [RotaryLayout(torch.tensor(one.frequencies), one.pairing) for one in self.rotary]
         return tuple(found[layer.rotary] for layer in self.layers)
 
@@ -204,7 +201,6 @@ class ModelProfile:
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert to a JSON object."""
         return {"version": VERSION, **asdict(self)}
 
     @classmethod
@@ -225,7 +221,6 @@ class ModelProfile:
             ) from error
 
     def write(self, path: str | Path) -> None:
-        """Write the profile to a file, atomically. Raises OSError."""
         write_json(Path(path), self.to_dict())
 
 

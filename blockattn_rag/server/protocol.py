@@ -92,16 +92,13 @@ class ServerInfo:
 
     @property
     def recipe(self) -> RecipeOutline:
-        """Recipe of the server."""
         return RecipeOutline(self.sink, self.adapter, self.promote)
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert to a JSON object."""
         return {"v": PROTOCOL_VERSION, **asdict(self)}
 
     @classmethod
     def from_dict(cls, value: object) -> ServerInfo:
-        """Parse a JSON object. Raises ProtocolError, also for another protocol version."""
         return parse(cls, check_version(value, "v", PROTOCOL_VERSION, "info"), "info")
 
 
@@ -134,7 +131,6 @@ class EncodeBody:
 
     @classmethod
     def from_dict(cls, value: object) -> EncodeBody:
-        """Parse a JSON object. Raises ProtocolError."""
         return parse(cls, value, "body")
 
 
@@ -156,10 +152,8 @@ class EncodeAnswer:
     stored_bytes: Count = 0
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert to a JSON object."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, value: object) -> EncodeAnswer:
-        """Parse a JSON object. Raises ProtocolError."""
         return parse(cls, value, "answer")

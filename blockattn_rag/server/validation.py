@@ -95,7 +95,6 @@ def check_version(value: object, field: str, version: int, name: str) -> dict[st
 
 
 def _explained(error: ValidationError, name: str) -> str:
-    """Message for the first error of a validation."""
     first = error.errors(include_url=False)[0]
     # vLLM's models have wrapped validators, which pydantic names function-wrap[...].
     *path, last = [part for part in first["loc"] if not str(part).startswith("function-")] or ("",)

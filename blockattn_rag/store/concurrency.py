@@ -161,8 +161,6 @@ def _answer(read: Future[ReadResult], until: float, key: str) -> ReadResult:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Write:
-    """Queued or running write."""
-
     kv: BlockKV
     write: Callable[[str, BlockKV], object]
 

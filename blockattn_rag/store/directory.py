@@ -118,7 +118,6 @@ class DirectoryStore(MaintainedStore):
         return self._load(key, use=True)
 
     def get_many(self, keys: Sequence[str]) -> list[ReadResult]:
-        """Read several entries concurrently."""
         return self._at_once(self._get_or_error, keys)
 
     def peek(self, key: str) -> BlockKV | None:
@@ -307,7 +306,6 @@ class DirectoryStore(MaintainedStore):
         self._is_outdated = False
 
     def _foreign(self) -> Iterator[str]:
-        """Names that do not belong to a store."""
         known = (_OBJECTS, RECIPE_FOLDER, SIDECAR)
         own = files.names_in(self.path)
         yield from (name for name in own if name not in known and not is_temporary(name))
@@ -315,7 +313,6 @@ class DirectoryStore(MaintainedStore):
         yield from (f"{_OBJECTS}/{name}" for name in shards if not _SHARD.fullmatch(name))
 
     def _names(self) -> Iterator[Path]:
-        """Paths of everything in the folders of entries."""
         for shard in files.names_in(self._objects):
             if _SHARD.fullmatch(shard):
                 folder = self._objects / shard

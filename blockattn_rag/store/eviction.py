@@ -21,7 +21,6 @@ Remove = Callable[[str, int], bool | None]
 
 
 def check_max_bytes(max_bytes: int) -> None:
-    """Raise if a size limit is not a positive integer."""
     if not isinstance(max_bytes, int):
         raise TypeError(f"max_bytes must be a number of bytes, found {max_bytes!r}")
     if max_bytes <= 0:

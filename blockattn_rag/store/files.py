@@ -40,7 +40,6 @@ def explained(doing: str, path: Path) -> Iterator[None]:
 
 
 def names_in(folder: Path) -> list[str]:
-    """Sorted names in a folder. Empty if there is no such folder."""
     with explained("list", folder), contextlib.suppress(FileNotFoundError):
         return sorted(os.listdir(folder))
     return []
@@ -113,7 +112,6 @@ def _memory(size: int) -> Tensor:
 
 
 def _fill(view: memoryview, file: FileIO) -> int:
-    """Read until the memory is full or the file ends. Returns the number of bytes read."""
     filled = 0
     while filled < len(view) and (count := file.readinto(view[filled:])):
         filled += count

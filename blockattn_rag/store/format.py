@@ -43,7 +43,6 @@ HeadsByLayer = Mapping[int, range]
 
 
 def encode(kv: BlockKV) -> bytes:
-    """Encode an entry."""
     kv = kv.to(torch.device("cpu"))
     layout = Layout.of(kv)
     states = {"keys": kv.keys, "values": kv.values}
@@ -170,7 +169,6 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 
 
 def _names(header: Header, part: HeadsByLayer) -> list[str]:
-    """Names of the token ids and of the tensors of a part, in the order of their bytes."""
     layout, names = header.layout, [TOKEN_IDS]
     for number, (_, members) in enumerate(layout.groups):
         heads = next((part[layer] for layer in members if layer in part), range(0))
@@ -201,7 +199,6 @@ def _stacked(heads: Sequence[Tensor]) -> Tensor:
 
 
 def _block(header: Header, token_ids: Tensor, by_layer: Mapping[str, Sequence[Tensor]]) -> BlockKV:
-    """Build a block from its tensors by kind and layer."""
     scales = None
     if header.layout.quantized:
         keys = tuple(scale.unsqueeze(1) for scale in by_layer["key_scales"])

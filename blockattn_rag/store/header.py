@@ -57,7 +57,6 @@ class Header(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Store key of the entry."""
         return store_key(self.fingerprint, self.digest, self.namespace)
 
     @property

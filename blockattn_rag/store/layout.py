@@ -53,7 +53,6 @@ class Layout:
 
     @classmethod
     def of(cls, kv: BlockKV) -> Layout:
-        """Layout of the entry of a block."""
         layers = tuple(
             LayerShape(k.shape[0], k.shape[2], v.shape[2], k.dtype, v.dtype)
             for k, v in zip(kv.keys, kv.values, strict=True)

@@ -62,7 +62,6 @@ class ObjectClient:
         self._readers = Readers(parallel, "blockattn-rag-objects")
 
     def place(self, path: str) -> str:
-        """Address of an object."""
         return f"{self.url}/{path}"
 
     def read_many(self, paths: Sequence[str]) -> list[Tensor | StoreError | None]:
@@ -97,7 +96,6 @@ class ObjectClient:
         return None if start is None else (bytes(start[0]), start[1])
 
     def head(self, path: str) -> ObjectMeta | None:
-        """Metadata of an object, or None."""
         read = self._readers.start(self._head, path)
         return outcome(read, deadline(self.deadline_s), f"look for {self.place(path)}")
 
@@ -107,7 +105,6 @@ class ObjectClient:
             self._backend.put(path, content, chunk_size=_WRITTEN_PART_BYTES)
 
     def delete(self, path: str) -> bool:
-        """Delete an object. Returns whether there was one."""
         if self.head(path) is None:  # most servers do not report if there was one
             return False
         with self._explained("delete", path):

@@ -108,7 +108,6 @@ class ObjectStore(MaintainedStore):
         return ObjectSidecar(self._client)
 
     def get_many(self, keys: Sequence[str]) -> list[ReadResult]:
-        """Read several entries concurrently, with one deadline."""
         contents = self._client.read_many([entry_path(key) for key in keys])
         return [self._entry(*each) for each in zip(keys, contents, strict=True)]
 

@@ -92,7 +92,6 @@ class Tier:
         self._stats = TierStats(repr(store))
 
     def read(self, keys: Sequence[str]) -> list[ReadResult]:
-        """Read several entries. If the tier fails, every result is a StoreError."""
         try:
             entries = self.ask(lambda: self.store.get_many(keys), len(keys))
         except StoreError as error:
@@ -107,7 +106,6 @@ class Tier:
         return entries
 
     def write(self, key: str, kv: BlockKV) -> None:
-        """Store an entry."""
         self._guarded(lambda: self.store.put(key, kv), 1)
         self.count(written=1)
 

@@ -44,7 +44,6 @@ def show_database(db: Path, questions: Path, model: str | None, max_new_tokens: 
 
 
 def _asked(database: Database, questions: Path) -> list[Asked]:
-    """The questions of a file, with the prompts of ``ask``."""
     from blockattn_rag.app.rag.passages import prompt_maker, retriever
     from blockattn_rag.lab.evaluation.collection import Asked
     from blockattn_rag.lab.repair.data import read_questions

@@ -125,7 +125,6 @@ def _job(
     questions: Path | None,
     output: Path | None,
 ) -> _Job:
-    """Open the database, or the model and the files, that the options name."""
     if db is not None and passages is not None:
         raise typer.BadParameter("Found --db and --passages, expected one of them")
     if db is not None:

@@ -189,7 +189,6 @@ def _check(url: str, address: str) -> ServerInfo:
 
 
 def _curl(url: str, info: ServerInfo) -> str:
-    """Command that asks the server, with a passage."""
     from blockattn_rag.server.protocol import OPENAI
 
     path, asked = ("chat/completions", _CHAT) if info.has_chat_template else ("completions", _PLAIN)

@@ -65,7 +65,6 @@ def _cells(figures: Counter[str]) -> tuple[object, ...]:
 def _kinds(
     opened: kv_store.MaintainedStore,
 ) -> tuple[dict[tuple[str, str, str], Counter[str]], kv_store.Tally]:
-    """Count entries by model, namespace and type, and entries that cannot be read."""
     kinds: dict[tuple[str, str, str], Counter[str]] = {}
     unreadable = kv_store.Tally()
     with counter("entries read") as tick:

@@ -116,7 +116,6 @@ def gc(
 
 
 def _live_handles(users: list[str]) -> tuple[set[str], list[str]]:
-    """The handles in use, and the names of the Chroma collections."""
     clients = [_chroma(user) for user in users]
     collections = [collection for client in clients for collection in client.list_collections()]
     with counter("handles read") as tick:
@@ -125,7 +124,6 @@ def _live_handles(users: list[str]) -> tuple[set[str], list[str]]:
 
 
 def _chroma(user: str) -> ClientAPI:
-    """The Chroma of a database folder, a Chroma folder, or a server."""
     if user.startswith(("http://", "https://")):
         from urllib.parse import urlsplit
 
@@ -156,7 +154,6 @@ def _namespaces_of(named: list[str], users: list[str]) -> set[str] | None:
 
 
 def _counted(handles: Iterable[str], tick: Callable[[int], None]) -> Iterator[str]:
-    """Yield the valid handles, because metadata from other programs may contain anything."""
     for done, handle in enumerate(handles, start=1):
         if _HANDLE.fullmatch(handle):
             yield handle

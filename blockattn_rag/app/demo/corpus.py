@@ -71,7 +71,6 @@ def is_correct(question: CorpusQuestion, answer: str) -> bool:
 
 
 def _normalize(text: str) -> str:
-    """Convert to lower case, letters and digits only, with single spaces."""
     return " ".join(re.findall(r"\w+", text.lower()))
 
 

@@ -53,7 +53,6 @@ class Collection:
     max_new_tokens: int
 
     def documents(self) -> list[Document]:
-        """The passages as LlamaIndex documents. The prompt shows their title and text."""
         from llama_index.core.schema import Document
 
         documents = []
@@ -112,7 +111,6 @@ class DemoAnswer:
         return self.block if mode == "block" else self.full
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain JSON types. Times are in seconds. Counts such as ``hits`` are of block mode."""
         modes: dict[str, Any] = {
             mode: {
                 "answer": self.of(mode).answer,

@@ -29,8 +29,6 @@ logger = logging.getLogger("blockattn_rag.app.rag")
 
 
 class Turn(NamedTuple):
-    """A question and its answer in a conversation."""
-
     question: str
     answer: str
 
@@ -73,7 +71,6 @@ class AssistantAnswer:
     includes_warm_up: bool = False
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain JSON types; times in seconds."""
         return {
             "question": self.question,
             "answer": self.answer,
@@ -258,7 +255,6 @@ class Assistant:
         )
 
     def _query(self, question: str, history: Sequence[Turn]) -> QueryBundle:
-        """The question for the model, and the texts to retrieve passages for."""
         from llama_index.core import QueryBundle
         from llama_index.core.output_parsers.pydantic import PYDANTIC_FORMAT_TMPL
 

@@ -208,7 +208,6 @@ class Database:
         return database
 
     def require_passages(self) -> None:
-        """Raise ``DatabaseError`` if the database has no passages."""
         if not self.collection.count():
             raise DatabaseError(
                 f"{self.path} contains no passages; run `blockattn-rag ingest PATH --db "
@@ -250,20 +249,17 @@ class Database:
 
     @property
     def max_context_tokens(self) -> int:
-        """Maximum tokens of a prompt and its answer together."""
         if (server := self.server) is not None:
             return server.info.max_tokens
         return self.engine.model.max_context_tokens
 
     @property
     def recipe(self) -> str:
-        """The model's recipe as short text."""
         if (server := self.server) is not None:
             return str(server.info.recipe)
         return str(self.engine.recipe)
 
     def use_own_recipe(self) -> None:
-        """Use the recipe in the database's folder from now on."""
         if self.manifest.recipe != AUTO_SETTING:
             write_json(self.path / MANIFEST, asdict(replace(self.manifest, recipe=AUTO_SETTING)))
 

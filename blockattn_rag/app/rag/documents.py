@@ -103,7 +103,6 @@ def _add(loaded: Loaded, file: Path, *, required: bool) -> None:
 
 
 def _reason(error: OSError) -> str:
-    """The reason without the path, such as "Permission denied"."""
     return f"cannot be opened ({error.strerror or error})"
 
 
@@ -148,7 +147,6 @@ def _target(link: Path) -> Path:
 
 
 def _read(file: Path) -> list[Document]:
-    """Read one file into one document, or one document for each page of a PDF."""
     from llama_index.core import SimpleDirectoryReader
 
     own = _own_reader(file)

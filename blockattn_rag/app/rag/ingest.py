@@ -215,5 +215,4 @@ def estimate(engine: BlockAttentionEngine, blocks: Sequence[Block]) -> Estimate:
 
 
 def _existing(folder: Path) -> Path:
-    """The folder, or its nearest parent that exists."""
     return next(place for place in (folder, *folder.absolute().parents) if place.exists())

@@ -74,7 +74,6 @@ class EvaluationRecord:
 
     @classmethod
     def from_dict(cls, line: Mapping[str, Any]) -> EvaluationRecord:
-        """Create a record from its fields. Raises KeyError or TypeError for other fields."""
         return cls(**{**line, "answers": tuple(line["answers"])})
 
 
@@ -104,7 +103,6 @@ class ModeResult:
     stats: ReuseStats
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain JSON types; intervals as ``{"mean", "low", "high"}``."""
         fields = {name: getattr(self, name) for name in self.__slots__ if name != "stats"}
         return plain_figures(fields) | self.stats.reuse()
 
@@ -180,7 +178,6 @@ def _answer(
     row: Row,
     **options: Any,
 ) -> list[Generation]:
-    """Answer a batch of samples. In block mode, the passages are encoded first."""
     prompts = [make_prompt(engine, form, s, closed_book=row.closed_book) for s in batch]
     if row.recipe is not None:
         for prompt in prompts:
@@ -195,7 +192,6 @@ def make_prompt(
     *,
     closed_book: bool = False,
 ) -> BlockPrompt:
-    """Make the prompt of a sample. Closed-book prompts have no passages."""
     if closed_book:
         form = CLOSED_BOOK_FORMAT
     passages = [] if closed_book else [Passage(p.title, p.text) for p in sample.passages]
@@ -205,7 +201,6 @@ def make_prompt(
 def _check_room(
     engine: BlockAttentionEngine, form: PromptFormat, samples: Sequence[EvaluationSample]
 ) -> None:
-    """Refuse prompts that leave no room for an answer."""
     most = engine.model.max_context_tokens - 1
     found = {}
     for sample in samples:

@@ -73,7 +73,6 @@ class CollectionRow:
     ttft_s: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain JSON types; intervals as ``{"mean", "low", "high"}``."""
         return plain_figures({name: getattr(self, name) for name in self.__slots__})
 
 
@@ -116,7 +115,6 @@ class CollectionReport:
         return row.agreement.mean
 
     def sooner(self, row: CollectionRow) -> float:
-        """How many times sooner than in full mode the first token comes."""
         full = self[FULL].ttft_s
         assert full is not None
         assert row.ttft_s is not None
@@ -128,7 +126,6 @@ class CollectionReport:
         return next((row for row in self.recipes[::-1] if self.share(row) >= TOLERANCE), None)
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain JSON types."""
         rows = [row.to_dict() | {"gain": self.gain(row)} for row in self.rows]
         counts = {"questions": self.questions, "with_answers": self.with_answers}
         return counts | {"rows": rows, "best": self.best and self.best.name}
@@ -178,8 +175,6 @@ def _engines(engine: BlockAttentionEngine, folder: str) -> dict[str, BlockAttent
 
 
 class _Measured:
-    """Figures of each row: agreement and divergence, right answers, and seconds."""
-
     def __init__(self, rows: Sequence[str]) -> None:
         self.compared: dict[str, list[FidelityRecord]] = {row: [] for row in rows}
         self.right: dict[str, list[bool]] = {row: [] for row in rows}
@@ -213,7 +208,6 @@ def _measure(
     *,
     is_timed: bool,
 ) -> None:
-    """Measure one question in all rows."""
     prompt, options = asked.prompt, {"max_new_tokens": max_new_tokens, "do_sample": False}
     # Without right answers, only the first token is needed, for its time.
     wanted: dict[str, Any] = options if asked.answers else {**options, "max_new_tokens": 1}

@@ -112,7 +112,6 @@ def read_distinct(
 
 
 def id_of(value: object) -> str:
-    """Convert an id, which is a string or a whole number, to a string."""
     return str(value if isinstance(value, int) else of_kind(value, str, "'id'"))
 
 
@@ -130,7 +129,6 @@ def _sample(record: JsonRecord) -> EvaluationSample:
 
 
 def answers_of(record: JsonRecord, *, may_be_empty: bool = False) -> tuple[str, ...]:
-    """Read the right answers of a record."""
     items = enumerate(list_of(record, "answers", may_be_empty=may_be_empty))
     return tuple(not_blank(item, f"'answers[{i}]'") for i, item in items)
 

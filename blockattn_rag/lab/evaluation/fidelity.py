@@ -140,7 +140,6 @@ class FidelityResult:
     recovery: Interval | None
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain JSON types; intervals as ``{"mean", "low", "high"}``."""
         return plain_figures({name: getattr(self, name) for name in self.__slots__})
 
 
@@ -157,7 +156,6 @@ class LoggedPrompt:
 
     @property
     def digest(self) -> str:
-        """Digest of the texts."""
         return digest_of(self.texts)
 
 

@@ -51,7 +51,6 @@ class Row:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Arguments of the engine's calls."""
         return {"mode": self.mode} | ({} if self.recipe is None else {"recipe": self.recipe})
 
 
@@ -89,8 +88,7 @@ class Record(Sample, Protocol):
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
     @property
-    def mode(self) -> str:
-        """Name of the row."""
+    def mode(self) -> str: ...
 
     @property
     def recipe(self) -> str:
@@ -98,14 +96,10 @@ class Record(Sample, Protocol):
 
 
 class RowResult(Protocol):
-    """Summary of one row."""
-
     @property
-    def mode(self) -> str:
-        """Name of the row."""
+    def mode(self) -> str: ...
 
-    def to_dict(self) -> dict[str, Any]:
-        """As plain JSON types."""
+    def to_dict(self) -> dict[str, Any]: ...
 
 
 R = TypeVar("R", bound=Record)
@@ -124,7 +118,6 @@ class Report(Generic[R, F]):
         return next(result for result in self.results if result.mode == row)
 
     def to_dict(self) -> dict[str, Any]:
-        """Settings and summaries as plain JSON types, without the records."""
         rows = [result.to_dict() for result in self.results]
         return {"settings": dict(self.settings), "rows": rows}
 
@@ -167,7 +160,6 @@ class RecordFile(Generic[R]):
         self._check_recipes(rows)
 
     def append(self, records: Iterable[R]) -> None:
-        """Add records, and flush them to disk."""
         new = list(records)
         if self._path is not None:
             with self._path.open("a", encoding="utf-8") as file:

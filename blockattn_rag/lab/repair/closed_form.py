@@ -127,7 +127,6 @@ def fit_correction(
 
 
 def no_correction(model: BlockModel, sink: str) -> Correction:
-    """A correction that changes nothing."""
     layers = []
     for keys, values in model.profile.layer_outlines:
         size = keys.size + values.size

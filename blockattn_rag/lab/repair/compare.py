@@ -121,7 +121,6 @@ class Choice:
     shares: dict[str, float]
 
     def loss(self, name: str) -> float:
-        """Mean loss of a candidate."""
         return float(self.losses[name].mean())
 
 
@@ -169,7 +168,6 @@ class Comparer:
         max_new_tokens: int,
         tick: Tick,
     ) -> Choice:
-        """Choose among recipes without a cost per answer, and the best of them with one."""
         best = choose(self.losses(samples, free, tick), IN_USE if IN_USE in free else None)
         priced = {best: free[best], **costly_recipes(self._engine.model, best, free[best])}
         recipes = {**free, **priced}
@@ -180,7 +178,6 @@ class Comparer:
     def losses(
         self, samples: Sequence[Question], recipes: Mapping[str, Recipe], tick: Tick
     ) -> dict[str, NDArray[np.float64]]:
-        """Losses on the samples by recipe, in the order of the recipes."""
         records = self.compared(samples, recipes, tick).records
         return {
             name: np.array([loss_of(record) for record in records if record.mode == name])
@@ -211,7 +208,6 @@ class Comparer:
     def compared(
         self, samples: Sequence[Question], recipes: Mapping[str, Recipe], tick: Tick
     ) -> FidelityReport:
-        """Compare every recipe with full mode on the samples."""
         rows = [Row(name, recipe) for name, recipe in recipes.items()]
         asked = [_Asked(self._prompt(sample)) for sample in samples]
         noted = {"measured": "repair"}

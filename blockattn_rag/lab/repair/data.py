@@ -98,7 +98,6 @@ class Material:
     in_use: Recipe | None = None
 
     def inputs(self) -> dict[str, str]:
-        """Counts and digests of the data, to compare runs."""
         inputs = {
             "passages": _digest(self.passages, [[p.title, p.text] for p in self.passages]),
             "prompt format": self.prompt_format,
@@ -154,7 +153,6 @@ def draw_samples(
 
 
 def read_passages(path: Path) -> list[Passage]:
-    """Read the distinct passages of a file."""
     lines = parsed_lines(path, lambda record, _: _stripped(passage_of(record)))
     passages = (passage for _, passage in lines)
     return list(dict.fromkeys(passages))

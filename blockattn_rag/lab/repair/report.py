@@ -37,7 +37,6 @@ _FEW = 10
 
 
 def figures(report: RepairReport) -> list[str]:
-    """Summarize a report in four lines."""
     by_name = {candidate["name"]: candidate for candidate in report["candidates"]}
     plain, chosen = by_name[PLAIN], by_name[report["chosen"]]
     recovered = ""

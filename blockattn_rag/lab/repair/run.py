@@ -118,7 +118,6 @@ def _check_output(output: Path, model: BlockModel) -> None:
 def _check_disk(
     folder: Path, model: BlockModel, passages: Sequence[Passage], limits: Limits
 ) -> None:
-    """Raise ``OSError`` if the disk has too little room for passages' keys and values."""
     shown = passages[:: max(1, len(passages) // _LENGTHS)]
     ids = (model.tokenizer.final_ids(passage.text, first=False) for passage in shown)
     tokens = sum(map(len, ids)) / max(1, len(shown))

@@ -175,7 +175,6 @@ class Repair:
     # -- questions and the plan --------------------------------------------------------------
 
     def _checked_speeds(self) -> Speeds:
-        """Measure the speeds."""
         material, limits = self.material, self.limits
         if material.questions is not None:
             check_enough(len(distinct_questions(material.questions, _SEED)), limits)

@@ -61,7 +61,6 @@ class ReadThroughStore(KVStore):
         self._lender = lender
 
     def get_many(self, keys: Sequence[str]) -> list[ReadResult]:
-        """Get the block of each key, like ``get``."""
         entries = self._own.get_many(keys)
         missing = [key for key, kv in zip(keys, entries, strict=True) if kv is None]
         if missing and self._lender is not None:
@@ -87,7 +86,6 @@ class ReadThroughStore(KVStore):
 
 
 def _unrounded(entry: ReadResult) -> ReadResult:
-    """Replace a block in int8 with None."""
     is_rounded = isinstance(entry, BlockKV) and entry.scales is not None
     return None if is_rounded else entry
 
@@ -116,7 +114,6 @@ class BlockSource:
         self._recipe = Recipe(sink)
 
     def __call__(self, prompt: BlockPrompt) -> ReadyPrompt:
-        """Fetch the blocks of a prompt."""
         context, final_ids = self._model.tokenizer.with_final_ids(prompt)
         specs = self._fetcher.specs(context, as_prompt=True, recipe=self._recipe)
         blocks = self._fetcher.fetch(specs).blocks

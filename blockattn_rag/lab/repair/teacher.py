@@ -134,7 +134,6 @@ class Teacher:
         return len(missing)
 
     def __call__(self, prompt: BlockPrompt) -> TeacherAnswer:
-        """Return the answer to a prompt. It is computed if its file is missing or damaged."""
         ids = list(self._model.tokenizer.prompt_ids(prompt).flat)
         answer = _read(self._path(ids))
         if answer is None:

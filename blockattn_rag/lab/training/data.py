@@ -221,7 +221,6 @@ def _parse_blocks(fields: JsonRecord) -> TrainingSample:
 
 
 def _block(item: object, where: str) -> Block:
-    """Parse a block, given as a text or as an object with text, template and control."""
     fields: JsonRecord = {"text": item} if isinstance(item, str) else of_kind(item, dict, where)
     if unknown := fields.keys() - {"text", "before", "after", "control"}:
         raise DataError(f"Found {where} with keys {quoted_names(unknown)}, expected 'text', and "

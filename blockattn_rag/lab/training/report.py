@@ -81,7 +81,6 @@ class FinetuneReport:
 
     @property
     def evaluation_text(self) -> str:
-        """The losses on the evaluation data as a sentence."""
         losses = (
             f"{mode} mode {before:.4f} before, {after:.4f} after"
             for mode, (before, after) in self.eval_losses.items()
@@ -90,7 +89,6 @@ class FinetuneReport:
 
 
 def write_card(config: FinetuneConfig, report: FinetuneReport, path: Path) -> None:
-    """Write the model card: data, settings and losses by mode."""
     library, kind, how = "transformers", "causal language model", "fine-tuned"
     if config.lora:
         library, kind, how = "peft", "LoRA adapter", "trained by LoRA adapters"

@@ -53,7 +53,6 @@ class Document:
 
     @property
     def passage(self) -> Passage:
-        """The document as a passage of prompt formats."""
         return Passage(self.title, self.text)
 
 
@@ -90,7 +89,6 @@ class ChatBody(NamedTuple):
 
     @classmethod
     def from_dict(cls, value: object) -> ChatBody:
-        """Parse a JSON object. Raises ProtocolError."""
         fields, documents, options = _read_fields(value)
         sent = fields.get("messages")
         if not isinstance(sent, list) or not sent:
@@ -102,7 +100,6 @@ class ChatBody(NamedTuple):
 
     @property
     def spans(self) -> Spans:
-        """Contents of all messages."""
         return (*chain.from_iterable(message["content"] for message in self.messages),)
 
     @property
@@ -131,7 +128,6 @@ class CompletionBody(NamedTuple):
 
     @classmethod
     def from_dict(cls, value: object) -> CompletionBody:
-        """Parse a JSON object. Raises ProtocolError."""
         fields, documents, options = _read_fields(value)
         prompt = _string(fields.get("prompt"), "prompt")
         passages = [
@@ -159,7 +155,6 @@ def _has_passages(spans: Spans) -> bool:
 
 
 def _read_fields(value: object) -> tuple[dict[str, Any], tuple[Document, ...], ChatOptions]:
-    """Split a body into vLLM's fields, the documents, and this package's options."""
     fields = as_object(value, "the body")
     _check_json(fields)
     if fields.pop("kv_transfer_params", None) is not None:
@@ -192,7 +187,6 @@ class _MessageReader:
         self.not_text: str | None = None
 
     def read(self, value: object, place: str) -> dict[str, Any]:
-        """Read one message. Raises ProtocolError."""
         sent = as_object(value, place)
         role = _string(sent.get("role"), f"{place}.role")
         # Both names are in use.

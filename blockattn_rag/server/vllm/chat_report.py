@@ -39,7 +39,6 @@ class ChatReport:
         self._encoded_tokens = 0
 
     def answer(self, answer: Any) -> dict[str, Any]:
-        """Convert a complete answer to a JSON object."""
         data: dict[str, Any] = answer.model_dump()
         self._end(data)
         self._correct(data["usage"])
@@ -56,7 +55,6 @@ class ChatReport:
             self._correct(usage)
 
     def _end(self, data: dict[str, Any]) -> None:
-        """Replace ``kv_transfer_params`` with the report."""
         params = data.pop("kv_transfer_params", None)
         data[FIELD] = self._report(params)
 
@@ -71,7 +69,6 @@ class ChatReport:
         return {"mode": "block", **counts, "recipe": str(self._recipe)}
 
     def _correct(self, usage: dict[str, Any]) -> None:
-        """Subtract the tokens that were encoded for this request from the cached ones."""
         details = usage.get("prompt_tokens_details")
         if details and details.get("cached_tokens"):
             details["cached_tokens"] = max(details["cached_tokens"] - self._encoded_tokens, 0)

@@ -24,8 +24,6 @@ questions."""
 
 
 class EngineTasks:
-    """Sends tasks to the engine."""
-
     def __init__(self, engine_client: Any, config: ServingConfig) -> None:
         self._engine_client = engine_client
         self._secret = config.tenant_secret

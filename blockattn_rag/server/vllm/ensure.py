@@ -152,7 +152,6 @@ class BlockEnsurer:
         return [one.name in missing for one in blocks]
 
     async def _unstored(self, one: Encodable) -> NotStoredError | None:
-        """Encode a block. Returns the error if the block was not stored, else None."""
         try:
             await self._encoded(one)
         except NotStoredError as error:

@@ -60,17 +60,14 @@ class Prompts:
 
     @property
     def fingerprint(self) -> str:
-        """``BlockTokenizer.fingerprint``."""
         return self._tokenizer.fingerprint
 
     @property
     def tokenizer(self) -> Any:
-        """Transformers tokenizer of the model."""
         return self._tokenizer.tokenizer
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether the model answers chats."""
         return has_chat_template(self._tokenizer.tokenizer)
 
     def passage_ids(self, texts: Sequence[str]) -> list[list[int]]:
@@ -131,7 +128,6 @@ class Prompts:
 
     @staticmethod
     def completion(body: CompletionBody, recognize: Recognizer | None = None) -> BlockPrompt:
-        """The prompt of a completion as blocks."""
         spans = body.spans
         return BlockPrompt.from_spans(recognize(spans) if recognize else spans, CHAT.template)
 

@@ -28,7 +28,6 @@ class BlockAttentionEndpoints:
     required_tasks = ("generate",)
 
     def attach_router(self, app: FastAPI) -> None:
-        """Add the routes to vLLM's app."""
         from blockattn_rag.server.vllm.routes import router
 
         app.include_router(router)

@@ -65,7 +65,6 @@ class Encodable(NamedTuple):
         return len(self.block.ids)
 
     def for_memory(self) -> Encodable:
-        """Return the same block, to be encoded for the workers' memory."""
         keep = self.block.keep._replace(is_stored=False)
         plan = replace(self.plan, keep=(keep,))
         return Encodable(self.block._replace(keep=keep), self.token_ids, plan)
@@ -134,7 +133,6 @@ class RequestReader:
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """Names of the base model."""
         return tuple(one.name for one in self._models.base_model_paths)
 
     def passages(self, texts: Sequence[Sequence[int]], headers: Headers) -> list[Encodable]:
@@ -266,7 +264,6 @@ class RequestReader:
             )
 
     def _check(self, request: Any, num_prompt_tokens: int) -> None:
-        """Raise ProtocolError for a request that block mode cannot answer."""
         for name, why in _UNSUPPORTED.items():
             value = getattr(request, name, None)
             if value is not None and value is not False:

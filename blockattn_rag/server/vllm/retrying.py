@@ -108,7 +108,6 @@ class RetryingClient:
 
 
 async def _checked(outputs: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
-    """Yield the outputs. Raises GrammarError if the engine reports that the grammar failed."""
     try:
         async for output in outputs:
             _check_grammar(output)

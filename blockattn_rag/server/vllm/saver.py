@@ -108,11 +108,9 @@ class BlockSaver:
         return unsaved
 
     def close(self) -> None:
-        """Write the queued blocks, and accept no more."""
         self._writes.close()
 
     def _block(self, block: BlockId, states: States) -> BlockKV:
-        """Build a rank's share of a block, with positions counted from the start of the block."""
         keys = [
             shift_positions(one[:, block.start :], -block.start, layout)
             for (one, _), layout in zip(states, self._layouts, strict=True)

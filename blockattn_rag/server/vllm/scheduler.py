@@ -165,7 +165,6 @@ class SchedulerSide:
         _set_salt(request, salt(plan, self._profile, request.cache_salt))
 
     def _refuse(self, request: Request, why: str) -> None:
-        """Make a request fail when it is scheduled."""
         logger.warning("Request %s is refused: %s", request.request_id, why)
         self._requests[request.request_id] = _Request(None, ServedBlocks(0, 0, 0))
         self.stats.count("refused")
@@ -244,7 +243,6 @@ class SchedulerSide:
         return False, known.served.to_dict()
 
     def _check(self, request: Request, plan: BlockPlan) -> None:
-        """Raise ProtocolError for a request that block mode cannot answer."""
         token_ids = request.prompt_token_ids
         reason = None
         if token_ids is None or request.prompt_embeds is not None or request.mm_features:

@@ -287,7 +287,6 @@ class Service:
         return tools, params.with_defaults(defaults).chat_template_kwargs
 
     def _recognizer(self, headers: Headers) -> Recognizer | None:
-        """Function that splits the tenant's known passages out of text."""
         if self.passages is None:
             return None
         access = Access(self._requests.namespace(headers), self._config.read_namespaces)
@@ -320,7 +319,6 @@ class Service:
     async def _ensure(
         self, blocks: Sequence[Encodable], *, thorough: bool = False, must_store: bool = False
     ) -> dict[str, int]:
-        """Encode missing blocks. Returns the tokens of the encoded blocks by key."""
         encoded = await self._ensurer.ensure(blocks, thorough=thorough, must_store=must_store)
         return {one.key: one.tokens for one, new in zip(blocks, encoded, strict=True) if new}
 

@@ -119,7 +119,6 @@ class ServedTools:
         return _Output(detokenizer, AnswerReader(thoughts, self._parser))
 
     def _advance(self, choice: dict[str, Any], output: _Output) -> None:
-        """Edit the chunk of a choice."""
         delta = choice["delta"]
         said = output.push(choice.get("token_ids") or ())
         content, thoughts = said.answer, said.thoughts
@@ -137,7 +136,6 @@ class ServedTools:
             delta["reasoning"] = shown
 
     def _shown(self, thoughts: str) -> str | None:
-        """Thoughts for the client; None for none."""
         return (thoughts or None) if self._shows_thoughts else None
 
     def _drop_ids(self, data: dict[str, Any]) -> None:
@@ -191,7 +189,6 @@ def _calls(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
 
 
 def _grammar(request: Any) -> dict[str, Any]:
-    """The grammar of a request, as the options of an engine."""
     given, outputs = request.response_format, request.structured_outputs
     values = {} if outputs is None else {name: getattr(outputs, name, None) for name in KINDS}
     chosen = {name: value for name, value in values.items() if value is not None}

@@ -222,7 +222,6 @@ class WorkerSide:
         self._done.failed.add(request_id)
 
     def _slots(self, pages: Sequence[int], tokens: int) -> Tensor:
-        """Slots of the first tokens of a request: ``[tokens]`` int64."""
         device = self._pages[0].device
         starts = torch.tensor(pages, dtype=torch.int64, device=device) * self._page_tokens
         places = torch.arange(self._page_tokens, device=device)
