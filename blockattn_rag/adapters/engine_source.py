@@ -31,17 +31,7 @@ logger = logging.getLogger("blockattn_rag")
 
 
 def source_of(llm: Any, expected: str, *others: Any) -> EngineSource | ServerSource:
-    """Return the source of the LLM that a component received as ``llm=``.
-
-    Args:
-        llm: Value of ``llm=``.
-        expected: Class name of the usual value, for the error message.
-        others: Arguments that cannot be combined with ``llm=``.
-
-    Raises:
-        ValueError: One of ``others`` is given too.
-        TypeError: ``llm`` is not an LLM of this package.
-    """
+    """Return the source of the LLM that a component received as ``llm=``."""
     if any(value is not None for value in others):
         raise ValueError("Pass either llm=, or a model, store and recipe, or a server, not both")
     source = getattr(llm, "source", None)
@@ -55,16 +45,7 @@ def source_of(llm: Any, expected: str, *others: Any) -> EngineSource | ServerSou
 
 
 def source_with(server: str | None, api_key: Any, **arguments: Any) -> EngineSource | ServerSource:
-    """Source of an ingestion step: a server, or an engine that ``arguments`` load.
-
-    Args:
-        server: Address of a server. None: the model runs in this process.
-        api_key: API key of the server.
-        arguments: Arguments of ``EngineSource``; None stands for the default.
-
-    Raises:
-        ValueError: A server and arguments of an engine are given, or a key without a server.
-    """
+    """Source of an ingestion step: a server, or an engine that ``arguments`` load."""
     arguments = {name: value for name, value in arguments.items() if value is not None}
     if server is None:
         if api_key is not None:
@@ -94,10 +75,6 @@ class EngineSource:
         device_map: A torch device, or ``"auto"``.
         model_kwargs: Further arguments for loading the model, including ``tokenizer``.
         recipe: How the model runs in block mode; see ``BlockAttentionEngine``.
-
-    Raises:
-        ValueError: No model or several models are given, an argument conflicts with an existing
-            engine, or the recipe is not found.
     """
 
     def __init__(
@@ -301,9 +278,6 @@ class EngineSource:
         Args:
             prompt: String with block markers around passages.
             parse_special_tokens: Whether control tokens outside of passages are parsed.
-
-        Raises:
-            SegmentationError: Control tokens are parsed, and a passage was cut.
         """
         if parse_special_tokens:
             if holds_orphans(prompt):

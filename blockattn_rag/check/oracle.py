@@ -161,9 +161,6 @@ class RecipeOracle:
 
     Args:
         recipe: Recipe that block mode runs with.
-
-    Raises:
-        ValueError: the recipe recomputes tokens. ``check_model`` checks that by itself.
     """
 
     def __init__(self, model: BlockModel, prompt: BlockPrompt, recipe: Recipe) -> None:
@@ -229,15 +226,7 @@ def adapting(
     layouts: Sequence[RotaryLayout],
     layers: Sequence[int],
 ) -> Iterator[None]:
-    """Replace the model's attention within the ``with`` block.
-
-    Args:
-        layout: Blocks of the prompt's tokens, and positions of their keys.
-        adapter: Adapter for the passages' keys and values. None: they stay unchanged.
-
-    Raises:
-        UnsupportedModelError: the model's attention cannot be replaced.
-    """
+    """Replace the model's attention within the ``with`` block."""
     if adapter is None:
         yield
         return

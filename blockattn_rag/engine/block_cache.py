@@ -30,9 +30,6 @@ class BlockCache:
             memory already, and the cache has none.
         max_bytes: Size limit of the cached keys and values. Larger blocks are not cached.
         read_only: Whether the store stays unchanged even if it is in memory.
-
-    Raises:
-        ValueError: ``max_bytes`` is negative.
     """
 
     def __init__(self, store: KVStore, max_bytes: int, *, read_only: bool = False) -> None:

@@ -62,10 +62,6 @@ class BlockFetcher:
         resident_bytes: Bytes of blocks to cache in memory, unless the store itself is in memory.
         kv_dtype: Type of computed keys and values. Stored blocks are read in any type.
         on_miss: Whether to compute missing passages or to raise ``MissError``.
-
-    Raises:
-        ValueError: ``kv_dtype`` or ``on_miss`` is unknown, or the model does not support
-            ``kv_dtype``.
     """
 
     def __init__(
@@ -125,9 +121,6 @@ class BlockFetcher:
 
         Computed passages are stored. System messages are stored on their second use. All other text
         is private to its prompt and kept in this process's memory only.
-
-        Raises:
-            MissError: A passage is not stored, and ``on_miss`` is ``"error"``.
         """
         specs = merge_specs(context)
         blocks = self._look_up([*specs.values()])
@@ -245,11 +238,7 @@ class BlockFetcher:
 
 
 def check_on_miss(on_miss: OnMiss) -> OnMiss:
-    """Return ``on_miss`` if it is valid.
-
-    Raises:
-        ValueError: ``on_miss`` is unknown.
-    """
+    """Return ``on_miss`` if it is valid."""
     if on_miss not in ("compute", "error"):
         raise ValueError(f"Unknown on_miss {on_miss!r}: expected 'compute' or 'error'.")
     return on_miss

@@ -97,12 +97,6 @@ def resolve_recipe(
 class CallRecipes:
     """Recipes of an engine and of its calls.
 
-    Args:
-        model, store: The engine's model and store.
-        folder, stock: See ``resolve_recipe``.
-        positions: Overrides the positions of every recipe.
-        default: Recipe of the engine, as for ``resolve_recipe``.
-
     Raises the same errors as ``resolve_recipe``.
     """
 
@@ -287,10 +281,6 @@ def known_digests(
 
     ``"auto"`` may use any recipe in ``folder``, next to the store or in the model's folder, and
     ``stock``. Any other ``given`` has a single digest.
-
-    Raises:
-        ValueError: ``given`` is not a recipe, or the recipe in ``folder`` is damaged.
-        OSError: the recipe cannot be read.
     """
     if isinstance(given, Recipe):
         return [given.digest]

@@ -30,11 +30,7 @@ LatePrompt = Prompt | Callable[[], Prompt]
 
 
 def to_block_prompt(prompt: LatePrompt) -> BlockPrompt:
-    """Convert a prompt to a ``BlockPrompt``.
-
-    Raises:
-        ValueError, TypeError: the prompt is invalid.
-    """
+    """Convert a prompt to a ``BlockPrompt``."""
     made = prompt() if callable(prompt) else prompt
     return made if isinstance(made, BlockPrompt) else BlockPrompt.from_texts(made)
 
@@ -127,9 +123,6 @@ class Pending(Generic[T]):
 
         Args:
             timeout: Seconds to wait. Afterwards the work is cancelled.
-
-        Raises:
-            TimeoutError: the result was not ready in time.
         """
         try:
             return self.answer.result(timeout)
@@ -193,12 +186,7 @@ class Job(Pending[T]):
 
 
 class PendingAnswer(Pending[Generation]):
-    """A prompt that is waiting for its answer.
-
-    Args:
-        prompt: The prompt, or a function that creates it. The function is called outside the
-            caller's thread, because it may be slow and the caller may be an event loop.
-    """
+    """A prompt that is waiting for its answer."""
 
     def __init__(self, prompt: LatePrompt) -> None:
         super().__init__()
@@ -249,14 +237,7 @@ class PendingAnswer(Pending[Generation]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AnswerRequest:
-    """A prompt to answer, and how.
-
-    Args:
-        prompt: The prompt, or a function that creates it on the model's thread.
-        options: Options of the answer.
-        max_batch: Maximum size of the request's batch.
-        needs: Future of the compiled grammar. Other requests may run first until it is done.
-    """
+    """A prompt to answer, and how."""
 
     prompt: LatePrompt
     options: GenerateOptions
@@ -275,13 +256,7 @@ class BatchRunner(Protocol):
 
 
 class PendingRequest(PendingAnswer):
-    """A request that is waiting for a model in this process.
-
-    Args:
-        request: The request.
-        runner: Answers it, in a batch with requests of the same runner and with equal options.
-        group: Requests to answer together with this one.
-    """
+    """A request that is waiting for a model in this process."""
 
     def __init__(
         self, request: AnswerRequest, runner: BatchRunner, group: Group | None = None

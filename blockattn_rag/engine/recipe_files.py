@@ -65,12 +65,7 @@ T = TypeVar("T")
 
 
 def read_fields(folder: Path) -> dict[str, Any]:
-    """Read and check ``recipe.json``. The key ``files`` has the sha256 of each part, by name.
-
-    Raises:
-        ValueError: the file is missing or damaged, or has another version.
-        OSError: the file cannot be read.
-    """
+    """Read and check ``recipe.json``. The key ``files`` has the sha256 of each part, by name."""
     with _opened(folder) as file:
         return _fields(folder / RECIPE_FILE, file)
 
@@ -81,10 +76,6 @@ def read_consistently(folder: Path, read: Callable[[dict[str, Any]], T]) -> T:
     Args:
         read: Function that reads the parts and returns the result. Its argument is the result of
             ``read_fields``. It is called again if the recipe was replaced meanwhile.
-
-    Raises:
-        ValueError: the recipe is missing or damaged.
-        OSError: the recipe cannot be read.
     """
     path = folder / RECIPE_FILE
     for attempt in range(1, _REPLACED + 1):
@@ -107,11 +98,7 @@ def read_consistently(folder: Path, read: Callable[[dict[str, Any]], T]) -> T:
 
 
 def part(folder: Path, name: str, fields: Mapping[str, Any]) -> Path:
-    """Path of a part whose contents have the sha256 in ``recipe.json``.
-
-    Raises:
-        ValueError: the part is missing, or its contents differ.
-    """
+    """Path of a part whose contents have the sha256 in ``recipe.json``."""
     expected = fields["files"].get(name)
     path, found = folder / name, None
     candidates = [path] if expected is None else [path, _pending(folder, name, expected)]
@@ -129,27 +116,13 @@ def part(folder: Path, name: str, fields: Mapping[str, Any]) -> Path:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read the object in a JSON file of a recipe.
-
-    Raises:
-        ValueError: the file is damaged or too large.
-    """
+    """Read the object in a JSON file of a recipe."""
     with path.open("rb") as file:
         return _parsed(path, file)
 
 
 def write_recipe(folder: Path, fields: Mapping[str, Any], parts: Mapping[str, bytes]) -> None:
-    """Replace the recipe in a folder, or write a new one. An interruption leaves either recipe.
-
-    Args:
-        folder: Folder that is new, empty, or contains a recipe.
-        fields: Fields of ``recipe.json`` except ``version`` and ``files``.
-        parts: Contents of the parts.
-
-    Raises:
-        ValueError: the folder contains anything else.
-        OSError: the folder cannot be written.
-    """
+    """Replace the recipe in a folder, or write a new one. An interruption leaves either recipe."""
     if _LOCK not in _own_names(folder):
         check_replaceable(folder)  # before anything is created there
     files = {name: hashlib.sha256(content).hexdigest() for name, content in parts.items()}
@@ -181,11 +154,7 @@ def write_recipe(folder: Path, fields: Mapping[str, Any], parts: Mapping[str, by
 
 
 def check_replaceable(folder: Path) -> None:
-    """Check that saving a recipe to a folder would delete nothing but a recipe.
-
-    Raises:
-        ValueError: the folder contains something else.
-    """
+    """Check that saving a recipe to a folder would delete nothing but a recipe."""
     names = _own_names(folder)
     if RECIPE_FILE not in names and names & {*_PARTS}:
         raise ValueError(
@@ -218,11 +187,7 @@ def _unnamed(folder: Path) -> list[str]:
 
 
 def _own_names(folder: Path) -> set[str]:
-    """Names in a folder that contains no other files than those of a recipe.
-
-    Raises:
-        ValueError: there are other files.
-    """
+    """Names in a folder that contains no other files than those of a recipe."""
     if not folder.is_dir():
         if os.path.lexists(folder):
             raise ValueError(f"{folder} is not a folder: choose a new or empty folder.")

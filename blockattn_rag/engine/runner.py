@@ -33,10 +33,6 @@ class Runner:
     Args:
         assembly: How blocks are assembled; see ``BlockAttentionEngine``.
         tail_bytes: Bytes of tails to cache; see ``engine.tails``.
-
-    Raises:
-        ValueError: ``assembly`` is unknown.
-        UnsupportedModelError: the model does not support ``assembly="relay"``.
     """
 
     def __init__(
@@ -60,9 +56,6 @@ class Runner:
         """Answer requests with equal options. Each gets its answer or its own error.
 
         Requests share forward passes, which does not change their answers.
-
-        Raises:
-            UnsupportedModelError: the model has changed since it was loaded.
         """
         self._model.check_unchanged()
         answers = [answer for one in batch if (answer := self._prepared(one)) is not None]

@@ -18,11 +18,7 @@ _stops: WeakKeyDictionary[threading.Thread, Callable[[], object]] = WeakKeyDicti
 def start_thread(
     work: Callable[[], object], name: str, stop: Callable[[], object]
 ) -> threading.Thread:
-    """Run ``work`` in a background thread. At exit, ``stop`` is called to end it soon.
-
-    Raises:
-        RuntimeError: the system cannot start a thread.
-    """
+    """Run ``work`` in a background thread. At exit, ``stop`` is called to end it soon."""
     thread = threading.Thread(target=work, name=name, daemon=True)
     _stops[thread] = stop
     thread.start()

@@ -27,16 +27,7 @@ _KINDS = {dict: "an object", list: "a list", str: "a string", bool: "true or fal
 def parsed_lines(
     path: str | Path, parse: Callable[[JsonRecord, int], T], *, may_be_empty: bool = False
 ) -> Iterator[tuple[int, T]]:
-    """Parse the records of a JSON-lines file, plain or gzip. Yields line numbers and results.
-
-    Args:
-        parse: Function that makes a result from a record and its line number.
-        may_be_empty: Whether the file may have no record.
-
-    Raises:
-        DataError: A line is malformed (the message gives file and line), or the file is missing,
-            damaged or empty.
-    """
+    """Parse the records of a JSON-lines file, plain or gzip. Yields line numbers and results."""
     number = 0
     for number, line in numbered_lines(Path(path)):
         try:

@@ -187,17 +187,7 @@ def plan_capacity(
     question_tokens: int = 50,
     kv_dtype: KVDtype = "model",
 ) -> CapacityPlan:
-    """Estimate storage and times for a collection of passages.
-
-    Args:
-        config: Config of a model with gated feed-forward layers.
-        dtype: Type of weights, keys and values.
-        passages: Passages of the collection.
-        passage_tokens: Tokens of a passage.
-        top_k: Passages of a prompt.
-        question_tokens: Tokens of the question.
-        kv_dtype: Type of stored keys and values; see ``kv.quantization``.
-    """
+    """Estimate storage and times for a collection of passages."""
     config = config.get_text_config(decoder=True)
     model = footprint(config, dtype, kv_dtype)
     passage, context = model.block_bytes(passage_tokens), top_k * passage_tokens

@@ -38,12 +38,7 @@ _ALL_WARM_UP = (
 
 
 def training_arguments(folder: Path, *, batch_size: int, **settings: Any) -> TrainingArguments:
-    """Create the settings of the Trainer: settings that all runs share, and the given settings.
-
-    Args:
-        batch_size: Items per forward pass on one device.
-        settings: Further arguments of ``TrainingArguments``.
-    """
+    """Create the settings of the Trainer: settings that all runs share, and the given settings."""
     return TrainingArguments(
         output_dir=str(folder),
         per_device_train_batch_size=batch_size,
@@ -186,12 +181,7 @@ class LabTrainer(Trainer):
 
 @dataclass(eq=False)
 class _Watch(TrainerCallback):
-    """Reports progress, warns if a run ends during warm-up, and stops on divergence or lateness.
-
-    Args:
-        on_progress, time_is_up: See ``LabTrainer``.
-        measures: Whether there is evaluation data.
-    """
+    """Reports progress, warns if a run ends during warm-up, and stops on divergence or lateness."""
 
     on_progress: Callable[[int, int], None]
     time_is_up: Callable[[], bool]
@@ -228,11 +218,6 @@ class LengthGroupedSampler(Sampler[int]):
 
     The order of transformers' own sampler depends on global random state, so a resumed run would
     use another order.
-
-    Args:
-        lengths: Number of tokens of each sample.
-        batch_size: Samples per optimizer step, over all devices.
-        seed: Random seed, combined with the epoch.
     """
 
     lengths: Sequence[int]

@@ -103,10 +103,6 @@ def work_folder(
         settings: JSON values that affect the result.
         is_worth_keeping: Function of an error that returns whether the failed run can be resumed.
             If not, the folder is removed.
-
-    Raises:
-        DataError: Another run is in progress, or the interrupted run had other settings.
-        FileExistsError: The folder exists, but is not the work folder of a run.
     """
     # Locked before the settings are compared, so that a run in progress is reported as such.
     with _held(work):

@@ -86,12 +86,7 @@ class SourceFields(BaseModel):
     def _source_of(
         cls, fields: dict[str, Any], arguments: dict[str, Any]
     ) -> EngineSource | ServerSource:
-        """Source of the model.
-
-        Args:
-            fields: Other fields. What is not a field must be removed.
-            arguments: Arguments of ``EngineSource``; None stands for the default.
-        """
+        """Source of the model."""
 
 
 class EngineFields(SourceFields):

@@ -33,13 +33,7 @@ def structured_chat(
     include_raw: bool,
     strict: bool | None,
 ) -> Runnable[LanguageModelInput, Any]:
-    """Create the runnable of ``ChatBlockAttention.with_structured_output``.
-
-    Args:
-        chat: The model.
-        schema: See ``with_structured_output``, also for the other arguments.
-        supports_tools: Whether the model's chat template supports tools.
-    """
+    """Create the runnable of ``ChatBlockAttention.with_structured_output``."""
     if method not in get_args(Method):
         known = ", ".join(get_args(Method))
         raise ValueError(f"Found method {method!r}, expected one of {known}")

@@ -314,9 +314,6 @@ class _Reader:
 
         A list ends at an object that repeats the previous one, because models may repeat a call
         until the answer is cut off.
-
-        Raises:
-            ValueError, RecursionError: The text at this index is not valid JSON.
         """
         text = self._text
         if is_arguments or not text.startswith("[", at):

@@ -58,14 +58,7 @@ class ToolTemplate:
         tools: Sequence[Mapping[str, Any]],
         **template_kwargs: Any,
     ) -> Spans:
-        """Render messages and tools as a prompt; see ``chat_spans``.
-
-        Args:
-            messages: Messages with ``role``, ``content``, and optionally ``tool_calls``,
-                ``tool_call_id`` and ``name``, as in transformers.
-            tools: Definitions, each ``{"type": "function", "function": {"name", "description",
-                "parameters"}}``.
-        """
+        """Render messages and tools as a prompt; see ``chat_spans``."""
         if self.variable is None:
             return chat_spans(tokenizer, self._with_tools(messages, tools), **template_kwargs)
         return chat_spans(

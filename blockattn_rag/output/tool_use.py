@@ -62,10 +62,6 @@ class ToolUse:
                 ``tool_calls``: None, ``"free"`` or ``"constrained"``.
             load_tokenizer: Returns the tokenizer; not called if there are no tools.
             model_name: Name of the model in messages.
-
-        Raises:
-            ValueError: An option is invalid, or the model's chat template supports no tools.
-            TypeError: A definition is invalid.
         """
         tools, calls = call.get("tools") or (), call.get("tool_calls")
         _check_definitions(tools)
@@ -150,14 +146,7 @@ class ToolUse:
 def prompt_spans(
     tokenizer: Any, messages: Sequence[Message], tools: ToolUse | None, **variables: Any
 ) -> Spans:
-    """Render messages that may contain calls and results; see ``ToolTemplate.spans``.
-
-    Args:
-        tokenizer: Tokenizer of the model.
-        messages: The messages.
-        tools: Tools that may be called now.
-        variables: Other variables of the chat template.
-    """
+    """Render messages that may contain calls and results; see ``ToolTemplate.spans``."""
     template = tools.template if tools else tool_template(tokenizer)
     if template is not None:
         return template.spans(tokenizer, messages, tools.tools if tools else (), **variables)
@@ -166,11 +155,7 @@ def prompt_spans(
 
 
 def choice_of(choice: Any, tools: Sequence[Mapping[str, Any]]) -> str:
-    """Normalize a tool choice to the values of ``ToolUse.choice``, or ``"none"``.
-
-    Raises:
-        ValueError: The choice is invalid, or names an unknown tool.
-    """
+    """Normalize a tool choice to the values of ``ToolUse.choice``, or ``"none"``."""
     names = [tool["function"]["name"] for tool in tools]
     if isinstance(choice, Mapping):
         function = choice.get("function", choice)
@@ -193,11 +178,7 @@ def choice_of(choice: Any, tools: Sequence[Mapping[str, Any]]) -> str:
 
 
 def with_default_calls(defaults: Mapping[str, Any], call: Mapping[str, Any]) -> dict[str, Any]:
-    """Add the model's default of ``tool_calls`` to the options of a request.
-
-    Raises:
-        ValueError: The defaults contain other options for tools.
-    """
+    """Add the model's default of ``tool_calls`` to the options of a request."""
     options = {name: value for name, value in defaults.items() if name in TOOL_OPTIONS}
     if others := [name for name in options if name != "tool_calls"]:
         raise ValueError(

@@ -56,9 +56,6 @@ class ServingConfig:
             ``"system"``: also in system messages.
         load_deadline_s: Seconds that a load may take.
         kv_dtype: Format in which this server stores blocks.
-
-    Raises:
-        ValueError: An option is unknown, missing or out of range.
     """
 
     store: str
@@ -103,11 +100,7 @@ class ServingConfig:
 
     @property
     def tenant_secret(self) -> str | None:
-        """Secret that authenticates tenants; None for a server without tenants.
-
-        Raises:
-            ValueError: The environment variable is empty.
-        """
+        """Secret that authenticates tenants; None for a server without tenants."""
         if self.tenant_secret_env is None:
             return None
         secret = os.environ.get(self.tenant_secret_env, "")
@@ -119,11 +112,7 @@ class ServingConfig:
         return secret
 
     def adapter(self, profile: ModelProfile) -> Correction | None:
-        """Adapter that this server applies to the blocks that it encodes.
-
-        Raises:
-            ServingError: The recipe is missing, damaged, or not the profile's.
-        """
+        """Adapter that this server applies to the blocks that it encodes."""
         found = None
         if self.recipe is not None:
             try:

@@ -96,10 +96,6 @@ def block_keys(
         token_ids: Token ids of the complete prompt. With ``op="encode"``: the sink, unless the
             block opens a prompt, and the block.
         read_namespaces: Further namespaces to look blocks up in, in order.
-
-    Raises:
-        ProtocolError: The plan does not fit the prompt, or a block to be encoded follows tokens
-            other than the sink.
     """
     plan.check_fits(len(token_ids))
     opens_prompt, start = plan.op != "encode", 0

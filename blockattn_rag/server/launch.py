@@ -108,11 +108,6 @@ def check_options(options: Sequence[str]) -> None:
     """Check that options of vLLM contain no secrets, and do not contradict ``vllm_command``.
 
     Command lines are shown in logs and process lists. Messages omit the values of options.
-
-    Raises:
-        ValueError: An option contains a secret, or is set by ``vllm_command``, directly or in a
-            config file.
-        OSError: The config file cannot be read.
     """
     for option in options:
         name = _name(option)
@@ -168,14 +163,6 @@ def vllm_command(
 ) -> list[str]:
     """Command that starts vLLM's API server.
 
-    Args:
-        model: Folder or hub id of the model.
-        name: Name of the model in requests.
-        dtype: Type of the weights, that of the profile.
-        connector: Options of the connector, as for ``ServingConfig``.
-        host, port: Where to listen.
-        options: Further options of vLLM. They replace those of this function.
-
     Web pages of other origins may not use the server, unless ``options`` allow origins.
     """
     names = {_name(word) for word in options}.union(*_configured(options).values())
@@ -213,11 +200,6 @@ def vllm_environment(given: Mapping[str, str]) -> dict[str, str]:
 class VllmServer:
     """vLLM's API server in a process group of its own. Leaving its context stops all its processes,
     and so does the end of this process, even by SIGKILL.
-
-    Args:
-        command: As of ``vllm_command``.
-        environment: As of ``vllm_environment``.
-        log: Called with each line that the server prints, in a thread of its own.
     """
 
     def __init__(
@@ -258,15 +240,7 @@ class VllmServer:
     def wait_until_healthy(
         self, host: str, port: int, report: Callable[[float], None], limit_s: float = HEALTHY_S
     ) -> None:
-        """Wait until ``/health`` answers.
-
-        Args:
-            report: Called every 20 seconds with the seconds waited.
-            limit_s: Maximum time to wait, in seconds.
-
-        Raises:
-            ServingError: The server ended, or did not become healthy in time.
-        """
+        """Wait until ``/health`` answers."""
         started = reported = time.monotonic()
         while not _is_healthy(host, port):
             if self._process.poll() is not None:

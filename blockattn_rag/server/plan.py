@@ -49,9 +49,6 @@ class BlockPlan:
             that a client did not mark as a passage never reaches the store.
         opens_prompt: For ``encode``: whether the block opens a prompt, and so is encoded without
             sink and adapter.
-
-    Raises:
-        ValueError: A field is invalid.
     """
 
     op: Op
@@ -141,9 +138,6 @@ def parse_plan(
         num_prompt_tokens: Tokens of the prompt.
         secret: The server's tenant secret. If the server has one, plans must be signed with it.
         namespace: Namespace of plans on a server without tenants.
-
-    Raises:
-        ProtocolError: The plan is invalid.
     """
     if kv_transfer_params is None:
         return None

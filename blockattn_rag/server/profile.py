@@ -106,9 +106,6 @@ class ModelProfile:
         adapter: Digest of the adapter that is applied to these blocks; empty if there is none.
         promote: Number of passages at the end of a prompt to compute with the question.
         block_tuned: Whether the model is known to be block-fine-tuned.
-
-    Raises:
-        ValueError: A field is invalid.
     """
 
     fingerprint: Digest
@@ -229,10 +226,6 @@ def profile_of(model: BlockModel, recipe: Recipe | None = None) -> ModelProfile:
 
     Args:
         recipe: How block mode runs. Default: as the model was block-fine-tuned, or without sink.
-
-    Raises:
-        ValueError: The recipe does not belong to the model, or cannot be served.
-        UnsupportedModelError: Keys and values have several dtypes, or an unsupported one.
     """
     if recipe is None:
         trained: dict[str, Any] = {**model.tuned_with}

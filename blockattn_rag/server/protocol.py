@@ -72,9 +72,6 @@ class ServerInfo:
         read_only: Whether the server stores nothing.
         has_chat_template: Whether the model answers chats, not only completions.
         marker_key: ``marker_key_id`` of the server.
-
-    Raises:
-        ValueError: A field is invalid.
     """
 
     fingerprint: Digest
@@ -109,9 +106,6 @@ class EncodeBody:
     Args:
         texts: Texts of the passages. White space around them is ignored, as in prompts.
         only_look: Whether to encode nothing, and report passages that are not stored as missing.
-
-    Raises:
-        ValueError: A field is invalid, or a text is empty.
     """
 
     texts: _Texts
@@ -136,16 +130,7 @@ class EncodeBody:
 
 @dataclass(config=STRICT, frozen=True, slots=True)
 class EncodeAnswer:
-    """Answer of ``ENCODE``.
-
-    Args:
-        passages: Outcome for each text, in order.
-        encoded_tokens: Tokens of the newly encoded passages.
-        stored_bytes: Their size in the store.
-
-    Raises:
-        ValueError: A field is invalid.
-    """
+    """Answer of ``ENCODE``."""
 
     passages: Annotated[tuple[Outcome, ...], Field(min_length=1, max_length=MOST_BLOCKS)]
     encoded_tokens: Count = 0

@@ -31,9 +31,6 @@ class ServedBlocks:
         int8_blocks: Blocks loaded in int8.
         cut_short: Whether a stop string ended the answer. The engine then reports nothing, so
             ``loaded_tokens``, ``local_tokens``, ``fetch_s`` and ``int8_blocks`` are unknown and 0.
-
-    Raises:
-        ValueError: A field is invalid.
     """
 
     blocks: Count
@@ -62,11 +59,7 @@ class ServedBlocks:
         return self
 
     def check_complete(self, lengths: tuple[int, ...]) -> None:
-        """Check that an answer used all context blocks of a prompt, which have these lengths.
-
-        Raises:
-            ProtocolError: A block was not used, or the counts are inconsistent.
-        """
+        """Check that an answer used all context blocks of a prompt, which have these lengths."""
         expected = sum(lengths)
         tokens = expected if self.cut_short else self.loaded_tokens + self.local_tokens
         if (self.blocks, tokens) != (len(lengths), expected):
@@ -86,11 +79,7 @@ class ServedBlocks:
 
     @classmethod
     def from_dict(cls, kv_transfer_params: Mapping[str, Any] | None) -> ServedBlocks:
-        """Parse an answer's ``kv_transfer_params``, ignoring fields of other connectors.
-
-        Raises:
-            ProtocolError: The answer was not computed in block mode, or has another version.
-        """
+        """Parse an answer's ``kv_transfer_params``, ignoring fields of other connectors."""
         params = kv_transfer_params
         if not isinstance(params, Mapping) or FIELD not in params:
             raise ProtocolError(
@@ -110,9 +99,6 @@ def reuse_of(served: ServedBlocks, lengths: tuple[int, ...], prompt_tokens: int)
     Args:
         lengths: Tokens of each context block of the prompt.
         prompt_tokens: Tokens of the prompt.
-
-    Raises:
-        ProtocolError: The answer did not use all context blocks.
     """
     served.check_complete(lengths)
     reused = sum(lengths) - served.encoded_tokens

@@ -40,9 +40,6 @@ class Share:
 
         Args:
             layers: Layers of its pipeline-parallel rank; None for all.
-
-        Raises:
-            ValueError: The rank or the layers do not exist.
         """
         every = range(profile.num_layers)
         layers = every if layers is None else layers
@@ -106,9 +103,6 @@ class ShareStore(KVStore):
     Blocks contain only the heads and layers of the share, and are verified like complete entries. A
     ``MaintainedStore`` reads only the heads of the share. From other stores, complete entries are
     read and cut.
-
-    Args:
-        profile: Profile of the model that computed the blocks.
     """
 
     def __init__(self, home: KVStore, share: Share, profile: ModelProfile) -> None:

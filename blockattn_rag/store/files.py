@@ -52,13 +52,7 @@ def make_folder(path: Path, *, parents: bool = False) -> None:
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[FileIO | None]:
-    """Open a regular file for reading. Yields None if the file does not exist.
-
-    Raises:
-        CorruptEntryError: The path is not a regular file, or the body of the ``with`` statement
-            raised a FormatError.
-        StoreError: The file cannot be opened or read.
-    """
+    """Open a regular file for reading. Yields None if the file does not exist."""
     with explained("read", path):
         try:
             file = open(path, "rb", buffering=0, opener=_open_at_once)  # noqa: SIM115
@@ -169,12 +163,7 @@ def status_of(path: Path) -> os.stat_result | None:
 
 
 class FolderSidecar(Sidecar):
-    """Files in a folder of a directory store.
-
-    Args:
-        root: The folder. Created by the first write.
-        fsync: Whether to flush each file to disk.
-    """
+    """Files in a folder of a directory store."""
 
     def __init__(self, root: Path, fsync: bool) -> None:
         self._root = root

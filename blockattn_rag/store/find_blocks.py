@@ -42,10 +42,6 @@ def find_blocks(
     that are still missing, and so on.
 
     A damaged entry is a miss, and so is an entry that is not the requested block.
-
-    Args:
-        get_many: Function that reads entries, see ``KVStore.get_many``.
-        outline: ``BlockKV.token_outline`` of the model's blocks.
     """
     blocks: list[BlockKV | None] = [None] * len(queries)
     errors: dict[str, StoreError] = {}

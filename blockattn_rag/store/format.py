@@ -69,10 +69,6 @@ def decode(raw: Tensor) -> BlockKV | None:
 
     Returns:
         The block; None if the entry is outdated (``Header.is_outdated``).
-
-    Raises:
-        FormatError: A byte was changed, removed or added, or the entry is malformed, or contains
-            NaN, infinity or negative token ids.
     """
     view = raw.numpy().data
     end = header_end(view)

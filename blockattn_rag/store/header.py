@@ -75,12 +75,7 @@ class Header(NamedTuple):
 
 
 def read_header(file: BinaryIO | FileIO, size: int) -> Header:
-    """Read and verify the header of an entry of ``size`` bytes.
-
-    Raises:
-        FormatError: The file does not start with a header of this or an earlier format version, or
-            the header describes an entry of another size.
-    """
+    """Read and verify the header of an entry of ``size`` bytes."""
     start = file.read(_LENGTH_BYTES) or b""
     end = header_end(start)
     if end > size:

@@ -39,13 +39,7 @@ class LayerGroup(NamedTuple):
 
 @dataclass(frozen=True)  # without slots, for the cached properties
 class Layout:
-    """Shapes of an entry.
-
-    Args:
-        num_tokens: Number of tokens of the block.
-        layers: Shape of each layer.
-        quantized: Whether keys and values are int8 and have scales.
-    """
+    """Shapes of an entry."""
 
     num_tokens: int
     layers: tuple[LayerShape, ...]

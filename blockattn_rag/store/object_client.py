@@ -47,13 +47,7 @@ class _Read(NamedTuple):
 
 
 class ObjectClient:
-    """Reads, writes and lists objects under an address.
-
-    Args:
-        backend: An open obstore store at this address.
-        deadline_s: Seconds that a read may take.
-        parallel: Maximum number of concurrent reads.
-    """
+    """Reads, writes and lists objects under an address."""
 
     def __init__(self, url: str, backend: Backend, deadline_s: float, parallel: int) -> None:
         self.url = url
@@ -268,11 +262,7 @@ def _whole(_first: memoryview, size: int) -> Sequence[ByteRange]:
 
 
 def connect(url: str, deadline_s: float, retries: int) -> Backend:
-    """Open an obstore store at an address, with credentials from the environment. Sends nothing.
-
-    Args:
-        deadline_s: Seconds that a request may take, retries included.
-    """
+    """Open an obstore store at an address, with credentials from the environment. Sends nothing."""
     try:
         from obstore.exceptions import BaseError
         from obstore.store import from_url

@@ -51,9 +51,6 @@ class PassageIndex:
         in_background: Whether ``split`` waits at most 0.2 s for new files. Until they are read,
             only the passages of earlier files are found.
 
-    Raises:
-        ValueError: The store cannot keep an index.
-
     Example::
 
         index = PassageIndex(store)

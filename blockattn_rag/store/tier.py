@@ -28,9 +28,6 @@ class CircuitBreaker:
 
     The breaker starts closed and lets every call pass. After ``failures`` failures in a row, it
     opens and lets one call pass every ``pause_s`` seconds. The first success closes it.
-
-    Args:
-        clock: Function that returns the time in seconds.
     """
 
     def __init__(

@@ -141,11 +141,7 @@ def _chroma(user: str) -> ClientAPI:
 
 
 def _namespaces_of(named: list[str], users: list[str]) -> set[str] | None:
-    """Namespaces to clean: the given ones, or else the namespaces of the databases. None: all.
-
-    Raises:
-        ValueError: A name is invalid.
-    """
+    """Namespaces to clean: the given ones, or else the namespaces of the databases. None: all."""
     if _ALL in named:
         return None
     manifests = [Manifest.read(Path(user)) for user in users]

@@ -223,11 +223,7 @@ class Database:
 
     @property
     def engine(self) -> BlockAttentionEngine:
-        """The engine, if its model runs in this process.
-
-        Raises:
-            DatabaseError: The model runs on a server.
-        """
+        """The engine, if its model runs in this process."""
         from blockattn_rag.engine.engine import BlockAttentionEngine
 
         if not isinstance(self.model, BlockAttentionEngine):

@@ -152,19 +152,7 @@ def synchronise(
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Estimate of the work of an ingestion.
-
-    Args:
-        blocks: Distinct passages. Each is encoded once.
-        new_blocks: Blocks that are not stored yet.
-        new_tokens: Tokens of the new blocks.
-        new_text_bytes: Bytes of the new blocks' text in UTF-8.
-        new_bytes: Bytes of the new keys and values, in the database's type.
-        int8_bytes: Bytes of the new keys and values in int8.
-        seconds: Encoding time. None if the model has no gated feed-forward layers.
-        folder: Folder of the store. None for other stores.
-        free_bytes: Free space in the folder.
-    """
+    """Estimate of the work of an ingestion."""
 
     blocks: int
     new_blocks: int

@@ -42,18 +42,7 @@ _COUNTS = ("hits", "misses", "reused_tokens", "computed_tokens", "generated_toke
 
 @dataclass(frozen=True, slots=True)
 class EvaluationRecord:
-    """One question answered in one row.
-
-    Args:
-        id, digest: Id and digest of the sample.
-        mode: Name of the row.
-        question, answers: Fields of the sample.
-        output: Answer of the model.
-        accuracy, exact_match, f1: Scores in 0..1.
-        hits, misses, reused_tokens, computed_tokens, generated_tokens: See ``ReuseStats``.
-        finish_reason: ``"length"`` if the answer was cut off by its limit or the context window.
-        recipe: Digest of the row's recipe. Empty in full mode.
-    """
+    """One question answered in one row."""
 
     id: str
     digest: str
@@ -124,16 +113,6 @@ def evaluate(
     on_progress: Callable[[int, int], None] | None = None,
 ) -> EvaluationReport:
     """Answer every sample greedily in full mode and with every recipe, and score the answers.
-
-    Args:
-        samples: See :func:`blockattn_rag.lab.evaluation.datasets.read_samples`.
-        recipes: Recipes of block mode; see ``evaluation.records``.
-        closed_book: Whether to also answer without passages.
-        batch_size: Questions answered at once.
-        records_path: File of records, with one JSON line for each answer. Recorded questions are
-            not answered again.
-        settings: Further settings for the report and the records file, such as the data's name.
-        on_progress: Called with the number of finished answers and the number of all answers.
 
     Raises:
         ValueError: A recipe cannot be used, or there is no sample.

@@ -78,12 +78,7 @@ class CollectionRow:
 
 @dataclass(frozen=True, slots=True)
 class CollectionReport:
-    """Result of an evaluation: full mode, the recipe in use, ``"fast"``, and without passages.
-
-    Args:
-        questions: Number of questions.
-        with_answers: Number of questions with right answers.
-    """
+    """Result of an evaluation: full mode, the recipe in use, ``"fast"``, and without passages."""
 
     questions: int
     with_answers: int
@@ -147,9 +142,6 @@ def evaluate_collection(
         asked: At least one question.
         max_new_tokens: Maximum length of an answer in tokens.
         on_progress: Called with the number of finished questions and the number of all questions.
-
-    Raises:
-        ContextOverflowError: A prompt does not fit in the context window.
     """
     with tempfile.TemporaryDirectory() as folder:
         engines = _engines(engine, folder)

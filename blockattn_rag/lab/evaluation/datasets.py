@@ -86,10 +86,6 @@ def read_samples(path: str | Path, *, limit: int | None = None) -> list[Evaluati
     Args:
         path: File to read. Blank lines are skipped.
         limit: Maximum number of samples to read. Default: all.
-
-    Raises:
-        DataError: A line is malformed or an id is repeated (the message gives file and line), or
-            the file is missing, damaged or empty.
     """
     return read_distinct(path, lambda record, _: _sample(record), limit)
 
@@ -97,12 +93,7 @@ def read_samples(path: str | Path, *, limit: int | None = None) -> list[Evaluati
 def read_distinct(
     path: str | Path, parse: Callable[[JsonRecord, int], S], limit: int | None = None
 ) -> list[S]:
-    """Read the samples of a JSON-lines file, and check that ids are distinct; see ``read_samples``.
-
-    Args:
-        parse: Function that makes a sample from a record and its line number.
-        limit: Maximum number of samples to read. Default: all.
-    """
+    """Read the samples of a JSON-lines file, and check that ids are distinct; see ``read_samples``."""
     samples: dict[str, S] = {}
     for number, sample in islice(parsed_lines(path, parse), limit):
         if sample.id in samples:

@@ -233,16 +233,7 @@ def compare_each(
     records_path: str | Path | None,
     on_progress: Callable[[int, int], None] | None,
 ) -> FidelityReport:
-    """Compare all samples in all rows. Recorded samples are not compared again.
-
-    Args:
-        samples: Samples as they are shown in prompts.
-        rows: Rows to compare.
-        compare: Function that compares one sample with full mode, in the given rows.
-        noted: Settings that the records depend on.
-        records_path: File of records. None: records are kept in memory only.
-        on_progress: Called with the number of finished samples and the number of all samples.
-    """
+    """Compare all samples in all rows. Recorded samples are not compared again."""
     file = RecordFile(
         records_path, noted, lambda line: FidelityRecord(**line), samples=samples, rows=rows
     )
@@ -263,11 +254,7 @@ def compare_prompt(
     max_new_tokens: int,
     closed_book: BlockPrompt | None = None,
 ) -> list[FidelityRecord]:
-    """Compare one sample in several rows, which share full mode's answer and predictions.
-
-    Args:
-        closed_book: Prompt without passages, for closed-book rows.
-    """
+    """Compare one sample in several rows, which share full mode's answer and predictions."""
     answer, expected = full_answer(engine, prompt, max_new_tokens)
     records = []
     for row in rows:
@@ -286,9 +273,6 @@ def full_answer(
     """Full mode's greedy answer, and its log-probabilities at each token of the answer.
 
     Log-probabilities are float64 ``[answer tokens, vocab]``.
-
-    Raises:
-        ContextOverflowError: The prompt leaves no room for one token.
     """
     model = engine.model
     ids = model.tokenizer.prompt_ids(prompt).flat

@@ -60,9 +60,6 @@ def rows_of(
     """Return ``first``, a row for each recipe, and with ``closed_book`` a row without passages.
 
     Recipes are resolved for the engine's model.
-
-    Raises:
-        ValueError: A name is repeated or reserved, or a recipe cannot be used with the model.
     """
     given = recipes if isinstance(recipes, Mapping) else {}
     pairs = [*given.items()] or [(str(recipe), recipe) for recipe in recipes]
@@ -128,19 +125,8 @@ class RecordFile(Generic[R]):
     If a crash left an incomplete last line, it is dropped when the file is opened again. A file
     that this class did not write is never changed.
 
-    Args:
-        path: File to open. It is created with its folders if it does not exist. None: records are
-            kept in memory only.
-        settings: Settings that the records depend on (model, data, prompt format, ...).
-        parse: Function that makes a record from its fields. It raises TypeError or KeyError.
-        samples, rows: Samples and rows of the evaluation.
-
     Attributes:
         records: Records by sample and row.
-
-    Raises:
-        DataError: The file is not a record file, or has records of other settings, samples or
-            recipes.
     """
 
     def __init__(
@@ -171,11 +157,7 @@ class RecordFile(Generic[R]):
         settings: Mapping[str, Any],
         summarize: Callable[[str, Mapping[str, Sequence[R]]], F],
     ) -> Report[R, F]:
-        """Create the report of a complete file.
-
-        Args:
-            summarize: Function that summarizes one row, of the row's name and all records by row.
-        """
+        """Create the report of a complete file."""
         found = {
             row.name: [self.records[sample.id, row.name] for sample in self._samples]
             for row in self._rows

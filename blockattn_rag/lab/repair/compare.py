@@ -125,14 +125,7 @@ class Choice:
 
 
 class Comparer:
-    """Compares recipes with full mode, at each token of the teacher's answers.
-
-    Args:
-        engine: Engine whose store contains the passages, or can store them.
-        teacher: Provides full mode's answers.
-        prompt: Function that makes the prompt of a sample.
-        records_path: File of records. Recorded comparisons are not computed again.
-    """
+    """Compares recipes with full mode, at each token of the teacher's answers."""
 
     def __init__(
         self,
@@ -302,12 +295,7 @@ def choose(losses: Losses, in_use: str | None = None) -> str:
 
 
 def cheapest(shares: Mapping[str, float], tolerance: float) -> str:
-    """The cheapest recipe that keeps enough of full mode's answers, or the one that keeps most.
-
-    Args:
-        shares: Share of full mode's answers that each recipe keeps, by name, the cheapest first.
-        tolerance: Share to keep.
-    """
+    """The cheapest recipe that keeps enough of full mode's answers, or the one that keeps most."""
     within = (name for name, share in shares.items() if share >= tolerance)
     return next(within, max(shares, key=lambda name: shares[name]))
 

@@ -53,11 +53,6 @@ class Question:
 
     The first passage is in every prompt. It is the passage that the question is about, or the best
     hit of a retriever. The others are passages that a retriever would also return.
-
-    Args:
-        text: Text of the question.
-        passages: Passages for prompts.
-        answers: Right answers, if they are known.
     """
 
     text: str
@@ -159,13 +154,7 @@ def read_passages(path: Path) -> list[Passage]:
 
 
 def read_questions(path: Path, nearest: Nearest | None, num_passages: int) -> list[Question]:
-    """Read the questions of a file, with their own passages (gold first) or the nearest passages.
-
-    Args:
-        nearest: Function that finds passages for questions without any. None: all questions must
-            have passages.
-        num_passages: Number of passages to find for a question.
-    """
+    """Read the questions of a file, with their own passages (gold first) or the nearest passages."""
 
     def question(record: JsonRecord, _: int) -> Question:
         text = required_text(record, "question").strip()
@@ -198,18 +187,7 @@ def write_questions(
     on_progress: Callable[[int, int], None],
     time_is_up: Callable[[], bool] = lambda: False,
 ) -> list[Question]:
-    """Write up to ``count`` distinct questions, each about one passage, with greedy decoding.
-
-    Args:
-        passages: Passages to write questions about.
-        nearest: Function that finds the other passages of a question.
-        num_passages: Number of passages of each question: the passage that it was written from, and
-            the nearest others.
-        path: JSON-lines file of the questions so far, which are not written again.
-        seed: Random seed for the order of passages.
-        on_progress: Called with the number of written questions and ``count``.
-        time_is_up: Function that returns whether to stop writing, after the first batch.
-    """
+    """Write up to ``count`` distinct questions, each about one passage, with greedy decoding."""
     passages = list(dict.fromkeys(passages))
     if not passages:
         raise DataError("Found no passage to write questions about, expected at least one")

@@ -152,12 +152,6 @@ class RepairPlan:
 
         Held-out questions get at most a quarter of the time, and the closed form at most a fifth.
         Training gets the rest.
-
-        Args:
-            seconds: Remaining seconds.
-            questions: Number of distinct questions.
-            recipes: Number of recipes to compare.
-            batch: Prompts per optimizer step.
         """
         check_enough(questions, limits)
         budget_s, held_s = seconds, speeds.held_out(recipes)

@@ -95,11 +95,6 @@ class Teacher:
 
     The name of a file is a digest of everything that the answer depends on. Files are created only
     when complete, so an interrupted run resumes with the existing answers.
-
-    Args:
-        folder: Folder of the answers. Created if it does not exist.
-        max_new_tokens: Maximum length of an answer.
-        top_k: Number of likeliest tokens to keep at each token of an answer.
     """
 
     def __init__(self, model: BlockModel, folder: Path, max_new_tokens: int, top_k: int) -> None:
@@ -113,12 +108,7 @@ class Teacher:
     def answer_all(
         self, prompts: Iterable[BlockPrompt], on_progress: Callable[[int, int], None]
     ) -> int:
-        """Compute the missing answers, and return their number.
-
-        Args:
-            prompts: Prompts to answer.
-            on_progress: Called with the number of finished answers and the number of all answers.
-        """
+        """Compute the missing answers, and return their number."""
         flat = (self._model.tokenizer.prompt_ids(prompt).flat for prompt in prompts)
         by_path = {self._path(ids): ids for ids in map(list, flat)}
         for ids in by_path.values():

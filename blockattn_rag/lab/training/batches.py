@@ -92,9 +92,6 @@ class ModelMasks:
 
     Args:
         implementation: The model's attention: ``"eager"`` or ``"sdpa"``.
-
-    Raises:
-        UnsupportedModelError: The model has an unknown type of attention.
     """
 
     def __init__(self, config: Any, implementation: str) -> None:
@@ -199,9 +196,6 @@ class Collator:
     """Makes a batch of tensors ``[samples, tokens]`` from the fields of items.
 
     Padding is at the end, so with causal attention no real token attends to it.
-
-    Args:
-        pad_token_id: Token id of padding.
     """
 
     pad_token_id: int
@@ -221,12 +215,7 @@ class Collator:
 def batch_loss(
     masks: ModelMasks, dtype: torch.dtype, model: Any, batch: Mapping[str, Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """The loss of a batch for ``LabTrainer``: sum over the answers' tokens, and their number.
-
-    Args:
-        masks: Makes the model's ``attention_mask``.
-        dtype: Type of the masks.
-    """
+    """The loss of a batch for ``LabTrainer``: sum over the answers' tokens, and their number."""
     layout = TokenLayout(*(batch[name] for name in TokenLayout._fields))
     total = summed_cross_entropy(model, batch, masks(layout, dtype))
     return total, (batch["labels"] != IGNORED).sum()
@@ -237,9 +226,6 @@ def summed_cross_entropy(model: Any, batch: Mapping[str, Tensor], mask: Any) -> 
 
     Logits are computed only at positions where a row has a label. With long contexts and large
     vocabularies, the logits of all positions would be the largest tensor of the step.
-
-    Args:
-        mask: The model's ``attention_mask``.
     """
     labels = batch["labels"][:, 1:]
     columns = (labels != IGNORED).any(dim=0).nonzero().flatten()

@@ -46,17 +46,7 @@ It is also an ordinary {kind} of transformers.
 
 @dataclass(frozen=True, slots=True)
 class FinetuneReport:
-    """Result of a fine-tuning run.
-
-    Args:
-        output: Folder of the result.
-        steps: Number of optimizer steps.
-        seconds: Wall time of the training in this process.
-        loss: Training loss over the last logged steps.
-        train: Counts of the training samples.
-        history: Dicts with ``step`` and ``loss`` (training) or ``eval_block_loss``,
-            ``eval_full_loss``, in order.
-    """
+    """Result of a fine-tuning run."""
 
     output: Path
     steps: int

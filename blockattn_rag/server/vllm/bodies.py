@@ -301,9 +301,6 @@ def with_documents(
 
     The format's system message is added if the chat has none. The rest of the conversation follows
     the passages, so it is in the final block.
-
-    Raises:
-        ProtocolError: There are documents, but no user message.
     """
     made = [*messages]
     if not documents:

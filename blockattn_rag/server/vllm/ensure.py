@@ -59,9 +59,6 @@ class BlockEnsurer:
     """Looks blocks up in the store, and has the engine encode the missing ones.
 
     A block that several requests need is encoded once.
-
-    Args:
-        home: Store that the engine's workers write to.
     """
 
     def __init__(
@@ -88,9 +85,6 @@ class BlockEnsurer:
         Args:
             thorough: Read each entry completely, and delete damaged ones. Blocks in the workers'
                 memory are assumed to be lost.
-
-        Raises:
-            StoreError: The store does not answer.
         """
         distinct = {one.name: one for one in blocks}
         looks = (self._is_found(one, thorough) for one in distinct.values())
@@ -211,11 +205,7 @@ class BlockEnsurer:
                 self._kept.add(one.key, one.tokens)
 
     async def _stored(self, block: BlockId, request_id: str) -> None:
-        """Wait until the workers have stored an encoded block.
-
-        Raises:
-            NotStoredError: The workers could not store it, or not in time.
-        """
+        """Wait until the workers have stored an encoded block."""
         pause, began = 0.005, time.monotonic()
         asking = asyncio.create_task(self._engine.why_not_stored(request_id))
         try:
@@ -239,12 +229,7 @@ class BlockEnsurer:
         self._storing.succeeded()
 
     async def _asked(self, look: Callable[[BlockId], bool], block: BlockId) -> bool:
-        """Run a lookup in the store without blocking the event loop.
-
-        Raises:
-            StoreError: The lookup fails or times out. Clients see the message, so the store's
-                location and the key are only logged.
-        """
+        """Run a lookup in the store without blocking the event loop."""
         asked = asyncio.get_running_loop().run_in_executor(self._threads, look, block)
         try:
             return await asyncio.wait_for(asked, _ANSWERED_WITHIN_S)

@@ -46,12 +46,7 @@ class TokenPrompt(NamedTuple):
 
 
 class Prompts:
-    """Renders chats and completions with passages as token ids. Thread-safe.
-
-    Args:
-        tokenizer: Transformers tokenizer of the model, with its chat template.
-        promote: Number of passages at the end of a prompt to compute with the question.
-    """
+    """Renders chats and completions with passages as token ids. Thread-safe."""
 
     def __init__(self, tokenizer: Any, promote: int = 0) -> None:
         self._promote = promote
@@ -99,17 +94,7 @@ class Prompts:
         variables: Mapping[str, Any],
         recognize: Recognizer | None = None,
     ) -> BlockPrompt:
-        """Render a chat as blocks.
-
-        Args:
-            variables: Variables of the chat template. Variables that the template does not read are
-                ignored, as in vLLM.
-            recognize: Splits known passages out of text.
-
-        Raises:
-            ProtocolError: The chat contains parts that are not text, or the chat template refuses
-                it.
-        """
+        """Render a chat as blocks."""
         if body.not_text:
             raise ProtocolError(
                 f"{body.not_text}, but prompts with passages are text only; remove the part, or "

@@ -33,12 +33,7 @@ class BlockAttentionEndpoints:
         app.include_router(router)
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
-        """Open the store that the connector of this server uses.
-
-        Raises:
-            ServingError: The server does not use the connector of this package.
-            StoreError, ValueError: The store or an option of the connector is invalid.
-        """
+        """Open the store that the connector of this server uses."""
         from blockattn_rag.server.vllm.service import Service
 
         state.blockattn = Service.of(engine_client, state)

@@ -85,9 +85,6 @@ def encodables(
         opens_prompt: Whether the first block opens its prompt, and so is encoded without sink and
             adapter.
         keep: Where each block may be kept.
-
-    Raises:
-        ProtocolError: A block is empty.
     """
     found = []
     for place, ids in enumerate(blocks):
@@ -108,13 +105,7 @@ class BlockRequest:
 
 
 class RequestReader:
-    """Turns the bodies of requests into blocks.
-
-    Args:
-        models: vLLM's registry of served models.
-        max_tokens: Maximum tokens of a prompt and its answer together.
-        backend: vLLM's backend for grammars.
-    """
+    """Turns the bodies of requests into blocks."""
 
     def __init__(
         self,
@@ -141,15 +132,7 @@ class RequestReader:
         return self._encodables(texts, self.namespace(headers), opens_prompt=False, keep=keep)
 
     def full_mode(self, request: Any, prompt: TokenPrompt | None, headers: Headers) -> None:
-        """Prepare a request in full mode for vLLM's handlers.
-
-        Args:
-            request: vLLM's body, which gets the tenant's cache salt.
-            prompt: Rendered prompt; None if vLLM renders it.
-
-        Raises:
-            ProtocolError: The grammar is too large.
-        """
+        """Prepare a request in full mode for vLLM's handlers."""
         self._prepare_grammar(request)
         request.kv_transfer_params = None
         if prompt is not None:
@@ -161,14 +144,7 @@ class RequestReader:
             request.cache_salt = full_mode_salt(self._secret, namespace, request.cache_salt)
 
     def block_mode(self, request: Any, prompt: TokenPrompt, headers: Headers) -> BlockRequest:
-        """Prepare a request in block mode for vLLM's handlers.
-
-        Args:
-            request: vLLM's body, which gets the token ids and their signed plan.
-
-        Raises:
-            ProtocolError: Block mode cannot answer the request.
-        """
+        """Prepare a request in block mode for vLLM's handlers."""
         self._prepare_grammar(request)
         self._check(request, len(prompt.token_ids))
         namespace = self.namespace(headers)
@@ -180,11 +156,7 @@ class RequestReader:
         return BlockRequest(plan, blocks)
 
     def namespace(self, headers: Headers) -> str:
-        """Namespace of a request: its tenant's, which the gateway sets, or the server's default.
-
-        Raises:
-            ProtocolError: The tenant is invalid, or this server has no tenants.
-        """
+        """Namespace of a request: its tenant's, which the gateway sets, or the server's default."""
         tenants = headers.getlist(TENANT_HEADER)
         if not tenants:
             return self._config.namespace
@@ -228,10 +200,6 @@ class RequestReader:
         """Check the size of a request's grammar, and rewrite ``choice`` for the backend guidance.
 
         vLLM's own grammar for ``choice`` fails with 2,000 or more choices.
-
-        Raises:
-            ProtocolError: The grammar is too large, or has too many references. Compiling it would
-                block or end the server.
         """
         response_format, grammar = request.response_format, request.structured_outputs
         values = [] if response_format is None else [response_format.model_dump_json()]

@@ -61,11 +61,7 @@ class RetryingClient:
     def generate(
         self, prompt: Any, sampling_params: Any, request_id: str, **options: Any
     ) -> AsyncGenerator[Any, None]:
-        """Like vLLM's ``generate``. In block mode, the last output reports on the blocks.
-
-        Raises:
-            GrammarError: From the generator, if the grammar of the answer failed.
-        """
+        """Like vLLM's ``generate``. In block mode, the last output reports on the blocks."""
         ticket = CURRENT.get()
         if ticket is None:
             return _checked(self._client.generate(prompt, sampling_params, request_id, **options))

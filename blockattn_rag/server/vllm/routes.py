@@ -132,13 +132,7 @@ async def _response(
     serve: Callable[[Any, Any, Request], Awaitable[Answer]],
     raw_request: Request,
 ) -> Response:
-    """Wait for vLLM's answer, and return it in the same form as its own routes.
-
-    Args:
-        read: Function of the fields that returns the body, and the same as vLLM's object. Slow for
-            long bodies, so it runs in a thread.
-        serve: Method of the service that answers them.
-    """
+    """Wait for vLLM's answer, and return it in the same form as its own routes."""
     try:
         body, request = await asyncio.to_thread(read, fields)
         answer = await serve(body, request, raw_request)

@@ -110,12 +110,7 @@ class Orders(KVConnectorMetadata):
 
 @dataclass(slots=True)
 class _Request:
-    """State of a request in block mode.
-
-    Args:
-        plan: None if the request is refused.
-        served: Report on its blocks.
-    """
+    """State of a request in block mode."""
 
     plan: BlockPlan | None
     served: ServedBlocks

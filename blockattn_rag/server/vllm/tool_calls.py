@@ -31,14 +31,6 @@ class ServedTools:
 
     Answers are decoded from their token ids, as in an engine, because vLLM's text may be cut at
     stop strings or lack control tokens. Thoughts become the answer's field ``reasoning``.
-
-    Args:
-        use: The tools.
-        tokenizer: Transformers tokenizer of the model.
-        request: vLLM's request.
-
-    Raises:
-        ValueError: The grammar of the request conflicts with the tools.
     """
 
     def __init__(self, use: ToolUse, tokenizer: Any, request: Any) -> None:
@@ -59,9 +51,6 @@ class ServedTools:
     def of(cls, request: Any, tokenizer: Any) -> ServedTools | None:
         """The tools of a chat, as vLLM's object. None: the chat has no tools, or their form is
         unknown, so that vLLM's own parser is used.
-
-        Raises:
-            ProtocolError: An option is invalid.
         """
         if not request.tools or tool_template(tokenizer) is None:
             return None

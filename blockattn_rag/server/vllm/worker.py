@@ -70,10 +70,6 @@ class WorkerSide:
 
     Only the worker's own thread accesses pages, between its steps. Other threads read and write
     stores.
-
-    Args:
-        page_tokens: Tokens of a page, as the scheduler counts them.
-        adapter: Adapter for the blocks that this server encodes.
     """
 
     def __init__(
@@ -95,12 +91,7 @@ class WorkerSide:
         self.stats = Counters()
 
     def register(self, layers: Mapping[str, Any]) -> None:
-        """Register the attention layers of this rank, by name, and open its stores.
-
-        Raises:
-            ServingError: The layers differ from the profile, or their pages cannot be read.
-            StoreError, ValueError: A store cannot be opened.
-        """
+        """Register the attention layers of this rank, by name, and open its stores."""
         config, profile = self._config, self._profile
         by_index = {extract_layer_index(name): layer for name, layer in layers.items()}
         # Draft layers of speculative decoding follow the layers of the model.
