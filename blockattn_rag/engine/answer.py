@@ -70,7 +70,7 @@ class Answer:
     ) -> None:
         self.pending = pending
         self._prepared = prepared
-        self.options: GenerateOptions = pending.request.options
+        self.options: GenerateOptions = pending.options
         self._prompt = prompt
         self._model = model
         self.restart()

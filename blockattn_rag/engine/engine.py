@@ -14,7 +14,6 @@ from blockattn_rag.engine.options import GenerateOptions
 from blockattn_rag.engine.outline import STOCK
 from blockattn_rag.engine.pending import (
     MAX_BATCH,
-    AnswerRequest,
     Group,
     LatePrompt,
     PendingRequest,
@@ -372,8 +371,9 @@ class BlockAttentionEngine:
         if not callable(prompt):  # refuse an invalid prompt now, in the caller
             prompt = to_block_prompt(prompt)
         needs = self.model.rules.start(parsed.sampling.grammar)
-        request = AnswerRequest(prompt, parsed, max_batch, needs)
-        return PendingRequest(request, self._runner, group)
+        return PendingRequest(
+            prompt, parsed, self._runner, max_batch=max_batch, needs=needs, group=group
+        )
 
     def _options(self, given: Mapping[str, Any]) -> GenerateOptions:
         return GenerateOptions.parse(given, self._recipes.of_call(given.get("recipe")))

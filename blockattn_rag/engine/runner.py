@@ -69,7 +69,7 @@ class Runner:
     # -- preparing ---------------------------------------------------------------------------
 
     def _prepared(self, pending: PendingRequest) -> Answer | None:
-        options = pending.request.options
+        options = pending.options
         try:
             if pending.left:  # while other requests were prepared
                 raise CancelledError

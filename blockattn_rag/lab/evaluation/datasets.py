@@ -93,7 +93,7 @@ def read_samples(path: str | Path, *, limit: int | None = None) -> list[Evaluati
 def read_distinct(
     path: str | Path, parse: Callable[[JsonRecord, int], S], limit: int | None = None
 ) -> list[S]:
-    """Read the samples of a JSON-lines file, and check that ids are distinct; see ``read_samples``."""
+    """Read the samples of a JSON-lines file, whose ids must be distinct; see ``read_samples``."""
     samples: dict[str, S] = {}
     for number, sample in islice(parsed_lines(path, parse), limit):
         if sample.id in samples:

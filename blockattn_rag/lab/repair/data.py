@@ -154,7 +154,7 @@ def read_passages(path: Path) -> list[Passage]:
 
 
 def read_questions(path: Path, nearest: Nearest | None, num_passages: int) -> list[Question]:
-    """Read the questions of a file, with their own passages (gold first) or the nearest passages."""
+    """Read the questions of a file, with their own passages (gold first) or the nearest ones."""
 
     def question(record: JsonRecord, _: int) -> Question:
         text = required_text(record, "question").strip()
