@@ -11,7 +11,7 @@ from typing import Any
 
 from blockattn_rag.engine.outline import RecipeOutline
 from blockattn_rag.server.protocol import FIELD
-from blockattn_rag.server.served_blocks import ServedBlocks, reuse_of
+from blockattn_rag.server.served_blocks import ServedBlocks
 from blockattn_rag.server.vllm.openai import TokenPrompt
 
 _DATA = "data: "
@@ -65,7 +65,7 @@ class ChatReport:
             return {"mode": "block"}
         served = ServedBlocks.from_dict(params)
         self._encoded_tokens = served.encoded_tokens
-        counts = reuse_of(served, self._prompt.lengths, len(self._prompt.token_ids))
+        counts = served.reuse(self._prompt.lengths, len(self._prompt.token_ids))
         return {"mode": "block", **counts, "recipe": str(self._recipe)}
 
     def _correct(self, usage: dict[str, Any]) -> None:
