@@ -289,11 +289,11 @@ def known_digests(
     path = None if store is None else Path(store).expanduser()
     if given != AUTO:
         assert not isinstance(given, Recipe)  # returned above
-        return [read_fields(Path(given).expanduser())["digest"]]
+        return [read_fields(Path(given).expanduser()).digest]
     digests = known_digests(stock, None, "")
     for place in _places(path, [model], folder):
         try:
-            digests.append(read_fields(place)["digest"])
+            digests.append(read_fields(place).digest)
         except (ValueError, OSError):
             if folder is not None and place.parent == folder:
                 raise
@@ -303,7 +303,7 @@ def known_digests(
 @cache
 def _shipped() -> dict[str, Path]:
     places = sorted(_SHIPPED.glob(f"*/{RECIPE_FILE}"))
-    return {one: path.parent for path in places for one in read_fields(path.parent)["fingerprints"]}
+    return {one: path.parent for path in places for one in read_fields(path.parent).fingerprints}
 
 
 @cache

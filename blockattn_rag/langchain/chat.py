@@ -49,7 +49,7 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
     and computes them on a miss. The rest of the prompt is ordinary text. The constructor loads the
     model, unless it runs behind a server. Unpickled copies load it on first use.
 
-    For the arguments see ``EngineFields`` (model, store) and ``GenerationFields`` (answers). Calls
+    For the arguments see ``SourceFields`` (model, store) and ``GenerationFields`` (answers). Calls
     accept ``stop``, ``max_tokens``, ``temperature``, ``top_p``, ``top_k``, ``seed``, ``mode``,
     ``recipe`` (for comparisons), ``chat_template_kwargs`` and the arguments of transformers'
     ``generate``. Other arguments raise an error. For tools see ``bind_tools``.

@@ -89,7 +89,7 @@ def plot(report: RepairReport) -> bytes | None:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        logger.warning("report.png is left out: it needs %s.", missing_extra("matplotlib", "train"))
+        logger.warning("The plot is left out: it needs %s.", missing_extra("matplotlib", "train"))
         return None
     figure = Figure(figsize=(11.0, 4.0), layout="constrained")
     bars, curve = figure.subplots(1, 2)
