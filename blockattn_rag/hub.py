@@ -67,7 +67,6 @@ def hub_errors(
     about tokens, caches and web pages. Without a connection, they do not name the model.
 
     Args:
-        name: Name of the model.
         is_local: Whether the model is on this machine, so that the hub is not probed. Default: the
             name is an existing path.
         shown: Name in the message. Default: ``name``.

@@ -72,7 +72,6 @@ class EngineSource:
             the model.
         kv_store: A store, or a location that ``store.open_store`` accepts, such as a directory or
             ``"s3://bucket/kv"``. Default: memory.
-        device_map: A torch device, or ``"auto"``.
         model_kwargs: Further arguments for loading the model, including ``tokenizer``.
         recipe: How the model runs in block mode; see ``BlockAttentionEngine``.
     """
@@ -262,7 +261,6 @@ class EngineSource:
         """Create a prompt from spans.
 
         Args:
-            template: Text around each passage.
             recognize: Whether to also find passages of the store in text without markers, and in
                 system messages. The first such prompt loads the model.
         """
@@ -276,7 +274,6 @@ class EngineSource:
         """Split a prompt string into spans by origin.
 
         Args:
-            prompt: String with block markers around passages.
             parse_special_tokens: Whether control tokens outside of passages are parsed.
         """
         if parse_special_tokens:

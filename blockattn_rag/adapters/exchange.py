@@ -131,7 +131,6 @@ class Exchange:
     """One call to a model. Splits the answer into reasoning, text and tool calls.
 
     Args:
-        source: Source of the engine.
         make_prompt: Function that returns the prompt. Async methods call it in another thread.
         options: Options of the engine, including ``ToolUse.engine_options`` if there are tools.
         parser: Parser of tool calls. None: no tool may be called.

@@ -14,7 +14,6 @@ class ServerSource:
     """Server that encodes passages into its own store, with the methods of ``EngineSource``.
 
     Args:
-        url: Address of the server.
         api_key: API key of the server. It is neither part of ``fields`` nor pickled. Other
             processes read it from the environment variable ``BLOCKATTN_RAG_API_KEY``.
     """

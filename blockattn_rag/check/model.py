@@ -57,9 +57,6 @@ def check_model(model: BlockModel, recipe: Recipe | None = None) -> CheckReport:
     In float32, logits must agree to 1e-4. In 16-bit types, the budget is derived from the model's
     rounding error: the difference between two full-attention runs that are equal in exact
     arithmetic. The rotary layout was measured when the model was loaded.
-
-    Args:
-        recipe: Recipe to check as well, fitted to this model.
     """
     blocks = _random_blocks(model)
     budget = _budget(model, blocks)

@@ -103,13 +103,11 @@ def oracle_logits(
     """Logits ``[final tokens, vocab]`` of the final block (the last of ``block_ids``), float32.
 
     Args:
-        block_ids: Token ids of each block.
         sink_ids: Sink tokens before each block except the first and the final one. Only that block
             attends to them.
         adapter: Adapter for the keys and values of passages, which the final block attends to.
         layouts: Rotary layout of each layer of the adapter.
         layers: Indices of these layers in the model. Default: 0, 1, ...
-        positions: Positions of the context blocks' keys.
     """
     lengths = [len(block) for block in block_ids]
     layout = layout_of(lengths, len(sink_ids))
@@ -157,11 +155,7 @@ def oracle_generate(
 
 
 class RecipeOracle:
-    """Oracle for the answer to a prompt with a recipe.
-
-    Args:
-        recipe: Recipe that block mode runs with.
-    """
+    """Oracle for the answer to a prompt with a recipe."""
 
     def __init__(self, model: BlockModel, prompt: BlockPrompt, recipe: Recipe) -> None:
         if recipe.recompute:

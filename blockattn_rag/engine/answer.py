@@ -28,7 +28,6 @@ class Prepared(NamedTuple):
     Args:
         context: Context blocks at their positions. Empty in full mode.
         limit: Maximum number of tokens to generate.
-        stats: Statistics so far.
         is_hit: Whether each context block was found.
         may_change: Whether each context block's tokens may be recomputed for the question.
         recomputed_tokens: Number of tokens to recompute.

@@ -18,7 +18,6 @@ class Detokenizer:
 
     Attributes:
         ids: Tokens pushed so far, up to the one that completed a stop string.
-        text: Text emitted so far.
         stopped: Whether a stop string ended the text.
     """
 

@@ -72,11 +72,9 @@ def precompute(
         run: Runs the encoding of one batch on the model's thread, so that answers can run between
             batches. Blocks are stored in the caller's thread.
         as_prompt: Whether the first block starts a prompt and therefore has the BOS token.
-        show_progress: Whether to show a progress bar.
         on_progress: Called with the number of tokens in blocks that are done, and in all distinct
             blocks: first with those that were stored already, then after each block.
         batch_tokens: Maximum number of tokens in an encoding batch, including padding.
-        recipe: How passages are encoded.
     """
     started = time.perf_counter()
     specs = [*merge_specs(fetcher.specs(blocks, as_prompt=as_prompt, recipe=recipe)).values()]

@@ -47,7 +47,6 @@ class Group:
 
     Args:
         options: Options of the requests. Requests with other options do not join the group.
-        calls: Total number of calls.
         at_once: Number of calls that run concurrently.
     """
 

@@ -28,12 +28,7 @@ from blockattn_rag.prompts.blocks import BlockPrompt
 
 
 class Runner:
-    """Answers requests of one engine, on the model's thread.
-
-    Args:
-        assembly: How blocks are assembled; see ``BlockAttentionEngine``.
-        tail_bytes: Bytes of tails to cache; see ``engine.tails``.
-    """
+    """Answers requests of one engine, on the model's thread."""
 
     def __init__(
         self,

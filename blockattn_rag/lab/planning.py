@@ -99,7 +99,6 @@ class CapacityPlan:
     """Storage, ingestion and time to first token of a collection.
 
     Args:
-        footprint: Bytes of the model and its blocks.
         passage_bytes, total_bytes: Bytes of a stored passage, and of the collection.
         ingest_s: Seconds to encode the collection.
         full_ttft_s: Seconds of the full prefill that reuse saves.

@@ -57,9 +57,6 @@ class LabTrainer(Trainer):
     Args:
         lengths: Number of tokens of each training item, for batches of similar length. Default:
             batches in random order.
-        on_progress: Called with the number of finished steps and the number of all steps.
-        time_is_up: Function that returns whether the training must stop.
-        show_progress: Whether to print losses.
         settings: Arguments of ``transformers.Trainer``. ``eval_dataset`` is one dataset, or a dict
             of datasets by name. It is measured after the last step too.
     """

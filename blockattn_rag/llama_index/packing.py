@@ -47,11 +47,9 @@ class BlockTextSplitter(TokenTextSplitter):
     stays with the block. A block that is larger than a chunk is split into blocks that fit.
 
     Args:
-        chunk_size: Tokens per chunk.
         chunk_overlap: Tokens of overlap between chunks of text without blocks.
         tokenizer: Function that returns the token ids of a text. The model's tokenizer gives exact
             sizes.
-        separator: Separator of words.
         block_template: Text that the LLM puts around each passage. Its tokens count too.
     """
 

@@ -70,9 +70,7 @@ class PromptMaking(EngineComponent, LLM):
         """Convert a prompt string or chat messages to blocks.
 
         Args:
-            prompt: Prompt string or chat messages.
             formatted: Whether the string is already formatted with the chat template.
-            tools: Tools that the model may call. For chat messages only.
             chat_template_kwargs: Variables of the chat template, in addition to the variables in
                 ``generate_kwargs``.
             parse_special_tokens: Whether to parse control tokens in a string. Default: the value in

@@ -85,7 +85,6 @@ class ThoughtReader:
     Args:
         tokenizer: Tokenizer of the model. If its chat template has no marks of thoughts, all text
             is the answer.
-        prompt: The prompt.
         answers_at_once: Whether a grammar excludes thoughts, even if the prompt opens them.
     """
 

@@ -109,9 +109,7 @@ class GrammarCompiler:
     other grammars.
 
     Args:
-        tokenizer: Transformers tokenizer.
         ends: Ids of the tokens that end an answer.
-        name: Name of the model in messages.
     """
 
     def __init__(self, tokenizer: Any, ends: Collection[int], name: str) -> None:

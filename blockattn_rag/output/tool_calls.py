@@ -34,9 +34,7 @@ class InvalidToolCall:
     """An invalid tool call in a model's answer.
 
     Args:
-        text: Text of the call without control tokens.
         error: What was found and what was expected.
-        name: Name of the tool, if it could be read.
     """
 
     text: str

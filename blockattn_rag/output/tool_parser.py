@@ -56,7 +56,6 @@ def parse_answer(
 
     Args:
         text: Text of the answer, without control tokens.
-        form: How the model writes calls.
         names: Names of the tools.
         token_ids: Token ids of the answer.
         tokenizer: Transformers tokenizer of the model. Marks that are single tokens count only
@@ -74,10 +73,8 @@ class CallParser:
     is allowed; later text and calls are dropped.
 
     Args:
-        form: How the model writes calls.
         names: Names of the tools. If an answer starts with a JSON object that has no opening mark
             and is not a valid call, it is an invalid call if it has one of these names, else text.
-        tokenizer: See ``parse_answer``.
         only_first: Whether an answer that does not start with a call is entirely text. True if a
             grammar decides between calls and text.
         parallel: Whether the answer may have several calls.

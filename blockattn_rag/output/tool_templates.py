@@ -37,7 +37,6 @@ class ToolTemplate:
     """How a chat template supports tools.
 
     Args:
-        form: How the model writes calls.
         variable: Template variable for the definitions of tools. None: the template does not
             support tools, so the definitions are appended to the last user message as text.
         is_wrapped: Whether each definition is ``{"type": "function", "function": ...}`` rather than

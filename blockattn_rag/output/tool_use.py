@@ -35,8 +35,6 @@ class ToolUse:
     """The tools of a request.
 
     Args:
-        template: How the model's chat template supports tools.
-        tools: Definitions of the tools; see ``ToolTemplate.spans``.
         choice: ``"auto"``: the model may call tools; ``"required"``: it must call one; or the name
             of the tool that it must call. Required calls are enforced by a grammar.
         parallel: Whether the model may make several calls at once.
@@ -61,7 +59,6 @@ class ToolUse:
                 "function", "function": {"name": ...}}``. ``parallel_tool_calls``: bool.
                 ``tool_calls``: None, ``"free"`` or ``"constrained"``.
             load_tokenizer: Returns the tokenizer; not called if there are no tools.
-            model_name: Name of the model in messages.
         """
         tools, calls = call.get("tools") or (), call.get("tool_calls")
         _check_definitions(tools)
@@ -97,10 +94,6 @@ class ToolUse:
 
         If the caller requests JSON and the model may call tools, a grammar allows either. If the
         model must call a tool, the grammar allows only calls. Other grammars are passed unchanged.
-
-        Args:
-            tokenizer: Tokenizer of the model.
-            options: Options of the call.
 
         Raises:
             ValueError: The caller's grammar conflicts with required or constrained calls.

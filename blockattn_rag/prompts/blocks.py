@@ -55,9 +55,6 @@ def keep_of(origin: Origin) -> Keep:
 
     System messages are kept in memory first and stored on their second use, because many contain a
     date or a name and are never used again.
-
-    Args:
-        origin: Origin of the block.
     """
     return Keep(origin not in ("passage", "system"), origin == "passage")
 

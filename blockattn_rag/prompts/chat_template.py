@@ -78,8 +78,6 @@ def chat_spans(
         messages: Messages with ``role``, ``content`` and any other fields that the template reads.
             The content is a tuple of spans, or a string with markers around passages.
         tools: Definitions of tools. Control tokens in definitions are not parsed.
-        tools_variable: Variable of the template that takes ``tools``.
-        add_generation_prompt: Whether to add the text that starts an answer.
         template_kwargs: Other variables of the template, such as ``enable_thinking``.
 
     Raises:
@@ -116,11 +114,7 @@ def chat_spans(
 
 
 def trace(render: Render, messages: Sequence[Message]) -> Spans:
-    """Render messages with ``render``, as spans by origin.
-
-    Args:
-        render: Renders messages whose contents are strings.
-    """
+    """Render messages with ``render``, as spans by origin."""
     return _trace(render, [_with_spans(message) for message in messages])[0]
 
 
@@ -351,7 +345,6 @@ def check_template_kwargs(tokenizer: Any, variables: Mapping[str, Any] | None) -
     """Validate template variables that an application sets, such as ``enable_thinking``.
 
     Args:
-        tokenizer: Tokenizer with the chat template.
         variables: Variables by name. Control tokens in values are parsed, so values must come from
             the application, never from its users.
 

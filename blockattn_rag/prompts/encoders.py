@@ -102,7 +102,6 @@ class RustEncoder:
         """Ids of a text in which no added token is recognized.
 
         Args:
-            text: The text.
             opens: Whether the text starts the prompt. Some tokenizers add a blank there.
         """
         ids: list[int] = []
@@ -138,8 +137,6 @@ class _Plain:
     """A copy of a tokenizer that shares its vocabulary but has no control tokens.
 
     Args:
-        whole: The original tokenizer.
-        added: Added tokens of the original, by id.
         schemes: Prepend schemes (blanks before a text) to keep: ``"first"`` (at the start of the
             prompt) or ``"always"``. Others are replaced with ``"never"``.
     """

@@ -244,7 +244,6 @@ def content_spans(content: str, origin: Origin) -> list[Span]:
 
     Args:
         content: Content of the message. Markers in it may be cut.
-        origin: Origin of the text around the passages.
 
     Raises:
         SegmentationError: There are more than ``MAX_MARKED`` passages.

@@ -140,7 +140,6 @@ class PassageMatcher:
         because their tokens would differ.
 
         Args:
-            others: Matchers with further passages to find.
             in_system: Whether to search system messages. A passage in them is cut out of the rules
                 around it, so only for applications whose documents are as trusted as their rules.
         """

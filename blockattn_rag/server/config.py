@@ -54,7 +54,6 @@ class ServingConfig:
             tenants. The secret itself is not an option, because engines log their options.
         recognize: Whether the routes for OpenAI clients find stored passages in plain text.
             ``"system"``: also in system messages.
-        load_deadline_s: Seconds that a load may take.
         kv_dtype: Format in which this server stores blocks.
     """
 

@@ -43,8 +43,6 @@ class BlockLoader:
     Args:
         store: Store of this rank: ``open_share``, usually behind faster tiers.
         deadline_s: Seconds that a load may take, including the wait for a thread.
-        threads: Maximum number of concurrent loads.
-        kept: In-memory store for blocks that must not be stored.
         most_waiting: Maximum number of running and waiting loads; further ones fail at once.
     """
 

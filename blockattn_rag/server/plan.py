@@ -44,7 +44,6 @@ class BlockPlan:
         lengths: Number of tokens of each context block, in order. ``complete``: the prompt starts
             with the blocks, and at least one token follows. ``encode``: one block at the end of the
             prompt.
-        namespace: Namespace of the blocks, see ``store.namespaces``.
         keep: Where each block may be kept. Default: ``PRIVATE`` for all, so that the KV of text
             that a client did not mark as a passage never reaches the store.
         opens_prompt: For ``encode``: whether the block opens a prompt, and so is encoded without
@@ -135,7 +134,6 @@ def parse_plan(
     """Parse the plan in a request's ``kv_transfer_params``. None: the request has no plan.
 
     Args:
-        num_prompt_tokens: Tokens of the prompt.
         secret: The server's tenant secret. If the server has one, plans must be signed with it.
         namespace: Namespace of plans on a server without tenants.
     """

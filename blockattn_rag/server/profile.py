@@ -97,14 +97,9 @@ class ModelProfile:
         tokenizer: ``BlockTokenizer.fingerprint``.
         name: Name of the model when it was measured.
         dtype: Dtype of keys and values, one of ``DTYPES``.
-        layers: Sizes of each layer.
-        rotary: Distinct rotary layouts of the layers.
         vocab_size: Upper bound of token ids.
         max_positions: Maximum tokens of a prompt and its answer for which keys are exact.
-        sink: Sink of all context blocks except the first, as in ``prompts.sinks``.
-        sink_ids: Token ids of the sink.
         adapter: Digest of the adapter that is applied to these blocks; empty if there is none.
-        promote: Number of passages at the end of a prompt to compute with the question.
         block_tuned: Whether the model is known to be block-fine-tuned.
     """
 

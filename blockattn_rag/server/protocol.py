@@ -68,8 +68,6 @@ class ServerInfo:
         fingerprint, tokenizer, sink, adapter, promote, block_tuned: See ``ModelProfile``.
         models: Names of its models, the base model first.
         max_tokens: Maximum tokens of a prompt and its answer together.
-        namespace: Namespace of the caller's blocks.
-        read_only: Whether the server stores nothing.
         has_chat_template: Whether the model answers chats, not only completions.
         marker_key: ``marker_key_id`` of the server.
     """

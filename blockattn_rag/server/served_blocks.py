@@ -18,7 +18,6 @@ class ServedBlocks:
     """Report on the context blocks of a request in block mode: loaded, cached or encoded.
 
     Args:
-        blocks: Number of context blocks.
         loaded_tokens: Context tokens loaded from a store.
         local_tokens: Context tokens found in the engine's own cache.
         encoded: Blocks encoded for this request, because no store had them.
@@ -52,7 +51,6 @@ class ServedBlocks:
 
         Args:
             lengths: Tokens of each context block of the prompt.
-            prompt_tokens: Tokens of the prompt.
 
         Raises:
             ProtocolError: The answer did not use all context blocks.

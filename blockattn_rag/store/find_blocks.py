@@ -25,7 +25,6 @@ class LookupResult(NamedTuple):
     """Result of ``find_blocks``.
 
     Args:
-        blocks: The block of each query, or None if it is missing.
         errors: Errors by key: of damaged or foreign entries, and of failed reads.
     """
 

@@ -166,12 +166,7 @@ class _NamespaceIndex:
             return len(fresh)
 
     def merge(self, stored: set[bytes] | None, added: Entries) -> tuple[int, int]:
-        """Replace the files that were read by one. Returns the numbers of kept and dropped entries.
-
-        Args:
-            stored: Handles of the entries to keep. None: all.
-            added: Entries to add before.
-        """
+        """Replace the files that were read by one. Returns the numbers of kept and dropped entries."""
         with self._lock:
             entries = joined([self.matcher.entries, added])
             kept = entries
@@ -233,7 +228,6 @@ def merge_index(
 
     Args:
         added: Index entries to add, by namespace.
-        progress: Called with the number of entries read.
     """
     sidecar = PassageIndex(store).sidecar
     names = {bytes.fromhex(path.partition("/")[0][1:]).decode() for path in sidecar.names(_FOLDER)}

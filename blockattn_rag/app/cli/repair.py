@@ -104,11 +104,7 @@ class _Job:
     """Inputs and output of a repair.
 
     Args:
-        model: Model to repair.
-        material: Passages and questions to fit to.
-        output: Folder of the recipe.
         database: Database that will use the recipe.
-        ask: Command that uses the recipe.
     """
 
     model: BlockModel

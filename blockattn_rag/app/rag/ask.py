@@ -102,8 +102,6 @@ class Assistant:
     """Answers questions from a database.
 
     Args:
-        top_k: Passages to retrieve, with different texts.
-        max_new_tokens: Maximum length of an answer.
         chat_template_kwargs: Variables of the model's chat template, such as ``enable_thinking``.
         schema: JSON schema that every answer must match. The prompt includes it.
     """
@@ -138,7 +136,6 @@ class Assistant:
         """Answer a question.
 
         Args:
-            mode: Block mode reuses passages, full mode computes everything.
             on_text: Called with each piece of the answer. With a schema, called once with the
                 complete answer.
             history: Earlier turns, oldest first. Passages are retrieved for this question and the
@@ -290,7 +287,6 @@ def with_history(
     The turns come after the passages, so the passages remain reusable blocks.
 
     Args:
-        turns: Earlier turns, oldest first.
         count: Function that counts the tokens of a text.
         max_tokens: Maximum number of tokens for the earlier turns. The oldest turns are left out
             first.

@@ -57,18 +57,11 @@ class Manifest:
 
     Args:
         model: Model that encodes passages. With a server: local name of its tokenizer.
-        fingerprint: Fingerprint of the model in the last ingestion.
-        embedding: Embedding of the passages.
-        collection: Chroma collection.
         chunk_size: Maximum length of a passage in tokens.
-        template: Block template of the passages.
         recipe: Recipe of block mode: ``"auto"``, settings such as ``"fast"``, or a folder.
             ``"auto"`` is the folder ``recipe`` of the database, if there is one.
         stock: Settings of ``"auto"`` for a stock model without a recipe. They stay those of the
             first ingestion, because the stored keys and values belong to them.
-        namespace: Namespace of the keys and values in the store.
-        dtype: Type of the model's weights.
-        kv_dtype: Type of newly stored keys and values.
         store: Address or absolute path of the store. None: the folder ``kv`` of the database.
         server: Address of the server with the model and the store. None: this process.
     """
@@ -174,8 +167,6 @@ class Database:
         the passages, they are computed again on first use, and stored.
 
         Args:
-            model: Model to use in this process, instead of the database's model.
-            recipe: Recipe to use instead of the database's recipe.
             remembers: Whether blocks and the ends of conversations stay in memory for later
                 answers. Pass False to time answers as in a new process.
         """

@@ -58,8 +58,6 @@ def load_documents(
         paths: Files and folders. A file in ``paths`` must have readable text. In a folder, a file
             without readable text is skipped and reported. Files and folders that cannot be opened
             are always skipped and reported.
-        exclude: Folder to skip, such as the database itself.
-        on_progress: Called with (files read, all files).
     """
     loaded = Loaded()
     queue: list[tuple[Path, bool]] = []

@@ -61,7 +61,6 @@ def ingest_documents(
 
     Args:
         documents: Documents with their origin in ``metadata["source"]``.
-        on_progress: Called with (stage, done, total).
         on_estimate: Called with an estimate before encoding, unless the model runs on a server.
     """
     from llama_index.core.node_parser import SentenceSplitter

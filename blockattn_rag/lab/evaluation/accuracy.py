@@ -71,9 +71,6 @@ class ModeResult:
     """Summary of one row. Scores are in 0..1 with 95 % bootstrap intervals.
 
     Args:
-        mode: Name of the row.
-        samples: Number of questions.
-        accuracy, exact_match, f1: Scores; see ``metrics``.
         difference: Accuracy minus full mode's accuracy, paired by question.
         agreement: Share of questions with the same normalised output as in full mode.
         cut_off: Number of answers that ended at ``max_new_tokens`` or at the end of the context

@@ -58,7 +58,6 @@ class CollectionRow:
     """Summary of one way to answer, with 95 % bootstrap intervals over questions.
 
     Args:
-        name: ``"full"``, the recipe's text form, or ``"closed-book"``.
         agreement, kl: See ``FidelityResult``. None in full mode and without passages.
         right: Number of right answers. None if right answers are unknown.
         kept: Full mode's right answers that stay right.
@@ -139,9 +138,7 @@ def evaluate_collection(
         engine: An engine that keeps no blocks in memory, so that times include reading them. Blocks
             that it does not store are encoded and stored, those of ``"fast"`` in a temporary
             folder.
-        asked: At least one question.
         max_new_tokens: Maximum length of an answer in tokens.
-        on_progress: Called with the number of finished questions and the number of all questions.
     """
     with tempfile.TemporaryDirectory() as folder:
         engines = _engines(engine, folder)

@@ -85,7 +85,6 @@ def read_samples(path: str | Path, *, limit: int | None = None) -> list[Evaluati
 
     Args:
         path: File to read. Blank lines are skipped.
-        limit: Maximum number of samples to read. Default: all.
     """
     return read_distinct(path, lambda record, _: _sample(record), limit)
 

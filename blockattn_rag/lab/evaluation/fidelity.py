@@ -72,9 +72,6 @@ class FidelityRecord:
     """Comparison of one row with full mode on one question, over the tokens of full mode's answer.
 
     Args:
-        id, digest: Id and digest of the sample.
-        mode: Name of the row.
-        tokens: Number of tokens in the answer.
         kl, first_kl: Divergence in nats: mean over the answer, and at its first token.
         agreement: Share of tokens for which the row's likeliest token equals full mode's. If it is
             1, the row gives the same greedy answer.
@@ -195,7 +192,6 @@ def measure_fidelity(
         records_path: File of records, with one JSON line for each sample and row. Recorded samples
             are not compared again.
         settings: Further settings for the report and the records file.
-        on_progress: Called with the number of finished samples and the number of all samples.
 
     Raises:
         ValueError: A recipe cannot be used, or there is no sample.

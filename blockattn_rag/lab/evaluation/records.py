@@ -28,13 +28,7 @@ Recipes = Mapping[str, RecipeLike] | Sequence[RecipeLike]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One way of answering the prompts of an evaluation.
-
-    Args:
-        name: Name of the row.
-        recipe: Recipe of block mode. None: full mode.
-        closed_book: Whether prompts have no passages.
-    """
+    """One way of answering the prompts of an evaluation."""
 
     name: str
     recipe: Recipe | None = None
@@ -124,9 +118,6 @@ class RecordFile(Generic[R]):
 
     If a crash left an incomplete last line, it is dropped when the file is opened again. A file
     that this class did not write is never changed.
-
-    Attributes:
-        records: Records by sample and row.
     """
 
     def __init__(

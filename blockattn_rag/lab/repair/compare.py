@@ -108,10 +108,8 @@ class Choice:
     """The chosen candidate.
 
     Args:
-        name: Name of the candidate.
         recipes: All candidates by name: those without a cost per answer, the simplest first, then
             those with one, the cheapest first.
-        losses: Their losses on the questions for choosing.
         shares: Share of full mode's answers that the candidates of the last step keep, by name.
     """
 
@@ -285,7 +283,6 @@ def choose(losses: Losses, in_use: str | None = None) -> str:
 
     Args:
         losses: Losses on at least two questions.
-        in_use: Name of the recipe in use, if any.
     """
     best = min(losses, key=lambda name: losses[name].mean())
     chosen = next(name for name in losses if _difference(losses, name, best) <= 1)

@@ -72,13 +72,8 @@ class Material:
     """Data that a recipe is fitted to.
 
     Args:
-        prompt: Function that makes a prompt from a question and passages, as in real use.
-        prompt_format: Name of the format of these prompts.
-        passages: Passages to write questions about.
         nearest: Function that finds the passages for a question. None: questions have their own.
-        questions: Real questions. None: the model writes questions.
         lender: Store that may already have the KV of the passages. It is only read.
-        namespace: Namespace of the passages in ``lender``.
         in_use: Current recipe of the model, if it has an adapter. It is kept unless another recipe
             is better.
     """
@@ -131,7 +126,6 @@ def draw_samples(
     A sample has the passages in the order of its prompt.
 
     Args:
-        questions: At least one question.
         fewest, most: Bounds of the number of passages in a sample, including the question's first
             passage. A question with fewer passages uses all of them.
     """

@@ -121,7 +121,6 @@ class RepairPlan:
         held_out: Number of questions for choosing and measuring.
         closed_form: Number of prompts for the closed form.
         samples: Number of prompts to train on. 0: no training.
-        steps: Number of optimizer steps.
         training_s: Seconds planned for the optimizer steps.
         measuring_s: Seconds planned for the work after training.
     """

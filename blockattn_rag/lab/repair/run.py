@@ -41,15 +41,10 @@ def repair(
     changed.
 
     Args:
-        material: Data to fit to.
         output: Folder of the recipe. An earlier recipe in the folder is replaced.
-        minutes: Time limit in minutes.
         tolerance: Share of full mode's answers that the recipe must keep, on the questions for
             choosing: right answers if enough are known, else tokens. If no candidate does, the one
             that keeps most is chosen.
-        version: Version of this package, for the report.
-        limits: Bounds of the repair; see ``plan.Limits``.
-        on_progress: Called with each stage's progress.
 
     Returns:
         The recipe, with its report.

@@ -1,32 +1,10 @@
 """Batches of encoded samples: padding, layout of tokens, block mask and loss.
 
 Token *i* may attend to token *j* if *j* does not come after *i*, and *i* is in the same block as
-*j* or in the final block (Block-Attention, arXiv 2409.15355, figure 1). Four blocks of 2, 1, 2 and
-3 tokens, the last one final::
-
-                keys   a a b c c f f f
-        queries a      x . . . . . . .
-                a      x x . . . . . .
-                b      . . x . . . . .
-                c      . . . x . . . .
-                c      . . . x x . . .
-                f      x x x x x x . .
-                f      x x x x x x x .
-                f      x x x x x x x x
-
-In full mode, there is only one block, the final block. With a sink
-(:mod:`blockattn_rag.prompts.sinks`), the tokens of the sink come directly before each block, except
-the first and the final block, and only that block attends to them. Blocks of 2, 2 and 2 tokens with
-a sink of one token::
-
-                keys   a a s b b f f
-        queries a      x . . . . . .
-                a      x x . . . . .
-                s      . . x . . . .
-                b      . . x x . . .
-                b      . . x x x . .
-                f      x x . x x x .
-                f      x x . x x x x
+*j* or in the final block (Block-Attention, arXiv 2409.15355, figure 1). In full mode, there is only
+one block, the final block. The tokens of a sink (:mod:`blockattn_rag.prompts.sinks`) come directly
+before each block, except the first and the final block, and only that block attends to them.
+``check.oracle.block_mask`` shows both cases.
 """
 
 from __future__ import annotations

@@ -175,11 +175,7 @@ def _check_number(messages: Sequence[Any]) -> None:
 
 
 class _MessageReader:
-    """Reads messages of OpenAI's API as messages of chat templates.
-
-    Args:
-        takes_parts: Whether content parts are passages.
-    """
+    """Reads messages of OpenAI's API as messages of chat templates."""
 
     def __init__(self, takes_parts: bool) -> None:
         self._takes_parts = takes_parts

@@ -107,7 +107,6 @@ class BlockEnsurer:
         full store does not stop answers.
 
         Args:
-            thorough: See ``found``.
             must_store: Raise if a block that may be stored cannot be stored.
 
         Returns:
@@ -263,7 +262,6 @@ class Room:
     """Limits the tasks that run at once in an event loop, first come, first served.
 
     Args:
-        max_running: Maximum number of running tasks.
         max_bytes: Maximum bytes that they take together; a single task may take more.
     """
 

@@ -35,7 +35,6 @@ class TokenPrompt(NamedTuple):
     """A prompt as token ids, and how it is split into blocks.
 
     Args:
-        token_ids: Token ids of the complete prompt.
         lengths: Tokens of each context block. Empty: full mode.
         keep: Where each block may be kept.
     """

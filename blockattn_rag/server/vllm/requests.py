@@ -84,7 +84,6 @@ def encodables(
     Args:
         opens_prompt: Whether the first block opens its prompt, and so is encoded without sink and
             adapter.
-        keep: Where each block may be kept.
     """
     found = []
     for place, ids in enumerate(blocks):

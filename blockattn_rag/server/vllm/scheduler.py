@@ -80,12 +80,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """Order to store the block that a finished request computed: the end of its prompt.
-
-    Args:
-        token_ids: Token ids of the complete prompt, including those of the sink.
-        pages: Pages with their keys and values.
-    """
+    """Order to store the block that a finished request computed: the end of its prompt."""
 
     request_id: str
     plan: BlockPlan

@@ -22,8 +22,7 @@ from blockattn_rag.output.tool_parser import ReadAnswer
 from blockattn_rag.output.tool_templates import tool_template
 from blockattn_rag.output.tool_use import ToolUse
 from blockattn_rag.prompts.blocks import BlockPrompt
-
-_DATA = "data: "
+from blockattn_rag.server.vllm.chat_report import edited_events
 
 
 class ServedTools:
@@ -83,23 +82,17 @@ class ServedTools:
             _end(choice, bool(read.calls))
         self._drop_ids(data)
 
-    async def events(self, events: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
+    def events(self, events: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
         """Convert a stream. Text is sent up to the first call, and calls at the end."""
         outputs: dict[int, _Output] = {}
-        try:
-            async for event in events:
-                if not event.startswith(_DATA + "{"):
-                    yield event
-                    continue
-                data = json.loads(event.removeprefix(_DATA))
-                for choice in data.get("choices", ()):
-                    number = choice["index"]
-                    self._advance(choice, outputs.setdefault(number, self._output()))
-                self._drop_ids(data)
-                text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
-                yield f"{_DATA}{text}\n\n"
-        finally:
-            await events.aclose()
+
+        def edit(data: dict[str, Any]) -> None:
+            for choice in data.get("choices", ()):
+                number = choice["index"]
+                self._advance(choice, outputs.setdefault(number, self._output()))
+            self._drop_ids(data)
+
+        return edited_events(events, edit, ("{",))
 
     def _output(self) -> _Output:
         no_thoughts = has_no_thoughts(self.options)
