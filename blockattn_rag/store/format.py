@@ -58,7 +58,7 @@ def encode(kv: BlockKV) -> bytes:
     return save(tensors, metadata(kv, layout, checksums))
 
 
-def decode(raw: Tensor) -> BlockKV | None:
+def decode(raw: Tensor) -> BlockKV:
     """Decode an entry. Keys and values are views of ``raw``.
 
     Each layer is ``[heads, tokens, dim]``, with contiguous heads. Contents are validated even if
@@ -66,15 +66,10 @@ def decode(raw: Tensor) -> BlockKV | None:
 
     Args:
         raw: uint8 ``[size]``.
-
-    Returns:
-        The block; None if the entry is outdated (``Header.is_outdated``).
     """
     view = raw.numpy().data
     end = header_end(view)
     header = parse_header(view[:end], len(view))
-    if header.is_outdated:
-        return None
     layers = {n: range(layer.heads) for n, layer in enumerate(header.layout.layers)}
     return decode_part(header, layers, raw[end:])
 
@@ -136,16 +131,11 @@ def encoded(key: str, kv: BlockKV, place: object) -> bytes:
     return encode(kv)
 
 
-def decoded(key: str, raw: Tensor, place: object) -> BlockKV | None:
-    """Decode the entry of ``key`` from bytes read from ``place``, uint8 ``[size]``.
-
-    Returns:
-        The block; None if an earlier release wrote the entry.
-    """
+def decoded(key: str, raw: Tensor, place: object) -> BlockKV:
+    """Decode the entry of ``key`` from bytes read from ``place``, uint8 ``[size]``."""
     with damage_reported(place):
         kv = decode(raw)
-    if kv is not None:
-        check_entry_key(key, kv, place)
+    check_entry_key(key, kv, place)
     return kv
 
 

@@ -166,7 +166,7 @@ class _NamespaceIndex:
             return len(fresh)
 
     def merge(self, stored: set[bytes] | None, added: Entries) -> tuple[int, int]:
-        """Replace the files that were read by one. Returns the numbers of kept and dropped entries."""
+        """Replace the files that were read by one. Returns the numbers of kept and dropped ones."""
         with self._lock:
             entries = joined([self.matcher.entries, added])
             kept = entries
@@ -237,7 +237,7 @@ def merge_index(
     stored: dict[str, set[bytes]] = {name: set() for name in indexes}
     unknown: set[str] = set()
     for done, (_, info) in enumerate(describe_all(store), start=1):
-        if not isinstance(info, EntryInfo) or info.header.is_outdated:
+        if not isinstance(info, EntryInfo):
             continue
         if (namespace := info.header.namespace) in indexes:
             stored[namespace] |= {bytes.fromhex(handle) for handle in info.handles}

@@ -216,8 +216,6 @@ def _kinds(
             tick(done)
             if isinstance(info, StoreError):
                 unreadable.add(key, str(info))
-            elif info is not None and info.header.is_outdated:
-                unreadable.add(key, f"format version {info.header.version}; `store gc` deletes it")
             elif info is not None:
                 header = info.header
                 kind = (header.fingerprint, header.namespace, header.kv_dtype)
