@@ -108,20 +108,4 @@ __all__ = [
     "wrap",
 ]
 
-_HOMES = {
-    "engine": "BlockAttentionEngine EncodeStats Generation GenerationChunk Recipe ReuseStats",
-    "errors": (
-        "BlockAttnError ContextOverflowError CorruptEntryError DataError DivergedError "
-        "FingerprintMismatchError MissError SegmentationError ServingError StoreError "
-        "StoreUnavailableError UnsupportedModelError"
-    ),
-    "kv": "BlockKV",
-    "model": "BlockModel",
-    "prompts": (
-        "Block BlockPrompt BlockTemplate Passage PromptFormat Span handle_of segment "
-        "strip_markers wrap"
-    ),
-    "server": "ServerClient",
-    "store": "DirectoryStore KVStore MemoryStore ObjectStore RedisStore TieredStore open_store",
-}
-__getattr__, __dir__ = lazy_names(__name__, _HOMES)
+__getattr__, __dir__ = lazy_names(__name__)

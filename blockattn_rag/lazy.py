@@ -2,34 +2,33 @@
 
 from __future__ import annotations
 
+import ast
+import functools
 import importlib
 import sys
 from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 
 def lazy_names(
-    package: str,
-    homes: Mapping[str, str],
-    *,
-    extra: str = "",
-    extra_packages: Collection[str] = (),
+    package: str, *, extra: str = "", extra_packages: Collection[str] = ()
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return ``__getattr__`` and ``__dir__`` for a package that imports its modules lazily.
+    """Return ``__getattr__`` and ``__dir__`` for a package that imports its names on first use.
+
+    These are the names that its ``__init__.py`` imports for type checkers (``if TYPE_CHECKING``).
 
     Args:
-        homes: Module name in the package, mapped to the public names that it defines, separated by
-            spaces.
         extra: Extra that installs ``extra_packages``. If one of these packages is missing, the
             ImportError names the extra.
     """
-    home_of = {name: home for home, names in homes.items() for name in names.split()}
 
     def find(name: str) -> Any:
+        home_of = _imported_for_types(str(sys.modules[package].__file__))
         if name not in home_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         try:
-            module = importlib.import_module(f"{package}.{home_of[name]}")
+            module = importlib.import_module(home_of[name])
         except ModuleNotFoundError as error:
             if (error.name or "").partition(".")[0] not in extra_packages:
                 raise
@@ -38,6 +37,20 @@ def lazy_names(
         return getattr(module, name)
 
     return find, lambda: list(sys.modules[package].__all__)
+
+
+@functools.cache
+def _imported_for_types(file: str) -> Mapping[str, str]:
+    """Names in the top-level ``if`` of a module, mapped to the modules that they come from."""
+    tree = ast.parse(Path(file).read_text("utf-8"))
+    return {
+        alias.name: str(node.module)
+        for block in tree.body
+        if isinstance(block, ast.If)
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
 
 
 def missing_extra(package: str, extra: str) -> str:

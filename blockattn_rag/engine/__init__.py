@@ -12,13 +12,6 @@ if TYPE_CHECKING:
     from blockattn_rag.engine.recipe import Recipe
     from blockattn_rag.engine.results import Generation, GenerationChunk, ReuseStats
 
-_HOMES = {
-    "engine": "BlockAttentionEngine",
-    "ingest": "EncodeStats",
-    "recipe": "Recipe",
-    "results": "Generation GenerationChunk ReuseStats",
-}
-
 __all__ = [
     "BlockAttentionEngine",
     "EncodeStats",
@@ -28,5 +21,4 @@ __all__ = [
     "ReuseStats",
 ]
 
-
-__getattr__, __dir__ = lazy_names(__name__, _HOMES)
+__getattr__, __dir__ = lazy_names(__name__)

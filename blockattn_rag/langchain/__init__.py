@@ -27,15 +27,6 @@ if TYPE_CHECKING:
     from blockattn_rag.langchain.messages import without_markers
     from blockattn_rag.langchain.served import served_llm
 
-_HOMES = {
-    "agents": "RetrieveFirst block_retriever_tool",
-    "chat": "ChatBlockAttention",
-    "documents": "BlockDocumentPrompt BlockKVCompressor format_blocks",
-    "ingestion": "BlockKVTransformer HashingEmbeddings",
-    "messages": "without_markers",
-    "served": "served_llm",
-}
-
 __all__ = [
     "HANDLE_KEY",
     "BlockDocumentPrompt",
@@ -51,7 +42,6 @@ __all__ = [
     "without_markers",
 ]
 
-
 __getattr__, __dir__ = lazy_names(
-    __name__, _HOMES, extra="langchain", extra_packages=("langchain", "langchain_core", "sklearn")
+    __name__, extra="langchain", extra_packages=("langchain", "langchain_core", "sklearn")
 )

@@ -35,19 +35,6 @@ if TYPE_CHECKING:
     )
     from blockattn_rag.llama_index.served import served_llm
 
-_HOMES = {
-    "ingestion": "BlockKVTransform HashingEmbedding add_nodes",
-    "llm": "BlockAttentionLLM",
-    "messages": "BlockReuseEvent",
-    "nodes": "BlockKVPostprocessor BlockNode as_block_node canonical_text",
-    "packing": "BlockPromptHelper",
-    "query_engines": (
-        "BlockCitationQueryEngine block_query_engine block_response_synthesizer configure "
-        "encode_prompt_head"
-    ),
-    "served": "served_llm",
-}
-
 __all__ = [
     "HANDLE_KEY",
     "BlockAttentionLLM",
@@ -69,7 +56,6 @@ __all__ = [
     "served_llm",
 ]
 
-
 __getattr__, __dir__ = lazy_names(
-    __name__, _HOMES, extra="llama-index", extra_packages=("llama_index", "chromadb", "sklearn")
+    __name__, extra="llama-index", extra_packages=("llama_index", "chromadb", "sklearn")
 )

@@ -13,7 +13,4 @@ _HOMES = {"client": "ServerClient"}
 
 __all__ = ["ServerClient"]
 
-
-__getattr__, __dir__ = lazy_names(
-    __name__, _HOMES, extra="serving", extra_packages=("httpx", "openai")
-)
+__getattr__, __dir__ = lazy_names(__name__, extra="serving", extra_packages=("httpx", "openai"))

@@ -37,18 +37,6 @@ if TYPE_CHECKING:
 DEFAULT_RESIDENT_BYTES = 1 << 30
 """Size of an engine's cache of blocks on the model's device: 1 GiB."""
 
-_HOMES = {
-    "base": "EntryInfo KVStore MaintainedStore StoreStats StoredEntry TierStats",
-    "directory": "DirectoryStore",
-    "eviction": "ShrinkReport shrink",
-    "maintenance": "GcReport Tally VerifyReport describe_all gc verify",
-    "memory": "MemoryStore",
-    "objects": "ObjectStore",
-    "opening": "DEFAULT_MEMORY_BYTES open_store",
-    "redis": "RedisStore",
-    "tiered": "TieredStore",
-}
-
 __all__ = [
     "DEFAULT_MEMORY_BYTES",
     "DEFAULT_RESIDENT_BYTES",
@@ -74,4 +62,4 @@ __all__ = [
     "verify",
 ]
 
-__getattr__, __dir__ = lazy_names(__name__, _HOMES)
+__getattr__, __dir__ = lazy_names(__name__)
