@@ -25,9 +25,9 @@ def check_known(cls: type, given: Iterable[str], known: Collection[str]) -> None
 
 def check_items(given: Iterable[Any], kind: type, advice: str) -> None:
     """Check the type of each item in a list."""
-    for number, one in enumerate(given):
-        if not isinstance(one, kind):
+    for number, value in enumerate(given):
+        if not isinstance(value, kind):
             raise TypeError(
-                f"Expected a list of {kind.__name__}, found {type(one).__name__} {one!r:.60} at "
-                f"index {number}; {advice}"
+                f"Expected a list of {kind.__name__}, found {type(value).__name__} {value!r:.60} "
+                f"at index {number}; {advice}"
             )

@@ -53,7 +53,7 @@ def _segmented_forward(forward: Callable[..., Any], parts: list[Rows]) -> Callab
 
     def cut(value: Any, at: Tensor) -> Any:
         if isinstance(value, (tuple, list)):
-            return type(value)(cut(one, at) for one in value)
+            return type(value)(cut(part, at) for part in value)
         has_tokens = isinstance(value, Tensor) and value.dim() > 1
         return value[:, at] if has_tokens and value.shape[1] == tokens else value
 
@@ -78,7 +78,7 @@ def _joined(outputs: Sequence[Tensor], parts: list[Rows], tokens: int) -> Tensor
     lengths = [len(at) for at, _ in parts]
     first = outputs[0]
     dims = range(1, first.dim())
-    dim = next(d for d in dims if [one.shape[d] for one in outputs] == lengths)
+    dim = next(d for d in dims if [output.shape[d] for output in outputs] == lengths)
     joined = first.new_zeros(*first.shape[:dim], tokens, *first.shape[dim + 1 :])
     for output, (at, keeps) in zip(outputs, parts, strict=True):
         joined.index_copy_(dim, at[keeps], output.index_select(dim, keeps.nonzero()[:, 0]))
@@ -89,7 +89,9 @@ def state_mixers(hf_model: PreTrainedModel) -> list[nn.Module]:
     """The outermost modules that update a state in the cache."""
     running: list[nn.Module] = []
     found: list[nn.Module] = []
-    if not any(hasattr(one, "conv_states") for one in DynamicCache(config=hf_model.config).layers):
+    if not any(
+        hasattr(layer, "conv_states") for layer in DynamicCache(config=hf_model.config).layers
+    ):
         return found
 
     class Watch(DynamicCache):

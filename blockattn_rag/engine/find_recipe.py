@@ -152,7 +152,7 @@ def foreign(recipe: Recipe, model: BlockModel) -> str:
     """Explain in a sentence why a recipe does not belong to a model. Empty if it does."""
     if not recipe.fingerprints or model.fingerprint in recipe.fingerprints:
         return ""
-    known = ", ".join(f"{one[:12]}..." for one in recipe.fingerprints)
+    known = ", ".join(f"{fingerprint[:12]}..." for fingerprint in recipe.fingerprints)
     return (
         f"The recipe {recipe.source or recipe} belongs to {recipe.model or 'a model'} with the "
         f"fingerprint {known}, found {model.name} with {model.fingerprint[:12]}...: the weights, "
@@ -250,12 +250,12 @@ def _places(store: Path | None, models: Iterable[str], folder: Path | None) -> I
         if name and name not in SHORT_NAMES and path.exists():
             folders.append(path if path.is_dir() else path.parent)
     seen = set()
-    for one in folders:
-        if one is None or (resolved := one.resolve()) in seen:
+    for parent in folders:
+        if parent is None or (resolved := parent.resolve()) in seen:
             continue
         seen.add(resolved)
-        place = one / RECIPE_FOLDER
-        if os.path.isfile(place / RECIPE_FILE) or (one == folder and _is_unreadable(place)):
+        place = parent / RECIPE_FOLDER
+        if os.path.isfile(place / RECIPE_FILE) or (parent == folder and _is_unreadable(place)):
             yield place
 
 
@@ -303,7 +303,11 @@ def known_digests(
 @cache
 def _shipped() -> dict[str, Path]:
     places = sorted(_SHIPPED.glob(f"*/{RECIPE_FILE}"))
-    return {one: path.parent for path in places for one in read_fields(path.parent).fingerprints}
+    return {
+        fingerprint: path.parent
+        for path in places
+        for fingerprint in read_fields(path.parent).fingerprints
+    }
 
 
 @cache

@@ -15,7 +15,7 @@ from blockattn_rag.engine.results import Mode
 from blockattn_rag.model.sampling import Sampling
 from blockattn_rag.output.grammar import parse_grammar
 
-_SAMPLING = {one.name for one in fields(Sampling)} - {"extra", "grammar"}
+_SAMPLING = {field.name for field in fields(Sampling)} - {"extra", "grammar"}
 _KNOWN = ("mode", "recipe", *sorted(_SAMPLING), "response_format", "structured_outputs")
 _OF_THE_ENGINE = ("on_miss", "assembly", "positions")
 

@@ -101,7 +101,7 @@ class Recipe:
         for name in ("model", "prompt_format"):
             if not isinstance(getattr(self, name), str):
                 raise TypeError(f"Invalid {name} {getattr(self, name)!r}: expected a string.")
-        if not all(isinstance(one, str) for one in self.fingerprints):
+        if not all(isinstance(fingerprint, str) for fingerprint in self.fingerprints):
             raise TypeError(f"Invalid fingerprints {self.fingerprints!r}: expected strings.")
         if self.adapter is None:
             return

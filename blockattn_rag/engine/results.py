@@ -58,7 +58,7 @@ class ReuseStats:
     @classmethod
     def from_dict(cls, figures: Mapping[str, Any]) -> ReuseStats:
         """Statistics from the output of ``dataclasses.asdict``. Unknown keys are ignored."""
-        return cls(**{one.name: figures[one.name] for one in fields(cls)})
+        return cls(**{field.name: figures[field.name] for field in fields(cls)})
 
     @property
     def prompt_tokens(self) -> int:
@@ -66,7 +66,7 @@ class ReuseStats:
 
     def __add__(self, other: ReuseStats) -> ReuseStats:
         """The sum of two requests' counts and seconds, with this request's mode and recipe."""
-        names = [one.name for one in fields(self) if one.name not in ("mode", "recipe")]
+        names = [field.name for field in fields(self) if field.name not in ("mode", "recipe")]
         sums = {name: getattr(self, name) + getattr(other, name) for name in names}
         return replace(self, **sums)
 

@@ -53,7 +53,7 @@ class Runner:
         Requests share forward passes, which does not change their answers.
         """
         self._model.check_unchanged()
-        answers = [answer for one in batch if (answer := self._prepared(one)) is not None]
+        answers = [answer for pending in batch if (answer := self._prepared(pending)) is not None]
         for together in self._batches(answers):
             self._answer(together)
 
@@ -229,7 +229,7 @@ class Runner:
         sampling = answers[0].options.sampling
 
         def nobody_waits() -> bool:
-            return all(one.pending.left or one.has_ended for one in answers)
+            return all(answer.pending.left or answer.has_ended for answer in answers)
 
         def on_tokens(tokens: Sequence[int]) -> list[bool]:
             rows = zip(answers, tokens, strict=True)
@@ -238,19 +238,19 @@ class Runner:
         with self._model.running(sampling):
             if nobody_waits():  # while other requests used the model
                 raise CancelledError
-            prompts = [self._recomputed(one.prepared, one.options) for one in answers]
+            prompts = [self._recomputed(answer.prepared, answer.options) for answer in answers]
             for answer, prompt in zip(answers, prompts, strict=True):
                 answer.prepared = answer.prepared._replace(stats=prompt.stats)
             with _assembling(answers):
-                longest = max(len(one.final_ids) for one in prompts)
+                longest = max(len(prompt.final_ids) for prompt in prompts)
                 cache = self._cache(prompts, longest, answers[0].options)
             return self._model.generate_batch(
-                [(one.context_ids, one.final_ids) for one in prompts],
+                [(prompt.context_ids, prompt.final_ids) for prompt in prompts],
                 sampling,
                 cache=cache,
                 on_tokens=on_tokens,
                 is_cancelled=nobody_waits,
-                grammars=[one.options.sampling.grammar for one in answers],
+                grammars=[answer.options.sampling.grammar for answer in answers],
                 on_failure=lambda place, error: answers[place].pending.fail(error),
             )
 
@@ -263,7 +263,7 @@ class Runner:
             None if the model creates its own cache: in full mode, and for prompts without blocks,
             unless a GPU runs these as graphs.
         """
-        contexts = [one.context for one in prompts]
+        contexts = [prompt.context for prompt in prompts]
         if not any(context.blocks for context in contexts) and not (
             options.mode == "block"
             and self._model.graph_runner is not None

@@ -49,24 +49,24 @@ class Scheduler:
         that calls an engine would wait for its own thread.
         """
         if holds_a_model():
-            for one in work:
-                self._run([one])
+            for pending in work:
+                self._run([pending])
             return
         with self._changed:
-            for one in work:
-                if one.group is not None:
-                    one.group.on_change = self._wake
+            for pending in work:
+                if pending.group is not None:
+                    pending.group.on_change = self._wake
             try:
                 self._start()
             except RuntimeError as error:  # the system cannot start a thread
-                for one in work:
-                    one.fail(error)
+                for pending in work:
+                    pending.fail(error)
                 return
             self._waiting += work
             self._changed.notify()
-        for one in work:
-            if one.needs is not None:
-                one.needs.add_done_callback(lambda _: self._wake())
+        for pending in work:
+            if pending.needs is not None:
+                pending.needs.add_done_callback(lambda _: self._wake())
 
     def submit_in_turn(self, work: Pending[Any]) -> None:
         """``submit``, together with all work from this iteration of the running event loop."""
@@ -94,10 +94,10 @@ class Scheduler:
             if holds_a_model() or (is_main and self._is_idle()):
                 return self._do_here(work)
             self.submit(*work)
-            return [one.result() for one in work]
+            return [pending.result() for pending in work]
         finally:
-            for one in work:  # drop the rest after an error or interrupt
-                one.leave()
+            for pending in work:  # drop the rest after an error or interrupt
+                pending.leave()
 
     def run(self, work: Callable[[], T]) -> T:
         return self.submit_and_wait(Job(work))[0]
@@ -109,10 +109,10 @@ class Scheduler:
     def _do_here(self, work: Sequence[Pending[T]]) -> list[T]:
         results = []
         with counts_as_holder():
-            for one in work:
-                if not one.answer.done():
+            for pending in work:
+                if not pending.answer.done():
                     self._run(_first_batch([each for each in work if not each.answer.done()]))
-                results.append(one.result())
+                results.append(pending.result())
         return results
 
     # -- the model's thread ------------------------------------------------------------------
@@ -138,7 +138,7 @@ class Scheduler:
             self._running = ()
             while not self._has_ended:
                 if batch := self._next_batch():
-                    self._waiting = [one for one in self._waiting if one not in batch]
+                    self._waiting = [pending for pending in self._waiting if pending not in batch]
                     self._running = batch
                     return batch
                 if not self._changed.wait(_IDLE_S) and not self._waiting:
@@ -147,13 +147,13 @@ class Scheduler:
             return []
 
     def _next_batch(self) -> list[Pending[Any]]:
-        self._waiting = [one for one in self._waiting if not one.left]
-        waiting = Counter(one.group for one in self._waiting)
-        for one in self._waiting:
-            if one.group is not None and one.group.is_complete(waiting[one.group]):
+        self._waiting = [pending for pending in self._waiting if not pending.left]
+        waiting = Counter(pending.group for pending in self._waiting)
+        for pending in self._waiting:
+            if pending.group is not None and pending.group.is_complete(waiting[pending.group]):
                 # It stops waiting for others, even if this batch has no room for it.
-                one.group = None
-        ready = [one for one in self._waiting if one.is_ready]
+                pending.group = None
+        ready = [pending for pending in self._waiting if pending.is_ready]
         try:
             return _first_batch(ready)
         except Exception as error:  # noqa: BLE001 -- raised again by its caller
@@ -163,13 +163,13 @@ class Scheduler:
 
     @staticmethod
     def _run(batch: Sequence[Pending[Any]]) -> None:
-        if not (begun := [work for work in batch if work.begin()]):
+        if not (begun := [pending for pending in batch if pending.begin()]):
             return
         try:
             begun[0].run(begun)
         except BaseException as error:  # noqa: BLE001 -- raised again by the callers
-            for work in begun:
-                work.fail(error)
+            for pending in begun:
+                pending.fail(error)
 
     def _wake(self) -> None:
         with self._changed:
@@ -179,15 +179,15 @@ class Scheduler:
         """Drop all work. Returns the thread, which ends soon."""
         with self._changed:
             self._has_ended = True
-            for one in (*self._running, *self._waiting):
-                one.leave()
+            for pending in (*self._running, *self._waiting):
+                pending.leave()
             self._changed.notify()
             return self._thread
 
 
 def _first_batch(ready: Sequence[Pending[T]]) -> list[Pending[T]]:
     """The first item, and all items that can share a batch with it."""
-    sharing = [one for place, one in enumerate(ready) if not place or one.joins(ready[0])]
+    sharing = [*ready[:1], *(pending for pending in ready[1:] if pending.joins(ready[0]))]
     return sharing[: ready[0].max_batch] if ready else []
 
 

@@ -83,10 +83,10 @@ class Tails:
         except ValueError:
             return NOTHING
         base = tuple((b.kv.key, b.kv.scales is None, b.shift) for b in prepared.context.blocks)
-        wanted = prepared.final_ids[:-1]
-        known = [one for one in self._kept if one.base == base]
-        best = max(known, key=lambda one: _common(one.ids, wanted), default=None)
-        if best is None or not (tokens := _common(best.ids, wanted)):
+        ids = prepared.final_ids[:-1]
+        known = [tail for tail in self._kept if tail.base == base]
+        best = max(known, key=lambda tail: _common(tail.ids, ids), default=None)
+        if best is None or not (tokens := _common(best.ids, ids)):
             return Start(base)
         self._use(best)
         return Start(base, tokens, best.states)
@@ -100,26 +100,26 @@ class Tails:
         too_large = len(ids) * self._model.bytes_per_token > self._max_bytes
         if start.base is None or not is_complete or too_large:
             return
-        alike = [one for one in self._kept if one.base == start.base]
-        if longer := next((one for one in alike if _common(one.ids, ids) == len(ids)), None):
+        alike = [tail for tail in self._kept if tail.base == start.base]
+        if longer := next((tail for tail in alike if _common(tail.ids, ids) == len(ids)), None):
             self._use(longer)
             return
         with suppress(torch.OutOfMemoryError):  # the answer is not affected
             if states := cache.tail_states(len(ids)):
-                shorter = {id(one) for one in alike if _common(one.ids, ids) == len(one.ids)}
-                self._kept = [one for one in self._kept if id(one) not in shorter]
+                shorter = {id(tail) for tail in alike if _common(tail.ids, ids) == len(tail.ids)}
+                self._kept = [tail for tail in self._kept if id(tail) not in shorter]
                 self._kept.append(_Tail(start.base, ids, states))
                 self._shrink()
 
     def _use(self, tail: _Tail) -> None:
-        self._kept = [*(one for one in self._kept if one is not tail), tail]
+        self._kept = [*(kept for kept in self._kept if kept is not tail), tail]
 
     def _shrink(self) -> None:
-        held = sum(one.nbytes for one in self._kept)
+        held = sum(tail.nbytes for tail in self._kept)
         while held > self._max_bytes or len(self._kept) > _MOST:
             held -= self._kept.pop(0).nbytes
 
 
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
+def _common(ids: Sequence[int], other: Sequence[int]) -> int:
+    pairs = enumerate(zip(ids, other, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(ids), len(other)))

@@ -134,7 +134,7 @@ def check_options(options: Sequence[str]) -> None:
 
 def _meant(name: str, options: Iterable[str]) -> str | None:
     """The first of ``options`` that vLLM may read a name as. It accepts the beginning of names."""
-    return next((one for one in options if len(name) > 2 and one.startswith(name)), None)
+    return next((option for option in options if len(name) > 2 and option.startswith(name)), None)
 
 
 def _name(word: str) -> str:
@@ -188,7 +188,7 @@ def vllm_command(
 
 def vllm_environment(given: Mapping[str, str]) -> dict[str, str]:
     """Environment of vLLM: ``given``, this package's plugin, and space for pages on a CPU."""
-    plugins = [one for one in given.get("VLLM_PLUGINS", "").split(",") if one]
+    plugins = [plugin for plugin in given.get("VLLM_PLUGINS", "").split(",") if plugin]
     quarter_gib = psutil.virtual_memory().available // 4 >> 30
     return {
         "VLLM_CPU_KVCACHE_SPACE": str(max(1, min(_MOST_CPU_CACHE_GIB, quarter_gib))),
@@ -292,7 +292,7 @@ class VllmServer:
         self._reader.join(1)
         lines = [*self._lines]
         causes = [found[1] for line in lines if (found := _ERROR.search(line))]
-        shown = [one for one in causes if _SYMPTOM not in one] or causes or lines
+        shown = [line for line in causes if _SYMPTOM not in line] or causes or lines
         cause = f": {shown[-1].strip()}" if shown else ""
         return ServingError(f"vLLM ended with status {self._process.returncode} {when}{cause}")
 

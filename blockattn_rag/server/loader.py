@@ -91,7 +91,7 @@ class BlockLoader:
         self._count(failures=1)
         refused: Future[list[BlockKV]] = Future()
         why = "the loader is closed" if is_closed else f"{waiting} loads are running or waiting"
-        places = tuple(one.place for one in blocks)
+        places = tuple(block.place for block in blocks)
         refused.set_exception(LoadError(f"The blocks of the prompt were not loaded: {why}", places))
         return refused
 
@@ -117,7 +117,7 @@ class BlockLoader:
                 # An unexpected error must not stop the engine, which serves other requests.
                 logger.exception("Unexpected error while loading blocks")
             self._count(failures=1, load_s=self._since(until))
-            places = tuple(one.place for one in blocks)
+            places = tuple(block.place for block in blocks)
             raise LoadError(f"The blocks of the prompt were not loaded: {error}", places) from error
         self._count(
             loads=1,
@@ -125,7 +125,7 @@ class BlockLoader:
             nbytes=sum(kv.nbytes for kv in found.values()),
             load_s=self._since(until),
         )
-        return [found[one.place] for one in blocks]
+        return [found[block.place] for block in blocks]
 
     def _look_up(self, blocks: Sequence[BlockId], until: float) -> dict[int, BlockKV]:
         """Look up blocks. Returns them by their index in the prompt."""

@@ -154,7 +154,9 @@ class ModelProfile:
 
     @cached_property
     def layouts(self) -> tuple[RotaryLayout, ...]:
-        found = [RotaryLayout(torch.tensor(one.frequencies), one.pairing) for one in self.rotary]
+        found = [
+            RotaryLayout(torch.tensor(rotary.frequencies), rotary.pairing) for rotary in self.rotary
+        ]
         return tuple(found[layer.rotary] for layer in self.layers)
 
     @property
@@ -265,7 +267,9 @@ def profile_of(model: BlockModel, recipe: Recipe | None = None) -> ModelProfile:
         name=model.name,
         dtype=names[0],
         layers=layers,
-        rotary=tuple(Rotary(one.pairing, tuple(one.frequencies.tolist())) for one in rotary),
+        rotary=tuple(
+            Rotary(layout.pairing, tuple(layout.frequencies.tolist())) for layout in rotary
+        ),
         vocab_size=vocabulary_size(model.hf_model),
         max_positions=model.max_context_tokens,
         sink=recipe.sink,

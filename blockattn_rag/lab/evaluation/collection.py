@@ -143,9 +143,9 @@ def evaluate_collection(
     with tempfile.TemporaryDirectory() as folder:
         engines = _engines(engine, folder)
         measured = _Measured([FULL, *engines, CLOSED_BOOK])
-        for number, one in enumerate(asked):
+        for number, question in enumerate(asked):
             on_progress(number, len(asked))
-            _measure(engine, engines, one, max_new_tokens, measured, is_timed=number < _TIMED)
+            _measure(engine, engines, question, max_new_tokens, measured, is_timed=number < _TIMED)
     on_progress(len(asked), len(asked))
     return measured.report(len(asked))
 
@@ -180,8 +180,8 @@ class _Measured:
         pairs = zip(right, self.right[FULL], strict=True)
         return CollectionRow(
             name,
-            agreement=bootstrap_mean([one.agreement for one in records]) if records else None,
-            kl=bootstrap_mean([one.kl for one in records]) if records else None,
+            agreement=bootstrap_mean([record.agreement for record in records]) if records else None,
+            kl=bootstrap_mean([record.kl for record in records]) if records else None,
             right=sum(right) if right else None,
             kept=sum(a and b for a, b in pairs) if right else None,
             ttft_s=statistics.median(times) if times else None,

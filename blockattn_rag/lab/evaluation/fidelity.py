@@ -296,7 +296,7 @@ def _in_two_steps(model: BlockModel, prompt: BlockPrompt, answer: Sequence[int])
 def _result(name: str, by_row: Mapping[str, Sequence[FidelityRecord]]) -> FidelityResult:
     rows, recovery = by_row[name], None
     if name not in (PLAIN, FLOOR.name, CLOSED_BOOK) and PLAIN in by_row:
-        plain, found = (np.array([row.kl for row in by_row[one]]) for one in (PLAIN, name))
+        plain, found = (np.array([row.kl for row in by_row[mode]]) for mode in (PLAIN, name))
         measured = [row.kl for row in by_row.get(FLOOR.name, ())]
         floor = np.array(measured) if measured else np.full_like(plain, _UNMEASURED_FLOOR)
         if plain.mean() > _ROUNDING * floor.mean():

@@ -55,15 +55,15 @@ def rows_of(
 
     Recipes are resolved for the engine's model.
     """
-    given = recipes if isinstance(recipes, Mapping) else {}
-    pairs = [*given.items()] or [(str(recipe), recipe) for recipe in recipes]
+    named = recipes if isinstance(recipes, Mapping) else {}
+    pairs = [*named.items()] or [(str(recipe), recipe) for recipe in recipes]
     names = [name for name, _ in pairs]
     if len(set(names)) < len(names) or not {FULL, CLOSED_BOOK}.isdisjoint(names):
         raise ValueError(
             f"Found the recipes {names}, expected distinct names other than {FULL!r} and "
             f"{CLOSED_BOOK!r}, which are reserved"
         )
-    rows = [Row(name, resolve_recipe(one, engine.model, engine.store)) for name, one in pairs]
+    rows = [Row(name, resolve_recipe(recipe, engine.model, engine.store)) for name, recipe in pairs]
     return [first, *rows, *([Row(CLOSED_BOOK, closed_book=True)] if closed_book else [])]
 
 

@@ -95,7 +95,9 @@ class ChatBody(NamedTuple):
             raise ProtocolError(f"messages should be a non-empty list, found {shown(sent)}")
         _check_number(sent)
         reader = _MessageReader(options.parts == "passages")
-        messages = [reader.read(one, f"messages[{place}]") for place, one in enumerate(sent)]
+        messages = [
+            reader.read(message, f"messages[{place}]") for place, message in enumerate(sent)
+        ]
         return cls(with_documents(messages, documents), options, reader.not_text, fields)
 
     @property
@@ -165,8 +167,8 @@ def _read_fields(value: object) -> tuple[dict[str, Any], tuple[Document, ...], C
 
 
 def _check_number(messages: Sequence[Any]) -> None:
-    contents = [one.get("content") for one in messages if isinstance(one, dict)]
-    number = len(messages) + sum(len(one) for one in contents if isinstance(one, list))
+    contents = [message.get("content") for message in messages if isinstance(message, dict)]
+    number = len(messages) + sum(len(content) for content in contents if isinstance(content, list))
     if number > _MOST_MESSAGES:
         raise ProtocolError(
             f"The chat has {number:,} messages and content parts, expected at most "
@@ -193,7 +195,7 @@ class _MessageReader:
                 message[name] = _string(given, f"{place}.{name}")
         if calls := sent.get("tool_calls"):
             message["tool_calls"] = _calls(calls, f"{place}.tool_calls")
-            self._tools |= {one["id"]: one["function"]["name"] for one in message["tool_calls"]}
+            self._tools |= {call["id"]: call["function"]["name"] for call in message["tool_calls"]}
         if "tool_call_id" in message:
             message.setdefault("name", self._tools.get(message["tool_call_id"], ""))
         return {**message, "content": self._content(sent.get("content"), role, f"{place}.content")}
@@ -301,11 +303,11 @@ def with_documents(
     made = [*messages]
     if not documents:
         return made
-    place = next((place for place, one in enumerate(made) if one["role"] == "user"), None)
+    place = next((place for place, message in enumerate(made) if message["role"] == "user"), None)
     if place is None:
         raise ProtocolError("documents need a message of the role 'user', found none; add it")
     passages = [document.passage for document in documents]
     made[place] = {**made[place], "content": CHAT.user_spans(made[place]["content"], passages)}
-    if all(origin_of(one["role"]) != "system" for one in made):
+    if all(origin_of(message["role"]) != "system" for message in made):
         made.insert(0, {"role": "system", "content": (Span(CHAT.system, "system"),)})
     return made

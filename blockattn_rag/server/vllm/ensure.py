@@ -96,17 +96,17 @@ class BlockEnsurer:
             thorough: Read each entry completely, and delete damaged ones. Blocks in the workers'
                 memory are assumed to be lost.
         """
-        distinct = {one.name: one for one in blocks}
-        looks = (self._is_found(one, thorough) for one in distinct.values())
+        distinct = {block.name: block for block in blocks}
+        looks = (self._is_found(block, thorough) for block in distinct.values())
         there = dict(zip(distinct, await asyncio.gather(*looks), strict=True))
-        return [there[one.name] for one in blocks]
+        return [there[block.name] for block in blocks]
 
-    async def _is_found(self, one: Encodable, thorough: bool) -> bool:
-        if not one.in_store and thorough:
-            self._kept.discard(one.key)
-        if not one.in_store and self._kept.use(one.key):
+    async def _is_found(self, block: Encodable, thorough: bool) -> bool:
+        if not block.in_store and thorough:
+            self._kept.discard(block.key)
+        if not block.in_store and self._kept.use(block.key):
             return True
-        return await self._asked(self._is_sound if thorough else self._is_there, one.block)
+        return await self._asked(self._is_sound if thorough else self._is_there, block.block)
 
     async def ensure(
         self, blocks: Sequence[Encodable], *, thorough: bool = False, must_store: bool = False
@@ -130,61 +130,65 @@ class BlockEnsurer:
             StoreError: The store does not answer.
         """
         found = await self.found(blocks, thorough=thorough)
-        absent = {one.name: one for one, there in zip(blocks, found, strict=True) if not there}
-        late = [one for one in absent.values() if not thorough and self._kept.use(one.key)]
-        missing = {name: one for name, one in absent.items() if one not in late}
-        unstored = sum(one.in_store for one in missing.values())
+        absent = {
+            block.name: block for block, there in zip(blocks, found, strict=True) if not there
+        }
+        late = [block for block in absent.values() if not thorough and self._kept.use(block.key)]
+        missing = {name: block for name, block in absent.items() if block not in late}
+        unstored = sum(block.in_store for block in missing.values())
         if unstored and self._config.read_only:
             raise MissError(
                 f"{unstored} of {len(blocks)} blocks are not stored and this server is read_only; "
                 "encode them on a server that is not"
             )
         in_memory = {
-            one.key: one.tokens
-            for one in blocks
-            if not one.in_store and (one.name in missing or self._kept.use(one.key))
+            block.key: block.tokens
+            for block in blocks
+            if not block.in_store and (block.name in missing or self._kept.use(block.key))
         }
         self._kept.check_room(sum(in_memory.values()))
-        failures = await asyncio.gather(*(self._unstored(one) for one in missing.values()))
-        failed = [one for one, failure in zip(missing.values(), failures, strict=True) if failure]
-        in_memory |= {one.key: one.tokens for one in [*failed, *late]}
+        failures = await asyncio.gather(*(self._unstored(block) for block in missing.values()))
+        failed = [
+            block for block, failure in zip(missing.values(), failures, strict=True) if failure
+        ]
+        in_memory |= {block.key: block.tokens for block in [*failed, *late]}
         if failed and (must_store or sum(in_memory.values()) > self._kept.max_tokens):
             raise next(filter(None, failures))
-        await asyncio.gather(*(self._encoded(one.for_memory()) for one in failed))
+        await asyncio.gather(*(self._encoded(block.for_memory()) for block in failed))
         self._store_later(late)
-        return [one.name in missing for one in blocks]
+        return [block.name in missing for block in blocks]
 
-    async def _unstored(self, one: Encodable) -> NotStoredError | None:
+    async def _unstored(self, block: Encodable) -> NotStoredError | None:
         try:
-            await self._encoded(one)
+            await self._encoded(block)
         except NotStoredError as error:
             return error
         return None
 
     def _store_later(self, blocks: Iterable[Encodable]) -> None:
         """Store blocks from the workers' memory in the background, now that they may be stored."""
-        for one in blocks if not self._config.read_only else ():
-            task = asyncio.create_task(self._encoded(one))
+        for block in blocks if not self._config.read_only else ():
+            task = asyncio.create_task(self._encoded(block))
             self._later.add(task)
             task.add_done_callback(self._later.discard)
             task.add_done_callback(lambda task: task.cancelled() or task.exception())  # see _land
 
-    async def _encoded(self, one: Encodable) -> None:
+    async def _encoded(self, block: Encodable) -> None:
         """Wait for the running encoding of a block, or start one.
 
         The encoding is cancelled if the last waiter leaves before the engine has the request.
         """
-        flight = self._flights.get(one.name)
+        flight = self._flights.get(block.name)
         if flight is None:
-            flight = self._flights[one.name] = _Flight(partial(self._encode, one))
-            flight.task.add_done_callback(lambda _: self._land(one.name, flight))
+            flight = self._flights[block.name] = _Flight(partial(self._encode, block))
+            flight.task.add_done_callback(lambda _: self._land(block.name, flight))
         flight.waiting += 1
         try:
             await asyncio.shield(flight.task)
         finally:
             flight.waiting -= 1
             if not flight.waiting and not flight.is_asked:
-                self._forget(one.name, flight)  # at once, so that no request joins it
+                self._forget(block.name, flight)  # at once, so that no request joins it
                 flight.task.cancel()
 
     def _land(self, name: _Name, flight: _Flight) -> None:
@@ -198,20 +202,20 @@ class BlockEnsurer:
         if self._flights.get(name) is flight:
             del self._flights[name]
 
-    async def _encode(self, one: Encodable, flight: _Flight) -> None:
+    async def _encode(self, block: Encodable, flight: _Flight) -> None:
         request_id = new_encode_name()
-        async with self._room.taken(one.tokens * self._profile.bytes_per_token):
-            if one.in_store and not self._storing.allows():
+        async with self._room.taken(block.tokens * self._profile.bytes_per_token):
+            if block.in_store and not self._storing.allows():
                 raise NotStoredError(
                     f"The store accepted none of the last blocks ({self._why_unstored}); the next "
                     f"attempt is within {_PAUSE_S:g} s"
                 )
             flight.is_asked = True
-            await self._engine.encode(one, request_id)
-            if one.in_store:
-                await self._stored(one.block, request_id)
+            await self._engine.encode(block, request_id)
+            if block.in_store:
+                await self._stored(block.block, request_id)
             else:  # workers execute this save before any load that is requested from now on
-                self._kept.add(one.key, one.tokens)
+                self._kept.add(block.key, block.tokens)
 
     async def _stored(self, block: BlockId, request_id: str) -> None:
         """Wait until the workers have stored an encoded block."""
@@ -305,16 +309,16 @@ class EngineTasks:
         self._engine_client = engine_client
         self._secret = config.tenant_secret
 
-    async def encode(self, one: Encodable, request_id: str) -> None:
+    async def encode(self, block: Encodable, request_id: str) -> None:
         """Encode a block. Raises ServingError if the engine fails."""
         reason = None
-        asked = {"prompt_token_ids": one.token_ids}
-        params = one.plan.to_dict(self._secret)
+        asked = {"prompt_token_ids": block.token_ids}
+        params = block.plan.to_dict(self._secret)
         async for output in self._generate(asked, params, request_id, 1):
             reason = output.outputs[0].finish_reason
         if reason not in ("length", "stop"):
             raise ServingError(
-                f"A block of {one.tokens} tokens was not encoded (request {request_id} "
+                f"A block of {block.tokens} tokens was not encoded (request {request_id} "
                 f"ended by {reason!r}); see the server's log"
             )
 

@@ -123,7 +123,7 @@ class RequestReader:
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        return tuple(one.name for one in self._models.base_model_paths)
+        return tuple(model.name for model in self._models.base_model_paths)
 
     def passages(self, texts: Sequence[Sequence[int]], headers: Headers) -> list[Encodable]:
         """Passages to store, from their token ids. Raises ProtocolError."""
@@ -187,7 +187,7 @@ class RequestReader:
             opens_prompt=opens_prompt,
             keep=keep,
         )
-        longest = max((len(one.token_ids) for one in found), default=0)
+        longest = max((len(candidate.token_ids) for candidate in found), default=0)
         if longest >= self._max_tokens:
             raise ProtocolError(
                 f"A block has {longest} tokens including the sink, expected fewer than the "

@@ -120,7 +120,7 @@ def _check_grammar(output: Any) -> None:
 
 
 def _failed(output: Any) -> bool:
-    return any(one.finish_reason == "error" for one in output.outputs)
+    return any(completion.finish_reason == "error" for completion in output.outputs)
 
 
 def _between(anew: int, plan: BlockPlan) -> str:
@@ -161,9 +161,12 @@ def _served(output: Any, plan: BlockPlan) -> ServedBlocks | None:
     """
     if output.kv_transfer_params and FIELD in output.kv_transfer_params:
         return ServedBlocks.from_dict(output.kv_transfer_params)
-    if not (output.finished and any(one.finish_reason in _COMPLETE for one in output.outputs)):
+    if not (
+        output.finished
+        and any(completion.finish_reason in _COMPLETE for completion in output.outputs)
+    ):
         return None
-    is_stopped_here = any(isinstance(one.stop_reason, str) for one in output.outputs)
+    is_stopped_here = any(isinstance(completion.stop_reason, str) for completion in output.outputs)
     if is_stopped_here and (output.num_cached_tokens or 0) >= plan.context_tokens:
         return ServedBlocks(len(plan.lengths), 0, 0, cut_short=True)
     raise ProtocolError(

@@ -78,7 +78,7 @@ class BlockSaver:
     def save(self, save: Save, slots: Tensor) -> None:
         """Copy a block out of its pages. ``slots`` ``[tokens]`` covers the complete prompt."""
         (block,) = block_keys(save.token_ids, save.plan, self._profile)
-        own = self._block(block, [one.read(slots) for one in self._pages])
+        own = self._block(block, [pages.read(slots) for pages in self._pages])
         if self._adapter is not None and not save.plan.opens_prompt:
             own = self._adapter.applied(own, self._layouts)
         if not block.keep.is_stored:
@@ -158,12 +158,12 @@ class BlockSaver:
         group = get_tp_group()
         if group.world_size == 1:
             return states
-        mine = torch.cat([one.reshape(-1) for layer in states for one in layer])
+        mine = torch.cat([state.reshape(-1) for layer in states for state in layer])
         # vLLM's gather to one rank can hang on a CPU: the other ranks do not wait for it.
         flat = group.all_gather(mine, dim=0)
         if group.rank_in_group:
             return None
-        shapes = [one.shape for layer in states for one in layer]
+        shapes = [state.shape for layer in states for state in layer]
         sizes = [shape.numel() for shape in shapes]
         parts = [rank.split(sizes) for rank in flat.split(len(mine))]
         shares = [Share.of(self._profile, rank, group.world_size) for rank in range(len(parts))]

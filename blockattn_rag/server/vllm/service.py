@@ -286,7 +286,7 @@ class Service:
         self, blocks: Sequence[Encodable], *, thorough: bool = False, must_store: bool = False
     ) -> dict[str, int]:
         encoded = await self._ensurer.ensure(blocks, thorough=thorough, must_store=must_store)
-        return {one.key: one.tokens for one, new in zip(blocks, encoded, strict=True) if new}
+        return {block.key: block.tokens for block, new in zip(blocks, encoded, strict=True) if new}
 
 
 def _with_client(handler: Any, client: RetryingClient) -> Any:

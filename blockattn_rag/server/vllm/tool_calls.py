@@ -33,17 +33,17 @@ class ServedTools:
     """
 
     def __init__(self, use: ToolUse, tokenizer: Any, request: Any) -> None:
-        given = _grammar(request)
+        requested = _grammar(request)
         self._tokenizer = tokenizer
-        self._parser = use.parser(tokenizer, given)
+        self._parser = use.parser(tokenizer, requested)
         self._returns_ids = bool(request.return_token_ids)
         self._shows_thoughts = request.include_reasoning is not False
         stop = request.stop or ()
         self._stop = (stop,) if isinstance(stop, str) else tuple(stop)
         self._prompt = BlockPrompt((), "?")
-        self.options = use.engine_options(tokenizer, given)
+        self.options = use.engine_options(tokenizer, requested)
         """Grammar of the answer: ``response_format`` and ``structured_outputs``."""
-        self.has_own_grammar = self.options != given
+        self.has_own_grammar = self.options != requested
         """Whether the tools changed the grammar of the request."""
 
     @classmethod
@@ -171,10 +171,10 @@ def _calls(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
 
 
 def _grammar(request: Any) -> dict[str, Any]:
-    given, outputs = request.response_format, request.structured_outputs
+    requested, outputs = request.response_format, request.structured_outputs
     values = {} if outputs is None else {name: getattr(outputs, name, None) for name in KINDS}
     chosen = {name: value for name, value in values.items() if value is not None}
     return {
-        "response_format": None if given is None else given.model_dump(by_alias=True),
+        "response_format": None if requested is None else requested.model_dump(by_alias=True),
         "structured_outputs": chosen or None,
     }

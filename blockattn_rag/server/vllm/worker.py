@@ -104,8 +104,8 @@ class WorkerSide:
         for index, pages in zip(indices, self._pages, strict=True):
             _check_layer(index, pages, by_index[index], share, profile)
         if config.encodes:
-            for place, one in enumerate(self._pages):
-                one.share_layout(self._pages[:place])
+            for place, pages in enumerate(self._pages):
+                pages.share_layout(self._pages[:place])
         home = open_store(config.store)
         tiers = config.nearer_tiers(profile, share)
         self._store = TieredStore(*tiers, open_share(home, share, profile), pause_s=_PAUSE_S)
@@ -128,7 +128,7 @@ class WorkerSide:
         for load in orders.loads:
             self._start(load)
         if orders.is_idle and self._loading:
-            futures = [one.blocks for one in self._loading.values()]
+            futures = [loading.blocks for loading in self._loading.values()]
             wait(futures, _NAP_S, FIRST_COMPLETED)
 
     def done(self) -> Done:
@@ -137,7 +137,7 @@ class WorkerSide:
         Returns:
             The requests completed since the last call.
         """
-        for request_id in [key for key, one in self._loading.items() if one.blocks.done()]:
+        for request_id in [key for key, loading in self._loading.items() if loading.blocks.done()]:
             self._finish(self._loading.pop(request_id))
         done, self._done = self._done, Done()
         return done
@@ -167,9 +167,9 @@ class WorkerSide:
 
     def _start(self, load: Load) -> None:
         blocks = block_keys(load.token_ids, load.plan, self._profile, self._config.read_namespaces)
-        wanted = [one for one in blocks if one.start + len(one.ids) > load.computed]
+        missing = [block for block in blocks if block.start + len(block.ids) > load.computed]
         began = time.monotonic()
-        self._loading[load.request_id] = _Loading(load, wanted, self._loader.start(wanted), began)
+        self._loading[load.request_id] = _Loading(load, missing, self._loader.start(missing), began)
 
     def _finish(self, loading: _Loading) -> None:
         """Write the blocks of a completed load to their pages, or fail the request."""
@@ -182,7 +182,7 @@ class WorkerSide:
             return
         seconds = time.monotonic() - loading.since
         self._write(loading.order, loading.wanted, blocks)
-        quantised = sum(one.scales is not None for one in blocks)
+        quantised = sum(kv.scales is not None for kv in blocks)
         self._fetches[request_id] = Fetch(seconds, quantised)
         self._done.loaded.add(request_id)
 
