@@ -134,12 +134,20 @@ def choose(
     minutes: Minutes = 45,
     max_new_tokens: int = 24,
     results: Path = RESULTS,
+    candidate: Annotated[
+        list[str] | None, typer.Option(help="Measure only this one. Repeatable.")
+    ] = None,
 ) -> None:
     """Compare sinks, and ways to choose the tokens to recompute, by divergence."""
     engine, form = _stock(model)
+    known = names = choices.names_for(engine.model)
+    if candidate:
+        if unknown := {*candidate} - {*names}:
+            raise SystemExit(f"Unknown candidates {sorted(unknown)}, expected some of {names}")
+        names = [choices.BLOCK, *candidate]
     compared = partial(choices.compare, engine, form, max_new_tokens)
-    path, names = results / CHOICES / f"{Path(model).name}.csv", choices.names_for(engine.model)
-    measure(path, Choice, sets.tuning(nq)[:questions], compared, names, minutes)
+    path = results / CHOICES / f"{Path(model).name}.csv"
+    measure(path, Choice, sets.tuning(nq)[:questions], compared, names, minutes, known)
 
 
 @app.command()
