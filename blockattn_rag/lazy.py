@@ -18,7 +18,6 @@ def lazy_names(
     """Return ``__getattr__`` and ``__dir__`` for a package that imports its modules lazily.
 
     Args:
-        package: Name of the package.
         homes: Module name in the package, mapped to the public names that it defines, separated by
             spaces.
         extra: Extra that installs ``extra_packages``. If one of these packages is missing, the
