@@ -35,7 +35,10 @@ def portable(readme: str, address: str, version: str, folder: str = "") -> str:
             return link[0]
         if not address:
             return "" if picture else text
-        view, target = "raw" if picture else "blob", posixpath.normpath(posixpath.join(folder, target))
+        view, target = (
+            "raw" if picture else "blob",
+            posixpath.normpath(posixpath.join(folder, target)),
+        )
         return f"{picture}[{text}]({address.rstrip('/')}/{view}/v{version}/{target})"
 
     return _LINK.sub(absolute, readme)
