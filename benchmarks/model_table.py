@@ -270,10 +270,13 @@ per token, and how exact block mode is.
 
 | block mode | meaning |
 |---|---|
-| relay | attention reads stored blocks in place; see [positions](concepts.md#positions) |
-| copy | blocks are rotated and joined for each request: sliding windows, soft caps, sinks, shared keys and values |
+| relay | attention reads stored blocks in place; see [positions](concepts.md#positions). A layer with a sliding window reads no block outside of it. Soft caps, attention sinks, and layers that share keys and values are included |
+| copy | blocks are rotated and joined for each request: the model does not use transformers' attention interface |
 | latent | multi-head latent attention: the latent and its rotary key are stored, and only the key is rotated (copy) |
 | hybrid | some layers have a recurrent or convolution state: see [hybrid models](concepts.md#hybrid-models) |
+
+Some models scale a query by its position: Ministral 3 from 16,384 tokens on. The final block and recomputed tokens are scaled for their
+position in the prompt, the other tokens of a passage for their place in the passage.
 
 ## Families
 
