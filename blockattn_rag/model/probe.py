@@ -274,7 +274,7 @@ def _refuse_other_positions(hf_model: PreTrainedModel, kinds: Sequence[LayerKind
             if getattr(layer, "keys", None) is not None:
                 layer.keys, layer.values = layer.keys[:, :, [*order]], layer.values[:, :, [*order]]
         ids = torch.tensor([[1]], device=hf_model.device)
-        logits.append(hf_model(input_ids=ids, past_key_values=cache, use_cache=True).logits.float())
+        logits.append(hf_model(input_ids=ids, past_key_values=cache, use_cache=True)[0].float())
     if not relative_error(*logits) <= LOGITS.get(hf_model.dtype, max(LOGITS.values())):
         raise refusal(
             hf_model,
