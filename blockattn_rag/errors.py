@@ -1,26 +1,5 @@
 """The exceptions of this package.
 
-::
-
-    BlockAttnError
-    ├── UnsupportedModelError        block mode is not exact for this model
-    ├── SegmentationError            a text or prompt cannot be split into blocks
-    ├── ContextOverflowError         the prompt and the new tokens exceed the context window
-    ├── MissError                    a block was not in the store and on_miss="error"
-    ├── GrammarError                 a grammar cannot be compiled or followed
-    ├── IncompleteAnswerError        an answer ended before its JSON object was complete
-    ├── ToolCallError                the model produced no tool call or an invalid one
-    ├── DataError                    a training or evaluation record is malformed
-    ├── DatabaseError                a database folder cannot serve a request
-    ├── DivergedError                the loss or the weights are no longer finite
-    ├── StoreError                   an entry of the KV store cannot be used
-    │   ├── CorruptEntryError        damaged, truncated, or of another format version
-    │   ├── FingerprintMismatchError written by another model, tokenizer or dtype
-    │   └── StoreUnavailableError    the store failed repeatedly and is skipped for a while
-    └── ServingError                 a server rejected or failed a request
-        ├── ProtocolError            a message violates the protocol
-        └── LoadError                blocks of a prompt could not be loaded
-
 Each message states what was found, what was expected, and what to do. Invalid arguments raise
 ``ValueError`` or ``TypeError``.
 """
@@ -53,12 +32,7 @@ class GrammarError(BlockAttnError, ValueError):
 
 
 class IncompleteAnswerError(BlockAttnError, ValueError):
-    """An answer ended, or was cut off, before its JSON object was complete.
-
-    Args:
-        message: How the answer ended, and what to do.
-        text: Text of the answer.
-    """
+    """An answer ended, or was cut off, before its JSON object was complete."""
 
     def __init__(self, message: str, text: str = "") -> None:
         super().__init__(message)
@@ -109,7 +83,6 @@ class LoadError(ServingError):
     """A server could not load some blocks of a prompt.
 
     Args:
-        message: Which block could not be loaded, and why.
         blocks: Indices of the failed blocks among the prompt's context blocks, from 0.
         damaged: Store keys of failed blocks whose stored entry is unusable. Encoding these blocks
             again replaces the entries.

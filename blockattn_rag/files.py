@@ -103,7 +103,6 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write ``value`` as indented JSON in UTF-8, atomically."""
     with replacing(path) as file:
         file.write(json.dumps(value, indent=2).encode() + b"\n")
 

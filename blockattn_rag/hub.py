@@ -43,7 +43,6 @@ def existing_model(name: str | None) -> str | None:
 
 
 def is_path(name: str) -> bool:
-    """Whether a name can only be a path."""
     return name.startswith(("/", "./", "../", "~"))
 
 
@@ -68,7 +67,6 @@ def hub_errors(
     about tokens, caches and web pages. Without a connection, they do not name the model.
 
     Args:
-        name: Name of the model.
         is_local: Whether the model is on this machine, so that the hub is not probed. Default: the
             name is an existing path.
         shown: Name in the message. Default: ``name``.
@@ -151,7 +149,6 @@ def _probed(hub: str, period: int) -> bool:  # noqa: ARG001 - part of the cache'
 
 
 def _hub_error(error: BaseException) -> BaseException | None:
-    """Find the hub's error among the causes of another error."""
     seen: list[BaseException] = []
     cause: BaseException | None = error
     while cause is not None and cause not in seen:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Collection, Mapping
+from importlib.metadata import PackageNotFoundError, distribution
 from typing import Any
 
 
@@ -18,7 +19,6 @@ def lazy_names(
     """Return ``__getattr__`` and ``__dir__`` for a package that imports its modules lazily.
 
     Args:
-        package: Name of the package.
         homes: Module name in the package, mapped to the public names that it defines, separated by
             spaces.
         extra: Extra that installs ``extra_packages``. If one of these packages is missing, the
@@ -43,7 +43,19 @@ def lazy_names(
 
 def missing_extra(package: str, extra: str) -> str:
     """End of an error message: the missing package, and how to install the extra it belongs to."""
-    return (
-        f"{package}, which is not installed; run `pip install -c constraints.txt -e "
-        f'".[{extra}]"` in the folder that blockattn-rag was installed from'
-    )
+    command = f'`pip install "blockattn-rag[{extra}]"`'
+    if _from_a_folder():
+        command = (
+            f'`pip install -c constraints.txt -e ".[{extra}]"` in the folder that blockattn-rag '
+            "was installed from"
+        )
+    return f"{package}, which is not installed; run {command}"
+
+
+def _from_a_folder() -> bool:
+    """Whether this package runs from a repository or was installed from a file, by no index."""
+    try:
+        # pip writes this file for everything that comes from a folder or an address (PEP 610).
+        return distribution("blockattn-rag").read_text("direct_url.json") is not None
+    except PackageNotFoundError:
+        return True

@@ -151,8 +151,9 @@ def _chosen(
     count = round(candidate.share * sum(lengths[1:]))
     first = _first_tokens(lengths, round(candidate.first_share * count))
     with model.lock:
-        layer = int(candidate.layers * len(model.profile.layouts))
-        received = attention_to_context(model, context, final, first_layer=layer)
+        count = len(model.profile.kinds)
+        layers = range(int(candidate.layers * count), count)
+        received = attention_to_context(model, context, final, layers=layers)
     received[first] = torch.inf
     return choose_tokens(received, context, [False] + [True] * (len(lengths) - 1), count)
 

@@ -8,12 +8,7 @@ from typing import Any
 
 
 def check_known(cls: type, given: Iterable[str], known: Collection[str]) -> None:
-    """Check the names of keyword arguments.
-
-    Raises:
-        TypeError: A name is unknown. The message suggests a similar name, and says where to pass
-            options of ``generate``.
-    """
+    """Check the names of keyword arguments."""
     if not (unknown := sorted(set(given) - set(known))):
         return
     said = []
@@ -29,16 +24,7 @@ def check_known(cls: type, given: Iterable[str], known: Collection[str]) -> None
 
 
 def check_items(given: Iterable[Any], kind: type, advice: str) -> None:
-    """Check the type of each item in a list.
-
-    Args:
-        given: Items to check.
-        kind: Expected type.
-        advice: End of the error message, which says what to do instead.
-
-    Raises:
-        TypeError: An item has another type.
-    """
+    """Check the type of each item in a list."""
     for number, one in enumerate(given):
         if not isinstance(one, kind):
             raise TypeError(

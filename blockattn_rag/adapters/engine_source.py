@@ -31,17 +31,7 @@ logger = logging.getLogger("blockattn_rag")
 
 
 def source_of(llm: Any, expected: str, *others: Any) -> EngineSource | ServerSource:
-    """Return the source of the LLM that a component received as ``llm=``.
-
-    Args:
-        llm: Value of ``llm=``.
-        expected: Class name of the usual value, for the error message.
-        others: Arguments that cannot be combined with ``llm=``.
-
-    Raises:
-        ValueError: One of ``others`` is given too.
-        TypeError: ``llm`` is not an LLM of this package.
-    """
+    """Return the source of the LLM that a component received as ``llm=``."""
     if any(value is not None for value in others):
         raise ValueError("Pass either llm=, or a model, store and recipe, or a server, not both")
     source = getattr(llm, "source", None)
@@ -55,16 +45,7 @@ def source_of(llm: Any, expected: str, *others: Any) -> EngineSource | ServerSou
 
 
 def source_with(server: str | None, api_key: Any, **arguments: Any) -> EngineSource | ServerSource:
-    """Source of an ingestion step: a server, or an engine that ``arguments`` load.
-
-    Args:
-        server: Address of a server. None: the model runs in this process.
-        api_key: API key of the server.
-        arguments: Arguments of ``EngineSource``; None stands for the default.
-
-    Raises:
-        ValueError: A server and arguments of an engine are given, or a key without a server.
-    """
+    """Source of an ingestion step: a server, or an engine that ``arguments`` load."""
     arguments = {name: value for name, value in arguments.items() if value is not None}
     if server is None:
         if api_key is not None:
@@ -91,13 +72,8 @@ class EngineSource:
             the model.
         kv_store: A store, or a location that ``store.open_store`` accepts, such as a directory or
             ``"s3://bucket/kv"``. Default: memory.
-        device_map: A torch device, or ``"auto"``.
         model_kwargs: Further arguments for loading the model, including ``tokenizer``.
         recipe: How the model runs in block mode; see ``BlockAttentionEngine``.
-
-    Raises:
-        ValueError: No model or several models are given, an argument conflicts with an existing
-            engine, or the recipe is not found.
     """
 
     def __init__(
@@ -155,7 +131,6 @@ class EngineSource:
         return [name for name, is_live in live.items() if is_live]
 
     def fields(self) -> dict[str, Any]:
-        """Arguments that create an equal source, without live objects."""
         name = self._model if isinstance(self._model, str) else None
         if self._engine is not None and name is None:
             name = self._engine.model.name
@@ -253,7 +228,6 @@ class EngineSource:
 
     @property
     def engine(self) -> BlockAttentionEngine:
-        """The engine. The first use loads the weights."""
         with self._lock:
             if self._engine is None:
                 self._engine = BlockAttentionEngine.from_pretrained(
@@ -287,7 +261,6 @@ class EngineSource:
         """Create a prompt from spans.
 
         Args:
-            template: Text around each passage.
             recognize: Whether to also find passages of the store in text without markers, and in
                 system messages. The first such prompt loads the model.
         """
@@ -301,11 +274,7 @@ class EngineSource:
         """Split a prompt string into spans by origin.
 
         Args:
-            prompt: String with block markers around passages.
             parse_special_tokens: Whether control tokens outside of passages are parsed.
-
-        Raises:
-            SegmentationError: Control tokens are parsed, and a passage was cut.
         """
         if parse_special_tokens:
             if holds_orphans(prompt):
@@ -330,24 +299,20 @@ class EngineSource:
         return spans
 
     async def loaded_engine(self) -> BlockAttentionEngine:
-        """``engine`` for event loops: the model is loaded in another thread."""
         if self._engine is not None:
             return self._engine
         return await asyncio.to_thread(lambda: self.engine)
 
     @property
     def tokenizer(self) -> BlockTokenizer:
-        """Tokenizer of the model."""
         return self.engine.model.tokenizer
 
     @property
     def max_context_tokens(self) -> int:
-        """Context window of the model, in tokens."""
         return self.engine.model.max_context_tokens
 
 
 def _location(store: KVStore | str | Path | None) -> str | None:
-    """Directory or address of a store. None: there is no store, or it is only in memory."""
     if isinstance(store, (str, Path)):
         return str(store)
     place = getattr(store, "path", None) or getattr(store, "url", None)

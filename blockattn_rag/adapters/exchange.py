@@ -91,20 +91,13 @@ def tools_of(model: Model, call: Mapping[str, Any]) -> ToolUse | None:
     """Return the tools that a call with these options may use; see ``ToolUse.of_call``.
 
     The option ``tool_calls`` defaults to its value in ``generate_kwargs``.
-
-    Raises:
-        ValueError, TypeError: An option is invalid, or the chat template supports no tools.
     """
     options = with_default_calls(model.generate_kwargs, call)
     return ToolUse.of_call(options, lambda: model.source.tokenizer.tokenizer, model.model_name)
 
 
 def template_variables(model: Model, given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the chat template's variables. The call's variables override ``generate_kwargs``.
-
-    Raises:
-        ValueError, TypeError: see ``check_template_kwargs``.
-    """
+    """Return the chat template's variables. The call's variables override ``generate_kwargs``."""
     defaults = model.generate_kwargs.get("chat_template_kwargs") or {}
     return check_template_kwargs(model.source.tokenizer.tokenizer, {**defaults, **(given or {})})
 
@@ -119,15 +112,7 @@ def chat_spans(
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A complete answer, or the next chunk of a stream.
-
-    Args:
-        output: Output of the engine.
-        thoughts: New reasoning text.
-        text: New text, without tool calls.
-        calls: All tool calls of the answer, in its last step.
-        invalid: All invalid tool calls of the answer, in its last step.
-    """
+    """A complete answer, or the next chunk of a stream."""
 
     output: Generation | GenerationChunk
     thoughts: str
@@ -146,7 +131,6 @@ class Exchange:
     """One call to a model. Splits the answer into reasoning, text and tool calls.
 
     Args:
-        source: Source of the engine.
         make_prompt: Function that returns the prompt. Async methods call it in another thread.
         options: Options of the engine, including ``ToolUse.engine_options`` if there are tools.
         parser: Parser of tool calls. None: no tool may be called.
@@ -174,11 +158,7 @@ class Exchange:
         return self._source.noted(prompt)
 
     def answer(self, group: Group | None = None) -> Step:
-        """Generate the complete answer.
-
-        Args:
-            group: Concurrent calls that share a batch with this one.
-        """
+        """Generate the complete answer."""
         engine, prompt = self._source.engine, self.prompt()
         if group is None:
             return self._read(engine.generate(prompt, **self.options))
@@ -190,13 +170,11 @@ class Exchange:
         return self._read(await engine.agenerate(self.prompt, group=group, **self.options))
 
     def stream(self) -> Generator[Step, None, None]:
-        """Yield the steps of the answer. Closing the generator stops the generation."""
         prompt = self.prompt()
         with closing(self._source.engine.stream(prompt, **self.options)) as chunks:
             yield from map(self._read, chunks)
 
     async def astream(self) -> AsyncGenerator[Step, None]:
-        """``stream`` for event loops."""
         engine = await self._source.loaded_engine()
         async with aclosing(engine.astream(self.prompt, **self.options)) as chunks:
             async for chunk in chunks:

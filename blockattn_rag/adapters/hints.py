@@ -29,7 +29,6 @@ class ReuseHints:
         self._told_of_heads = False
 
     def look_at(self, prompt: BlockPrompt) -> None:
-        """Check a prompt before it is answered."""
         marked = any(block.is_passage for block in prompt.context)
         self._any_marked |= marked
         if not self._any_marked and len(prompt.text) >= _LONG_PROMPT:
@@ -48,7 +47,6 @@ class ReuseHints:
             self._look_at_head(prompt.context[0])
 
     def _look_at_head(self, head: Block) -> None:
-        """Check ``head``, the first block of a prompt with passages."""
         is_new = head.origin == "conversation" and head.handle not in self._heads
         self._new_heads = self._new_heads + 1 if is_new else 0
         if is_new and len(self._heads) < _MOST_HEADS:

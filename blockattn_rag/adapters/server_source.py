@@ -14,13 +14,8 @@ class ServerSource:
     """Server that encodes passages into its own store, with the methods of ``EngineSource``.
 
     Args:
-        url: Address of the server.
         api_key: API key of the server. It is neither part of ``fields`` nor pickled. Other
             processes read it from the environment variable ``BLOCKATTN_RAG_API_KEY``.
-
-    Raises:
-        ImportError: The extra ``serving`` is not installed.
-        ValueError: The address or the key is invalid.
     """
 
     live_parts: Sequence[str] = ()
@@ -41,7 +36,6 @@ class ServerSource:
 
     @property
     def storage(self) -> dict[str, Any]:
-        """See ``EngineSource.storage``."""
         info = self.client.info
         return {
             "fingerprint": info.fingerprint,
@@ -53,12 +47,7 @@ class ServerSource:
     def encode(
         self, texts: Sequence[str], template: BlockTemplate, *, show_progress: bool
     ) -> EncodeStats:
-        """Encode passages that are not stored yet.
-
-        Raises:
-            ValueError: The template is not the server's.
-            MissError, ServingError: See ``ServerClient.encode``.
-        """
+        """Encode passages that are not stored yet."""
         if template != BLANK_LINE:
             raise ValueError(
                 f"Found block_template={template}, but servers use {BLANK_LINE}; leave it out"

@@ -29,21 +29,7 @@ from blockattn_rag.store.urls import check_no_credentials
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """A model, and the store of its keys and values.
-
-    Args:
-        model: Model name or folder.
-        store: Address or absolute path of the store.
-        recipe: ``"auto"``, settings such as ``"fast"``, or a recipe folder.
-        stock: Settings of ``"auto"`` for a stock model without a recipe.
-        dtype: Type of the weights. ``"auto"``: float32 on a CPU, else the checkpoint's type.
-        namespace: Namespace of the keys and values in the store.
-        kv_dtype: Type of newly stored keys and values.
-        folder: Folder of the database that the store belongs to.
-
-    Raises:
-        ValueError: The address of the store contains credentials.
-    """
+    """A model, and the store of its keys and values."""
 
     model: str
     store: str
@@ -59,7 +45,6 @@ class Served:
 
     @classmethod
     def of_database(cls, path: Path) -> Served:
-        """Model, store and settings of a database."""
         manifest = require_manifest(path)
         if manifest.server is not None:
             raise DatabaseError(
@@ -79,7 +64,6 @@ class Served:
 
     @property
     def source(self) -> str:
-        """Folder or hub id of the model."""
         source = resolve_name(self.model)
         if is_adapter(source):
             raise UnsupportedModelError(

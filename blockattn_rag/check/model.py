@@ -57,9 +57,6 @@ def check_model(model: BlockModel, recipe: Recipe | None = None) -> CheckReport:
     In float32, logits must agree to 1e-4. In 16-bit types, the budget is derived from the model's
     rounding error: the difference between two full-attention runs that are equal in exact
     arithmetic. The rotary layout was measured when the model was loaded.
-
-    Args:
-        recipe: Recipe to check as well, fitted to this model.
     """
     blocks = _random_blocks(model)
     budget = _budget(model, blocks)
@@ -100,7 +97,6 @@ def _layout_row(model: BlockModel) -> CheckRow:
 
 
 def _random_blocks(model: BlockModel) -> list[list[int]]:
-    """Random token ids for the context blocks and the final block."""
     generator = torch.Generator().manual_seed(1)
     vocabulary = vocabulary_size(model.hf_model)
     return [torch.randint(vocabulary, (n,), generator=generator).tolist() for n in _BLOCK_TOKENS]

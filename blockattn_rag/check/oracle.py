@@ -103,13 +103,11 @@ def oracle_logits(
     """Logits ``[final tokens, vocab]`` of the final block (the last of ``block_ids``), float32.
 
     Args:
-        block_ids: Token ids of each block.
         sink_ids: Sink tokens before each block except the first and the final one. Only that block
             attends to them.
         adapter: Adapter for the keys and values of passages, which the final block attends to.
         layouts: Rotary layout of each layer of the adapter.
         layers: Indices of these layers in the model. Default: 0, 1, ...
-        positions: Positions of the context blocks' keys.
     """
     lengths = [len(block) for block in block_ids]
     layout = layout_of(lengths, len(sink_ids))
@@ -157,14 +155,7 @@ def oracle_generate(
 
 
 class RecipeOracle:
-    """Oracle for the answer to a prompt with a recipe.
-
-    Args:
-        recipe: Recipe that block mode runs with.
-
-    Raises:
-        ValueError: the recipe recomputes tokens. ``check_model`` checks that by itself.
-    """
+    """Oracle for the answer to a prompt with a recipe."""
 
     def __init__(self, model: BlockModel, prompt: BlockPrompt, recipe: Recipe) -> None:
         if recipe.recompute:
@@ -194,14 +185,12 @@ class RecipeOracle:
         return found[-1 - len(answer_ids) :]
 
     def generate(self, max_new_tokens: int) -> list[int]:
-        """Generate the answer greedily."""
         return oracle_generate(
             self._hf_model, self.blocks, max_new_tokens, self._end_ids, **self._arguments
         )
 
 
 def _masks(hf_model: PreTrainedModel, lengths: Sequence[int], sink_length: int) -> Any:
-    """Mask in the form the model expects: one for all layers, or one per layer type."""
     layers = DynamicCache(config=hf_model.config).layers
     windows = {getattr(layer, "sliding_window", None) for layer in layers}
     masks = {w: _additive(block_mask(lengths, w, sink_length), hf_model) for w in windows}
@@ -213,8 +202,6 @@ def _masks(hf_model: PreTrainedModel, lengths: Sequence[int], sink_length: int) 
 
 
 class _Masks(dict[str, Tensor]):
-    """Masks by type of layer. State layers have none."""
-
     def __missing__(self, _: str) -> None:
         return None
 
@@ -233,15 +220,7 @@ def adapting(
     layouts: Sequence[RotaryLayout],
     layers: Sequence[int],
 ) -> Iterator[None]:
-    """Replace the model's attention within the ``with`` block.
-
-    Args:
-        layout: Blocks of the prompt's tokens, and positions of their keys.
-        adapter: Adapter for the passages' keys and values. None: they stay unchanged.
-
-    Raises:
-        UnsupportedModelError: the model's attention cannot be replaced.
-    """
+    """Replace the model's attention within the ``with`` block."""
     if adapter is None:
         yield
         return

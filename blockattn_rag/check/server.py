@@ -21,13 +21,7 @@ _NEW_TOKENS = 24
 
 @dataclass(frozen=True, slots=True)
 class ServerReport(CheckReport):
-    """Results of the checks of one server.
-
-    Args:
-        info: The server's description of itself.
-        block: The server's answer in block mode. None: the server does not store the passages.
-        full: Its answer in full mode.
-    """
+    """Results of the checks of one server."""
 
     info: ServerInfo
     block: str | None
@@ -46,9 +40,6 @@ def check_server(client: ServerClient) -> ServerReport:
     The passages are always the same, so repeated checks leave at most two entries in the store. The
     answers of a model that is not block-fine-tuned may differ. What must hold is that block mode
     uses every passage, and that each is computed once.
-
-    Raises:
-        ServingError: The server cannot be reached, refuses a request, or lacks the connector.
     """
     info = client.info
     full = _asked(client, "full", PASSAGES)
@@ -82,7 +73,6 @@ def _asked(client: ServerClient, mode: Mode, passages: Sequence[str]) -> _Asked:
 
 
 def _uses(stats: ReuseStats, passages: int) -> bool:
-    """Whether an answer used at least this many blocks."""
     return stats.mode == "block" and stats.hits + stats.misses >= passages
 
 

@@ -28,7 +28,6 @@ class Prepared(NamedTuple):
     Args:
         context: Context blocks at their positions. Empty in full mode.
         limit: Maximum number of tokens to generate.
-        stats: Statistics so far.
         is_hit: Whether each context block was found.
         may_change: Whether each context block's tokens may be recomputed for the question.
         recomputed_tokens: Number of tokens to recompute.
@@ -65,20 +64,17 @@ class Prepared(NamedTuple):
 
 
 class Answer:
-    """An answer that is being generated."""
-
     def __init__(
         self, pending: PendingRequest, prompt: BlockPrompt, prepared: Prepared, model: BlockModel
     ) -> None:
         self.pending = pending
         self._prepared = prepared
-        self.options: GenerateOptions = pending.request.options
+        self.options: GenerateOptions = pending.options
         self._prompt = prompt
         self._model = model
         self.restart()
 
     def restart(self) -> None:
-        """Discard all tokens and start over."""
         self.prepared = self._prepared
         hf_model, sampling = self._model.hf_model, self.options.sampling
         tokenizer = self._model.tokenizer.tokenizer
@@ -98,7 +94,6 @@ class Answer:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the request's result is set."""
         return self.pending.answer.done()
 
     @property
@@ -140,7 +135,6 @@ class Answer:
         self.pending.answer.set_result(self._generation(list(ids)))
 
     def _show(self) -> None:
-        """Pass new text to the caller."""
         text, count = self._detokenizer.text, len(self._detokenizer.ids)
         if len(text) > self._shown_characters:
             new_ids = self._ids[self._shown_tokens : count]

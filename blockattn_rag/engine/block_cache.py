@@ -30,9 +30,6 @@ class BlockCache:
             memory already, and the cache has none.
         max_bytes: Size limit of the cached keys and values. Larger blocks are not cached.
         read_only: Whether the store stays unchanged even if it is in memory.
-
-    Raises:
-        ValueError: ``max_bytes`` is negative.
     """
 
     def __init__(self, store: KVStore, max_bytes: int, *, read_only: bool = False) -> None:
@@ -45,7 +42,6 @@ class BlockCache:
         self._failed_s = -math.inf  # last failure to report a use
 
     def get_many(self, keys: Sequence[str]) -> list[ReadResult]:
-        """Read several entries. One call to the store reads the ones that are not cached."""
         if self._cached is None:
             return self._store.get_many(keys)
         entries: dict[str, ReadResult] = {key: self._cached.get(key) for key in keys}

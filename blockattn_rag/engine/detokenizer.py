@@ -18,7 +18,6 @@ class Detokenizer:
 
     Attributes:
         ids: Tokens pushed so far, up to the one that completed a stop string.
-        text: Text emitted so far.
         stopped: Whether a stop string ended the text.
     """
 
@@ -50,7 +49,6 @@ class Detokenizer:
         return self._emit(self._unread(), final=True)
 
     def _unread(self) -> str:
-        """Text of the tokens that are not decoded yet."""
         seen = self._decode(self.ids[self._start : self._read])
         return self._decode(self.ids[self._start :])[len(seen) :]
 

@@ -14,7 +14,6 @@ from blockattn_rag.engine.options import GenerateOptions
 from blockattn_rag.engine.outline import STOCK
 from blockattn_rag.engine.pending import (
     MAX_BATCH,
-    AnswerRequest,
     Group,
     LatePrompt,
     PendingRequest,
@@ -155,7 +154,6 @@ class BlockAttentionEngine:
 
     @property
     def kv_dtype(self) -> KVDtype:
-        """Type of computed keys and values."""
         return self._fetcher.kv_dtype
 
     @property
@@ -165,7 +163,6 @@ class BlockAttentionEngine:
 
     @property
     def recipe(self) -> Recipe:
-        """How the model runs in block mode."""
         return self._recipes.default
 
     @property
@@ -314,7 +311,6 @@ class BlockAttentionEngine:
         return pending.chunks(partial(self._scheduler.submit, pending))
 
     def astream(self, prompt: LatePrompt, **options: Any) -> AsyncGenerator[GenerationChunk, None]:
-        """Async ``stream``."""
         pending = self._pending(prompt, options)
         return pending.achunks(partial(self._scheduler.submit_in_turn, pending))
 
@@ -375,8 +371,9 @@ class BlockAttentionEngine:
         if not callable(prompt):  # refuse an invalid prompt now, in the caller
             prompt = to_block_prompt(prompt)
         needs = self.model.rules.start(parsed.sampling.grammar)
-        request = AnswerRequest(prompt, parsed, max_batch, needs)
-        return PendingRequest(request, self._runner, group)
+        return PendingRequest(
+            prompt, parsed, self._runner, max_batch=max_batch, needs=needs, group=group
+        )
 
     def _options(self, given: Mapping[str, Any]) -> GenerateOptions:
         return GenerateOptions.parse(given, self._recipes.of_call(given.get("recipe")))

@@ -50,7 +50,6 @@ class Fetched(NamedTuple):
 
     @property
     def reused_tokens(self) -> int:
-        """Number of tokens in the hits."""
         return sum(kv.num_tokens for kv in compress(self.blocks, self.is_hit))
 
 
@@ -63,10 +62,6 @@ class BlockFetcher:
         resident_bytes: Bytes of blocks to cache in memory, unless the store itself is in memory.
         kv_dtype: Type of computed keys and values. Stored blocks are read in any type.
         on_miss: Whether to compute missing passages or to raise ``MissError``.
-
-    Raises:
-        ValueError: ``kv_dtype`` or ``on_miss`` is unknown, or the model does not support
-            ``kv_dtype``.
     """
 
     def __init__(
@@ -101,7 +96,6 @@ class BlockFetcher:
     def specs(
         self, blocks: Sequence[Block], *, as_prompt: bool, recipe: Recipe = PLAIN
     ) -> list[BlockSpec]:
-        """Specs of blocks; see ``BlockLookup.specs``."""
         return self._lookup.specs(blocks, as_prompt=as_prompt, recipe=recipe)
 
     def contains(self, block: Block, *, first: bool = False, recipe: Recipe = PLAIN) -> bool:
@@ -127,9 +121,6 @@ class BlockFetcher:
 
         Computed passages are stored. System messages are stored on their second use. All other text
         is private to its prompt and kept in this process's memory only.
-
-        Raises:
-            MissError: A passage is not stored, and ``on_miss`` is ``"error"``.
         """
         specs = merge_specs(context)
         blocks = self._look_up([*specs.values()])
@@ -188,7 +179,6 @@ class BlockFetcher:
         return stored.to(self._model.device)
 
     def _finished(self, encoded: BlockKV, spec: BlockSpec) -> BlockKV:
-        """Apply the adapter to a computed block and convert it to ``kv_dtype``."""
         if spec.adapter is not None:
             encoded = spec.adapter.corrected(encoded, self._model.profile.layouts)
         if self.kv_dtype == "int8":
@@ -197,7 +187,6 @@ class BlockFetcher:
         return replace(encoded, digest=spec.digest, handle=handle, namespace=namespace)
 
     def _look_up(self, specs: Sequence[BlockSpec]) -> dict[Name, BlockKV]:
-        """Read the blocks that are stored. Returns them by name, on the model's device."""
         stored, errors = find_blocks(specs, self._cache.get_many, self._outline)
         blocks: dict[Name, BlockKV] = {}
         for spec, kv in zip(specs, stored, strict=True):
@@ -236,7 +225,6 @@ class BlockFetcher:
             self._to_store.add(key)
 
     def _store(self, kv: BlockKV) -> None:
-        """Store a block. A failure is logged and does not affect the answer."""
         self._to_store.discard(kv.key)
         if self.access.read_only:
             self._cache.keep(kv.key, kv)
@@ -250,11 +238,7 @@ class BlockFetcher:
 
 
 def check_on_miss(on_miss: OnMiss) -> OnMiss:
-    """Return ``on_miss`` if it is valid.
-
-    Raises:
-        ValueError: ``on_miss`` is unknown.
-    """
+    """Return ``on_miss`` if it is valid."""
     if on_miss not in ("compute", "error"):
         raise ValueError(f"Unknown on_miss {on_miss!r}: expected 'compute' or 'error'.")
     return on_miss

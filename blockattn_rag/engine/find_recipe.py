@@ -97,12 +97,6 @@ def resolve_recipe(
 class CallRecipes:
     """Recipes of an engine and of its calls.
 
-    Args:
-        model, store: The engine's model and store.
-        folder, stock: See ``resolve_recipe``.
-        positions: Overrides the positions of every recipe.
-        default: Recipe of the engine, as for ``resolve_recipe``.
-
     Raises the same errors as ``resolve_recipe``.
     """
 
@@ -211,7 +205,6 @@ def recipe_in_use(model: BlockModel, store: KVStore, folder: Path | None = None)
 
 
 def _found(model: BlockModel, store: KVStore, folder: Path | None) -> Recipe | None:
-    """The model's recipe next to the database, the store or the model, else the shipped one."""
     path = store.path if isinstance(store, DirectoryStore) else None
     for place in _places(path, _sources(model), folder):
         is_own = folder is not None and place.parent == folder
@@ -288,10 +281,6 @@ def known_digests(
 
     ``"auto"`` may use any recipe in ``folder``, next to the store or in the model's folder, and
     ``stock``. Any other ``given`` has a single digest.
-
-    Raises:
-        ValueError: ``given`` is not a recipe, or the recipe in ``folder`` is damaged.
-        OSError: the recipe cannot be read.
     """
     if isinstance(given, Recipe):
         return [given.digest]
@@ -300,11 +289,11 @@ def known_digests(
     path = None if store is None else Path(store).expanduser()
     if given != AUTO:
         assert not isinstance(given, Recipe)  # returned above
-        return [read_fields(Path(given).expanduser())["digest"]]
+        return [read_fields(Path(given).expanduser()).digest]
     digests = known_digests(stock, None, "")
     for place in _places(path, [model], folder):
         try:
-            digests.append(read_fields(place)["digest"])
+            digests.append(read_fields(place).digest)
         except (ValueError, OSError):
             if folder is not None and place.parent == folder:
                 raise
@@ -313,9 +302,8 @@ def known_digests(
 
 @cache
 def _shipped() -> dict[str, Path]:
-    """Folders of the shipped recipes, by fingerprint."""
     places = sorted(_SHIPPED.glob(f"*/{RECIPE_FILE}"))
-    return {one: path.parent for path in places for one in read_fields(path.parent)["fingerprints"]}
+    return {one: path.parent for path in places for one in read_fields(path.parent).fingerprints}
 
 
 @cache
@@ -324,7 +312,6 @@ def _load_shipped(place: Path) -> Recipe:
 
 
 def _unlike_training(recipe: Recipe, model: BlockModel) -> str:
-    """Explain how a recipe differs from a model's training. Empty if it does not."""
     found = {"positions": recipe.positions, "sink": recipe.sink}
     if model.checkpoint:
         return model.checkpoint.unmet(**found)
@@ -339,7 +326,6 @@ def _warn_once(model: BlockModel, message: str, about: str = "") -> None:
 
 
 def _trade(model: BlockModel, recipe: Recipe, folder: Path | None) -> str:
-    """What a stock model's recipe costs and gains, and how to change that (docs/quality.md)."""
     start = (
         f"{model.name} is not block-fine-tuned and has no recipe: block mode uses {str(recipe)!r}, "
     )

@@ -45,11 +45,7 @@ class EncodeStats:
 
 
 def blocks_to_encode(texts: Sequence[str | Block] | BlockPrompt) -> tuple[list[Block], bool]:
-    """The argument of ``encode`` as blocks, and whether the first block starts a prompt.
-
-    Raises:
-        TypeError: The argument is not a list of texts.
-    """
+    """The argument of ``encode`` as blocks, and whether the first block starts a prompt."""
     if isinstance(texts, str) or not isinstance(texts, (Iterable, BlockPrompt)):
         raise TypeError(f"Expected a list of texts, found {type(texts).__name__}: pass [text]")
     as_prompt = isinstance(texts, BlockPrompt)
@@ -76,16 +72,9 @@ def precompute(
         run: Runs the encoding of one batch on the model's thread, so that answers can run between
             batches. Blocks are stored in the caller's thread.
         as_prompt: Whether the first block starts a prompt and therefore has the BOS token.
-        show_progress: Whether to show a progress bar.
         on_progress: Called with the number of tokens in blocks that are done, and in all distinct
             blocks: first with those that were stored already, then after each block.
         batch_tokens: Maximum number of tokens in an encoding batch, including padding.
-        recipe: How passages are encoded.
-
-    Raises:
-        ContextOverflowError: a single block is longer than the model's context window.
-        ValueError: a block is missing, and the engine is read-only.
-        StoreError: a block cannot be stored.
     """
     started = time.perf_counter()
     specs = [*merge_specs(fetcher.specs(blocks, as_prompt=as_prompt, recipe=recipe)).values()]

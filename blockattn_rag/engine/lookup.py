@@ -33,8 +33,6 @@ class BlockSpec(NamedTuple):
         digest: Digest of the tokens and of how they are encoded.
         encoded_digest: Digest of the block before its adapter is applied.
         sink_ids: Prefix tokens that the block is encoded with.
-        adapter: Adapter to apply after encoding.
-        keep: Where the block's KV may be kept.
         handles: Handles of all requested texts with these tokens.
     """
 
@@ -51,7 +49,6 @@ class BlockSpec(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Key that the block is stored under."""
         return self.keys[0]
 
     @property
@@ -96,7 +93,6 @@ class BlockLookup:
         Args:
             as_prompt: Whether the first block starts a prompt. If so, it has the BOS token and is
                 encoded without sink and adapter.
-            recipe: How the other blocks are encoded.
         """
         specs = []
         for index, block in enumerate(blocks):

@@ -27,9 +27,6 @@ class GenerateOptions:
     Args:
         mode: ``"block"`` reuses blocks; ``"full"`` is ordinary attention over the same tokens.
         recipe: How the model runs in block mode. Ignored in full mode.
-
-    Raises:
-        ValueError: ``mode`` is unknown.
     """
 
     mode: Mode = "block"
@@ -50,10 +47,6 @@ class GenerateOptions:
 
         Args:
             recipe: The resolved recipe of the call. The one in ``given`` is ignored.
-
-        Raises:
-            TypeError: an argument is misspelled, or is a setting of the engine.
-            ValueError: a value is out of range.
         """
         rest = dict(given)
         rest.pop("recipe", None)

@@ -10,7 +10,6 @@ from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Seque
 from concurrent.futures import Future
 from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
-from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar, cast
 
 import torch
@@ -30,17 +29,12 @@ LatePrompt = Prompt | Callable[[], Prompt]
 
 
 def to_block_prompt(prompt: LatePrompt) -> BlockPrompt:
-    """Convert a prompt to a ``BlockPrompt``.
-
-    Raises:
-        ValueError, TypeError: the prompt is invalid.
-    """
+    """Convert a prompt to a ``BlockPrompt``."""
     made = prompt() if callable(prompt) else prompt
     return made if isinstance(made, BlockPrompt) else BlockPrompt.from_texts(made)
 
 
 def check_batch_size(batch_size: object) -> None:
-    """Raise ValueError if a batch size is not a positive integer."""
     if not isinstance(batch_size, int) or batch_size < 1:
         raise ValueError(f"Invalid batch_size {batch_size!r}: expected an integer, 1 or more.")
 
@@ -53,7 +47,6 @@ class Group:
 
     Args:
         options: Options of the requests. Requests with other options do not join the group.
-        calls: Total number of calls.
         at_once: Number of calls that run concurrently.
     """
 
@@ -120,7 +113,6 @@ class Pending(Generic[T]):
         return self._left.is_set() or (self.loop is not None and self.loop.is_closed())
 
     def leave(self) -> None:
-        """Cancel the work. Waiting work is dropped; a running answer stops at its next token."""
         self._left.set()
         self.answer.cancel()
 
@@ -129,9 +121,6 @@ class Pending(Generic[T]):
 
         Args:
             timeout: Seconds to wait. Afterwards the work is cancelled.
-
-        Raises:
-            TimeoutError: the result was not ready in time.
         """
         try:
             return self.answer.result(timeout)
@@ -160,7 +149,6 @@ class Pending(Generic[T]):
         return not self.left and self.answer.set_running_or_notify_cancel()
 
     def fail(self, error: BaseException) -> None:
-        """Raise an error in the caller, unless the result is set already."""
         if isinstance(error, StopIteration):  # asyncio futures refuse StopIteration
             named = RuntimeError(f"Making the prompt or its answer raised {error!r}")
             named.__cause__ = error
@@ -168,19 +156,19 @@ class Pending(Generic[T]):
         if not self.answer.done():
             self.answer.set_exception(error)
 
-    def as_the_caller(self, work: Callable[[], T]) -> T:
-        """Run a function with the caller's context variables and number of PyTorch threads."""
-        # PyTorch keeps its number of threads per calling thread.
-        if torch.get_num_threads() != self._num_threads:
-            torch.set_num_threads(self._num_threads)
-        return self._context.copy().run(work)
-
     def joins(self, first: Pending[Any]) -> bool:
         """Whether this work can share a batch with ``first``."""
         return False
 
-    def serve(self, batch: Sequence[Pending[Any]]) -> None:
-        """Run a batch whose first item is this one. Sets each item's result or error."""
+    def run(self, batch: Sequence[Pending[Any]]) -> None:
+        """Run a batch whose first item is this one, with the caller's context variables and number
+        of PyTorch threads. Sets each item's result or error."""
+        # PyTorch keeps its number of threads per calling thread.
+        if torch.get_num_threads() != self._num_threads:
+            torch.set_num_threads(self._num_threads)
+        self._context.copy().run(self._serve, batch)
+
+    def _serve(self, batch: Sequence[Pending[Any]]) -> None:
         raise NotImplementedError
 
 
@@ -191,25 +179,50 @@ class Job(Pending[T]):
         super().__init__()
         self._work = work
 
-    def serve(self, batch: Sequence[Pending[Any]]) -> None:
+    def _serve(self, batch: Sequence[Pending[Any]]) -> None:
         self.answer.set_result(self._work())
 
 
-class PendingAnswer(Pending[Generation]):
+class BatchRunner(Protocol):
+    """What answers requests: ``runner.Runner``."""
+
+    def answer_batch(self, batch: Sequence[PendingRequest], /) -> None:
+        """Set the answer or the error of each request. All have equal options."""
+
+    def can_share(self, options: GenerateOptions, /) -> bool:
+        """Whether batching leaves the answers to requests with these options unchanged."""
+
+
+class PendingRequest(Pending[Generation]):
     """A prompt that is waiting for its answer.
 
     Args:
         prompt: The prompt, or a function that creates it. The function is called outside the
             caller's thread, because it may be slow and the caller may be an event loop.
+        runner: Answers it, in a batch with requests of the same runner and with equal options.
+        needs: Future of the compiled grammar. Other requests may run first until it is done.
     """
 
-    def __init__(self, prompt: LatePrompt) -> None:
+    def __init__(
+        self,
+        prompt: LatePrompt,
+        options: GenerateOptions,
+        runner: BatchRunner,
+        *,
+        max_batch: int = MAX_BATCH,
+        needs: Future[Any] | None = None,
+        group: Group | None = None,
+    ) -> None:
         super().__init__()
+        self.options = options
+        self.max_batch = max_batch
+        self.needs = needs
+        self.group = group
         self.on_chunk: Callable[[GenerationChunk], object] | None = None
         self._prompt = prompt
+        self._runner = runner
 
     def prompt(self) -> BlockPrompt:
-        """The prompt, created with the caller's context variables."""
         return self._context.copy().run(to_block_prompt, self._prompt)
 
     def emit(self, text: str, token_ids: Sequence[int] = ()) -> None:
@@ -231,7 +244,6 @@ class PendingAnswer(Pending[Generation]):
             self.leave()
 
     async def achunks(self, submit: Callable[[], object]) -> AsyncGenerator[GenerationChunk, None]:
-        """Async ``chunks``."""
         loop = self.loop = asyncio.get_running_loop()
         chunks: asyncio.Queue[GenerationChunk | None] = asyncio.Queue()
 
@@ -251,61 +263,14 @@ class PendingAnswer(Pending[Generation]):
         finally:
             self.leave()
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class AnswerRequest:
-    """A prompt to answer, and how.
-
-    Args:
-        prompt: The prompt, or a function that creates it on the model's thread.
-        options: Options of the answer.
-        max_batch: Maximum size of the request's batch.
-        needs: Future of the compiled grammar. Other requests may run first until it is done.
-    """
-
-    prompt: LatePrompt
-    options: GenerateOptions
-    max_batch: int = MAX_BATCH
-    needs: Future[Any] | None = None
-
-
-class BatchRunner(Protocol):
-    """What answers requests: ``runner.Runner``."""
-
-    def answer_batch(self, batch: Sequence[PendingRequest], /) -> None:
-        """Set the answer or the error of each request. All have equal options."""
-
-    def can_share(self, options: GenerateOptions, /) -> bool:
-        """Whether batching leaves the answers to requests with these options unchanged."""
-
-
-class PendingRequest(PendingAnswer):
-    """A request that is waiting for a model in this process.
-
-    Args:
-        request: The request.
-        runner: Answers it, in a batch with requests of the same runner and with equal options.
-        group: Requests to answer together with this one.
-    """
-
-    def __init__(
-        self, request: AnswerRequest, runner: BatchRunner, group: Group | None = None
-    ) -> None:
-        super().__init__(request.prompt)
-        self.request = request
-        self.max_batch = request.max_batch
-        self.needs = request.needs
-        self.group = group
-        self._runner = runner
-
     def joins(self, first: Pending[Any]) -> bool:
         return (
             isinstance(first, PendingRequest)
             and self._runner is first._runner
             and self.max_batch == first.max_batch
-            and self.request.options == first.request.options
-            and self._runner.can_share(self.request.options)
+            and self.options == first.options
+            and self._runner.can_share(self.options)
         )
 
-    def serve(self, batch: Sequence[Pending[Any]]) -> None:
+    def _serve(self, batch: Sequence[Pending[Any]]) -> None:
         self._runner.answer_batch(cast("Sequence[PendingRequest]", batch))  # see `joins`

@@ -4,10 +4,10 @@ Models that are not block-fine-tuned give worse answers in block mode. A recipe 
 mainly by changing how passages are encoded, which costs nothing per answer. ``blockattn-rag
 repair`` makes a recipe and saves it as a folder::
 
-    recipe.json           the fields of ``Recipe``, its digest, and the sha256 of the other files
-    adapter.safetensors   the adapter, if there is one
-    report.json           measurements of ``repair``
-    report.png            plot of the report, if there is one
+    recipe.json             the fields of ``Recipe`` with the measurements of ``repair``, its
+                            digest, and the names of the other files
+    adapter-*.safetensors   the adapter, if there is one
+    report-*.png            plot of the measurements, if there is one
 """
 
 from __future__ import annotations
@@ -15,22 +15,21 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, get_args
 
 from blockattn_rag.engine.outline import RecipeOutline
 from blockattn_rag.engine.recipe_files import (
-    ADAPTER_FILE,
+    ADAPTER,
     MOST_JSON_BYTES,
-    PLOT_FILE,
+    PLOT,
     RECIPE_FILE,
-    REPORT_FILE,
+    RecipeFields,
     damaged,
     part,
     read_consistently,
-    read_json,
     write_recipe,
 )
 from blockattn_rag.kv.context import Positions
@@ -149,7 +148,6 @@ class Recipe:
 
     @property
     def encoding(self) -> tuple[str, str]:
-        """See ``RecipeOutline.encoding``."""
         return self.outline.encoding
 
     def __str__(self) -> str:
@@ -183,20 +181,18 @@ class Recipe:
             ValueError: the report is not plain JSON or too large, or ``folder`` has other files.
             OSError: the folder cannot be written, or another process locks it for a minute.
         """
-        report = json.dumps(dict(self.report), indent=2, allow_nan=False).encode() + b"\n"
-        if len(report) > MOST_JSON_BYTES:
+        fields = {"digest": self.digest, **self._fields(), "report": dict(self.report)}
+        if (nbytes := len(json.dumps(fields, indent=2, allow_nan=False)) + 200) > MOST_JSON_BYTES:
             raise ValueError(
-                f"The report has {len(report):,} bytes as JSON, expected at most "
-                f"{MOST_JSON_BYTES:,}: leave a part of it out."
+                f"The recipe has {nbytes:,} bytes as JSON, expected at most {MOST_JSON_BYTES:,}: "
+                "leave a part of the report out."
             )
-        parts = {REPORT_FILE: report}
-        if self.adapter:
-            parts[ADAPTER_FILE] = correction_bytes(self.adapter)
+        parts = {ADAPTER: correction_bytes(self.adapter)} if self.adapter else {}
         if plot is not None:
-            parts[PLOT_FILE] = plot
+            parts[PLOT] = plot
         # Replaces the target of a link, not the link.
         place = Path(folder).expanduser().resolve()
-        write_recipe(place, {"digest": self.digest, **self._fields()}, parts)
+        write_recipe(place, fields, parts)
 
     @classmethod
     def load(cls, folder: str | Path) -> Recipe:
@@ -210,29 +206,22 @@ class Recipe:
         return read_consistently(folder, lambda saved: cls._read(folder, saved))
 
     @classmethod
-    def _read(cls, folder: Path, saved: Mapping[str, Any]) -> Recipe:
-        adapter = None
-        if saved["adapter"] is not None:
-            adapter = read_correction(part(folder, ADAPTER_FILE, saved))
-        report = read_json(part(folder, REPORT_FILE, saved))
-        names = ("sink", "promote", "positions", "model", "prompt_format")
+    def _read(cls, folder: Path, saved: RecipeFields) -> Recipe:
+        known = {name: value for name, value in vars(saved).items() if name in _SAVED}
+        if saved.adapter is not None:
+            known["adapter"] = read_correction(part(folder, ADAPTER, saved))
         try:
-            recipe = cls(
-                **{name: saved[name] for name in names},
-                recompute=saved.get("recompute", 0.0),
-                adapter=adapter,
-                fingerprints=tuple(saved["fingerprints"]),
-                report=report,
-                source=str(folder),
-            )
+            recipe = cls(**known, source=str(folder))
         except (TypeError, ValueError) as error:
             raise damaged(folder / RECIPE_FILE, str(error)) from error
-        if recipe.digest != saved["digest"]:
+        if recipe.digest != saved.digest:
             raise damaged(
-                folder / RECIPE_FILE, f"found digest {recipe.digest}, expected {saved['digest']}"
+                folder / RECIPE_FILE, f"found digest {recipe.digest}, expected {saved.digest}"
             )
         return recipe
 
     def with_positions(self, positions: Positions | None) -> Recipe:
-        """The recipe with other positions. None leaves it unchanged."""
         return self if positions in (None, self.positions) else replace(self, positions=positions)
+
+
+_SAVED = {field.name for field in fields(Recipe)} - {"source"}

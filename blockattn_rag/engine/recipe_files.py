@@ -1,12 +1,10 @@
 """Files of a recipe's folder, which are read and replaced as one unit.
 
-``recipe.json`` names the sha256 of every other file, its *parts*. A writer first writes the new
-parts under pending names that contain their sha256, then replaces ``recipe.json``, which commits
-them, and then renames the parts. So at every moment, each part that ``recipe.json`` names is
-complete under one of two names. Parts of the old recipe that the new one does not have get pending
-names before the commit, so no part without a name in ``recipe.json`` is the work of a writer.
-Readers take no lock: they start again if ``recipe.json`` was replaced while they read. Writers
-exclude each other with a lock file, which is empty and stays.
+``recipe.json`` names the other files, its *parts*. The name of a part contains the digest of its
+contents, so a part never changes. A writer writes the new parts, then replaces ``recipe.json``,
+which commits them, and then deletes all other parts. An interruption leaves the old or the new
+recipe, and parts that the next save deletes. Readers take no lock: they start again if a part was
+deleted while they read. Writers exclude each other with a lock file, which is empty and stays.
 """
 
 from __future__ import annotations
@@ -17,125 +15,124 @@ import json
 import os
 import re
 import stat
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
+
+from pydantic import ConfigDict, ValidationError
+from pydantic.dataclasses import dataclass
 
 from blockattn_rag.engine.outline import TEXT_FORMS
 from blockattn_rag.files import locked, replacing, sync, write_json
 
-VERSION = 2
+VERSION = 3
 RECIPE_FILE = "recipe.json"
-ADAPTER_FILE, REPORT_FILE, PLOT_FILE = "adapter.safetensors", "report.json", "report.png"
-_PARTS = (ADAPTER_FILE, REPORT_FILE, PLOT_FILE)
+MOST_JSON_BYTES = 16 << 20
+"""Maximum size of ``recipe.json``. Every load reads it."""
+
+ADAPTER, PLOT = "adapter-*.safetensors", "report-*.png"
+"""Names of parts, with ``*`` for the first 16 digits of the sha256 of their contents."""
+
 _LOCK = ".lock"
-_TEMPORARY = re.compile(
-    rf"\.+({'|'.join(map(re.escape, (RECIPE_FILE, *_PARTS)))})(\.[0-9a-f]{{16}}\.tmp)+"
-)
+_DIGEST = "[0-9a-f]{16}"
+_PART = "|".join(re.escape(name).replace(r"\*", _DIGEST) for name in (ADAPTER, PLOT))
+_IS_PART = re.compile(_PART)
+_IS_TEMPORARY = re.compile(rf"\.({re.escape(RECIPE_FILE)}|{_PART})\.{_DIGEST}\.tmp")
 _OF_DESKTOPS = {".DS_Store", "Thumbs.db", "desktop.ini"}
 """Files that file managers create in every folder. They are neither refused nor deleted."""
 
-_SHA256 = re.compile("[0-9a-f]{64}")
-
-MOST_JSON_BYTES = 16 << 20
-"""Maximum size of each of the JSON files. Every load reads them."""
-
-_FIELDS: dict[str, tuple[type, ...]] = {
-    "version": (int,),
-    "digest": (str,),
-    "sink": (str,),
-    "adapter": (str, type(None)),
-    "promote": (int,),
-    "positions": (str,),
-    "fingerprints": (list,),
-    "model": (str,),
-    "prompt_format": (str,),
-}
-_OPTIONAL: dict[str, tuple[type, ...]] = {"recompute": (int, float)}
-_HEADS = [b'{\n  "version": %d,\n  "digest": "' % version for version in (1, VERSION)]
-
+_HEAD = b'{\n  "version": %d,\n  "digest": "' % VERSION
 _MADE_BY = "`blockattn-rag repair`"
-_READS = 2 * len(_PARTS) + 1  # each failure can be due to the renaming of one part, twice
-_REPLACED = 1000
+_ATTEMPTS = 20
 _MISSING = {errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP}
 """Codes of the errors that prove that there is no file. The others may be transient."""
 
 T = TypeVar("T")
 
 
-def read_fields(folder: Path) -> dict[str, Any]:
-    """Read and check ``recipe.json``. The key ``files`` has the sha256 of each part, by name.
+@dataclass(config=ConfigDict(extra="forbid", strict=True), frozen=True, kw_only=True)
+class RecipeFields:
+    """Contents of ``recipe.json``: the fields of a recipe, its digest, and the names of parts."""
 
-    Raises:
-        ValueError: the file is missing or damaged, or has another version.
-        OSError: the file cannot be read.
-    """
-    with _opened(folder) as file:
-        return _fields(folder / RECIPE_FILE, file)
+    version: int
+    digest: str
+    sink: str
+    adapter: str | None
+    promote: int
+    recompute: float = 0.0
+    positions: str
+    fingerprints: list[str]
+    model: str
+    prompt_format: str
+    report: dict[str, Any]
+    files: list[str]
 
 
-def read_consistently(folder: Path, read: Callable[[dict[str, Any]], T]) -> T:
+def read_fields(folder: Path) -> RecipeFields:
+    """Read and check ``recipe.json``."""
+    path = folder / RECIPE_FILE
+    with _opened(path) as file:
+        content = file.read(MOST_JSON_BYTES + 1)
+    if len(content) > MOST_JSON_BYTES:
+        raise damaged(path, f"found more than {MOST_JSON_BYTES >> 20} MiB")
+    try:
+        saved = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise damaged(path, f"found no valid JSON ({error})") from error
+    version = saved.get("version") if isinstance(saved, dict) else None
+    if type(version) is not int or version != VERSION:
+        raise ValueError(
+            f"{path} has version {version!r}, expected {VERSION}: make the recipe again with "
+            f"{_MADE_BY}, or update blockattn_rag."
+        )
+    try:
+        return RecipeFields(**saved)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        name = ".".join(map(str, first["loc"]))
+        raise damaged(path, f"{name}: {first['msg']}, found {first['input']!r:.80}") from error
+
+
+def read_consistently(folder: Path, read: Callable[[RecipeFields], T]) -> T:
     """Read a recipe that may be replaced at the same time.
 
     Args:
-        read: Function that reads the parts and returns the result. Its argument is the result of
-            ``read_fields``. It is called again if the recipe was replaced meanwhile.
+        read: Function that reads the parts and returns the result. It is called again if it fails,
+            because the recipe may have been replaced.
+    """
+    for _ in range(_ATTEMPTS):
+        fields = read_fields(folder)
+        try:
+            return read(fields)
+        except FileNotFoundError as error:
+            failure = damaged(Path(error.filename), "the file is missing")
+        except ValueError as error:
+            failure = error
+        if read_fields(folder) == fields:
+            break
+    raise failure
+
+
+def part(folder: Path, kind: str, fields: RecipeFields) -> Path:
+    """Path of a part, whose contents are checked.
+
+    Args:
+        kind: ``ADAPTER`` or ``PLOT``.
 
     Raises:
-        ValueError: the recipe is missing or damaged.
-        OSError: the recipe cannot be read.
+        FileNotFoundError: The part is missing.
+        ValueError: ``recipe.json`` names no such part, or its contents differ.
     """
-    path = folder / RECIPE_FILE
-    for attempt in range(1, _REPLACED + 1):
-        # While the file is open, its inode is not reused, so equal inodes are the same file.
-        with _opened(folder) as file:
-            fields = _fields(path, file)
-            for again in range(_READS):
-                try:
-                    result = read(fields)
-                except (ValueError, FileNotFoundError):
-                    if again + 1 < _READS:
-                        continue
-                    if _is_at(file, path) or attempt == _REPLACED:
-                        raise
-                else:
-                    if _is_at(file, path):
-                        return result
-                    break
-    raise ValueError(f"{path} is replaced all the time: stop the other writers, and try again.")
-
-
-def part(folder: Path, name: str, fields: Mapping[str, Any]) -> Path:
-    """Path of a part whose contents have the sha256 in ``recipe.json``.
-
-    Raises:
-        ValueError: the part is missing, or its contents differ.
-    """
-    expected = fields["files"].get(name)
-    path, found = folder / name, None
-    candidates = [path] if expected is None else [path, _pending(folder, name, expected)]
-    for candidate in candidates:
-        if not candidate.is_file():
-            continue
-        if name == REPORT_FILE and candidate.stat().st_size > MOST_JSON_BYTES:
-            raise _too_large(candidate)
-        if expected is None or (digest := _sha256(candidate)) == expected:
-            return candidate
-        found = found or digest
-    if found is None:
-        raise damaged(path, "the file is missing")
-    raise damaged(path, f"found sha256 {found}, expected {expected}")
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Read the object in a JSON file of a recipe.
-
-    Raises:
-        ValueError: the file is damaged or too large.
-    """
+    start = kind.partition("*")[0]
+    name = next((name for name in fields.files if name.startswith(start)), None)
+    if name is None or not _IS_PART.fullmatch(name):
+        raise damaged(folder / RECIPE_FILE, f"found files {fields.files}, expected {kind}")
+    path = folder / name
     with path.open("rb") as file:
-        return _parsed(path, file)
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if name != _name(kind, digest):
+        raise damaged(path, f"found sha256 {digest}, which is not the one in its name")
+    return path
 
 
 def write_recipe(folder: Path, fields: Mapping[str, Any], parts: Mapping[str, bytes]) -> None:
@@ -144,85 +141,43 @@ def write_recipe(folder: Path, fields: Mapping[str, Any], parts: Mapping[str, by
     Args:
         folder: Folder that is new, empty, or contains a recipe.
         fields: Fields of ``recipe.json`` except ``version`` and ``files``.
-        parts: Contents of the parts.
-
-    Raises:
-        ValueError: the folder contains anything else.
-        OSError: the folder cannot be written.
+        parts: Contents of the parts, by ``ADAPTER`` and ``PLOT``.
     """
     if _LOCK not in _own_names(folder):
         check_replaceable(folder)  # before anything is created there
-    files = {name: hashlib.sha256(content).hexdigest() for name, content in parts.items()}
-    saved = {"version": VERSION, **fields, "files": files}
+    names = {
+        _name(kind, hashlib.sha256(content).hexdigest()): content for kind, content in parts.items()
+    }
+    content = {"version": VERSION, **fields, "files": sorted(names)}
     is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder / _LOCK):
         check_replaceable(folder)
-        before = _saved_files(folder)
-        _settle(folder, before)
-        obsolete = [name for name in _PARTS if name not in parts and (folder / name).exists()]
-        try:
-            for name, content in parts.items():
-                with replacing(_pending(folder, name, files[name])) as file:
-                    file.write(content)
-            for name in obsolete:
-                if name in before:
-                    os.replace(folder / name, _pending(folder, name, before[name]))
-            write_json(folder / RECIPE_FILE, saved)
-        except BaseException:
-            with suppress(OSError):  # Keep the original error. The next save repeats this.
-                found = _saved_files(folder)  # it may have been committed
-                _settle(folder, found, obsolete if found == files else ())
-            raise
-        _settle(folder, files, obsolete)
+        for name, data in names.items():
+            with replacing(folder / name) as file:
+                file.write(data)
+        write_json(folder / RECIPE_FILE, content)
+        for path in [*folder.iterdir()]:
+            is_old = _IS_PART.fullmatch(path.name) and path.name not in names
+            if is_old or _IS_TEMPORARY.fullmatch(path.name):
+                path.unlink(missing_ok=True)
     sync(folder)
     if is_new:
         sync(folder.parent)
 
 
 def check_replaceable(folder: Path) -> None:
-    """Check that saving a recipe to a folder would delete nothing but a recipe.
-
-    Raises:
-        ValueError: the folder contains something else.
-    """
-    names = _own_names(folder)
-    if RECIPE_FILE not in names and names & {*_PARTS}:
+    """Check that saving a recipe to a folder would delete nothing but a recipe."""
+    path = folder / RECIPE_FILE
+    if RECIPE_FILE in _own_names(folder) and not _is_recipe(path):
         raise ValueError(
-            f"{folder} is not a recipe: it has no {RECIPE_FILE}. Choose a new or empty folder."
+            f"{path} is not of a recipe of this package: choose a new or empty folder, or move the "
+            "file away."
         )
-    if RECIPE_FILE in names and not _is_recipe(folder / RECIPE_FILE):
-        raise ValueError(
-            f"{folder / RECIPE_FILE} is not of a recipe of this package: choose a new or empty "
-            "folder, or move the file away."
-        )
-    if others := _unnamed(folder):
-        raise ValueError(
-            f"{folder} contains {', '.join(others)}, which its {RECIPE_FILE} does not name: choose "
-            "a new or empty folder, or move the other files away."
-        )
-
-
-def _unnamed(folder: Path) -> list[str]:
-    """Files with the names of parts that the recipe does not have. Empty if it is damaged."""
-
-    def unnamed(fields: Mapping[str, Any]) -> list[str]:
-        if fields["version"] != VERSION:  # version 1 does not name all of its parts
-            return []
-        return [name for name in _PARTS if name not in fields["files"] and (folder / name).exists()]
-
-    try:
-        return read_consistently(folder, unnamed)
-    except ValueError:
-        return []
 
 
 def _own_names(folder: Path) -> set[str]:
-    """Names in a folder that contains no other files than those of a recipe.
-
-    Raises:
-        ValueError: there are other files.
-    """
+    """Names in a folder that contains no other files than those of a recipe."""
     if not folder.is_dir():
         if os.path.lexists(folder):
             raise ValueError(f"{folder} is not a folder: choose a new or empty folder.")
@@ -238,7 +193,6 @@ def _own_names(folder: Path) -> set[str]:
 
 
 def damaged(path: Path, why: str) -> ValueError:
-    """Error for a file of a recipe that is not as it was written."""
     return ValueError(
         f"{path} is damaged: {why.removesuffix('.')}. Restore the recipe's folder from a copy, or "
         f"make it again with {_MADE_BY}. (To change a field, use dataclasses.replace and "
@@ -246,12 +200,7 @@ def damaged(path: Path, why: str) -> ValueError:
     )
 
 
-def _too_large(path: Path) -> ValueError:
-    return damaged(path, f"found more than {MOST_JSON_BYTES >> 20} MiB")
-
-
-def _opened(folder: Path) -> BinaryIO:
-    path = folder / RECIPE_FILE
+def _opened(path: Path) -> BinaryIO:
     try:
         if stat.S_ISREG(path.stat().st_mode):  # opening a FIFO would block
             return path.open("rb")
@@ -264,100 +213,18 @@ def _opened(folder: Path) -> BinaryIO:
         if isinstance(error, OSError) and error.errno not in _MISSING:
             raise
     raise ValueError(
-        f"Found no recipe at {folder}: expected a folder with {RECIPE_FILE}, which {_MADE_BY} "
+        f"Found no recipe at {path.parent}: expected a folder with {RECIPE_FILE}, which {_MADE_BY} "
         f"or `Recipe.save` writes, 'auto', or {TEXT_FORMS}."
     )
 
 
-def _fields(path: Path, file: BinaryIO) -> dict[str, Any]:
-    """The checked fields of an open ``recipe.json``."""
-    saved = _parsed(path, file)
-    version = saved.get("version")
-    if type(version) is not int or version not in (1, VERSION):
-        raise ValueError(
-            f"{path} has version {version!r}, expected {VERSION}: make the recipe again with "
-            f"{_MADE_BY}, or update blockattn_rag."
-        )
-    if version == 1:
-        adapter = saved.pop("adapter_sha256", "")
-        if not isinstance(adapter, str | None):
-            raise damaged(path, f"found adapter_sha256 {adapter!r:.80}, expected a string")
-        saved["files"] = {} if adapter is None else {ADAPTER_FILE: adapter}
-    if saved.keys() - _OPTIONAL.keys() != {*_FIELDS, "files"}:
-        others = ", ".join(sorted((saved.keys() - _OPTIONAL.keys()) ^ {*_FIELDS, "files"}))
-        raise damaged(path, f"missing or unknown fields: {others}")
-    for name, types in (_FIELDS | _OPTIONAL).items():
-        value = saved.get(name, 0.0)
-        if not isinstance(value, types) or isinstance(value, bool):
-            expected = " or ".join("null" if t is type(None) else t.__name__ for t in types)
-            raise damaged(path, f"found {name} {value!r:.80}, expected {expected}")
-    if not all(isinstance(one, str) for one in saved["fingerprints"]):
-        raise damaged(path, "found fingerprints that are no strings")
-    _check_files(path, saved, version)
-    return saved
-
-
-def _check_files(path: Path, saved: Mapping[str, Any], version: int) -> None:
-    files = saved["files"]
-    if not isinstance(files, dict) or not files.keys() <= {*_PARTS}:
-        raise damaged(path, f"found files {files!r:.80}, expected some of {', '.join(_PARTS)}")
-    for name, digest in files.items():
-        if not isinstance(digest, str) or not _SHA256.fullmatch(digest):
-            raise damaged(path, f"found {digest!r:.80} for {name}, expected a sha256")
-    expected = {ADAPTER_FILE} if saved["adapter"] is not None else set()
-    expected |= {REPORT_FILE} if version == VERSION else set()
-    if files.keys() - {PLOT_FILE} != expected:
-        raise damaged(path, f"found files {', '.join(files)}, expected {', '.join(expected)}")
-
-
-def _parsed(path: Path, file: BinaryIO) -> dict[str, Any]:
-    content = file.read(MOST_JSON_BYTES + 1)
-    if len(content) > MOST_JSON_BYTES:
-        raise _too_large(path)
-    try:
-        found = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise damaged(path, f"found no valid JSON ({error})") from error
-    if not isinstance(found, dict):
-        raise damaged(path, f"found {type(found).__name__}, expected a JSON object")
-    return found
-
-
-def _saved_files(folder: Path) -> dict[str, str]:
-    """The sha256 of each part of the recipe. Empty if there is no recipe, or a damaged one."""
-    try:
-        return dict(read_fields(folder)["files"])
-    except ValueError:
-        return {}
-
-
-def _settle(folder: Path, files: Mapping[str, str], obsolete: Iterable[str] = ()) -> None:
-    """Rename the pending parts of the recipe, and delete the other temporary files.
-
-    The lock must be held. Needed before a save, because an earlier one may have been interrupted
-    after its commit.
-
-    Args:
-        files: The sha256 of each part of the recipe.
-        obsolete: Parts to delete: those of a damaged recipe or one of version 1, whose sha256 is
-            unknown.
-    """
-    for name in obsolete:
-        (folder / name).unlink(missing_ok=True)
-    for name, digest in files.items():
-        with suppress(FileNotFoundError):  # it has its name already
-            os.replace(_pending(folder, name, digest), folder / name)
-    for path in [*folder.iterdir()]:
-        if _TEMPORARY.fullmatch(path.name):
-            path.unlink(missing_ok=True)
-
-
-def _pending(folder: Path, name: str, digest: str) -> Path:
-    return folder / f".{name}.{digest[:16]}.tmp"
+def _name(kind: str, digest: str) -> str:
+    return kind.replace("*", digest[:16])
 
 
 def _is_own(path: Path) -> bool:
-    if path.name not in (RECIPE_FILE, *_PARTS, _LOCK) and not _TEMPORARY.fullmatch(path.name):
+    is_known = path.name in (RECIPE_FILE, _LOCK) or _IS_PART.fullmatch(path.name)
+    if not is_known and not _IS_TEMPORARY.fullmatch(path.name):
         return False
     try:
         status = path.stat()
@@ -371,20 +238,7 @@ def _is_recipe(path: Path) -> bool:
     with path.open("rb") as file:
         content = file.read(MOST_JSON_BYTES)
     try:
-        found = json.loads(content)
+        saved = json.loads(content)
     except (ValueError, RecursionError):  # maybe a truncated one
-        return any(head.startswith(content[: len(head)]) for head in _HEADS)
-    return isinstance(found, dict) and {"version", "digest", "sink", "fingerprints"} <= found.keys()
-
-
-def _is_at(file: BinaryIO, path: Path) -> bool:
-    """Whether an open file is still the one at a path."""
-    try:
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    except FileNotFoundError:
-        return False
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        return _HEAD.startswith(content[: len(_HEAD)])
+    return isinstance(saved, dict) and {"version", "digest", "sink", "fingerprints"} <= saved.keys()

@@ -71,7 +71,6 @@ class ReuseStats:
         return replace(self, **sums)
 
     def reuse(self) -> dict[str, int]:
-        """Counts of blocks and prompt tokens, as fields of a JSON object."""
         names = ("hits", "misses", "reused_tokens", "computed_tokens")
         return {name: getattr(self, name) for name in names}
 

@@ -28,16 +28,7 @@ from blockattn_rag.prompts.blocks import BlockPrompt
 
 
 class Runner:
-    """Answers requests of one engine, on the model's thread.
-
-    Args:
-        assembly: How blocks are assembled; see ``BlockAttentionEngine``.
-        tail_bytes: Bytes of tails to cache; see ``engine.tails``.
-
-    Raises:
-        ValueError: ``assembly`` is unknown.
-        UnsupportedModelError: the model does not support ``assembly="relay"``.
-    """
+    """Answers requests of one engine, on the model's thread."""
 
     def __init__(
         self,
@@ -60,9 +51,6 @@ class Runner:
         """Answer requests with equal options. Each gets its answer or its own error.
 
         Requests share forward passes, which does not change their answers.
-
-        Raises:
-            UnsupportedModelError: the model has changed since it was loaded.
         """
         self._model.check_unchanged()
         answers = [answer for one in batch if (answer := self._prepared(one)) is not None]
@@ -76,7 +64,7 @@ class Runner:
     # -- preparing ---------------------------------------------------------------------------
 
     def _prepared(self, pending: PendingRequest) -> Answer | None:
-        options = pending.request.options
+        options = pending.options
         try:
             if pending.left:  # while other requests were prepared
                 raise CancelledError
@@ -153,7 +141,6 @@ class Runner:
     def answer_logits(
         self, prompt: BlockPrompt, answer_ids: Sequence[int], options: GenerateOptions
     ) -> Tensor:
-        """Logits at each token of a given answer; see ``BlockModel.answer_logits``."""
         self._model.check_unchanged()
         prepared = self.prepare(prompt, options)
         if prepared.limit < len(answer_ids):
@@ -289,7 +276,6 @@ class Runner:
 
 @contextmanager
 def _assembling(answers: Sequence[Answer]) -> Iterator[None]:
-    """Record the time that the assembly of a cache takes."""
     started = time.perf_counter()
     yield
     for answer in answers:

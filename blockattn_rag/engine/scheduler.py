@@ -9,22 +9,23 @@ for others only if it is part of a group. If the model is idle, the main thread 
 from __future__ import annotations
 
 import asyncio
+import atexit
 import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from blockattn_rag.engine.pending import Job, Pending
-from blockattn_rag.engine.threads import start_thread
 from blockattn_rag.model.exclusion import ModelLock, counts_as_holder, holds_a_model
 
 T = TypeVar("T")
 
 _IDLE_S = 10.0
 """Seconds without work after which the thread ends."""
+
+_LONGEST_END_S = 10.0
 
 
 class Scheduler:
@@ -99,7 +100,6 @@ class Scheduler:
                 one.leave()
 
     def run(self, work: Callable[[], T]) -> T:
-        """Run a function between answers and return its result."""
         return self.submit_and_wait(Job(work))[0]
 
     def _is_idle(self) -> bool:
@@ -121,7 +121,9 @@ class Scheduler:
         if self._has_ended:
             raise RuntimeError("The interpreter is shutting down: no more answers can be computed")
         if self._thread is None:
-            self._thread = start_thread(self._work, "blockattn-model", self._end)
+            thread = threading.Thread(target=self._work, name="blockattn-model", daemon=True)
+            thread.start()
+            self._thread = thread
 
     def _work(self) -> None:
         with counts_as_holder():
@@ -145,7 +147,6 @@ class Scheduler:
             return []
 
     def _next_batch(self) -> list[Pending[Any]]:
-        """The first ready item, and all ready items that can share a batch with it."""
         self._waiting = [one for one in self._waiting if not one.left]
         waiting = Counter(one.group for one in self._waiting)
         for one in self._waiting:
@@ -162,25 +163,26 @@ class Scheduler:
 
     @staticmethod
     def _run(batch: Sequence[Pending[Any]]) -> None:
-        if not (wanted := [one for one in batch if one.begin()]):
+        if not (begun := [work for work in batch if work.begin()]):
             return
         try:
-            wanted[0].as_the_caller(partial(wanted[0].serve, wanted))
+            begun[0].run(begun)
         except BaseException as error:  # noqa: BLE001 -- raised again by the callers
-            for one in wanted:
-                one.fail(error)
+            for work in begun:
+                work.fail(error)
 
     def _wake(self) -> None:
         with self._changed:
             self._changed.notify()
 
-    def _end(self) -> None:
-        """Drop all work, because the interpreter is shutting down."""
+    def end(self) -> threading.Thread | None:
+        """Drop all work. Returns the thread, which ends soon."""
         with self._changed:
             self._has_ended = True
             for one in (*self._running, *self._waiting):
                 one.leave()
             self._changed.notify()
+            return self._thread
 
 
 def _first_batch(ready: Sequence[Pending[T]]) -> list[Pending[T]]:
@@ -199,6 +201,14 @@ def scheduler_of(lock: ModelLock) -> Scheduler:
         if lock not in _schedulers:
             _schedulers[lock] = Scheduler()
         return _schedulers[lock]
+
+
+@atexit.register
+def _end_all() -> None:
+    # A daemon thread that is inside PyTorch during the shutdown aborts the process.
+    for thread in [scheduler.end() for scheduler in list(_schedulers.values())]:
+        if thread is not None:
+            thread.join(_LONGEST_END_S)
 
 
 def _reset_in_child() -> None:

@@ -121,6 +121,5 @@ class Tails:
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Length of the common prefix of two token sequences."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))

@@ -27,16 +27,7 @@ _KINDS = {dict: "an object", list: "a list", str: "a string", bool: "true or fal
 def parsed_lines(
     path: str | Path, parse: Callable[[JsonRecord, int], T], *, may_be_empty: bool = False
 ) -> Iterator[tuple[int, T]]:
-    """Parse the records of a JSON-lines file, plain or gzip. Yields line numbers and results.
-
-    Args:
-        parse: Function that makes a result from a record and its line number.
-        may_be_empty: Whether the file may have no record.
-
-    Raises:
-        DataError: A line is malformed (the message gives file and line), or the file is missing,
-            damaged or empty.
-    """
+    """Parse the records of a JSON-lines file, plain or gzip. Yields line numbers and results."""
     number = 0
     for number, line in numbered_lines(Path(path)):
         try:
@@ -48,7 +39,6 @@ def parsed_lines(
 
 
 def require_file(path: Path) -> None:
-    """Raise ``DataError`` if ``path`` is not a file."""
     if not path.is_file():
         raise DataError(f"Found no file {path}, expected a JSON Lines file")
 
@@ -71,7 +61,6 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def parse_line(line: bytes) -> object:
-    """Parse the JSON value of a line, ignoring a byte order mark."""
     try:
         return json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -92,14 +81,12 @@ def of_kind(value: object, kind: type[_Kind], name: str) -> _Kind:
 
 
 def value_of(record: JsonRecord, key: str, where: str = "") -> Any:
-    """Return the value of a required key, or raise ``DataError``."""
     if key not in record:
         raise DataError(f"Found no '{where}{key}' among the keys {quoted_names(record)}")
     return record[key]
 
 
 def required_text(record: JsonRecord, key: str, where: str = "") -> str:
-    """Return the non-blank string of a required key, or raise ``DataError``."""
     return not_blank(value_of(record, key, where), f"'{where}{key}'")
 
 
@@ -120,5 +107,4 @@ def list_of(record: JsonRecord, key: str, *, may_be_empty: bool = False) -> Sequ
 
 
 def quoted_names(keys: Iterable[str]) -> str:
-    """Sorted, quoted keys, separated by commas; "none" if there are none."""
     return ", ".join(repr(key) for key in sorted(keys)) or "none"

@@ -99,7 +99,6 @@ class CapacityPlan:
     """Storage, ingestion and time to first token of a collection.
 
     Args:
-        footprint: Bytes of the model and its blocks.
         passage_bytes, total_bytes: Bytes of a stored passage, and of the collection.
         ingest_s: Seconds to encode the collection.
         full_ttft_s: Seconds of the full prefill that reuse saves.
@@ -169,7 +168,6 @@ def prefill_flops(config: Any, new_tokens: int, cached_tokens: int = 0) -> float
 
 
 def _active_width(config: Any) -> int:
-    """Total width of the active experts in a feed-forward layer."""
     experts = getattr(config, "num_experts_per_tok", None)
     if not experts:
         return int(config.intermediate_size)
@@ -188,17 +186,7 @@ def plan_capacity(
     question_tokens: int = 50,
     kv_dtype: KVDtype = "model",
 ) -> CapacityPlan:
-    """Estimate storage and times for a collection of passages.
-
-    Args:
-        config: Config of a model with gated feed-forward layers.
-        dtype: Type of weights, keys and values.
-        passages: Passages of the collection.
-        passage_tokens: Tokens of a passage.
-        top_k: Passages of a prompt.
-        question_tokens: Tokens of the question.
-        kv_dtype: Type of stored keys and values; see ``kv.quantization``.
-    """
+    """Estimate storage and times for a collection of passages."""
     config = config.get_text_config(decoder=True)
     model = footprint(config, dtype, kv_dtype)
     passage, context = model.block_bytes(passage_tokens), top_k * passage_tokens

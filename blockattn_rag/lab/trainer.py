@@ -38,12 +38,7 @@ _ALL_WARM_UP = (
 
 
 def training_arguments(folder: Path, *, batch_size: int, **settings: Any) -> TrainingArguments:
-    """Create the settings of the Trainer: settings that all runs share, and the given settings.
-
-    Args:
-        batch_size: Items per forward pass on one device.
-        settings: Further arguments of ``TrainingArguments``.
-    """
+    """Create the settings of the Trainer: settings that all runs share, and the given settings."""
     return TrainingArguments(
         output_dir=str(folder),
         per_device_train_batch_size=batch_size,
@@ -62,9 +57,6 @@ class LabTrainer(Trainer):
     Args:
         lengths: Number of tokens of each training item, for batches of similar length. Default:
             batches in random order.
-        on_progress: Called with the number of finished steps and the number of all steps.
-        time_is_up: Function that returns whether the training must stop.
-        show_progress: Whether to print losses.
         settings: Arguments of ``transformers.Trainer``. ``eval_dataset`` is one dataset, or a dict
             of datasets by name. It is measured after the last step too.
     """
@@ -186,12 +178,7 @@ class LabTrainer(Trainer):
 
 @dataclass(eq=False)
 class _Watch(TrainerCallback):
-    """Reports progress, warns if a run ends during warm-up, and stops on divergence or lateness.
-
-    Args:
-        on_progress, time_is_up: See ``LabTrainer``.
-        measures: Whether there is evaluation data.
-    """
+    """Reports progress, warns if a run ends during warm-up, and stops on divergence or lateness."""
 
     on_progress: Callable[[int, int], None]
     time_is_up: Callable[[], bool]
@@ -228,11 +215,6 @@ class LengthGroupedSampler(Sampler[int]):
 
     The order of transformers' own sampler depends on global random state, so a resumed run would
     use another order.
-
-    Args:
-        lengths: Number of tokens of each sample.
-        batch_size: Samples per optimizer step, over all devices.
-        seed: Random seed, combined with the epoch.
     """
 
     lengths: Sequence[int]
@@ -241,7 +223,6 @@ class LengthGroupedSampler(Sampler[int]):
     epoch: int = field(default=0, init=False)
 
     def set_epoch(self, epoch: int) -> None:
-        """Called by the Trainer at the start of each epoch."""
         self.epoch = epoch
 
     def __len__(self) -> int:

@@ -29,7 +29,6 @@ _FIELDS = ({"model", "training data"}, {"model", "passages"})
 
 
 def work_of(output: str | Path) -> Path:
-    """The work folder of an output folder, next to it."""
     path = Path(output).resolve()  # without it, "." would have an empty name
     return path.with_name(f"{path.name}.work")
 
@@ -104,10 +103,6 @@ def work_folder(
         settings: JSON values that affect the result.
         is_worth_keeping: Function of an error that returns whether the failed run can be resumed.
             If not, the folder is removed.
-
-    Raises:
-        DataError: Another run is in progress, or the interrupted run had other settings.
-        FileExistsError: The folder exists, but is not the work folder of a run.
     """
     # Locked before the settings are compared, so that a run in progress is reported as such.
     with _held(work):
@@ -143,7 +138,6 @@ def _clear(work: Path) -> None:
 
 
 def read_work_file(path: Path) -> dict[str, Any]:
-    """Read the object in a JSON file of a work folder."""
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except (TypeError, ValueError) as error:

@@ -42,7 +42,6 @@ class _Query(BaseModel):
 
 
 def _check_runnable(source: Any, what: str, hint: str) -> None:
-    """Raise a TypeError with a hint if the object has no ``invoke``."""
     if not hasattr(source, "invoke"):
         raise TypeError(f"Expected {what}, found {type(source).__name__}; pass {hint}")
 
@@ -224,7 +223,6 @@ def _question(messages: Sequence[BaseMessage]) -> str | None:
 
 
 def _line(message: BaseMessage) -> str:
-    """Format a message as a line of the history. Empty for retrievals."""
     text = strip_markers(message.text).strip()
     if isinstance(message, HumanMessage):
         return f"Human: {text}"

@@ -49,7 +49,7 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
     and computes them on a miss. The rest of the prompt is ordinary text. The constructor loads the
     model, unless it runs behind a server. Unpickled copies load it on first use.
 
-    For the arguments see ``EngineFields`` (model, store) and ``GenerationFields`` (answers). Calls
+    For the arguments see ``SourceFields`` (model, store) and ``GenerationFields`` (answers). Calls
     accept ``stop``, ``max_tokens``, ``temperature``, ``top_p``, ``top_k``, ``seed``, ``mode``,
     ``recipe`` (for comparisons), ``chat_template_kwargs`` and the arguments of transformers'
     ``generate``. Other arguments raise an error. For tools see ``bind_tools``.
@@ -244,7 +244,6 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
         return tools.engine_options(self.source.tokenizer.tokenizer, options)
 
     def get_token_ids(self, text: str) -> list[int]:
-        """Token ids of a text, without block markers and BOS."""
         if self.custom_get_token_ids is not None:
             return self.custom_get_token_ids(text)
         return self.source.tokenizer.text_ids(strip_markers(text))
@@ -252,7 +251,6 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
     def get_num_tokens_from_messages(
         self, messages: Sequence[BaseMessage], tools: Sequence[Any] | None = None
     ) -> int:
-        """Number of tokens in the prompt for these messages and tools."""
         return len(self.source.tokenizer.prompt_ids(self.to_prompt(messages, tools=tools)).flat)
 
     def _generate(

@@ -86,45 +86,14 @@ class SourceFields(BaseModel):
     def _source_of(
         cls, fields: dict[str, Any], arguments: dict[str, Any]
     ) -> EngineSource | ServerSource:
-        """Source of the model.
-
-        Args:
-            fields: Other fields. What is not a field must be removed.
-            arguments: Arguments of ``EngineSource``; None stands for the default.
-        """
+        """Source of the model."""
 
 
-class EngineFields(SourceFields):
-    """Fields of a component whose model runs in this process.
+class GenerationFields(SourceFields):
+    """Fields of a language model in this process: default options of all calls.
 
-    LangChain's standard arguments ``timeout`` and ``max_retries`` are accepted, and have no effect
-    in this process.
-    """
-
-    apart: ClassVar[tuple[str, ...]] = ("engine", *_OF_CLIENTS)
-
-    source: EngineSource = Field(exclude=True, repr=False)
-
-    @classmethod
-    def _source_of(cls, fields: dict[str, Any], arguments: dict[str, Any]) -> EngineSource:
-        for name in _OF_CLIENTS:
-            fields.pop(name, None)
-        given = {name: value for name, value in arguments.items() if value is not None}
-        source: EngineSource = fields.pop("source", None) or EngineSource(**given)
-        # configurable_fields passes the old source together with fields that may have changed.
-        known = source.fields()
-        if any(known.get(name) != value for name, value in given.items() if name in known):
-            return source.asking_for(given)
-        return source
-
-    @property
-    def engine(self) -> BlockAttentionEngine:
-        """The engine. The first use loads the model."""
-        return self.source.engine
-
-
-class GenerationFields(EngineFields):
-    """Fields of a language model: default options of all calls. A call's own options override them.
+    A call's own options override them. LangChain's standard arguments ``timeout`` and
+    ``max_retries`` are accepted, and have no effect in this process.
 
     Args:
         max_tokens (or max_new_tokens): Maximum number of tokens in an answer.
@@ -141,12 +110,31 @@ class GenerationFields(EngineFields):
     prompt_options: ClassVar[tuple[str, ...]] = ()
     """Options of a call that affect the prompt. The engine receives all other options."""
 
+    apart: ClassVar[tuple[str, ...]] = ("engine", *_OF_CLIENTS)
+
+    source: EngineSource = Field(exclude=True, repr=False)
     max_tokens: int = Field(default=256, alias="max_new_tokens", gt=0)
     temperature: float | None = Field(default=None, ge=0)
     stop: list[str] | None = Field(default=None, alias="stop_sequences")
     streaming: bool = False
     recognize: Recognize = False
     generate_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+    @classmethod
+    def _source_of(cls, fields: dict[str, Any], arguments: dict[str, Any]) -> EngineSource:
+        for name in _OF_CLIENTS:
+            fields.pop(name, None)
+        given = {name: value for name, value in arguments.items() if value is not None}
+        source: EngineSource = fields.pop("source", None) or EngineSource(**given)
+        # configurable_fields passes the old source together with fields that may have changed.
+        known = source.fields()
+        if any(known.get(name) != value for name, value in given.items() if name in known):
+            return source.asking_for(given)
+        return source
+
+    @property
+    def engine(self) -> BlockAttentionEngine:
+        return self.source.engine
 
     @model_validator(mode="after")
     def _check_recognizes(self) -> Self:
@@ -185,12 +173,10 @@ class GenerationFields(EngineFields):
         return params
 
     @abstractmethod
-    def _exchange(self, given: Any, stop: list[str] | None, call: dict[str, Any]) -> Exchange:
-        """Create a call from messages and options."""
+    def _exchange(self, given: Any, stop: list[str] | None, call: dict[str, Any]) -> Exchange: ...
 
     @abstractmethod
-    def _chunk(self, step: Step) -> Any:
-        """Convert a step of an answer to a chunk of LangChain."""
+    def _chunk(self, step: Step) -> Any: ...
 
     def _stream(
         self,

@@ -143,11 +143,6 @@ def chat_chunk(step: Step, model_name: str | None, *, is_v1: bool) -> ChatGenera
     """Convert one step of a streamed answer.
 
     Only the last chunk has usage metadata, because LangChain adds up the metadata of all chunks.
-
-    Args:
-        step: Step of the answer.
-        model_name: Name of the model.
-        is_v1: Whether content has LangChain's standard format, version 1.
     """
     first = _FIRST_CALL_OF_V1 if is_v1 else 0
     calls: list[ToolCall | InvalidToolCall] = [*step.calls, *step.invalid]

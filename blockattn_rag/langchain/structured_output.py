@@ -33,13 +33,7 @@ def structured_chat(
     include_raw: bool,
     strict: bool | None,
 ) -> Runnable[LanguageModelInput, Any]:
-    """Create the runnable of ``ChatBlockAttention.with_structured_output``.
-
-    Args:
-        chat: The model.
-        schema: See ``with_structured_output``, also for the other arguments.
-        supports_tools: Whether the model's chat template supports tools.
-    """
+    """Create the runnable of ``ChatBlockAttention.with_structured_output``."""
     if method not in get_args(Method):
         known = ", ".join(get_args(Method))
         raise ValueError(f"Found method {method!r}, expected one of {known}")
@@ -105,7 +99,6 @@ def named_schema(schema: Any) -> dict[str, Any]:
 
 
 def _as_tool(named: dict[str, Any]) -> dict[str, Any]:
-    """Define a tool whose arguments are the object."""
     schema = named["schema"]
     function = {"name": named["name"], "description": schema.get("description", "")}
     return {"type": "function", "function": {**function, "parameters": schema}}

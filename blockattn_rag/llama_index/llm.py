@@ -161,7 +161,6 @@ class BlockAttentionLLM(PromptMaking, StructuredPrediction, CustomLLM, FunctionC
 
     @property
     def metadata(self) -> LLMMetadata:
-        """Metadata that LlamaIndex packs prompts with."""
         return LLMMetadata(
             context_window=self.context_window or self._source.max_context_tokens,
             num_output=self.max_new_tokens,
@@ -188,7 +187,6 @@ class BlockAttentionLLM(PromptMaking, StructuredPrediction, CustomLLM, FunctionC
         formatted: bool = True,
         tools: ToolUse | None = None,
     ) -> Exchange:
-        """Create a call from a prompt and options."""
         shaping = {name: call[name] for name in PROMPT_OPTIONS if name in call}
         options = self.engine_options(call)
         make_prompt = partial(self.to_prompt, prompt, formatted, tools=tools, **shaping)
@@ -257,7 +255,6 @@ class BlockAttentionLLM(PromptMaking, StructuredPrediction, CustomLLM, FunctionC
         tool_choice: Any = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """Prepare the arguments of ``chat`` for a call with tools."""
         messages = [*(chat_history or ())]
         if isinstance(user_msg, str):
             user_msg = ChatMessage(role=MessageRole.USER, content=user_msg)

@@ -130,12 +130,10 @@ class Responses:
         self._thoughts = ""
 
     def completion(self, step: Step) -> CompletionResponse:
-        """The answer so far as text. Reasoning is in ``additional_kwargs``."""
         answer, fields = self._take(step)
         return CompletionResponse(text=answer.text, **fields)
 
     def chat(self, step: Step) -> ChatResponse:
-        """The answer so far as an assistant's message."""
         answer, fields = self._take(step)
         return ChatResponse(message=self._message(answer), **fields)
 

@@ -47,11 +47,9 @@ class BlockTextSplitter(TokenTextSplitter):
     stays with the block. A block that is larger than a chunk is split into blocks that fit.
 
     Args:
-        chunk_size: Tokens per chunk.
         chunk_overlap: Tokens of overlap between chunks of text without blocks.
         tokenizer: Function that returns the token ids of a text. The model's tokenizer gives exact
             sizes.
-        separator: Separator of words.
         block_template: Text that the LLM puts around each passage. Its tokens count too.
     """
 
@@ -241,7 +239,6 @@ class BlockPromptHelper(PromptHelper):
         llm: LLM | None = None,
         tools: list[Any] | None = None,
     ) -> list[str]:
-        """Truncate each text to its first chunk, which contains only whole blocks."""
         if not text_chunks:
             return _Joined()
         splitter = self.get_text_splitter_given_prompt(

@@ -56,7 +56,6 @@ class PromptMaking(EngineComponent, LLM):
         return self.to_prompt(fill(prompt, **variables))
 
     def prompt_tokens(self, prompt: BasePromptTemplate, **variables: str) -> int:
-        """Number of tokens in a filled prompt template, with the chat template."""
         return len(self._source.tokenizer.prompt_ids(self.filled(prompt, **variables)).flat)
 
     def to_prompt(
@@ -71,9 +70,7 @@ class PromptMaking(EngineComponent, LLM):
         """Convert a prompt string or chat messages to blocks.
 
         Args:
-            prompt: Prompt string or chat messages.
             formatted: Whether the string is already formatted with the chat template.
-            tools: Tools that the model may call. For chat messages only.
             chat_template_kwargs: Variables of the chat template, in addition to the variables in
                 ``generate_kwargs``.
             parse_special_tokens: Whether to parse control tokens in a string. Default: the value in
@@ -96,7 +93,6 @@ class PromptMaking(EngineComponent, LLM):
         variables: dict[str, Any],
         parse_special_tokens: bool,
     ) -> Iterable[Span]:
-        """Split a prompt into spans by origin."""
         to_prompt: Any = self.completion_to_prompt
         if not isinstance(prompt, str):
             return self._chat_spans(prompt, tools, variables)
@@ -113,7 +109,6 @@ class PromptMaking(EngineComponent, LLM):
 
     @property
     def _takes_chat(self) -> bool:
-        """Whether prompts are chat messages."""
         if self.is_chat_model is not None:
             return self.is_chat_model
         return has_chat_template(self._source.tokenizer.tokenizer)

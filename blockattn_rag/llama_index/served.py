@@ -51,7 +51,6 @@ class ServedLLM(OpenAILike):
         return self._counting.text_ids(strip_markers(text))
 
     def prompt_tokens(self, prompt: BasePromptTemplate, **variables: str) -> int:
-        """Number of tokens in a filled prompt template, with the chat template."""
         messages = self._get_messages(prompt, **variables)
         turns = [{"role": str(m.role.value), "content": m.content or ""} for m in messages]
         self.tokenize("")

@@ -68,5 +68,4 @@ class EngineComponent(SourceComponent):
 
     @property
     def engine(self) -> BlockAttentionEngine:
-        """The engine. The first use loads the model."""
         return self._source.engine

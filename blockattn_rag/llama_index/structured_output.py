@@ -45,7 +45,6 @@ class StructuredPrediction(LLM):
         llm_kwargs: dict[str, Any] | None = None,
         **prompt_args: Any,
     ) -> Model:
-        """Return an object of a pydantic class; see ``LLM.structured_predict``."""
         _dispatch_start(output_cls, prompt, prompt_args)
         messages = self._messages_with_schema(output_cls, prompt, prompt_args)
         answer = self.chat(messages, **_with_schema(output_cls, llm_kwargs))
@@ -59,7 +58,6 @@ class StructuredPrediction(LLM):
         llm_kwargs: dict[str, Any] | None = None,
         **prompt_args: Any,
     ) -> Model:
-        """``structured_predict`` for event loops."""
         _dispatch_start(output_cls, prompt, prompt_args)
         messages = self._messages_with_schema(output_cls, prompt, prompt_args)
         answer = await self.achat(messages, **_with_schema(output_cls, llm_kwargs))
@@ -72,7 +70,6 @@ class StructuredPrediction(LLM):
         llm_kwargs: dict[str, Any] | None = None,
         **prompt_args: Any,
     ) -> Generator[Any, None, None]:
-        """Yield partial objects, then the complete object; see ``stream_structured_predict``."""
         partial_objects = _PartialObjects(output_cls)
         messages = self._messages_with_schema(output_cls, prompt, prompt_args)
         for step in self.stream_chat(messages, **_with_schema(output_cls, llm_kwargs)):

@@ -12,10 +12,6 @@ class AnswerReader:
     """Splits a model's output into thoughts, text and calls while it is streamed.
 
     Text is held back from the first call on, and returned with the calls at the end.
-
-    Args:
-        thoughts: Reader of the thoughts, at the beginning of the output.
-        parser: Parser of calls. None: no tool may be called.
     """
 
     def __init__(self, thoughts: ThoughtReader, parser: CallParser | None) -> None:
@@ -28,12 +24,7 @@ class AnswerReader:
         self._is_held = False
 
     def push(self, text: str, token_ids: Sequence[int]) -> Said:
-        """Add the next piece. Returns thoughts and text that can be shown now.
-
-        Args:
-            text: New text of the output, which may end before that of the tokens.
-            token_ids: New token ids.
-        """
+        """Add the next piece. Returns thoughts and text that can be shown now."""
         said = self._split(text)
         self._ids += token_ids
         if self._parser is None or not self._answer_length or self._is_held:
@@ -45,12 +36,7 @@ class AnswerReader:
         return Said(said.thoughts, new)
 
     def finish(self, text: str, token_ids: Sequence[int]) -> tuple[Said, ReadAnswer]:
-        """Parse the finished output. Returns new thoughts and text, and all calls.
-
-        Args:
-            text: Complete text of the output.
-            token_ids: All its token ids.
-        """
+        """Parse the finished output. Returns new thoughts and text, and all calls."""
         said = self._split(text[len(self._output) :], is_last=True)
         has_only_thoughts = not self._answer_length and bool(text.strip())
         if self._parser is None or has_only_thoughts:

@@ -27,10 +27,6 @@ _REASONS = {
 def complete_json(text: str, finish_reason: str | None) -> Any:
     """Parse an answer that must be complete JSON.
 
-    Args:
-        text: The answer.
-        finish_reason: Why the answer ended. ``"length"``: it was cut off.
-
     Raises:
         IncompleteAnswerError: The answer was cut off, is not JSON, or is nested too deeply.
     """
@@ -50,13 +46,7 @@ def complete_json(text: str, finish_reason: str | None) -> Any:
 
 
 def incomplete(text: str, finish_reason: str | None, reason: str = "") -> IncompleteAnswerError:
-    """Create the error for an incomplete JSON answer.
-
-    Args:
-        text: The answer.
-        finish_reason: Why the answer ended.
-        reason: Error of the JSON parser.
-    """
+    """Create the error for an incomplete JSON answer."""
     ended = f"ended before it was complete; remove stop strings that it may contain ({reason})"
     why = _REASONS.get(finish_reason or "", ended)
     return IncompleteAnswerError(f"A JSON answer {why}. Found {_shown(text)}", text)
@@ -79,14 +69,7 @@ def marks_thoughts(tokenizer: Any) -> bool:
 
 
 def has_no_thoughts(options: Mapping[str, Any]) -> bool:
-    """Whether the grammar of a call excludes thoughts before the answer.
-
-    Args:
-        options: Options of the call, as passed to the engine.
-
-    Raises:
-        TypeError, ValueError: The grammar options are invalid.
-    """
+    """Whether the grammar of a call excludes thoughts before the answer."""
     grammar = parse_grammar(options.get("response_format"), options.get("structured_outputs"))
     if grammar is None or grammar.kind == "structural_tag":
         return False
@@ -102,7 +85,6 @@ class ThoughtReader:
     Args:
         tokenizer: Tokenizer of the model. If its chat template has no marks of thoughts, all text
             is the answer.
-        prompt: The prompt.
         answers_at_once: Whether a grammar excludes thoughts, even if the prompt opens them.
     """
 

@@ -41,13 +41,7 @@ _WHITESPACE = " ?"
 
 
 class Matcher:
-    """Tracks one answer and computes which tokens may come next.
-
-    Args:
-        matcher: Compiled grammar, at the beginning of an answer. It is changed.
-        own_ends: Ids of the tokens that llguidance uses to end an answer.
-        name: Name of the grammar in messages.
-    """
+    """Tracks one answer and computes which tokens may come next."""
 
     def __init__(self, matcher: LLMatcher, own_ends: Sequence[int], name: str) -> None:
         self._matcher = matcher
@@ -60,9 +54,6 @@ class Matcher:
 
         Args:
             ids: All tokens of the answer. They need not continue those of the previous call.
-
-        Raises:
-            GrammarError: The grammar is too complex to check the tokens at this position.
         """
         if self._ids != list(ids[: len(self._ids)]):
             self._matcher.reset()
@@ -83,9 +74,6 @@ class Matcher:
         Args:
             vocabulary: Number of tokens that the model predicts.
             ends: Ids of the tokens that end the answer. They are allowed when it is complete.
-
-        Raises:
-            GrammarError: The grammar is too complex at this position.
         """
         mask = self._mask()[:vocabulary]
         allowed = np.zeros(vocabulary, bool)
@@ -95,15 +83,10 @@ class Matcher:
         return allowed
 
     def check_begins(self) -> None:
-        """Try the first token of an answer, where most grammars that are too large fail.
-
-        Raises:
-            GrammarError: The grammar is too large, or no answer fits it.
-        """
+        """Try the first token of an answer, where most grammars that are too large fail."""
         self.follow(np.flatnonzero(self._mask())[:1].tolist())
 
     def _mask(self) -> NDArray[np.uint8]:
-        """llguidance's mask of the next token: 1 if the token is allowed."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         self._check()
         return np.unpackbits(bits, bitorder="little")
@@ -126,9 +109,7 @@ class GrammarCompiler:
     other grammars.
 
     Args:
-        tokenizer: Transformers tokenizer.
         ends: Ids of the tokens that end an answer.
-        name: Name of the model in messages.
     """
 
     def __init__(self, tokenizer: Any, ends: Collection[int], name: str) -> None:
@@ -167,13 +148,7 @@ class GrammarCompiler:
         return new
 
     def matcher(self, grammar: Grammar) -> Matcher:
-        """Create a matcher for a new answer. Waits until the grammar is compiled.
-
-        Raises:
-            GrammarError: The grammar cannot be compiled.
-            UnsupportedModelError: The kind of tokenizer is not supported.
-            ImportError: llguidance is missing.
-        """
+        """Create a matcher for a new answer. Waits until the grammar is compiled."""
         compiled = self.start(grammar).result()
         if isinstance(compiled, str):  # a new error each time, because tracebacks keep frames alive
             raise GrammarError(compiled)
@@ -239,11 +214,7 @@ def _make_ll_tokenizer(tokenizer: Any, ends: Sequence[int], name: str) -> LLToke
 
 
 def _ll_grammar(grammar: Grammar) -> str:
-    """The grammar in llguidance's own format.
-
-    Raises:
-        GrammarError: The grammar is too deep for llguidance.
-    """
+    """The grammar in llguidance's own format."""
     from llguidance import LLMatcher, StructTag, grammar_from
 
     if grammar.kind == "json" or grammar.kind == "json_object":

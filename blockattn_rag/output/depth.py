@@ -35,12 +35,7 @@ class _Part(NamedTuple):
 
 
 def check_schema(schema: Any) -> None:
-    """Check the depth of a JSON schema.
-
-    Raises:
-        GrammarError: The schema, with its references, has more than ``MOST_LEVELS`` levels.
-        RecursionError: The schema has too many levels for Python.
-    """
+    """Check the depth of a JSON schema."""
     known: dict[int, _Part] = {}
     whole = _part(schema, known)
     pointers = [name for name in whole.names if name == "#" or name.startswith("#/")]
@@ -51,12 +46,7 @@ def check_schema(schema: Any) -> None:
 
 
 def check_lark(grammar: str) -> None:
-    """Check the depth of a grammar in llguidance's dialect of Lark, and of the schemas in it.
-
-    Raises:
-        GrammarError: Rules that refer to each other, or a schema, have too many levels.
-        RecursionError: A schema has too many levels for Python.
-    """
+    """Check the depth of a grammar in llguidance's dialect of Lark, and of the schemas in it."""
     names: dict[str, set[str]] = defaultdict(set)
     levels: dict[str, int] = defaultdict(lambda: 1)
     rule, depth, at = "", 0, 0
@@ -88,7 +78,6 @@ def _check(levels: int) -> None:
 
 
 def _part(node: Any, known: dict[int, _Part]) -> _Part:
-    """The levels and references of a part of a schema; the keys of ``known`` are ids."""
     if not isinstance(node, (dict, list)):
         return _Part(0, frozenset())
     if id(node) not in known:

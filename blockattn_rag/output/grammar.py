@@ -25,10 +25,6 @@ class Grammar:
         kind: Kind of ``text``, as vLLM names it.
         text: JSON schema, regular expression, JSON list of texts, grammar, or structural tags in
             JSON.
-        name: Name of the grammar in messages.
-
-    Raises:
-        GrammarError: The text is longer than ``MOST_CHARACTERS``.
     """
 
     kind: Kind

@@ -38,10 +38,6 @@ def prepared(schema: dict[str, Any]) -> dict[str, Any]:
 
     Objects stay open if they require a property that they do not name. If the schema combines
     schemas, all objects stay open, because a property may belong to another part.
-
-    Raises:
-        GrammarError: The schema is nested too deeply, or an object has more than ``MOST_OPTIONAL``
-            optional properties.
     """
     try:
         schema = copy.deepcopy(schema)

@@ -17,7 +17,6 @@ _HALF = re.compile("[\ud800-\udfff]")
 
 
 def new_call_id() -> str:
-    """Create a random alphanumeric id for a call."""
     return secrets.token_hex(ID_LENGTH)[:ID_LENGTH]
 
 
@@ -35,9 +34,7 @@ class InvalidToolCall:
     """An invalid tool call in a model's answer.
 
     Args:
-        text: Text of the call without control tokens.
         error: What was found and what was expected.
-        name: Name of the tool, if it could be read.
     """
 
     text: str
@@ -49,13 +46,7 @@ class InvalidToolCall:
 def read_call(
     value: Any, text: str, argument_keys: Sequence[str] = ("arguments",)
 ) -> ToolCall | InvalidToolCall:
-    """Parse a JSON value as a call. Unknown fields make the call invalid.
-
-    Args:
-        value: Object with ``name``, one of ``argument_keys``, and optionally ``id`` and ``type``.
-        text: Text of the call, as the model wrote it.
-        argument_keys: Accepted keys of the arguments.
-    """
+    """Parse a JSON value as a call. Unknown fields make the call invalid."""
     if not isinstance(value, dict):
         return InvalidToolCall(text, f"Expected a JSON object, found {_kind(value)}")
     name = value.get("name")
@@ -77,13 +68,7 @@ def read_call(
 
 
 def decode_json(text: str, start: int = 0) -> tuple[Any, int]:
-    """Parse the JSON value that begins at an index, and return the index of its end.
-
-    Raises:
-        ValueError: The text is not JSON, or contains something that JSON parsers disagree on: NaN,
-            an infinity, half of a surrogate pair, or a duplicate key.
-        RecursionError: The value is nested too deeply.
-    """
+    """Parse the JSON value that begins at an index, and return the index of its end."""
     value, end = _DECODER.raw_decode(text, start)
     if half := _HALF.search(json.dumps(value, ensure_ascii=False)):
         raise ValueError(f"Found {half[0]!a}, half of a surrogate pair")

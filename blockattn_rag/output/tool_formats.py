@@ -19,7 +19,6 @@ class ToolFormat:
     """How a family of models writes tool calls.
 
     Args:
-        name: Name of the format.
         opening: Mark before a call, or before a list of calls.
         closing: Mark after a call. Empty: the call ends where its JSON ends.
         is_list: Whether all calls are written as one JSON list.
@@ -109,8 +108,6 @@ def calls_grammar(
     """Grammar of an answer that is one or more tool calls, in llguidance's dialect of Lark.
 
     Args:
-        form: How the model writes calls.
-        tools: Definitions of the tools that may be called.
         tokenizer: Transformers tokenizer of the model. A mark that is an added token must be
             generated as this token; other marks are text.
         several: Whether the answer may have more than one call.

@@ -56,7 +56,6 @@ def parse_answer(
 
     Args:
         text: Text of the answer, without control tokens.
-        form: How the model writes calls.
         names: Names of the tools.
         token_ids: Token ids of the answer.
         tokenizer: Transformers tokenizer of the model. Marks that are single tokens count only
@@ -74,10 +73,8 @@ class CallParser:
     is allowed; later text and calls are dropped.
 
     Args:
-        form: How the model writes calls.
         names: Names of the tools. If an answer starts with a JSON object that has no opening mark
             and is not a valid call, it is an invalid call if it has one of these names, else text.
-        tokenizer: See ``parse_answer``.
         only_first: Whether an answer that does not start with a call is entirely text. True if a
             grammar decides between calls and text.
         parallel: Whether the answer may have several calls.
@@ -138,7 +135,6 @@ class CallParser:
         return start + len(before.rstrip()), opening is not None
 
     def _marks(self, text: str, token_ids: Sequence[int], start: int) -> list[Mark]:
-        """All marks of the answer, in order."""
         marks = [Mark(*match.span(), match[0]) for match in self._spelled.finditer(text)]
         if not self._tokens.keys().isdisjoint(token_ids):
             marks = sorted([*marks, *self._token_marks(text, token_ids)])
@@ -171,8 +167,6 @@ class CallParser:
 
 
 class _Reader:
-    """Reads one answer, from the first call to the last."""
-
     def __init__(self, parser: CallParser, text: str, marks: Sequence[Mark]) -> None:
         self._parser = parser
         self._form = parser.form
@@ -187,7 +181,6 @@ class _Reader:
         self._blank = ""  # white space before the calls since the latest text
 
     def read(self, at: int) -> ReadAnswer:
-        """Read the answer that starts at this index."""
         is_over = False
         while not is_over and (part := self._read_part(at)) is not None:
             text, calls, at = part
@@ -223,7 +216,6 @@ class _Reader:
         return text, *self._read_calls(opening.end)
 
     def _add_text(self, text: str, *, before_call: bool) -> None:
-        """Add text, without the white space next to calls."""
         body = text.lstrip() if self._latest else text
         kept = body.rstrip() if before_call else body
         if kept:
@@ -290,7 +282,6 @@ class _Reader:
         return [InvalidToolCall(shown, error, name)], self._read_closing(mark, stop)
 
     def _read_closing(self, mark: Mark | None, stop: int) -> int:
-        """Index of the end of a call, after its closing mark."""
         if mark is None or mark.text != self._form.closing:
             return stop
         self._next = mark.number + 1
@@ -320,9 +311,6 @@ class _Reader:
 
         A list ends at an object that repeats the previous one, because models may repeat a call
         until the answer is cut off.
-
-        Raises:
-            ValueError, RecursionError: The text at this index is not valid JSON.
         """
         text = self._text
         if is_arguments or not text.startswith("[", at):
@@ -351,6 +339,5 @@ class _Reader:
         return next((self._marks[i] for i in places if self._marks[i].text in kinds), None)
 
     def _visible(self, at: int) -> int:
-        """Index of the first character from ``at`` on that is not white space."""
         match = _VISIBLE.search(self._text, at)
         return match.start() if match else len(self._text)

@@ -37,7 +37,6 @@ class ToolTemplate:
     """How a chat template supports tools.
 
     Args:
-        form: How the model writes calls.
         variable: Template variable for the definitions of tools. None: the template does not
             support tools, so the definitions are appended to the last user message as text.
         is_wrapped: Whether each definition is ``{"type": "function", "function": ...}`` rather than
@@ -58,14 +57,7 @@ class ToolTemplate:
         tools: Sequence[Mapping[str, Any]],
         **template_kwargs: Any,
     ) -> Spans:
-        """Render messages and tools as a prompt; see ``chat_spans``.
-
-        Args:
-            messages: Messages with ``role``, ``content``, and optionally ``tool_calls``,
-                ``tool_call_id`` and ``name``, as in transformers.
-            tools: Definitions, each ``{"type": "function", "function": {"name", "description",
-                "parameters"}}``.
-        """
+        """Render messages and tools as a prompt; see ``chat_spans``."""
         if self.variable is None:
             return chat_spans(tokenizer, self._with_tools(messages, tools), **template_kwargs)
         return chat_spans(

@@ -35,8 +35,6 @@ class ToolUse:
     """The tools of a request.
 
     Args:
-        template: How the model's chat template supports tools.
-        tools: Definitions of the tools; see ``ToolTemplate.spans``.
         choice: ``"auto"``: the model may call tools; ``"required"``: it must call one; or the name
             of the tool that it must call. Required calls are enforced by a grammar.
         parallel: Whether the model may make several calls at once.
@@ -61,11 +59,6 @@ class ToolUse:
                 "function", "function": {"name": ...}}``. ``parallel_tool_calls``: bool.
                 ``tool_calls``: None, ``"free"`` or ``"constrained"``.
             load_tokenizer: Returns the tokenizer; not called if there are no tools.
-            model_name: Name of the model in messages.
-
-        Raises:
-            ValueError: An option is invalid, or the model's chat template supports no tools.
-            TypeError: A definition is invalid.
         """
         tools, calls = call.get("tools") or (), call.get("tool_calls")
         _check_definitions(tools)
@@ -102,10 +95,6 @@ class ToolUse:
         If the caller requests JSON and the model may call tools, a grammar allows either. If the
         model must call a tool, the grammar allows only calls. Other grammars are passed unchanged.
 
-        Args:
-            tokenizer: Tokenizer of the model.
-            options: Options of the call.
-
         Raises:
             ValueError: The caller's grammar conflicts with required or constrained calls.
         """
@@ -131,7 +120,6 @@ class ToolUse:
         return {**options, "response_format": None, "structured_outputs": {"grammar": calls}}
 
     def parser(self, tokenizer: Any, options: Mapping[str, Any]) -> CallParser:
-        """Create the parser of the answer to a request with these options."""
         return CallParser(
             self.template.form,
             [tool["function"]["name"] for tool in self.tools],
@@ -151,14 +139,7 @@ class ToolUse:
 def prompt_spans(
     tokenizer: Any, messages: Sequence[Message], tools: ToolUse | None, **variables: Any
 ) -> Spans:
-    """Render messages that may contain calls and results; see ``ToolTemplate.spans``.
-
-    Args:
-        tokenizer: Tokenizer of the model.
-        messages: The messages.
-        tools: Tools that may be called now.
-        variables: Other variables of the chat template.
-    """
+    """Render messages that may contain calls and results; see ``ToolTemplate.spans``."""
     template = tools.template if tools else tool_template(tokenizer)
     if template is not None:
         return template.spans(tokenizer, messages, tools.tools if tools else (), **variables)
@@ -167,11 +148,7 @@ def prompt_spans(
 
 
 def choice_of(choice: Any, tools: Sequence[Mapping[str, Any]]) -> str:
-    """Normalize a tool choice to the values of ``ToolUse.choice``, or ``"none"``.
-
-    Raises:
-        ValueError: The choice is invalid, or names an unknown tool.
-    """
+    """Normalize a tool choice to the values of ``ToolUse.choice``, or ``"none"``."""
     names = [tool["function"]["name"] for tool in tools]
     if isinstance(choice, Mapping):
         function = choice.get("function", choice)
@@ -194,11 +171,7 @@ def choice_of(choice: Any, tools: Sequence[Mapping[str, Any]]) -> str:
 
 
 def with_default_calls(defaults: Mapping[str, Any], call: Mapping[str, Any]) -> dict[str, Any]:
-    """Add the model's default of ``tool_calls`` to the options of a request.
-
-    Raises:
-        ValueError: The defaults contain other options for tools.
-    """
+    """Add the model's default of ``tool_calls`` to the options of a request."""
     options = {name: value for name, value in defaults.items() if name in TOOL_OPTIONS}
     if others := [name for name in options if name != "tool_calls"]:
         raise ValueError(

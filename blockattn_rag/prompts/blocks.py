@@ -55,9 +55,6 @@ def keep_of(origin: Origin) -> Keep:
 
     System messages are kept in memory first and stored on their second use, because many contain a
     date or a name and are never used again.
-
-    Args:
-        origin: Origin of the block.
     """
     return Keep(origin not in ("passage", "system"), origin == "passage")
 
@@ -143,7 +140,6 @@ class Block:
 
     @classmethod
     def of(cls, spans: Iterable[Span], template: BlockTemplate = NO_TEMPLATE) -> Block:
-        """Create a block from spans."""
         spans = merged(spans)
         return cls(text_of(spans), template, spans)
 
@@ -169,7 +165,6 @@ class Block:
 
     @property
     def rendered_spans(self) -> tuple[Span, ...]:
-        """``rendered`` by origin."""
         before, after = self.template.before, self.template.after
         return (Span(before, "template"), *self.spans, Span(after, "template"))
 

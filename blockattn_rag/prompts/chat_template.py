@@ -49,7 +49,6 @@ _GENERATION_TAG = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")  # only transf
 
 
 def has_chat_template(tokenizer: Any) -> bool:
-    """Whether a tokenizer has a chat template."""
     return bool(getattr(tokenizer, "chat_template", None))
 
 
@@ -79,8 +78,6 @@ def chat_spans(
         messages: Messages with ``role``, ``content`` and any other fields that the template reads.
             The content is a tuple of spans, or a string with markers around passages.
         tools: Definitions of tools. Control tokens in definitions are not parsed.
-        tools_variable: Variable of the template that takes ``tools``.
-        add_generation_prompt: Whether to add the text that starts an answer.
         template_kwargs: Other variables of the template, such as ``enable_thinking``.
 
     Raises:
@@ -117,11 +114,7 @@ def chat_spans(
 
 
 def trace(render: Render, messages: Sequence[Message]) -> Spans:
-    """Render messages with ``render``, as spans by origin.
-
-    Args:
-        render: Renders messages whose contents are strings.
-    """
+    """Render messages with ``render``, as spans by origin."""
     return _trace(render, [_with_spans(message) for message in messages])[0]
 
 
@@ -177,7 +170,6 @@ def _check_passages_are_shown(turns: Sequence[Message], slots: _Slots, shown: se
 
 
 def _with_spans(message: Message) -> dict[str, Any]:
-    """Convert the content of a message to spans."""
     role = message["role"]
     if not isinstance(role, str) or not _HARMLESS.fullmatch(role):
         raise ValueError(f"Found the role {role!r:.60}; a role is a plain word such as 'user'")
@@ -185,7 +177,6 @@ def _with_spans(message: Message) -> dict[str, Any]:
 
 
 def spans_of(message: Message) -> Spans:
-    """The content of a message as spans. Text between markers in a string becomes a passage."""
     content = message.get("content")
     if not isinstance(content, tuple):
         content = content_spans(str(content or ""), origin_of(message["role"]))
@@ -222,7 +213,6 @@ def _with_reasoning(turn: dict[str, Any]) -> dict[str, Any]:
 
 
 def origin_of(role: str) -> Origin:
-    """Origin of the messages of a role."""
     if role == "assistant":
         return "answer"
     return "system" if role in ("system", "developer") else "conversation"
@@ -355,7 +345,6 @@ def check_template_kwargs(tokenizer: Any, variables: Mapping[str, Any] | None) -
     """Validate template variables that an application sets, such as ``enable_thinking``.
 
     Args:
-        tokenizer: Tokenizer with the chat template.
         variables: Variables by name. Control tokens in values are parsed, so values must come from
             the application, never from its users.
 

@@ -55,9 +55,7 @@ def other_switches(model: str, trained: Mapping[str, str], used: Mapping[str, st
     """Explain in a sentence how options of block mode differ from training. Empty if they match.
 
     Args:
-        model: Name of the model.
         trained: Options of the training. Other options may have any value.
-        used: Options in use.
     """
     if all(used[name] == value for name, value in trained.items()):
         return ""

@@ -49,7 +49,6 @@ def private_encoder(tokenizer: Any) -> RustEncoder | PythonEncoder:
 
 
 def _prefix_of(full: list[int], plain: list[int]) -> list[int]:
-    """The ids in ``full`` before ``plain``."""
     for start in range(len(full) - len(plain) + 1):
         if full[start : start + len(plain)] == plain:
             return full[:start]
@@ -92,7 +91,6 @@ class RustEncoder:
         self._after_cut = _Plain(self._parsing, self._added, set())
 
     def added_tokens(self, text: str) -> list[FoundToken]:
-        """The added tokens in a text, left to right."""
         encoding = self._parsing.encode(text, add_special_tokens=False)
         tokens = []
         for token_id, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
@@ -104,7 +102,6 @@ class RustEncoder:
         """Ids of a text in which no added token is recognized.
 
         Args:
-            text: The text.
             opens: Whether the text starts the prompt. Some tokenizers add a blank there.
         """
         ids: list[int] = []
@@ -140,8 +137,6 @@ class _Plain:
     """A copy of a tokenizer that shares its vocabulary but has no control tokens.
 
     Args:
-        whole: The original tokenizer.
-        added: Added tokens of the original, by id.
         schemes: Prepend schemes (blanks before a text) to keep: ``"first"`` (at the start of the
             prompt) or ``"always"``. Others are replaced with ``"never"``.
     """
@@ -166,7 +161,6 @@ class _Plain:
                 self._blanks[own_id] = token_id
 
     def encode(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Token ids of a text, and the offsets of the tokens in it."""
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
         return [self._blanks.get(i, i) for i in encoding.ids], encoding.offsets
 

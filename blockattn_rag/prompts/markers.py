@@ -136,7 +136,6 @@ def parse(string: str) -> Parsed:
 
 
 def own_markers(string: str) -> list[Marker]:
-    """Markers in a string that were created with the key of this installation."""
     markers = [Marker(*m.span(), bool(m[1]), m[2]) for m in _MARKER.finditer(string)]
     own = [m for m in markers if hmac.compare_digest(_seal(m.seal[:_HALF]), m.seal)]
     if len(own) < len(markers):
@@ -245,7 +244,6 @@ def content_spans(content: str, origin: Origin) -> list[Span]:
 
     Args:
         content: Content of the message. Markers in it may be cut.
-        origin: Origin of the text around the passages.
 
     Raises:
         SegmentationError: There are more than ``MAX_MARKED`` passages.

@@ -71,7 +71,6 @@ def _power_table(bits: int) -> tuple[Integers, Integers]:
 
 
 def _powers(count: int) -> tuple[Integers, Integers]:
-    """Tables of at least ``count`` powers."""
     return _power_table(max(16, count.bit_length()))
 
 
@@ -141,7 +140,6 @@ class PassageMatcher:
         because their tokens would differ.
 
         Args:
-            others: Matchers with further passages to find.
             in_system: Whether to search system messages. A passage in them is cut out of the rules
                 around it, so only for applications whose documents are as trusted as their rules.
         """
@@ -267,7 +265,6 @@ def _in_word(around: str) -> bool:
 
 
 def joined(parts: Sequence[Entries]) -> Entries:
-    """Merge index entries, without duplicates."""
     entries = np.concatenate([np.empty(0, ENTRY), *parts])
     rows = np.unique(entries.view(np.dtype((np.void, ENTRY.itemsize))))
     return rows.view(ENTRY)

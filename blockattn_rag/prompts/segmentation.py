@@ -100,7 +100,6 @@ def _closing(tokenizer: Any, marked: list[dict[str, str]]) -> str:
 
 
 def _blocks(turn: _Turn, limit: int) -> list[Block]:
-    """Split a turn into blocks. The template's text becomes part of the first and last block."""
     pieces = _split(turn.content, limit)
     return [
         Block.of(

@@ -43,7 +43,6 @@ def check_sink(sink: str) -> str:
 
 
 def is_sink(name: str) -> bool:
-    """Whether a name is a valid sink."""
     return name in (NO_SINK, "bos", HEAD) or _HEAD.fullmatch(name) is not None
 
 

@@ -63,7 +63,6 @@ class BlockTokenizer:
         return self._ids([Span(text, "conversation")])
 
     def spells_control_token(self, text: str) -> bool:
-        """Whether a text contains the spelling of a control token."""
         return any(token in text for token in self._encoder.control_tokens)
 
     def with_final_ids(

@@ -74,7 +74,6 @@ class ServerClient:
 
     @property
     def openai_url(self) -> str:
-        """Base URL for OpenAI's clients."""
         return self.url + OPENAI
 
     @cached_property
@@ -247,7 +246,6 @@ class ServerClient:
         return cast(Iterable[Any], self.openai.chat.completions.create(extra_body=extra, **options))
 
     def _ask(self, method: Literal["GET", "POST"], path: str, body: Any = None) -> Any:
-        """Send a request, and return its JSON. Raises MissError or ServingError."""
         with self._translated(path):
             if method == "GET":
                 response = self.openai.get(self.url + path, cast_to=httpx.Response)

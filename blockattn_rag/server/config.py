@@ -54,11 +54,7 @@ class ServingConfig:
             tenants. The secret itself is not an option, because engines log their options.
         recognize: Whether the routes for OpenAI clients find stored passages in plain text.
             ``"system"``: also in system messages.
-        load_deadline_s: Seconds that a load may take.
         kv_dtype: Format in which this server stores blocks.
-
-    Raises:
-        ValueError: An option is unknown, missing or out of range.
     """
 
     store: str
@@ -103,11 +99,7 @@ class ServingConfig:
 
     @property
     def tenant_secret(self) -> str | None:
-        """Secret that authenticates tenants; None for a server without tenants.
-
-        Raises:
-            ValueError: The environment variable is empty.
-        """
+        """Secret that authenticates tenants; None for a server without tenants."""
         if self.tenant_secret_env is None:
             return None
         secret = os.environ.get(self.tenant_secret_env, "")
@@ -119,11 +111,7 @@ class ServingConfig:
         return secret
 
     def adapter(self, profile: ModelProfile) -> Correction | None:
-        """Adapter that this server applies to the blocks that it encodes.
-
-        Raises:
-            ServingError: The recipe is missing, damaged, or not the profile's.
-        """
+        """Adapter that this server applies to the blocks that it encodes."""
         found = None
         if self.recipe is not None:
             try:
@@ -141,7 +129,6 @@ class ServingConfig:
 
     @property
     def private_bytes(self) -> int:
-        """``private_memory`` in bytes."""
         return bytes_of(self.private_memory)
 
     def private_tokens(self, profile: ModelProfile) -> int:

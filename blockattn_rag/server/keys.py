@@ -25,9 +25,6 @@ def salt(plan: BlockPlan, profile: ModelProfile, own: str | None = None) -> str:
     Apart from the token ids, pages depend on the split into blocks, the model, the sink and the
     adapter, so the salt covers these. It also covers the tenant and which blocks are private, so
     response times do not reveal what others asked.
-
-    Args:
-        own: Salt that the client sent.
     """
     private = [place for place, keep in enumerate(plan.keep) if keep.is_private]
     cut = [plan.op, plan.lengths, private]
@@ -41,11 +38,6 @@ def full_mode_salt(secret: str, namespace: str, given: str | None) -> str:
 
     Without it, response times would reveal what other tenants asked, because an engine shares the
     pages of equal prompts.
-
-    Args:
-        secret: The server's tenant secret.
-        namespace: Namespace of the tenant.
-        given: Salt that the client sent.
     """
     said = json.dumps([PROTOCOL_VERSION, "full", namespace, given])
     return "tenant-" + code(said, secret)
@@ -60,7 +52,6 @@ class BlockId(NamedTuple):
     """One context block of a prompt.
 
     Args:
-        place: Index of the block in the prompt.
         start: Index of its first token in the prompt.
         digest: ``kv.token_digest`` of the token ids, the sink and the adapter.
         namespaces: Namespaces to look the block up in, its own first.
@@ -96,10 +87,6 @@ def block_keys(
         token_ids: Token ids of the complete prompt. With ``op="encode"``: the sink, unless the
             block opens a prompt, and the block.
         read_namespaces: Further namespaces to look blocks up in, in order.
-
-    Raises:
-        ProtocolError: The plan does not fit the prompt, or a block to be encoded follows tokens
-            other than the sink.
     """
     plan.check_fits(len(token_ids))
     opens_prompt, start = plan.op != "encode", 0

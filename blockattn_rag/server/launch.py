@@ -80,7 +80,6 @@ _SYMPTOM = "Engine core initialization failed"
 
 
 def require_vllm() -> None:
-    """Raise ImportError if vLLM is not installed."""
     if importlib.util.find_spec("vllm") is None:
         raise ImportError(
             "Serving needs vLLM, which is not installed: make an environment of its own, and run "
@@ -109,11 +108,6 @@ def check_options(options: Sequence[str]) -> None:
     """Check that options of vLLM contain no secrets, and do not contradict ``vllm_command``.
 
     Command lines are shown in logs and process lists. Messages omit the values of options.
-
-    Raises:
-        ValueError: An option contains a secret, or is set by ``vllm_command``, directly or in a
-            config file.
-        OSError: The config file cannot be read.
     """
     for option in options:
         name = _name(option)
@@ -150,7 +144,6 @@ def _name(word: str) -> str:
 
 
 def _configured(options: Sequence[str]) -> dict[Path, set[str]]:
-    """Names of the options in config files."""
     files = [value for name, value in pairwise(options) if name == "--config"]
     files += [word.partition("=")[2] for word in options if word.startswith("--config=")]
     texts = {Path(file): Path(file).read_text("utf-8") for file in files}
@@ -169,14 +162,6 @@ def vllm_command(
     options: Sequence[str] = (),
 ) -> list[str]:
     """Command that starts vLLM's API server.
-
-    Args:
-        model: Folder or hub id of the model.
-        name: Name of the model in requests.
-        dtype: Type of the weights, that of the profile.
-        connector: Options of the connector, as for ``ServingConfig``.
-        host, port: Where to listen.
-        options: Further options of vLLM. They replace those of this function.
 
     Web pages of other origins may not use the server, unless ``options`` allow origins.
     """
@@ -215,11 +200,6 @@ def vllm_environment(given: Mapping[str, str]) -> dict[str, str]:
 class VllmServer:
     """vLLM's API server in a process group of its own. Leaving its context stops all its processes,
     and so does the end of this process, even by SIGKILL.
-
-    Args:
-        command: As of ``vllm_command``.
-        environment: As of ``vllm_environment``.
-        log: Called with each line that the server prints, in a thread of its own.
     """
 
     def __init__(
@@ -260,15 +240,7 @@ class VllmServer:
     def wait_until_healthy(
         self, host: str, port: int, report: Callable[[float], None], limit_s: float = HEALTHY_S
     ) -> None:
-        """Wait until ``/health`` answers.
-
-        Args:
-            report: Called every 20 seconds with the seconds waited.
-            limit_s: Maximum time to wait, in seconds.
-
-        Raises:
-            ServingError: The server ended, or did not become healthy in time.
-        """
+        """Wait until ``/health`` answers."""
         started = reported = time.monotonic()
         while not _is_healthy(host, port):
             if self._process.poll() is not None:

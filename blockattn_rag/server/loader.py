@@ -24,16 +24,7 @@ logger = logging.getLogger("blockattn_rag")
 
 @dataclass(frozen=True, slots=True)
 class LoaderStats:
-    """Totals of a loader.
-
-    Args:
-        loads: Prompts whose blocks were all loaded.
-        failures: Prompts with a block that could not be loaded.
-        blocks, nbytes: Loaded blocks, and their bytes in memory.
-        misses: Missing or damaged blocks.
-        load_s: Seconds from ``start`` to the end, summed over loads including failed ones.
-        tiers: Stats of the tiers, fastest first, if the store is a ``TieredStore``.
-    """
+    """Totals of a loader."""
 
     loads: int = 0
     failures: int = 0
@@ -52,12 +43,7 @@ class BlockLoader:
     Args:
         store: Store of this rank: ``open_share``, usually behind faster tiers.
         deadline_s: Seconds that a load may take, including the wait for a thread.
-        threads: Maximum number of concurrent loads.
-        kept: In-memory store for blocks that must not be stored.
         most_waiting: Maximum number of running and waiting loads; further ones fail at once.
-
-    Raises:
-        ValueError: A number is not positive.
     """
 
     def __init__(
@@ -142,12 +128,7 @@ class BlockLoader:
         return [found[one.place] for one in blocks]
 
     def _look_up(self, blocks: Sequence[BlockId], until: float) -> dict[int, BlockKV]:
-        """Look up blocks. Returns them by their index in the prompt.
-
-        Raises:
-            LoadError: Blocks are missing.
-            StoreError: The store did not answer in time.
-        """
+        """Look up blocks. Returns them by their index in the prompt."""
         if not remaining(until):
             raise StoreError("other loads took all the time until the deadline")
 

@@ -44,14 +44,10 @@ class BlockPlan:
         lengths: Number of tokens of each context block, in order. ``complete``: the prompt starts
             with the blocks, and at least one token follows. ``encode``: one block at the end of the
             prompt.
-        namespace: Namespace of the blocks, see ``store.namespaces``.
         keep: Where each block may be kept. Default: ``PRIVATE`` for all, so that the KV of text
             that a client did not mark as a passage never reaches the store.
         opens_prompt: For ``encode``: whether the block opens a prompt, and so is encoded without
             sink and adapter.
-
-    Raises:
-        ValueError: A field is invalid.
     """
 
     op: Op
@@ -83,7 +79,6 @@ class BlockPlan:
 
     @property
     def context_tokens(self) -> int:
-        """Total tokens of the context blocks."""
         return sum(self.lengths)
 
     def check_fits(self, num_prompt_tokens: int) -> None:
@@ -126,7 +121,6 @@ class BlockPlan:
 
 
 def code(message: str, secret: str) -> str:
-    """HMAC-SHA256 as 64 hex digits."""
     return hmac.new(secret.encode(), message.encode(), hashlib.sha256).hexdigest()
 
 
@@ -140,12 +134,8 @@ def parse_plan(
     """Parse the plan in a request's ``kv_transfer_params``. None: the request has no plan.
 
     Args:
-        num_prompt_tokens: Tokens of the prompt.
         secret: The server's tenant secret. If the server has one, plans must be signed with it.
         namespace: Namespace of plans on a server without tenants.
-
-    Raises:
-        ProtocolError: The plan is invalid.
     """
     if kv_transfer_params is None:
         return None

@@ -64,7 +64,6 @@ class LayerProfile:
     rotary: Count
 
     def outlines(self, dtype: torch.dtype) -> tuple[StateOutline, StateOutline]:
-        """Outlines of the layer's keys and values."""
         sizes = (self.key_size, self.value_size)
         keys, values = (StateOutline(self.kv_heads, size, dtype) for size in sizes)
         return keys, values
@@ -98,18 +97,10 @@ class ModelProfile:
         tokenizer: ``BlockTokenizer.fingerprint``.
         name: Name of the model when it was measured.
         dtype: Dtype of keys and values, one of ``DTYPES``.
-        layers: Sizes of each layer.
-        rotary: Distinct rotary layouts of the layers.
         vocab_size: Upper bound of token ids.
         max_positions: Maximum tokens of a prompt and its answer for which keys are exact.
-        sink: Sink of all context blocks except the first, as in ``prompts.sinks``.
-        sink_ids: Token ids of the sink.
         adapter: Digest of the adapter that is applied to these blocks; empty if there is none.
-        promote: Number of passages at the end of a prompt to compute with the question.
         block_tuned: Whether the model is known to be block-fine-tuned.
-
-    Raises:
-        ValueError: A field is invalid.
     """
 
     fingerprint: Digest
@@ -155,7 +146,6 @@ class ModelProfile:
 
     @property
     def recipe(self) -> RecipeOutline:
-        """Recipe that the profile was written with."""
         return RecipeOutline(self.sink, self.adapter, self.promote)
 
     @property
@@ -164,7 +154,6 @@ class ModelProfile:
 
     @cached_property
     def layouts(self) -> tuple[RotaryLayout, ...]:
-        """Rotary layout of each layer; equal layouts are one object."""
         found = [RotaryLayout(torch.tensor(one.frequencies), one.pairing) for one in self.rotary]
         return tuple(found[layer.rotary] for layer in self.layers)
 
@@ -204,7 +193,6 @@ class ModelProfile:
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert to a JSON object."""
         return {"version": VERSION, **asdict(self)}
 
     @classmethod
@@ -225,7 +213,6 @@ class ModelProfile:
             ) from error
 
     def write(self, path: str | Path) -> None:
-        """Write the profile to a file, atomically. Raises OSError."""
         write_json(Path(path), self.to_dict())
 
 
@@ -234,10 +221,6 @@ def profile_of(model: BlockModel, recipe: Recipe | None = None) -> ModelProfile:
 
     Args:
         recipe: How block mode runs. Default: as the model was block-fine-tuned, or without sink.
-
-    Raises:
-        ValueError: The recipe does not belong to the model, or cannot be served.
-        UnsupportedModelError: Keys and values have several dtypes, or an unsupported one.
     """
     if recipe is None:
         trained: dict[str, Any] = {**model.tuned_with}

@@ -68,13 +68,8 @@ class ServerInfo:
         fingerprint, tokenizer, sink, adapter, promote, block_tuned: See ``ModelProfile``.
         models: Names of its models, the base model first.
         max_tokens: Maximum tokens of a prompt and its answer together.
-        namespace: Namespace of the caller's blocks.
-        read_only: Whether the server stores nothing.
         has_chat_template: Whether the model answers chats, not only completions.
         marker_key: ``marker_key_id`` of the server.
-
-    Raises:
-        ValueError: A field is invalid.
     """
 
     fingerprint: Digest
@@ -92,16 +87,13 @@ class ServerInfo:
 
     @property
     def recipe(self) -> RecipeOutline:
-        """Recipe of the server."""
         return RecipeOutline(self.sink, self.adapter, self.promote)
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert to a JSON object."""
         return {"v": PROTOCOL_VERSION, **asdict(self)}
 
     @classmethod
     def from_dict(cls, value: object) -> ServerInfo:
-        """Parse a JSON object. Raises ProtocolError, also for another protocol version."""
         return parse(cls, check_version(value, "v", PROTOCOL_VERSION, "info"), "info")
 
 
@@ -112,9 +104,6 @@ class EncodeBody:
     Args:
         texts: Texts of the passages. White space around them is ignored, as in prompts.
         only_look: Whether to encode nothing, and report passages that are not stored as missing.
-
-    Raises:
-        ValueError: A field is invalid, or a text is empty.
     """
 
     texts: _Texts
@@ -134,32 +123,20 @@ class EncodeBody:
 
     @classmethod
     def from_dict(cls, value: object) -> EncodeBody:
-        """Parse a JSON object. Raises ProtocolError."""
         return parse(cls, value, "body")
 
 
 @dataclass(config=STRICT, frozen=True, slots=True)
 class EncodeAnswer:
-    """Answer of ``ENCODE``.
-
-    Args:
-        passages: Outcome for each text, in order.
-        encoded_tokens: Tokens of the newly encoded passages.
-        stored_bytes: Their size in the store.
-
-    Raises:
-        ValueError: A field is invalid.
-    """
+    """Answer of ``ENCODE``."""
 
     passages: Annotated[tuple[Outcome, ...], Field(min_length=1, max_length=MOST_BLOCKS)]
     encoded_tokens: Count = 0
     stored_bytes: Count = 0
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert to a JSON object."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, value: object) -> EncodeAnswer:
-        """Parse a JSON object. Raises ProtocolError."""
         return parse(cls, value, "answer")

@@ -40,9 +40,6 @@ class Share:
 
         Args:
             layers: Layers of its pipeline-parallel rank; None for all.
-
-        Raises:
-            ValueError: The rank or the layers do not exist.
         """
         every = range(profile.num_layers)
         layers = every if layers is None else layers
@@ -62,7 +59,6 @@ class Share:
         return f"{found}-heads-{self.heads[0].start}-{self.heads[0].stop}"
 
     def is_whole(self, profile: ModelProfile) -> bool:
-        """Whether the share is the complete block."""
         return self == Share.of(profile)
 
     def token_outline(self, profile: ModelProfile) -> tuple[tuple[int, int, torch.dtype], ...]:
@@ -78,7 +74,6 @@ class Share:
         return sum(heads * size * dtype.itemsize for heads, size, dtype in outline)
 
     def cut(self, kv: BlockKV) -> BlockKV:
-        """Copy this share out of a complete block."""
         for layer in self.layers:
             kv.stored(layer)  # waits until it is loaded
         return kv.with_tensors(
@@ -108,9 +103,6 @@ class ShareStore(KVStore):
     Blocks contain only the heads and layers of the share, and are verified like complete entries. A
     ``MaintainedStore`` reads only the heads of the share. From other stores, complete entries are
     read and cut.
-
-    Args:
-        profile: Profile of the model that computed the blocks.
     """
 
     def __init__(self, home: KVStore, share: Share, profile: ModelProfile) -> None:
@@ -135,33 +127,27 @@ class ShareStore(KVStore):
         return self.home.read_parts(keys, self._choose, self._head_bytes)
 
     def touch(self, key: str) -> bool:
-        """Whether the home has an intact entry. Marks it as used."""
         return self.home.touch(key)
 
     def put(self, key: str, kv: BlockKV) -> None:
-        """Raise StoreError, because complete blocks are stored in the home."""
         self._refuse(f"store {key}")
 
     def delete(self, key: str) -> bool:
-        """Raise StoreError, because complete blocks are deleted in the home."""
         self._refuse(f"delete {key}")
 
     def __contains__(self, key: object) -> bool:
         return key in self.home
 
     def keys(self) -> Iterator[str]:
-        """Keys of the home."""
         return self.home.keys()
 
     def stats(self) -> StoreStats:
-        """Stats of the home's complete entries."""
         return self.home.stats()
 
     def _refuse(self, what: str) -> NoReturn:
         raise StoreError(f"Cannot {what} in {self!r}: it is read-only; use {self.home!r} itself")
 
     def _choose(self, header: Header) -> dict[int, range]:
-        """Heads to read of each layer."""
         layout = header.layout
         expected = _layout(self._profile, layout.num_tokens, layout.quantized)
         if layout != expected or header.dtype != self._profile.torch_dtype:
@@ -177,7 +163,6 @@ class ShareStore(KVStore):
 
 
 def _layout(profile: ModelProfile, num_tokens: int, quantised: bool) -> Layout:
-    """Layout of the entries of a model's blocks."""
     dtype = torch.int8 if quantised else profile.torch_dtype
     shapes = (
         LayerShape(layer.kv_heads, layer.key_size, layer.value_size, dtype, dtype)

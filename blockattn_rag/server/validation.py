@@ -48,14 +48,7 @@ def shown(value: object) -> str:
 
 
 def parse(kind: type[T], value: object, name: str) -> T:
-    """Validate a JSON value.
-
-    Args:
-        name: Name of the value in messages.
-
-    Raises:
-        ProtocolError: The value is invalid. The message describes the first error.
-    """
+    """Validate a JSON value."""
     if isinstance(value, Mapping) and len(value) > _MOST_FIELDS:
         raise ProtocolError(f"{name} has {len(value)} fields, expected at most {_MOST_FIELDS}")
     try:
@@ -79,11 +72,7 @@ def as_object(value: object, name: str) -> dict[str, Any]:
 
 
 def check_version(value: object, field: str, version: int, name: str) -> dict[str, Any]:
-    """Return a JSON object without ``field``, whose value must be ``version``.
-
-    Raises:
-        ProtocolError: ``value`` is not an object, or has another version.
-    """
+    """Return a JSON object without ``field``, whose value must be ``version``."""
     fields = as_object(value, name)
     found = fields.pop(field, None)
     if type(found) is not int or found != version:
@@ -95,7 +84,6 @@ def check_version(value: object, field: str, version: int, name: str) -> dict[st
 
 
 def _explained(error: ValidationError, name: str) -> str:
-    """Message for the first error of a validation."""
     first = error.errors(include_url=False)[0]
     # vLLM's models have wrapped validators, which pydantic names function-wrap[...].
     *path, last = [part for part in first["loc"] if not str(part).startswith("function-")] or ("",)
@@ -114,14 +102,7 @@ def _explained(error: ValidationError, name: str) -> str:
 
 
 async def read_json(chunks: AsyncIterable[bytes], max_tokens: int) -> Any:
-    """Read and parse a body, without blocking the event loop.
-
-    Args:
-        max_tokens: Maximum tokens of a prompt.
-
-    Raises:
-        ProtocolError: The body is not JSON, or has more than 4 MiB and 64 bytes per token.
-    """
+    """Read and parse a body, without blocking the event loop."""
     most, body = _OTHER_BODY_BYTES + _BODY_BYTES_PER_TOKEN * max_tokens, bytearray()
     async for chunk in chunks:
         body += chunk

@@ -111,12 +111,10 @@ class KVStore(ABC):
     def get(self, key: str) -> BlockKV | None:
         """Return the entry of a key, or None. Counts as a use of the entry.
 
-        An entry that an earlier release wrote in another format counts as absent.
-
         The returned tensors do not change if the entry is later replaced, deleted or damaged.
 
         Raises:
-            CorruptEntryError: The entry is damaged, truncated, or of a later format version.
+            CorruptEntryError: The entry is damaged, truncated, or of another format version.
             FingerprintMismatchError: The entry belongs to another text, model or tenant.
             StoreError: The entry cannot be read, or the deadline passed.
         """
@@ -283,7 +281,7 @@ class MaintainedStore(KVStore):
             return False
         try:
             info = self.describe(key)
-            if info is None or info.header.is_outdated:
+            if info is None:
                 return False
             if not info.handles or set(handles) <= set(info.handles):
                 return True

@@ -75,16 +75,7 @@ def check_storable(kv: BlockKV) -> None:
 
 
 def check_block(kv: BlockKV, key: str, token_ids: Sequence[int], outline: Outline) -> None:
-    """Check that a block that was read is the requested one.
-
-    Args:
-        key: Key that it was read under.
-        token_ids: Requested tokens.
-        outline: ``BlockKV.token_outline`` of the model's blocks.
-
-    Raises:
-        FingerprintMismatchError: It is another block.
-    """
+    """Check that a block that was read is the requested one."""
     if kv.key != key:
         raise FingerprintMismatchError(
             f"The store has another block under {key} (found digest {kv.digest[:12]}, fingerprint "

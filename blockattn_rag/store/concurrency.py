@@ -52,11 +52,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class Readers(_ForkAware):
-    """Thread pool for reads. Threads start when they are first needed.
-
-    Args:
-        threads: Maximum number of concurrent reads; further ones wait.
-    """
+    """Thread pool for reads. Threads start when they are first needed."""
 
     def __init__(self, threads: int, name: str) -> None:
         if threads < 1:
@@ -161,18 +157,12 @@ def _answer(read: Future[ReadResult], until: float, key: str) -> ReadResult:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Write:
-    """Queued or running write."""
-
     kv: BlockKV
     write: Callable[[str, BlockKV], object]
 
 
 class WriteQueue(_ForkAware):
-    """Queue of blocks that background threads write. It is emptied before a normal exit.
-
-    Args:
-        max_bytes: Size limit of the queued blocks; a single block may be larger.
-    """
+    """Queue of blocks that background threads write. It is emptied before a normal exit."""
 
     def __init__(self, max_bytes: int) -> None:
         check_max_bytes(max_bytes)

@@ -75,7 +75,7 @@ class DirectoryStore(MaintainedStore):
             limit.
 
     Raises:
-        StoreError: ``path`` is not a store, is a store of a later format version, or cannot be
+        StoreError: ``path`` is not a store, is a store of another format version, or cannot be
             created.
         ValueError: ``max_bytes`` is not positive.
     """
@@ -98,7 +98,7 @@ class DirectoryStore(MaintainedStore):
             with files.explained("open a store at", self.path):
                 if not self._mark.exists():
                     self._make(create)
-                self._is_outdated = _check_mark(self._mark) < VERSION
+                _check_mark(self._mark)
         except ValueError as error:  # a path with a NUL, or with half a surrogate pair
             raise StoreError(f"No folder can have the name {str(path)!r}: {error}") from error
 
@@ -118,7 +118,6 @@ class DirectoryStore(MaintainedStore):
         return self._load(key, use=True)
 
     def get_many(self, keys: Sequence[str]) -> list[ReadResult]:
-        """Read several entries concurrently."""
         return self._at_once(self._get_or_error, keys)
 
     def peek(self, key: str) -> BlockKV | None:
@@ -144,8 +143,7 @@ class DirectoryStore(MaintainedStore):
             with files.opened(path) as file:
                 if file is None:
                     return False
-                if _read_header(path, file).is_outdated:
-                    return False
+                _read_header(path, file)
                 files.mark_used(file.fileno(), _MARK_TOUCHED_S)
                 # A deletion renames the file first, so check that the path still names this file.
                 return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
@@ -243,8 +241,6 @@ class DirectoryStore(MaintainedStore):
                 if file is None:
                     return None
                 header = _read_header(path, file)
-                if header.is_outdated:
-                    return None
                 part = choose(header)
                 kv = decode_part(header, part, files.read_places(file, ranges(header, part)))
                 files.mark_used(file.fileno(), _MARK_READ_S)
@@ -255,8 +251,6 @@ class DirectoryStore(MaintainedStore):
     def _write(self, path: Path, content: bytes) -> None:
         if not self._mark.exists():  # the folder was deleted since it was opened
             self._make(create=True)
-        elif self._is_outdated:
-            self._write_mark()
         if not path.parent.exists():
             files.make_folder(self._objects)
             files.make_folder(path.parent)
@@ -299,15 +293,10 @@ class DirectoryStore(MaintainedStore):
                 f"{self.path} is not a store: it has no {_MARK}, and contains {foreign!r}; "
                 "choose an empty or new directory"
             )
-        self._write_mark()
-
-    def _write_mark(self) -> None:
         with replacing(self._mark, mode=files.FILE_MODE, fsync=self.fsync) as file:
             file.write(json.dumps(_MARKED).encode() + b"\n")
-        self._is_outdated = False
 
     def _foreign(self) -> Iterator[str]:
-        """Names that do not belong to a store."""
         known = (_OBJECTS, RECIPE_FOLDER, SIDECAR)
         own = files.names_in(self.path)
         yield from (name for name in own if name not in known and not is_temporary(name))
@@ -315,7 +304,6 @@ class DirectoryStore(MaintainedStore):
         yield from (f"{_OBJECTS}/{name}" for name in shards if not _SHARD.fullmatch(name))
 
     def _names(self) -> Iterator[Path]:
-        """Paths of everything in the folders of entries."""
         for shard in files.names_in(self._objects):
             if _SHARD.fullmatch(shard):
                 folder = self._objects / shard
@@ -328,23 +316,19 @@ def _is_entry(path: Path) -> bool:
 
 def _read_header(path: Path, file: FileIO) -> Header:
     header = read_header(file, os.fstat(file.fileno()).st_size)
-    if not header.is_outdated:
-        check_entry_key(path.stem, header, path)
+    check_entry_key(path.stem, header, path)
     return header
 
 
-def _check_mark(mark: Path) -> int:
-    """Format version of a store. Its entries of earlier versions are misses, and are replaced."""
+def _check_mark(mark: Path) -> None:
     with files.opened(mark) as file:
         content = file.read() if file is not None else b""
     try:
         mark_fields = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise StoreError(f"{mark} is not readable JSON: {error}") from error
-    for version in range(1, VERSION + 1):
-        if mark_fields == {**_MARKED, "version": version}:
-            return version
-    raise StoreError(
-        f"{mark.parent} is a store of another format: found {mark_fields}, expected {_MARKED}; "
-        "use another directory, or ingest again"
-    )
+    if mark_fields != _MARKED:
+        raise StoreError(
+            f"{mark.parent} is a store of another format: found {mark_fields}, expected {_MARKED}; "
+            "use another directory, or ingest again"
+        )

@@ -21,7 +21,6 @@ Remove = Callable[[str, int], bool | None]
 
 
 def check_max_bytes(max_bytes: int) -> None:
-    """Raise if a size limit is not a positive integer."""
     if not isinstance(max_bytes, int):
         raise TypeError(f"max_bytes must be a number of bytes, found {max_bytes!r}")
     if max_bytes <= 0:
@@ -29,11 +28,7 @@ def check_max_bytes(max_bytes: int) -> None:
 
 
 class Refusals:
-    """Counts the entries that are larger than a store's limit, and logs the first.
-
-    Args:
-        limit: Name of the limit.
-    """
+    """Counts the entries that are larger than a store's limit, and logs the first."""
 
     def __init__(self, limit: str = "max_bytes") -> None:
         self._limit = limit
@@ -113,11 +108,7 @@ class SizeBound:
         entries: Callable[[], Iterable[StoredEntry]],
         remove: Remove,
     ) -> None:
-        """Evict entries, if needed, before a write of ``nbytes`` (at most ``max_bytes``).
-
-        Args:
-            entries: Function that lists all other entries. Called only if needed.
-        """
+        """Evict entries, if needed, before a write of ``nbytes`` (at most ``max_bytes``)."""
         if nbytes > self._room:
             share, most = self.max_bytes // _SHARE, self.max_bytes - nbytes
             for _ in range(_LOOKS):

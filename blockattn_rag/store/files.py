@@ -40,7 +40,6 @@ def explained(doing: str, path: Path) -> Iterator[None]:
 
 
 def names_in(folder: Path) -> list[str]:
-    """Sorted names in a folder. Empty if there is no such folder."""
     with explained("list", folder), contextlib.suppress(FileNotFoundError):
         return sorted(os.listdir(folder))
     return []
@@ -53,13 +52,7 @@ def make_folder(path: Path, *, parents: bool = False) -> None:
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[FileIO | None]:
-    """Open a regular file for reading. Yields None if the file does not exist.
-
-    Raises:
-        CorruptEntryError: The path is not a regular file, or the body of the ``with`` statement
-            raised a FormatError.
-        StoreError: The file cannot be opened or read.
-    """
+    """Open a regular file for reading. Yields None if the file does not exist."""
     with explained("read", path):
         try:
             file = open(path, "rb", buffering=0, opener=_open_at_once)  # noqa: SIM115
@@ -113,7 +106,6 @@ def _memory(size: int) -> Tensor:
 
 
 def _fill(view: memoryview, file: FileIO) -> int:
-    """Read until the memory is full or the file ends. Returns the number of bytes read."""
     filled = 0
     while filled < len(view) and (count := file.readinto(view[filled:])):
         filled += count
@@ -171,12 +163,7 @@ def status_of(path: Path) -> os.stat_result | None:
 
 
 class FolderSidecar(Sidecar):
-    """Files in a folder of a directory store.
-
-    Args:
-        root: The folder. Created by the first write.
-        fsync: Whether to flush each file to disk.
-    """
+    """Files in a folder of a directory store."""
 
     def __init__(self, root: Path, fsync: bool) -> None:
         self._root = root

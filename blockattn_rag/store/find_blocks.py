@@ -25,7 +25,6 @@ class LookupResult(NamedTuple):
     """Result of ``find_blocks``.
 
     Args:
-        blocks: The block of each query, or None if it is missing.
         errors: Errors by key: of damaged or foreign entries, and of failed reads.
     """
 
@@ -42,10 +41,6 @@ def find_blocks(
     that are still missing, and so on.
 
     A damaged entry is a miss, and so is an entry that is not the requested block.
-
-    Args:
-        get_many: Function that reads entries, see ``KVStore.get_many``.
-        outline: ``BlockKV.token_outline`` of the model's blocks.
     """
     blocks: list[BlockKV | None] = [None] * len(queries)
     errors: dict[str, StoreError] = {}

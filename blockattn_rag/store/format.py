@@ -43,7 +43,6 @@ HeadsByLayer = Mapping[int, range]
 
 
 def encode(kv: BlockKV) -> bytes:
-    """Encode an entry."""
     kv = kv.to(torch.device("cpu"))
     layout = Layout.of(kv)
     states = {"keys": kv.keys, "values": kv.values}
@@ -59,7 +58,7 @@ def encode(kv: BlockKV) -> bytes:
     return save(tensors, metadata(kv, layout, checksums))
 
 
-def decode(raw: Tensor) -> BlockKV | None:
+def decode(raw: Tensor) -> BlockKV:
     """Decode an entry. Keys and values are views of ``raw``.
 
     Each layer is ``[heads, tokens, dim]``, with contiguous heads. Contents are validated even if
@@ -67,19 +66,10 @@ def decode(raw: Tensor) -> BlockKV | None:
 
     Args:
         raw: uint8 ``[size]``.
-
-    Returns:
-        The block; None if the entry is outdated (``Header.is_outdated``).
-
-    Raises:
-        FormatError: A byte was changed, removed or added, or the entry is malformed, or contains
-            NaN, infinity or negative token ids.
     """
     view = raw.numpy().data
     end = header_end(view)
     header = parse_header(view[:end], len(view))
-    if header.is_outdated:
-        return None
     layers = {n: range(layer.heads) for n, layer in enumerate(header.layout.layers)}
     return decode_part(header, layers, raw[end:])
 
@@ -141,16 +131,11 @@ def encoded(key: str, kv: BlockKV, place: object) -> bytes:
     return encode(kv)
 
 
-def decoded(key: str, raw: Tensor, place: object) -> BlockKV | None:
-    """Decode the entry of ``key`` from bytes read from ``place``, uint8 ``[size]``.
-
-    Returns:
-        The block; None if an earlier release wrote the entry.
-    """
+def decoded(key: str, raw: Tensor, place: object) -> BlockKV:
+    """Decode the entry of ``key`` from bytes read from ``place``, uint8 ``[size]``."""
     with damage_reported(place):
         kv = decode(raw)
-    if kv is not None:
-        check_entry_key(key, kv, place)
+    check_entry_key(key, kv, place)
     return kv
 
 
@@ -170,7 +155,6 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 
 
 def _names(header: Header, part: HeadsByLayer) -> list[str]:
-    """Names of the token ids and of the tensors of a part, in the order of their bytes."""
     layout, names = header.layout, [TOKEN_IDS]
     for number, (_, members) in enumerate(layout.groups):
         heads = next((part[layer] for layer in members if layer in part), range(0))
@@ -201,7 +185,6 @@ def _stacked(heads: Sequence[Tensor]) -> Tensor:
 
 
 def _block(header: Header, token_ids: Tensor, by_layer: Mapping[str, Sequence[Tensor]]) -> BlockKV:
-    """Build a block from its tensors by kind and layer."""
     scales = None
     if header.layout.quantized:
         keys = tuple(scale.unsqueeze(1) for scale in by_layer["key_scales"])

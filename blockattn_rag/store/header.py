@@ -42,7 +42,6 @@ class Header(NamedTuple):
         dtype: Dtype of keys and values. In an int8 entry: their dtype before quantization.
         places: Dtype, shape and place of each tensor. Offsets count from the start of the entry.
         checksums: Checksum of each tensor.
-        version: Format version. An outdated entry has the names alone.
     """
 
     fingerprint: str
@@ -53,11 +52,9 @@ class Header(NamedTuple):
     layout: Layout
     places: Mapping[str, TensorSpec]
     checksums: Mapping[str, str]
-    version: int = VERSION
 
     @property
     def key(self) -> str:
-        """Store key of the entry."""
         return store_key(self.fingerprint, self.digest, self.namespace)
 
     @property
@@ -69,19 +66,9 @@ class Header(NamedTuple):
         """``"int8"``, or ``"model"`` for keys and values as the model computes them."""
         return "int8" if self.layout.quantized else "model"
 
-    @property
-    def is_outdated(self) -> bool:
-        """Whether an earlier release wrote the entry. It is a miss, and ``gc`` deletes it."""
-        return self.version < VERSION
-
 
 def read_header(file: BinaryIO | FileIO, size: int) -> Header:
-    """Read and verify the header of an entry of ``size`` bytes.
-
-    Raises:
-        FormatError: The file does not start with a header of this or an earlier format version, or
-            the header describes an entry of another size.
-    """
+    """Read and verify the header of an entry of ``size`` bytes."""
     start = file.read(_LENGTH_BYTES) or b""
     end = header_end(start)
     if end > size:
@@ -110,10 +97,7 @@ def parse_header(head: Buffer, size: int) -> Header:
         about = fields.pop("__metadata__", {})
         if about.get("format") != FORMAT:
             raise FormatError(f"it is not a {FORMAT} entry")
-        version = str(about.get("version"))
-        if version.isascii() and version.isdecimal() and int(version) < VERSION:
-            return _outdated(about, int(version))
-        if version != str(VERSION):
+        if (version := str(about.get("version"))) != str(VERSION):
             raise FormatError(
                 f"it has format version {version!r:.20}; this package reads {str(VERSION)!r}"
             )
@@ -154,15 +138,6 @@ def _header_checksum(about: Mapping[str, str], layout: Layout) -> str:
     """Checksum of the metadata, and of the names, dtypes and shapes of the tensors."""
     shapes = {name: [checks.DTYPE_NAMES[d], *shape] for name, (d, shape) in layout.tensors.items()}
     return checksum(json.dumps([about, shapes], sort_keys=True, separators=(",", ":")).encode())
-
-
-def _outdated(about: Mapping[str, Any], version: int) -> Header:
-    """Header of an entry of an earlier version. It is not verified."""
-    fingerprint, digest, handle, namespace = (
-        checks.check_text(about.get(name, "")) for name in _TEXTS
-    )
-    empty = Layout(0, ())
-    return Header(fingerprint, digest, handle, namespace, torch.float32, empty, {}, {}, version)
 
 
 def _described(about: dict[str, Any], fields: dict[str, Any], start: int, size: int) -> Header:

@@ -39,13 +39,7 @@ class LayerGroup(NamedTuple):
 
 @dataclass(frozen=True)  # without slots, for the cached properties
 class Layout:
-    """Shapes of an entry.
-
-    Args:
-        num_tokens: Number of tokens of the block.
-        layers: Shape of each layer.
-        quantized: Whether keys and values are int8 and have scales.
-    """
+    """Shapes of an entry."""
 
     num_tokens: int
     layers: tuple[LayerShape, ...]
@@ -53,7 +47,6 @@ class Layout:
 
     @classmethod
     def of(cls, kv: BlockKV) -> Layout:
-        """Layout of the entry of a block."""
         layers = tuple(
             LayerShape(k.shape[0], k.shape[2], v.shape[2], k.dtype, v.dtype)
             for k, v in zip(kv.keys, kv.values, strict=True)

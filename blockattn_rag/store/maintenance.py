@@ -237,10 +237,10 @@ def gc(
 ) -> GcReport:
     """Delete unreferenced entries (mark and sweep). Safe to run alongside an ingestion.
 
-    An entry is deleted if none of its handles is in ``live_handles``, or if an earlier release
-    wrote it in another format, and its last *use* was more than ``grace_s`` seconds ago. Uses are
-    writes, reads (recorded once a minute), and being found by an ingestion. An entry that is used
-    in the meantime is kept. If a deleted entry is needed later, its block is computed again.
+    An entry is deleted if none of its handles is in ``live_handles``, and its last *use* was more
+    than ``grace_s`` seconds ago. Uses are writes, reads (recorded once a minute), and being found
+    by an ingestion. An entry that is used in the meantime is kept. If a deleted entry is needed
+    later, its block is computed again.
 
     Texts with the same tokens share an entry, which has the handles of all ingested texts
     (``KVStore.claim``). Entries without a handle, encoded by a server or shared by many texts, are
@@ -319,12 +319,10 @@ def _outcome(
         live_handles is None or not handles or any(handle in live_handles for handle in handles)
     )
     is_unused = ttl_s is not None and info.age_s >= ttl_s
-    if is_live and not is_unused and not info.header.is_outdated:
+    if is_live and not is_unused:
         return "kept", ""
     if info.age_s < grace_s:
         return "young", ""
-    if info.header.is_outdated:
-        return "dead", f"format version {info.header.version}"
     reason = "not used for ttl_s" if is_unused else "nothing refers to it"
     return ("expired" if is_live else "dead"), reason
 

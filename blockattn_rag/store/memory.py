@@ -117,11 +117,7 @@ class MemoryStore(KVStore):
 
 
 def host_copy(kv: BlockKV, *, page_locked: bool | None = None) -> BlockKV:
-    """Copy a block to host memory.
-
-    Args:
-        page_locked: Whether to lock the pages, which needs CUDA. Default: if CUDA is available.
-    """
+    """Copy a block to host memory."""
     locked = torch.cuda.is_available() if page_locked is None else page_locked
     copy = kv.copy_to(torch.device("cpu"))
     if not locked:

@@ -47,13 +47,7 @@ class _Read(NamedTuple):
 
 
 class ObjectClient:
-    """Reads, writes and lists objects under an address.
-
-    Args:
-        backend: An open obstore store at this address.
-        deadline_s: Seconds that a read may take.
-        parallel: Maximum number of concurrent reads.
-    """
+    """Reads, writes and lists objects under an address."""
 
     def __init__(self, url: str, backend: Backend, deadline_s: float, parallel: int) -> None:
         self.url = url
@@ -62,7 +56,6 @@ class ObjectClient:
         self._readers = Readers(parallel, "blockattn-rag-objects")
 
     def place(self, path: str) -> str:
-        """Address of an object."""
         return f"{self.url}/{path}"
 
     def read_many(self, paths: Sequence[str]) -> list[Tensor | StoreError | None]:
@@ -97,7 +90,6 @@ class ObjectClient:
         return None if start is None else (bytes(start[0]), start[1])
 
     def head(self, path: str) -> ObjectMeta | None:
-        """Metadata of an object, or None."""
         read = self._readers.start(self._head, path)
         return outcome(read, deadline(self.deadline_s), f"look for {self.place(path)}")
 
@@ -107,7 +99,6 @@ class ObjectClient:
             self._backend.put(path, content, chunk_size=_WRITTEN_PART_BYTES)
 
     def delete(self, path: str) -> bool:
-        """Delete an object. Returns whether there was one."""
         if self.head(path) is None:  # most servers do not report if there was one
             return False
         with self._explained("delete", path):
@@ -271,11 +262,7 @@ def _whole(_first: memoryview, size: int) -> Sequence[ByteRange]:
 
 
 def connect(url: str, deadline_s: float, retries: int) -> Backend:
-    """Open an obstore store at an address, with credentials from the environment. Sends nothing.
-
-    Args:
-        deadline_s: Seconds that a request may take, retries included.
-    """
+    """Open an obstore store at an address, with credentials from the environment. Sends nothing."""
     try:
         from obstore.exceptions import BaseError
         from obstore.store import from_url

@@ -108,7 +108,6 @@ class ObjectStore(MaintainedStore):
         return ObjectSidecar(self._client)
 
     def get_many(self, keys: Sequence[str]) -> list[ReadResult]:
-        """Read several entries concurrently, with one deadline."""
         contents = self._client.read_many([entry_path(key) for key in keys])
         return [self._entry(*each) for each in zip(keys, contents, strict=True)]
 
@@ -123,14 +122,12 @@ class ObjectStore(MaintainedStore):
 
         def places(key: str, first: memoryview, size: int) -> Sequence[ByteRange]:
             header = self._header(key, first, size)
-            if header.is_outdated:
-                return []
             chosen[key] = header, choose(header)
             return ranges(*chosen[key])
 
         def part(key: str, data: Tensor | StoreError | None) -> ReadResult:
-            if not isinstance(data, Tensor) or key not in chosen:
-                return None if isinstance(data, Tensor) else data
+            if not isinstance(data, Tensor):
+                return data
             try:
                 with damage_reported(self._client.place(entry_path(key))):
                     return decode_part(*chosen[key], data)
@@ -153,7 +150,7 @@ class ObjectStore(MaintainedStore):
             info = self.describe(key)
         except (CorruptEntryError, FingerprintMismatchError):
             return False
-        return info is not None and not info.header.is_outdated
+        return info is not None
 
     def put(self, key: str, kv: BlockKV) -> None:
         path = entry_path(kv.key)
@@ -219,8 +216,7 @@ class ObjectStore(MaintainedStore):
                     "belongs to another model or format"
                 )
             header = read_header(BytesIO(first), size)
-        if not header.is_outdated:
-            check_entry_key(key, header, place)
+        check_entry_key(key, header, place)
         return header
 
     def _entry(self, key: str, content: Tensor | StoreError | None) -> ReadResult:

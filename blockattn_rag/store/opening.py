@@ -57,11 +57,7 @@ def open_store(spec: KVStore | str | Path | None) -> KVStore:
 
 
 def open_spec(spec: str | Path, *, on_host: bool = False) -> KVStore:
-    """Open the store at a path or address, without the checks and the warning of ``open_store``.
-
-    Args:
-        on_host: Argument ``on_host`` of ``MemoryStore``, for ``memory:`` addresses.
-    """
+    """Open the store at a path or address, without the checks and the warning of ``open_store``."""
     text = str(spec)
     scheme = urls.scheme_of(text)
     # Imported on use, so that opening one kind of store does not load the others.

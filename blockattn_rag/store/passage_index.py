@@ -51,9 +51,6 @@ class PassageIndex:
         in_background: Whether ``split`` waits at most 0.2 s for new files. Until they are read,
             only the passages of earlier files are found.
 
-    Raises:
-        ValueError: The store cannot keep an index.
-
     Example::
 
         index = PassageIndex(store)
@@ -169,12 +166,7 @@ class _NamespaceIndex:
             return len(fresh)
 
     def merge(self, stored: set[bytes] | None, added: Entries) -> tuple[int, int]:
-        """Replace the files that were read by one. Returns the numbers of kept and dropped entries.
-
-        Args:
-            stored: Handles of the entries to keep. None: all.
-            added: Entries to add before.
-        """
+        """Replace the files that were read by one. Returns the numbers of kept and dropped ones."""
         with self._lock:
             entries = joined([self.matcher.entries, added])
             kept = entries
@@ -236,7 +228,6 @@ def merge_index(
 
     Args:
         added: Index entries to add, by namespace.
-        progress: Called with the number of entries read.
     """
     sidecar = PassageIndex(store).sidecar
     names = {bytes.fromhex(path.partition("/")[0][1:]).decode() for path in sidecar.names(_FOLDER)}
@@ -246,7 +237,7 @@ def merge_index(
     stored: dict[str, set[bytes]] = {name: set() for name in indexes}
     unknown: set[str] = set()
     for done, (_, info) in enumerate(describe_all(store), start=1):
-        if not isinstance(info, EntryInfo) or info.header.is_outdated:
+        if not isinstance(info, EntryInfo):
             continue
         if (namespace := info.header.namespace) in indexes:
             stored[namespace] |= {bytes.fromhex(handle) for handle in info.handles}

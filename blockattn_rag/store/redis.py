@@ -94,7 +94,6 @@ class RedisStore(KVStore):
         return self._reopen, ()
 
     def get_many(self, keys: Sequence[str]) -> list[ReadResult]:
-        """Read several entries in one round trip, with one deadline."""
         names = [self._name(key) for key in keys]
         if not names:
             return []
@@ -105,7 +104,6 @@ class RedisStore(KVStore):
         return [self._entry(*each) for each in zip(keys, values, strict=True)]
 
     def touch(self, key: str) -> bool:
-        """Mark an entry as used now. Returns whether it exists; its content is not checked."""
         name = self._name(key)
         if self._ttl_ms is None:
             return key in self
@@ -200,7 +198,6 @@ class RedisStore(KVStore):
 
 
 def _connect(url: str, deadline_s: float) -> Redis:
-    """Create a client for the server at an address. Sends nothing."""
     try:
         from redis import Redis
         from redis.backoff import NoBackoff

@@ -28,9 +28,6 @@ class CircuitBreaker:
 
     The breaker starts closed and lets every call pass. After ``failures`` failures in a row, it
     opens and lets one call pass every ``pause_s`` seconds. The first success closes it.
-
-    Args:
-        clock: Function that returns the time in seconds.
     """
 
     def __init__(
@@ -92,7 +89,6 @@ class Tier:
         self._stats = TierStats(repr(store))
 
     def read(self, keys: Sequence[str]) -> list[ReadResult]:
-        """Read several entries. If the tier fails, every result is a StoreError."""
         try:
             entries = self.ask(lambda: self.store.get_many(keys), len(keys))
         except StoreError as error:
@@ -107,7 +103,6 @@ class Tier:
         return entries
 
     def write(self, key: str, kv: BlockKV) -> None:
-        """Store an entry."""
         self._guarded(lambda: self.store.put(key, kv), 1)
         self.count(written=1)
 

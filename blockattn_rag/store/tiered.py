@@ -72,7 +72,6 @@ class TieredStore(KVStore):
 
     @property
     def sidecar(self) -> Sidecar | None:
-        """Files beside the entries of the home."""
         return self._home.store.sidecar
 
     def get_many(self, keys: Sequence[str]) -> list[ReadResult]:
@@ -125,7 +124,6 @@ class TieredStore(KVStore):
         return self._home.ask(lambda: self._home.store.delete(key)) or was_queued or was_copied
 
     def keys(self) -> Iterator[str]:
-        """Keys of the home."""
         return self._home.store.keys()
 
     def stats(self) -> StoreStats:
@@ -141,11 +139,9 @@ class TieredStore(KVStore):
         return self._queue.flush(wait_s)
 
     def close(self) -> None:
-        """Write the queued copies, and accept no more."""
         self._queue.close()
 
     def _read(self, keys: Sequence[str]) -> list[ReadResult]:
-        """Query the tiers in order. Entries in a failing tier count as absent."""
         entries: dict[str, ReadResult] = dict.fromkeys(keys)
         lacking: dict[str, list[Tier]] = {key: [] for key in keys}
         for tier in self._tiers:

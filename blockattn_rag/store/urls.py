@@ -89,7 +89,6 @@ def bytes_of(size: str) -> int:
 
 
 def folder_of(url: str) -> Path:
-    """Folder of a ``file:`` address."""
     check_no_credentials(url)
     parts = urlsplit(url)
     if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):

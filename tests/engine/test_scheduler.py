@@ -15,7 +15,7 @@ import torch
 
 from blockattn_rag.engine import scheduler as scheduling
 from blockattn_rag.engine.options import GenerateOptions
-from blockattn_rag.engine.pending import MAX_BATCH, AnswerRequest, Group, Job, PendingRequest
+from blockattn_rag.engine.pending import MAX_BATCH, Group, Job, PendingRequest
 from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.engine.results import Generation, GenerationChunk, ReuseStats
 from blockattn_rag.engine.scheduler import Scheduler
@@ -73,7 +73,7 @@ def pending(
 ) -> PendingRequest:  # fmt: skip
     prompt = text if callable(text) else BlockPrompt((), text)
     parsed = GenerateOptions.parse(options, Recipe())
-    return PendingRequest(AnswerRequest(prompt, parsed, max_batch), model, group)
+    return PendingRequest(prompt, parsed, model, max_batch=max_batch, group=group)
 
 
 async def ask(scheduler: Scheduler, model: Model, text: Any, **options: Any) -> str:
@@ -256,7 +256,7 @@ async def test_a_thread_that_cannot_be_started_is_an_error_and_the_next_call_tri
         raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as patched:
-        patched.setattr(scheduling, "start_thread", refuse)
+        patched.setattr(threading.Thread, "start", refuse)
         with pytest.raises(RuntimeError, match="can't start new thread"):
             await asyncio.wait_for(ask(scheduler, model, "first"), LONGEST_S)
     assert await asyncio.wait_for(ask(scheduler, model, "next"), LONGEST_S) == "next"

@@ -12,7 +12,6 @@ from langchain_core.stores import InMemoryStore
 from langchain_core.vectorstores import InMemoryVectorStore
 from langchain_text_splitters import RecursiveCharacterTextSplitter
 
-from blockattn_rag.errors import ContextOverflowError
 from blockattn_rag.langchain import (
     BlockDocumentPrompt,
     BlockKVCompressor,
@@ -53,32 +52,7 @@ def test_the_compressor_replaces_and_logs_stale_handles(caplog: pytest.LogCaptur
     assert "If a previous step shortens or rewrites documents" in caplog.text
 
 
-async def test_a_warm_compressor_encodes_missing_documents(chat: ChatBlockAttention) -> None:
-    compressor = BlockKVCompressor(llm=chat, warm=True)
-    assert compressor.wait_until_warm() is None
-    documents = await compressor.acompress_documents(passages(), "q")
-    stats = compressor.wait_until_warm(60)
-    assert stats is not None
-    assert stats.computed == 3
-    messages = [("system", format_blocks(documents)), ("human", "Which?")]
-    assert chat.invoke(messages).response_metadata["block_attention"]["hits"] == 3
-
-
-def test_logs_a_failed_warming(chat: ChatBlockAttention, caplog: pytest.LogCaptureFixture) -> None:
-    compressor = BlockKVCompressor(llm=chat, warm=True)
-    with caplog.at_level(logging.WARNING, "blockattn_rag"):
-        assert len(compressor.compress_documents([Document("x" * 9000)], "q")) == 1
-        with pytest.raises(ContextOverflowError):
-            compressor.wait_until_warm(60)
-    assert "Warming the KV store failed" in caplog.text
-
-
-def test_warming_needs_a_model() -> None:
-    with pytest.raises(ValueError, match="warm=True needs llm="):
-        BlockKVCompressor(warm=True)
-
-
-def test_a_compressor_without_a_model_pickles() -> None:
+def test_a_compressor_pickles() -> None:
     compressor = BlockKVCompressor(document_prompt=TITLED)
     assert pickle.loads(pickle.dumps(compressor)).document_prompt == TITLED
 

@@ -190,41 +190,17 @@ def test_an_answer_is_read_as_it_was_told() -> None:
     told = json.loads(json.dumps(SERVED.to_dict()))
     assert ServedBlocks.from_dict(told) == SERVED
     assert ServedBlocks.from_dict({**told, "another_connector": {}}) == SERVED
-    assert told["blockattn"]["mode"] == "block"
 
 
-@pytest.mark.parametrize(
-    ("changed", "why"),
-    [
-        ({"mode": "full"}, "Found mode 'full' in blockattn, expected 'block'"),
-        ({"v": 1}, "Found version 1"),
-        ({"blocks": -1}, "blocks should be greater than or equal to 0, found -1"),
-        ({"fetch_s": float("nan")}, "fetch_s should be a finite number, found nan"),
-        ({"encoded_tokens": 0}, "found 1 encoded blocks of 0 tokens together"),
-        ({"encoded": 0}, "found 0 encoded blocks of 20 tokens together"),
-        ({"cut_short": 1}, "cut_short should be a valid boolean, found 1"),
-        ({"cut_short": True}, "found cut_short and counts that it makes unknown"),
-        ({"more": 1}, "unknown field 'more'"),
-    ],
-)
-def test_invalid_answers_are_refused(changed: dict[str, Any], why: str) -> None:
-    with pytest.raises(ProtocolError, match=why):
-        ServedBlocks.from_dict({"blockattn": SERVED.to_dict()["blockattn"] | changed})
+def test_counts_of_an_answer_follow_from_its_blocks() -> None:
+    counts = {"hits": 2, "misses": 1, "reused_tokens": 437, "computed_tokens": 63}
+    assert SERVED.reuse((400, 37, 20), 500) == counts
 
 
-@pytest.mark.parametrize("params", [None, {}, {"other": 1}])
-def test_an_answer_without_our_field_was_not_computed_in_block_mode(params: Any) -> None:
-    with pytest.raises(ProtocolError, match="not computed in block mode"):
-        ServedBlocks.from_dict(params)
-
-
-@given(st.dictionaries(names, values).map(lambda told: {"blockattn": told}) | anything)
-def test_whatever_a_server_answers_it_is_read_or_refused(params: Any) -> None:
-    try:
-        served = ServedBlocks.from_dict(params)
-    except ProtocolError:
-        return
-    assert served.to_dict()["blockattn"].items() >= params["blockattn"].items()
+@pytest.mark.parametrize("lengths", [(400, 57), (400, 37, 21)])
+def test_an_answer_that_lacks_a_block_is_an_error(lengths: tuple[int, ...]) -> None:
+    with pytest.raises(ProtocolError, match="The engine answered from 3 blocks of 457 tokens"):
+        SERVED.reuse(lengths, 500)
 
 
 def test_the_protocol_needs_no_torch() -> None:

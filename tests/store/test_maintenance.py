@@ -250,19 +250,6 @@ def test_entries_without_a_handle_expire_by_ttl(store: DirectoryStore) -> None:
     assert gc(store, OTHERS, ttl_s=DAY_S / 2).deleted.count == 1
 
 
-def test_gc_deletes_entries_of_an_earlier_format_version(new: Raw[MaintainedStore]) -> None:
-    store = new.store
-    for key in KEYS[:2]:
-        new.write(key, new.read(key).replace(b'"version":"3"', b'"version":"2"'))
-    assert [store.get(key) for key in KEYS[:2]] == [None, None]
-    assert (store.touch(KEYS[0]), store.claim(KEYS[0], HANDLES[:1])) == (False, False)
-    live = {kv.handle for kv in MANY}
-    assert gc(store, live).kept_young == 2
-    report = gc(store, live, grace_s=0)
-    assert set(report.deleted.first) == set(KEYS[:2])
-    assert (report.kept, report.errors.count, verify(store).damaged.count) == (10, 0, 0)
-
-
 def test_gc_removes_old_leftovers_and_leaves_new_ones(store: DirectoryStore) -> None:
     shard = store.entry_path(KEYS[0]).parent
     old, new = leftover(shard, "old"), leftover(shard, "new")

@@ -138,7 +138,6 @@ def ask(
 
 
 def _object(text: str | bytes, option: str, example: str) -> dict[str, Any]:
-    """Parse an option as a JSON object."""
     try:
         value = json.loads(text)
     except ValueError as error:  # includes UnicodeDecodeError
@@ -187,7 +186,6 @@ def talk(assistant: Assistant, *, mode: Mode) -> None:
 
 
 def _read_line() -> str | None:
-    """Read the next line. None: the user leaves."""
     while True:
         try:
             return input(_PROMPT).strip()
@@ -204,7 +202,6 @@ def _read_line() -> str | None:
 def _reply(
     assistant: Assistant, question: str, mode: Mode, turns: list[Turn]
 ) -> AssistantAnswer | None:
-    """Answer a question and add the turn. None: the answer was stopped or failed."""
     try:
         answer = show_answer(assistant, question, mode=mode, history=turns)
     except KeyboardInterrupt:

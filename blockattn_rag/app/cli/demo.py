@@ -141,7 +141,6 @@ def _ingest(started: Demo) -> IngestReport:
 
 
 def _answers(started: Demo) -> list[DemoAnswer]:
-    """Answer all questions, and print each answer when it is complete."""
     questions, quiet = started.collection.questions, json_file() is not None
     begun, answers = time.perf_counter(), list[DemoAnswer]()
     for number, question in enumerate(questions, 1):
@@ -172,7 +171,6 @@ def _show(answer: AssistantAnswer, *, right: bool) -> None:
 
 
 def _line(markup: str) -> None:
-    """Print one line, truncated to the width of a terminal."""
     if stdout.is_terminal:
         stdout.print(markup, highlight=False, no_wrap=True, overflow="ellipsis")
     else:

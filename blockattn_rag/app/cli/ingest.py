@@ -219,7 +219,6 @@ def _show_estimate(work: Estimate) -> None:
 
 
 def _manifest(db: Path, **options: Any) -> Manifest:
-    """Complete the given options with the database's settings and the defaults."""
     old = Manifest.read(db)
     if old is None and not options["model"]:
         raise typer.BadParameter("Required for a new database", param_hint="--model")

@@ -41,7 +41,6 @@ _UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def absolute_store(address: str | None) -> str | None:
-    """Make the folder of a store an absolute path. Other addresses stay unchanged."""
     from blockattn_rag.store.urls import scheme_of
 
     try:
@@ -64,19 +63,16 @@ def lasting_store(address: str | None) -> str | None:
 
 
 def absolute_recipe(name: str | None) -> str | None:
-    """Make the folder of a recipe an absolute path. Other names stay unchanged."""
     return str(Path(name).resolve()) if name and Path(name).is_dir() else name
 
 
 def file_in_folder(file: Path | None) -> Path | None:
-    """Check that the folder of a file exists."""
     if file is not None and not file.absolute().parent.is_dir():
         raise typer.BadParameter(f"No such folder: {file.absolute().parent}")
     return file
 
 
 def seconds_of(text: str, option: str) -> float:
-    """Seconds of a time such as 90s or 7d. Raises BadParameter if it is invalid."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhd]?)", text.strip())
     if match is None:
         raise typer.BadParameter(

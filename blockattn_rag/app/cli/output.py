@@ -146,5 +146,4 @@ def duration(seconds: float | None) -> str:
 
 
 def percent(share: float | None) -> str:
-    """Format a share in 0..1 as percent: ``97.5``."""
     return "-" if share is None else f"{share * 100:.1f}"

@@ -73,7 +73,6 @@ def plan(
 
 
 def _config(model: str, dtype: str | None, *, on_gpu: bool) -> tuple[Any, Any]:
-    """The config of a model or shape, and the type of its keys and values when it is loaded."""
     import torch
 
     from blockattn_rag.lab.planning import SHAPES, floating_type, shape_config
@@ -93,7 +92,6 @@ def _config(model: str, dtype: str | None, *, on_gpu: bool) -> tuple[Any, Any]:
 def _machine(
     dtype: Any, gpu_memory: float | None, memory: float | None, tflops: float | None
 ) -> Machine:
-    """The machine to plan for. Unset options are measured on this machine."""
     import psutil
     import torch
 
@@ -116,7 +114,6 @@ def _machine(
 
 
 def _lines(title: str, passages: int, estimate: CapacityPlan, machine: Machine) -> list[Any]:
-    """The table of places for blocks, and what else was estimated."""
     rows = [
         (
             tier.name,

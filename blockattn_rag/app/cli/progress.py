@@ -22,7 +22,6 @@ _LEAST_SHARE = 0.05
 
 @contextlib.contextmanager
 def spinner(text: str) -> Iterator[None]:
-    """Show a spinner with the elapsed time, if stderr is a terminal."""
     if not stderr.is_terminal:
         yield
         return

@@ -104,11 +104,7 @@ class _Job:
     """Inputs and output of a repair.
 
     Args:
-        model: Model to repair.
-        material: Passages and questions to fit to.
-        output: Folder of the recipe.
         database: Database that will use the recipe.
-        ask: Command that uses the recipe.
     """
 
     model: BlockModel
@@ -125,7 +121,6 @@ def _job(
     questions: Path | None,
     output: Path | None,
 ) -> _Job:
-    """Open the database, or the model and the files, that the options name."""
     if db is not None and passages is not None:
         raise typer.BadParameter("Found --db and --passages, expected one of them")
     if db is not None:

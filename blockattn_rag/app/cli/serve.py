@@ -168,11 +168,7 @@ def _command(
 
 
 def _check(url: str, address: str) -> ServerInfo:
-    """Run the self-check, and return the server's description.
-
-    Raises:
-        ServingError: The server does not answer as it should.
-    """
+    """Run the self-check, and return the server's description."""
     from blockattn_rag.check.server import check_server
     from blockattn_rag.server import ServerClient
 
@@ -189,7 +185,6 @@ def _check(url: str, address: str) -> ServerInfo:
 
 
 def _curl(url: str, info: ServerInfo) -> str:
-    """Command that asks the server, with a passage."""
     from blockattn_rag.server.protocol import OPENAI
 
     path, asked = ("chat/completions", _CHAT) if info.has_chat_template else ("completions", _PLAIN)

@@ -24,8 +24,6 @@ class CorpusQuestion:
     Args:
         kind: ``"one-passage"`` (one passage states the value), ``"comparison"`` (of two entities)
             or ``"order"`` (two passages describe one entity, and the later passage is right).
-        question: Text of the question.
-        answer: A right answer in full sentences.
         expected: Words that a right answer must contain; see :func:`is_correct`.
         gold: Indices of the passages with the answer, in ``passages``, or in
             :func:`bundled_corpus` if ``passages`` is empty.
@@ -71,7 +69,6 @@ def is_correct(question: CorpusQuestion, answer: str) -> bool:
 
 
 def _normalize(text: str) -> str:
-    """Convert to lower case, letters and digits only, with single spaces."""
     return " ".join(re.findall(r"\w+", text.lower()))
 
 

@@ -32,11 +32,7 @@ class FactQuestion:
     """A question about one article.
 
     Attributes:
-        id: Unique name.
-        question: Text of the question, which names its subject.
         answers: Accepted answers. The article contains the first answer verbatim.
-        article: ID of the only article that answers the question.
-        demo: Whether the demo asks the question too.
     """
 
     id: str

@@ -36,15 +36,7 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 
 @dataclass(frozen=True, slots=True)
 class Collection:
-    """Passages, and questions about them.
-
-    Args:
-        name: Name of the Chroma collection.
-        passages: Passages of the collection. Each passage is one document.
-        questions: Questions that the passages answer.
-        top_k: Passages per prompt.
-        max_new_tokens: Maximum length of an answer.
-    """
+    """Passages, and questions about them."""
 
     name: str
     passages: tuple[Passage, ...]
@@ -53,7 +45,6 @@ class Collection:
     max_new_tokens: int
 
     def documents(self) -> list[Document]:
-        """The passages as LlamaIndex documents. The prompt shows their title and text."""
         from llama_index.core.schema import Document
 
         documents = []
@@ -112,7 +103,6 @@ class DemoAnswer:
         return self.block if mode == "block" else self.full
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain JSON types. Times are in seconds. Counts such as ``hits`` are of block mode."""
         modes: dict[str, Any] = {
             mode: {
                 "answer": self.of(mode).answer,
@@ -147,13 +137,6 @@ class Demo:
     """A demo in progress: its database, collection and assistant.
 
     Passages that an earlier run stored are reused.
-
-    Args:
-        store: Address of the store. None: the folder ``kv`` of the database.
-        remembers: See ``Database.open``.
-
-    Raises:
-        DatabaseError: The folder is a database with other documents.
     """
 
     def __init__(

@@ -94,7 +94,6 @@ class Race:
             yield shown._replace(passages=f"<b>Error:</b> {escape(str(error))}")
 
     def retrieved(self, question: str) -> list[Retrieved]:
-        """The passages retrieved for a question, best first."""
         engine, template = self._database.engine, self._database.template
         retrieved = []
         for text in retriever(self._database)(question, self._top_k):
@@ -138,7 +137,6 @@ class Race:
 def _column(
     mode: Mode, text: str = "", clock_s: float | None = None, stats: ReuseStats | None = None
 ) -> str:
-    """HTML of the column of one mode. ``stats`` is None until the answer is complete."""
     clock = "&ndash;" if clock_s is None else f"{clock_s:.2f} s"
     label = "to the first token" if text else "waiting for the first token" if clock_s else ""
     parts = [
@@ -158,7 +156,6 @@ def _column(
 
 
 def _passages(retrieved: Sequence[Retrieved]) -> str:
-    """HTML of the list of passages, each marked as reused or computed."""
     rows = []
     for passage in retrieved:
         kind, tag = ("reused", "reused") if passage.stored else ("computed", "computed now")

@@ -29,8 +29,6 @@ logger = logging.getLogger("blockattn_rag.app.rag")
 
 
 class Turn(NamedTuple):
-    """A question and its answer in a conversation."""
-
     question: str
     answer: str
 
@@ -73,7 +71,6 @@ class AssistantAnswer:
     includes_warm_up: bool = False
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain JSON types; times in seconds."""
         return {
             "question": self.question,
             "answer": self.answer,
@@ -105,8 +102,6 @@ class Assistant:
     """Answers questions from a database.
 
     Args:
-        top_k: Passages to retrieve, with different texts.
-        max_new_tokens: Maximum length of an answer.
         chat_template_kwargs: Variables of the model's chat template, such as ``enable_thinking``.
         schema: JSON schema that every answer must match. The prompt includes it.
     """
@@ -141,7 +136,6 @@ class Assistant:
         """Answer a question.
 
         Args:
-            mode: Block mode reuses passages, full mode computes everything.
             on_text: Called with each piece of the answer. With a schema, called once with the
                 complete answer.
             history: Earlier turns, oldest first. Passages are retrieved for this question and the
@@ -258,7 +252,6 @@ class Assistant:
         )
 
     def _query(self, question: str, history: Sequence[Turn]) -> QueryBundle:
-        """The question for the model, and the texts to retrieve passages for."""
         from llama_index.core import QueryBundle
         from llama_index.core.output_parsers.pydantic import PYDANTIC_FORMAT_TMPL
 
@@ -294,7 +287,6 @@ def with_history(
     The turns come after the passages, so the passages remain reusable blocks.
 
     Args:
-        turns: Earlier turns, oldest first.
         count: Function that counts the tokens of a text.
         max_tokens: Maximum number of tokens for the earlier turns. The oldest turns are left out
             first.

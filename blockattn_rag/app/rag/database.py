@@ -57,18 +57,11 @@ class Manifest:
 
     Args:
         model: Model that encodes passages. With a server: local name of its tokenizer.
-        fingerprint: Fingerprint of the model in the last ingestion.
-        embedding: Embedding of the passages.
-        collection: Chroma collection.
         chunk_size: Maximum length of a passage in tokens.
-        template: Block template of the passages.
         recipe: Recipe of block mode: ``"auto"``, settings such as ``"fast"``, or a folder.
             ``"auto"`` is the folder ``recipe`` of the database, if there is one.
         stock: Settings of ``"auto"`` for a stock model without a recipe. They stay those of the
             first ingestion, because the stored keys and values belong to them.
-        namespace: Namespace of the keys and values in the store.
-        dtype: Type of the model's weights.
-        kv_dtype: Type of newly stored keys and values.
         store: Address or absolute path of the store. None: the folder ``kv`` of the database.
         server: Address of the server with the model and the store. None: this process.
     """
@@ -174,8 +167,6 @@ class Database:
         the passages, they are computed again on first use, and stored.
 
         Args:
-            model: Model to use in this process, instead of the database's model.
-            recipe: Recipe to use instead of the database's recipe.
             remembers: Whether blocks and the ends of conversations stay in memory for later
                 answers. Pass False to time answers as in a new process.
         """
@@ -208,7 +199,6 @@ class Database:
         return database
 
     def require_passages(self) -> None:
-        """Raise ``DatabaseError`` if the database has no passages."""
         if not self.collection.count():
             raise DatabaseError(
                 f"{self.path} contains no passages; run `blockattn-rag ingest PATH --db "
@@ -224,11 +214,7 @@ class Database:
 
     @property
     def engine(self) -> BlockAttentionEngine:
-        """The engine, if its model runs in this process.
-
-        Raises:
-            DatabaseError: The model runs on a server.
-        """
+        """The engine, if its model runs in this process."""
         from blockattn_rag.engine.engine import BlockAttentionEngine
 
         if not isinstance(self.model, BlockAttentionEngine):
@@ -250,20 +236,17 @@ class Database:
 
     @property
     def max_context_tokens(self) -> int:
-        """Maximum tokens of a prompt and its answer together."""
         if (server := self.server) is not None:
             return server.info.max_tokens
         return self.engine.model.max_context_tokens
 
     @property
     def recipe(self) -> str:
-        """The model's recipe as short text."""
         if (server := self.server) is not None:
             return str(server.info.recipe)
         return str(self.engine.recipe)
 
     def use_own_recipe(self) -> None:
-        """Use the recipe in the database's folder from now on."""
         if self.manifest.recipe != AUTO_SETTING:
             write_json(self.path / MANIFEST, asdict(replace(self.manifest, recipe=AUTO_SETTING)))
 

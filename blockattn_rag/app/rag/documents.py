@@ -58,8 +58,6 @@ def load_documents(
         paths: Files and folders. A file in ``paths`` must have readable text. In a folder, a file
             without readable text is skipped and reported. Files and folders that cannot be opened
             are always skipped and reported.
-        exclude: Folder to skip, such as the database itself.
-        on_progress: Called with (files read, all files).
     """
     loaded = Loaded()
     queue: list[tuple[Path, bool]] = []
@@ -103,7 +101,6 @@ def _add(loaded: Loaded, file: Path, *, required: bool) -> None:
 
 
 def _reason(error: OSError) -> str:
-    """The reason without the path, such as "Permission denied"."""
     return f"cannot be opened ({error.strerror or error})"
 
 
@@ -148,7 +145,6 @@ def _target(link: Path) -> Path:
 
 
 def _read(file: Path) -> list[Document]:
-    """Read one file into one document, or one document for each page of a PDF."""
     from llama_index.core import SimpleDirectoryReader
 
     own = _own_reader(file)

@@ -61,7 +61,6 @@ def ingest_documents(
 
     Args:
         documents: Documents with their origin in ``metadata["source"]``.
-        on_progress: Called with (stage, done, total).
         on_estimate: Called with an estimate before encoding, unless the model runs on a server.
     """
     from llama_index.core.node_parser import SentenceSplitter
@@ -152,19 +151,7 @@ def synchronise(
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Estimate of the work of an ingestion.
-
-    Args:
-        blocks: Distinct passages. Each is encoded once.
-        new_blocks: Blocks that are not stored yet.
-        new_tokens: Tokens of the new blocks.
-        new_text_bytes: Bytes of the new blocks' text in UTF-8.
-        new_bytes: Bytes of the new keys and values, in the database's type.
-        int8_bytes: Bytes of the new keys and values in int8.
-        seconds: Encoding time. None if the model has no gated feed-forward layers.
-        folder: Folder of the store. None for other stores.
-        free_bytes: Free space in the folder.
-    """
+    """Estimate of the work of an ingestion."""
 
     blocks: int
     new_blocks: int
@@ -215,5 +202,4 @@ def estimate(engine: BlockAttentionEngine, blocks: Sequence[Block]) -> Estimate:
 
 
 def _existing(folder: Path) -> Path:
-    """The folder, or its nearest parent that exists."""
     return next(place for place in (folder, *folder.absolute().parents) if place.exists())

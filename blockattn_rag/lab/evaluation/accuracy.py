@@ -42,18 +42,7 @@ _COUNTS = ("hits", "misses", "reused_tokens", "computed_tokens", "generated_toke
 
 @dataclass(frozen=True, slots=True)
 class EvaluationRecord:
-    """One question answered in one row.
-
-    Args:
-        id, digest: Id and digest of the sample.
-        mode: Name of the row.
-        question, answers: Fields of the sample.
-        output: Answer of the model.
-        accuracy, exact_match, f1: Scores in 0..1.
-        hits, misses, reused_tokens, computed_tokens, generated_tokens: See ``ReuseStats``.
-        finish_reason: ``"length"`` if the answer was cut off by its limit or the context window.
-        recipe: Digest of the row's recipe. Empty in full mode.
-    """
+    """One question answered in one row."""
 
     id: str
     digest: str
@@ -74,7 +63,6 @@ class EvaluationRecord:
 
     @classmethod
     def from_dict(cls, line: Mapping[str, Any]) -> EvaluationRecord:
-        """Create a record from its fields. Raises KeyError or TypeError for other fields."""
         return cls(**{**line, "answers": tuple(line["answers"])})
 
 
@@ -83,9 +71,6 @@ class ModeResult:
     """Summary of one row. Scores are in 0..1 with 95 % bootstrap intervals.
 
     Args:
-        mode: Name of the row.
-        samples: Number of questions.
-        accuracy, exact_match, f1: Scores; see ``metrics``.
         difference: Accuracy minus full mode's accuracy, paired by question.
         agreement: Share of questions with the same normalised output as in full mode.
         cut_off: Number of answers that ended at ``max_new_tokens`` or at the end of the context
@@ -104,7 +89,6 @@ class ModeResult:
     stats: ReuseStats
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain JSON types; intervals as ``{"mean", "low", "high"}``."""
         fields = {name: getattr(self, name) for name in self.__slots__ if name != "stats"}
         return plain_figures(fields) | self.stats.reuse()
 
@@ -126,16 +110,6 @@ def evaluate(
     on_progress: Callable[[int, int], None] | None = None,
 ) -> EvaluationReport:
     """Answer every sample greedily in full mode and with every recipe, and score the answers.
-
-    Args:
-        samples: See :func:`blockattn_rag.lab.evaluation.datasets.read_samples`.
-        recipes: Recipes of block mode; see ``evaluation.records``.
-        closed_book: Whether to also answer without passages.
-        batch_size: Questions answered at once.
-        records_path: File of records, with one JSON line for each answer. Recorded questions are
-            not answered again.
-        settings: Further settings for the report and the records file, such as the data's name.
-        on_progress: Called with the number of finished answers and the number of all answers.
 
     Raises:
         ValueError: A recipe cannot be used, or there is no sample.
@@ -180,7 +154,6 @@ def _answer(
     row: Row,
     **options: Any,
 ) -> list[Generation]:
-    """Answer a batch of samples. In block mode, the passages are encoded first."""
     prompts = [make_prompt(engine, form, s, closed_book=row.closed_book) for s in batch]
     if row.recipe is not None:
         for prompt in prompts:
@@ -195,7 +168,6 @@ def make_prompt(
     *,
     closed_book: bool = False,
 ) -> BlockPrompt:
-    """Make the prompt of a sample. Closed-book prompts have no passages."""
     if closed_book:
         form = CLOSED_BOOK_FORMAT
     passages = [] if closed_book else [Passage(p.title, p.text) for p in sample.passages]
@@ -205,7 +177,6 @@ def make_prompt(
 def _check_room(
     engine: BlockAttentionEngine, form: PromptFormat, samples: Sequence[EvaluationSample]
 ) -> None:
-    """Refuse prompts that leave no room for an answer."""
     most = engine.model.max_context_tokens - 1
     found = {}
     for sample in samples:

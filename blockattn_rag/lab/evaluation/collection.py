@@ -58,7 +58,6 @@ class CollectionRow:
     """Summary of one way to answer, with 95 % bootstrap intervals over questions.
 
     Args:
-        name: ``"full"``, the recipe's text form, or ``"closed-book"``.
         agreement, kl: See ``FidelityResult``. None in full mode and without passages.
         right: Number of right answers. None if right answers are unknown.
         kept: Full mode's right answers that stay right.
@@ -73,18 +72,12 @@ class CollectionRow:
     ttft_s: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain JSON types; intervals as ``{"mean", "low", "high"}``."""
         return plain_figures({name: getattr(self, name) for name in self.__slots__})
 
 
 @dataclass(frozen=True, slots=True)
 class CollectionReport:
-    """Result of an evaluation: full mode, the recipe in use, ``"fast"``, and without passages.
-
-    Args:
-        questions: Number of questions.
-        with_answers: Number of questions with right answers.
-    """
+    """Result of an evaluation: full mode, the recipe in use, ``"fast"``, and without passages."""
 
     questions: int
     with_answers: int
@@ -116,7 +109,6 @@ class CollectionReport:
         return row.agreement.mean
 
     def sooner(self, row: CollectionRow) -> float:
-        """How many times sooner than in full mode the first token comes."""
         full = self[FULL].ttft_s
         assert full is not None
         assert row.ttft_s is not None
@@ -128,7 +120,6 @@ class CollectionReport:
         return next((row for row in self.recipes[::-1] if self.share(row) >= TOLERANCE), None)
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain JSON types."""
         rows = [row.to_dict() | {"gain": self.gain(row)} for row in self.rows]
         counts = {"questions": self.questions, "with_answers": self.with_answers}
         return counts | {"rows": rows, "best": self.best and self.best.name}
@@ -147,12 +138,7 @@ def evaluate_collection(
         engine: An engine that keeps no blocks in memory, so that times include reading them. Blocks
             that it does not store are encoded and stored, those of ``"fast"`` in a temporary
             folder.
-        asked: At least one question.
         max_new_tokens: Maximum length of an answer in tokens.
-        on_progress: Called with the number of finished questions and the number of all questions.
-
-    Raises:
-        ContextOverflowError: A prompt does not fit in the context window.
     """
     with tempfile.TemporaryDirectory() as folder:
         engines = _engines(engine, folder)
@@ -178,8 +164,6 @@ def _engines(engine: BlockAttentionEngine, folder: str) -> dict[str, BlockAttent
 
 
 class _Measured:
-    """Figures of each row: agreement and divergence, right answers, and seconds."""
-
     def __init__(self, rows: Sequence[str]) -> None:
         self.compared: dict[str, list[FidelityRecord]] = {row: [] for row in rows}
         self.right: dict[str, list[bool]] = {row: [] for row in rows}
@@ -213,7 +197,6 @@ def _measure(
     *,
     is_timed: bool,
 ) -> None:
-    """Measure one question in all rows."""
     prompt, options = asked.prompt, {"max_new_tokens": max_new_tokens, "do_sample": False}
     # Without right answers, only the first token is needed, for its time.
     wanted: dict[str, Any] = options if asked.answers else {**options, "max_new_tokens": 1}

@@ -85,11 +85,6 @@ def read_samples(path: str | Path, *, limit: int | None = None) -> list[Evaluati
 
     Args:
         path: File to read. Blank lines are skipped.
-        limit: Maximum number of samples to read. Default: all.
-
-    Raises:
-        DataError: A line is malformed or an id is repeated (the message gives file and line), or
-            the file is missing, damaged or empty.
     """
     return read_distinct(path, lambda record, _: _sample(record), limit)
 
@@ -97,12 +92,7 @@ def read_samples(path: str | Path, *, limit: int | None = None) -> list[Evaluati
 def read_distinct(
     path: str | Path, parse: Callable[[JsonRecord, int], S], limit: int | None = None
 ) -> list[S]:
-    """Read the samples of a JSON-lines file, and check that ids are distinct; see ``read_samples``.
-
-    Args:
-        parse: Function that makes a sample from a record and its line number.
-        limit: Maximum number of samples to read. Default: all.
-    """
+    """Read the samples of a JSON-lines file, whose ids must be distinct; see ``read_samples``."""
     samples: dict[str, S] = {}
     for number, sample in islice(parsed_lines(path, parse), limit):
         if sample.id in samples:
@@ -112,7 +102,6 @@ def read_distinct(
 
 
 def id_of(value: object) -> str:
-    """Convert an id, which is a string or a whole number, to a string."""
     return str(value if isinstance(value, int) else of_kind(value, str, "'id'"))
 
 
@@ -130,7 +119,6 @@ def _sample(record: JsonRecord) -> EvaluationSample:
 
 
 def answers_of(record: JsonRecord, *, may_be_empty: bool = False) -> tuple[str, ...]:
-    """Read the right answers of a record."""
     items = enumerate(list_of(record, "answers", may_be_empty=may_be_empty))
     return tuple(not_blank(item, f"'answers[{i}]'") for i, item in items)
 

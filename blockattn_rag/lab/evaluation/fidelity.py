@@ -72,9 +72,6 @@ class FidelityRecord:
     """Comparison of one row with full mode on one question, over the tokens of full mode's answer.
 
     Args:
-        id, digest: Id and digest of the sample.
-        mode: Name of the row.
-        tokens: Number of tokens in the answer.
         kl, first_kl: Divergence in nats: mean over the answer, and at its first token.
         agreement: Share of tokens for which the row's likeliest token equals full mode's. If it is
             1, the row gives the same greedy answer.
@@ -140,7 +137,6 @@ class FidelityResult:
     recovery: Interval | None
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain JSON types; intervals as ``{"mean", "low", "high"}``."""
         return plain_figures({name: getattr(self, name) for name in self.__slots__})
 
 
@@ -157,7 +153,6 @@ class LoggedPrompt:
 
     @property
     def digest(self) -> str:
-        """Digest of the texts."""
         return digest_of(self.texts)
 
 
@@ -197,7 +192,6 @@ def measure_fidelity(
         records_path: File of records, with one JSON line for each sample and row. Recorded samples
             are not compared again.
         settings: Further settings for the report and the records file.
-        on_progress: Called with the number of finished samples and the number of all samples.
 
     Raises:
         ValueError: A recipe cannot be used, or there is no sample.
@@ -235,16 +229,7 @@ def compare_each(
     records_path: str | Path | None,
     on_progress: Callable[[int, int], None] | None,
 ) -> FidelityReport:
-    """Compare all samples in all rows. Recorded samples are not compared again.
-
-    Args:
-        samples: Samples as they are shown in prompts.
-        rows: Rows to compare.
-        compare: Function that compares one sample with full mode, in the given rows.
-        noted: Settings that the records depend on.
-        records_path: File of records. None: records are kept in memory only.
-        on_progress: Called with the number of finished samples and the number of all samples.
-    """
+    """Compare all samples in all rows. Recorded samples are not compared again."""
     file = RecordFile(
         records_path, noted, lambda line: FidelityRecord(**line), samples=samples, rows=rows
     )
@@ -265,11 +250,7 @@ def compare_prompt(
     max_new_tokens: int,
     closed_book: BlockPrompt | None = None,
 ) -> list[FidelityRecord]:
-    """Compare one sample in several rows, which share full mode's answer and predictions.
-
-    Args:
-        closed_book: Prompt without passages, for closed-book rows.
-    """
+    """Compare one sample in several rows, which share full mode's answer and predictions."""
     answer, expected = full_answer(engine, prompt, max_new_tokens)
     records = []
     for row in rows:
@@ -288,9 +269,6 @@ def full_answer(
     """Full mode's greedy answer, and its log-probabilities at each token of the answer.
 
     Log-probabilities are float64 ``[answer tokens, vocab]``.
-
-    Raises:
-        ContextOverflowError: The prompt leaves no room for one token.
     """
     model = engine.model
     ids = model.tokenizer.prompt_ids(prompt).flat

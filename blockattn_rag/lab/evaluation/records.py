@@ -28,13 +28,7 @@ Recipes = Mapping[str, RecipeLike] | Sequence[RecipeLike]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One way of answering the prompts of an evaluation.
-
-    Args:
-        name: Name of the row.
-        recipe: Recipe of block mode. None: full mode.
-        closed_book: Whether prompts have no passages.
-    """
+    """One way of answering the prompts of an evaluation."""
 
     name: str
     recipe: Recipe | None = None
@@ -51,7 +45,6 @@ class Row:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Arguments of the engine's calls."""
         return {"mode": self.mode} | ({} if self.recipe is None else {"recipe": self.recipe})
 
 
@@ -61,9 +54,6 @@ def rows_of(
     """Return ``first``, a row for each recipe, and with ``closed_book`` a row without passages.
 
     Recipes are resolved for the engine's model.
-
-    Raises:
-        ValueError: A name is repeated or reserved, or a recipe cannot be used with the model.
     """
     given = recipes if isinstance(recipes, Mapping) else {}
     pairs = [*given.items()] or [(str(recipe), recipe) for recipe in recipes]
@@ -89,8 +79,7 @@ class Record(Sample, Protocol):
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
     @property
-    def mode(self) -> str:
-        """Name of the row."""
+    def mode(self) -> str: ...
 
     @property
     def recipe(self) -> str:
@@ -98,14 +87,10 @@ class Record(Sample, Protocol):
 
 
 class RowResult(Protocol):
-    """Summary of one row."""
-
     @property
-    def mode(self) -> str:
-        """Name of the row."""
+    def mode(self) -> str: ...
 
-    def to_dict(self) -> dict[str, Any]:
-        """As plain JSON types."""
+    def to_dict(self) -> dict[str, Any]: ...
 
 
 R = TypeVar("R", bound=Record)
@@ -124,7 +109,6 @@ class Report(Generic[R, F]):
         return next(result for result in self.results if result.mode == row)
 
     def to_dict(self) -> dict[str, Any]:
-        """Settings and summaries as plain JSON types, without the records."""
         rows = [result.to_dict() for result in self.results]
         return {"settings": dict(self.settings), "rows": rows}
 
@@ -134,20 +118,6 @@ class RecordFile(Generic[R]):
 
     If a crash left an incomplete last line, it is dropped when the file is opened again. A file
     that this class did not write is never changed.
-
-    Args:
-        path: File to open. It is created with its folders if it does not exist. None: records are
-            kept in memory only.
-        settings: Settings that the records depend on (model, data, prompt format, ...).
-        parse: Function that makes a record from its fields. It raises TypeError or KeyError.
-        samples, rows: Samples and rows of the evaluation.
-
-    Attributes:
-        records: Records by sample and row.
-
-    Raises:
-        DataError: The file is not a record file, or has records of other settings, samples or
-            recipes.
     """
 
     def __init__(
@@ -167,7 +137,6 @@ class RecordFile(Generic[R]):
         self._check_recipes(rows)
 
     def append(self, records: Iterable[R]) -> None:
-        """Add records, and flush them to disk."""
         new = list(records)
         if self._path is not None:
             with self._path.open("a", encoding="utf-8") as file:
@@ -179,11 +148,7 @@ class RecordFile(Generic[R]):
         settings: Mapping[str, Any],
         summarize: Callable[[str, Mapping[str, Sequence[R]]], F],
     ) -> Report[R, F]:
-        """Create the report of a complete file.
-
-        Args:
-            summarize: Function that summarizes one row, of the row's name and all records by row.
-        """
+        """Create the report of a complete file."""
         found = {
             row.name: [self.records[sample.id, row.name] for sample in self._samples]
             for row in self._rows

@@ -47,8 +47,6 @@ class Sums:
     The sums ``xx`` ``[K, D+P, D+P]``, ``xy`` ``[K, D+P, D]`` and ``yy`` ``[K, D]`` are float64.
 
     Args:
-        heads: Number of heads K.
-        size: Head size D.
         dtype: Type in which the states are computed.
     """
 
@@ -107,8 +105,6 @@ def fit_correction(
         contexts: Token ids of the blocks of each prompt. The first block is the prompt's beginning
             and is not corrected.
         held_out: Further prompts, which decide the penalty.
-        sink: Prefix tokens that all blocks except the first are encoded with.
-        on_progress: Called with the number of finished prompts and the number of all prompts.
     """
     every = [*contexts, *held_out]
     if not contexts or not held_out or any(len(context) < 2 for context in every):
@@ -127,7 +123,6 @@ def fit_correction(
 
 
 def no_correction(model: BlockModel, sink: str) -> Correction:
-    """A correction that changes nothing."""
     layers = []
     for keys, values in model.profile.layer_outlines:
         size = keys.size + values.size

@@ -108,10 +108,8 @@ class Choice:
     """The chosen candidate.
 
     Args:
-        name: Name of the candidate.
         recipes: All candidates by name: those without a cost per answer, the simplest first, then
             those with one, the cheapest first.
-        losses: Their losses on the questions for choosing.
         shares: Share of full mode's answers that the candidates of the last step keep, by name.
     """
 
@@ -121,19 +119,11 @@ class Choice:
     shares: dict[str, float]
 
     def loss(self, name: str) -> float:
-        """Mean loss of a candidate."""
         return float(self.losses[name].mean())
 
 
 class Comparer:
-    """Compares recipes with full mode, at each token of the teacher's answers.
-
-    Args:
-        engine: Engine whose store contains the passages, or can store them.
-        teacher: Provides full mode's answers.
-        prompt: Function that makes the prompt of a sample.
-        records_path: File of records. Recorded comparisons are not computed again.
-    """
+    """Compares recipes with full mode, at each token of the teacher's answers."""
 
     def __init__(
         self,
@@ -169,7 +159,6 @@ class Comparer:
         max_new_tokens: int,
         tick: Tick,
     ) -> Choice:
-        """Choose among recipes without a cost per answer, and the best of them with one."""
         best = choose(self.losses(samples, free, tick), IN_USE if IN_USE in free else None)
         priced = {best: free[best], **costly_recipes(self._engine.model, best, free[best])}
         recipes = {**free, **priced}
@@ -180,7 +169,6 @@ class Comparer:
     def losses(
         self, samples: Sequence[Question], recipes: Mapping[str, Recipe], tick: Tick
     ) -> dict[str, NDArray[np.float64]]:
-        """Losses on the samples by recipe, in the order of the recipes."""
         records = self.compared(samples, recipes, tick).records
         return {
             name: np.array([loss_of(record) for record in records if record.mode == name])
@@ -211,7 +199,6 @@ class Comparer:
     def compared(
         self, samples: Sequence[Question], recipes: Mapping[str, Recipe], tick: Tick
     ) -> FidelityReport:
-        """Compare every recipe with full mode on the samples."""
         rows = [Row(name, recipe) for name, recipe in recipes.items()]
         asked = [_Asked(self._prompt(sample)) for sample in samples]
         noted = {"measured": "repair"}
@@ -296,7 +283,6 @@ def choose(losses: Losses, in_use: str | None = None) -> str:
 
     Args:
         losses: Losses on at least two questions.
-        in_use: Name of the recipe in use, if any.
     """
     best = min(losses, key=lambda name: losses[name].mean())
     chosen = next(name for name in losses if _difference(losses, name, best) <= 1)
@@ -306,12 +292,7 @@ def choose(losses: Losses, in_use: str | None = None) -> str:
 
 
 def cheapest(shares: Mapping[str, float], tolerance: float) -> str:
-    """The cheapest recipe that keeps enough of full mode's answers, or the one that keeps most.
-
-    Args:
-        shares: Share of full mode's answers that each recipe keeps, by name, the cheapest first.
-        tolerance: Share to keep.
-    """
+    """The cheapest recipe that keeps enough of full mode's answers, or the one that keeps most."""
     within = (name for name, share in shares.items() if share >= tolerance)
     return next(within, max(shares, key=lambda name: shares[name]))
 

@@ -53,11 +53,6 @@ class Question:
 
     The first passage is in every prompt. It is the passage that the question is about, or the best
     hit of a retriever. The others are passages that a retriever would also return.
-
-    Args:
-        text: Text of the question.
-        passages: Passages for prompts.
-        answers: Right answers, if they are known.
     """
 
     text: str
@@ -77,13 +72,8 @@ class Material:
     """Data that a recipe is fitted to.
 
     Args:
-        prompt: Function that makes a prompt from a question and passages, as in real use.
-        prompt_format: Name of the format of these prompts.
-        passages: Passages to write questions about.
         nearest: Function that finds the passages for a question. None: questions have their own.
-        questions: Real questions. None: the model writes questions.
         lender: Store that may already have the KV of the passages. It is only read.
-        namespace: Namespace of the passages in ``lender``.
         in_use: Current recipe of the model, if it has an adapter. It is kept unless another recipe
             is better.
     """
@@ -98,7 +88,6 @@ class Material:
     in_use: Recipe | None = None
 
     def inputs(self) -> dict[str, str]:
-        """Counts and digests of the data, to compare runs."""
         inputs = {
             "passages": _digest(self.passages, [[p.title, p.text] for p in self.passages]),
             "prompt format": self.prompt_format,
@@ -137,7 +126,6 @@ def draw_samples(
     A sample has the passages in the order of its prompt.
 
     Args:
-        questions: At least one question.
         fewest, most: Bounds of the number of passages in a sample, including the question's first
             passage. A question with fewer passages uses all of them.
     """
@@ -154,20 +142,13 @@ def draw_samples(
 
 
 def read_passages(path: Path) -> list[Passage]:
-    """Read the distinct passages of a file."""
     lines = parsed_lines(path, lambda record, _: _stripped(passage_of(record)))
     passages = (passage for _, passage in lines)
     return list(dict.fromkeys(passages))
 
 
 def read_questions(path: Path, nearest: Nearest | None, num_passages: int) -> list[Question]:
-    """Read the questions of a file, with their own passages (gold first) or the nearest passages.
-
-    Args:
-        nearest: Function that finds passages for questions without any. None: all questions must
-            have passages.
-        num_passages: Number of passages to find for a question.
-    """
+    """Read the questions of a file, with their own passages (gold first) or the nearest ones."""
 
     def question(record: JsonRecord, _: int) -> Question:
         text = required_text(record, "question").strip()
@@ -200,18 +181,7 @@ def write_questions(
     on_progress: Callable[[int, int], None],
     time_is_up: Callable[[], bool] = lambda: False,
 ) -> list[Question]:
-    """Write up to ``count`` distinct questions, each about one passage, with greedy decoding.
-
-    Args:
-        passages: Passages to write questions about.
-        nearest: Function that finds the other passages of a question.
-        num_passages: Number of passages of each question: the passage that it was written from, and
-            the nearest others.
-        path: JSON-lines file of the questions so far, which are not written again.
-        seed: Random seed for the order of passages.
-        on_progress: Called with the number of written questions and ``count``.
-        time_is_up: Function that returns whether to stop writing, after the first batch.
-    """
+    """Write up to ``count`` distinct questions, each about one passage, with greedy decoding."""
     passages = list(dict.fromkeys(passages))
     if not passages:
         raise DataError("Found no passage to write questions about, expected at least one")

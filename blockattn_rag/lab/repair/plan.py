@@ -104,7 +104,6 @@ class Speeds:
         return 2 * self.encode
 
     def longer(self, factor: float) -> Speeds:
-        """Estimate the speeds for prompts with ``factor`` times as many tokens."""
         decoding = max(0.0, self.answer - self.encode)
         return Speeds(
             answer=factor * min(self.answer, self.encode) + decoding,
@@ -122,7 +121,6 @@ class RepairPlan:
         held_out: Number of questions for choosing and measuring.
         closed_form: Number of prompts for the closed form.
         samples: Number of prompts to train on. 0: no training.
-        steps: Number of optimizer steps.
         training_s: Seconds planned for the optimizer steps.
         measuring_s: Seconds planned for the work after training.
     """
@@ -136,7 +134,6 @@ class RepairPlan:
 
     @property
     def untrained(self) -> RepairPlan:
-        """This plan without training."""
         return replace(self, samples=0, steps=0, training_s=0.0)
 
     @classmethod
@@ -154,12 +151,6 @@ class RepairPlan:
 
         Held-out questions get at most a quarter of the time, and the closed form at most a fifth.
         Training gets the rest.
-
-        Args:
-            seconds: Remaining seconds.
-            questions: Number of distinct questions.
-            recipes: Number of recipes to compare.
-            batch: Prompts per optimizer step.
         """
         check_enough(questions, limits)
         budget_s, held_s = seconds, speeds.held_out(recipes)
@@ -200,7 +191,6 @@ class RepairPlan:
 
 
 def check_enough(questions: int, limits: Limits) -> None:
-    """Raise ``DataError`` if there are too few distinct questions."""
     if questions < limits.fewest_held_out + 1:
         raise DataError(
             f"Found {questions} distinct questions, expected at least "
@@ -210,7 +200,6 @@ def check_enough(questions: int, limits: Limits) -> None:
 
 
 def check_time(budget_s: float, needed_s: float, speeds: Speeds) -> None:
-    """Raise ``TooLittleTimeError`` if the time limit is shorter than the smallest repair."""
     if needed_s > budget_s:
         minutes = math.ceil(needed_s / 60)
         raise TooLittleTimeError(
@@ -222,7 +211,6 @@ def check_time(budget_s: float, needed_s: float, speeds: Speeds) -> None:
 
 
 def least_s(speeds: Speeds, recipes: int, limits: Limits) -> float:
-    """Seconds of the smallest possible plan."""
     return limits.fewest_held_out * speeds.held_out(recipes) + _FEWEST_CLOSED * speeds.closed_form
 
 

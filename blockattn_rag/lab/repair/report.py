@@ -37,7 +37,6 @@ _FEW = 10
 
 
 def figures(report: RepairReport) -> list[str]:
-    """Summarize a report in four lines."""
     by_name = {candidate["name"]: candidate for candidate in report["candidates"]}
     plain, chosen = by_name[PLAIN], by_name[report["chosen"]]
     recovered = ""
@@ -90,7 +89,7 @@ def plot(report: RepairReport) -> bytes | None:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        logger.warning("report.png is left out: it needs %s.", missing_extra("matplotlib", "train"))
+        logger.warning("The plot is left out: it needs %s.", missing_extra("matplotlib", "train"))
         return None
     figure = Figure(figsize=(11.0, 4.0), layout="constrained")
     bars, curve = figure.subplots(1, 2)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.engine.recipe_files import check_replaceable, read_fields
@@ -41,15 +41,10 @@ def repair(
     changed.
 
     Args:
-        material: Data to fit to.
         output: Folder of the recipe. An earlier recipe in the folder is replaced.
-        minutes: Time limit in minutes.
         tolerance: Share of full mode's answers that the recipe must keep, on the questions for
             choosing: right answers if enough are known, else tokens. If no candidate does, the one
             that keeps most is chosen.
-        version: Version of this package, for the report.
-        limits: Bounds of the repair; see ``plan.Limits``.
-        on_progress: Called with each stage's progress.
 
     Returns:
         The recipe, with its report.
@@ -98,18 +93,15 @@ def _check_output(output: Path, model: BlockModel) -> None:
         check_replaceable(output)
     except ValueError as error:
         raise DataError(f"{str(error).rstrip('.')} (--output)") from error
-    try:
-        earlier: Mapping[str, Any] = read_fields(output)
-    except ValueError:
-        earlier = {"fingerprints": []}
-    owners = earlier["fingerprints"]
-    if owners and model.fingerprint not in owners:
-        shown = ", ".join(owner[:12] for owner in owners)
-        raise DataError(
-            f"{output} has a recipe for {earlier['model']} (fingerprints {shown}), expected one "
-            f"for {model.name} (fingerprint {model.fingerprint[:12]}); choose another folder "
-            "(--output), or delete that recipe"
-        )
+    with suppress(ValueError):  # there is no recipe, or a damaged one
+        earlier = read_fields(output)
+        if earlier.fingerprints and model.fingerprint not in earlier.fingerprints:
+            shown = ", ".join(owner[:12] for owner in earlier.fingerprints)
+            raise DataError(
+                f"{output} has a recipe for {earlier.model} (fingerprints {shown}), expected one "
+                f"for {model.name} (fingerprint {model.fingerprint[:12]}); choose another folder "
+                "(--output), or delete that recipe"
+            )
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=output.parent):
         pass
@@ -118,7 +110,6 @@ def _check_output(output: Path, model: BlockModel) -> None:
 def _check_disk(
     folder: Path, model: BlockModel, passages: Sequence[Passage], limits: Limits
 ) -> None:
-    """Raise ``OSError`` if the disk has too little room for passages' keys and values."""
     shown = passages[:: max(1, len(passages) // _LENGTHS)]
     ids = (model.tokenizer.final_ids(passage.text, first=False) for passage in shown)
     tokens = sum(map(len, ids)) / max(1, len(shown))

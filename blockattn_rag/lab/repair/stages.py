@@ -75,17 +75,7 @@ LATEST = 1.3
 
 @dataclass
 class Repair:
-    """The stages of one run.
-
-    Args:
-        model: The stock model.
-        material: Data to fit to.
-        folder: The work folder.
-        budget_s: Time limit in seconds.
-        limits: Bounds of the repair.
-        on_progress: Called with each stage's progress.
-        tolerance: Share of full mode's answers that the recipe must keep.
-    """
+    """The stages of one run."""
 
     model: BlockModel
     material: Material
@@ -175,7 +165,6 @@ class Repair:
     # -- questions and the plan --------------------------------------------------------------
 
     def _checked_speeds(self) -> Speeds:
-        """Measure the speeds."""
         material, limits = self.material, self.limits
         if material.questions is not None:
             check_enough(len(distinct_questions(material.questions, _SEED)), limits)

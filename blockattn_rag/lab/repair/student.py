@@ -48,11 +48,6 @@ class ReadThroughStore(KVStore):
 
     A repair can thus use the blocks of a database without adding any. Blocks in int8 are not read
     from the lender, because an adapter must not be fitted to rounded blocks.
-
-    Args:
-        path: Folder of the store.
-        max_bytes: Maximum size of the folder in bytes.
-        lender: Store to read missing blocks from, if any.
     """
 
     def __init__(self, path: Path, max_bytes: int, lender: KVStore | None) -> None:
@@ -61,7 +56,6 @@ class ReadThroughStore(KVStore):
         self._lender = lender
 
     def get_many(self, keys: Sequence[str]) -> list[ReadResult]:
-        """Get the block of each key, like ``get``."""
         entries = self._own.get_many(keys)
         missing = [key for key, kv in zip(keys, entries, strict=True) if kv is None]
         if missing and self._lender is not None:
@@ -87,7 +81,6 @@ class ReadThroughStore(KVStore):
 
 
 def _unrounded(entry: ReadResult) -> ReadResult:
-    """Replace a block in int8 with None."""
     is_rounded = isinstance(entry, BlockKV) and entry.scales is not None
     return None if is_rounded else entry
 
@@ -103,11 +96,6 @@ class BlockSource:
     """Prepares prompts for block mode with keys and values from a store.
 
     Missing blocks are computed by the stock model and stored.
-
-    Args:
-        store: Store of keys and values.
-        sink: Prefix tokens that passages are encoded with.
-        namespace: Namespace of the passages in the store.
     """
 
     def __init__(self, model: BlockModel, store: KVStore, sink: str, namespace: str = "") -> None:
@@ -116,7 +104,6 @@ class BlockSource:
         self._recipe = Recipe(sink)
 
     def __call__(self, prompt: BlockPrompt) -> ReadyPrompt:
-        """Fetch the blocks of a prompt."""
         context, final_ids = self._model.tokenizer.with_final_ids(prompt)
         specs = self._fetcher.specs(context, as_prompt=True, recipe=self._recipe)
         blocks = self._fetcher.fetch(specs).blocks
@@ -128,9 +115,6 @@ class Student(nn.Module):
 
     The module has only the correction's parameters. The model is not a submodule: its weights must
     be frozen, and are not trained, moved or saved with the module.
-
-    Args:
-        correction: The correction that the training starts from.
     """
 
     def __init__(self, model: BlockModel, correction: Correction) -> None:
@@ -156,11 +140,7 @@ class Student(nn.Module):
         return replace(current, layers=tuple(LayerCorrection(*layer) for layer in layers))
 
     def forward(self, ready: ReadyPrompt, answer_ids: Sequence[int]) -> Tensor:
-        """Logits ``[answer tokens, vocab]``. The first row predicts the answer's first token.
-
-        Args:
-            answer_ids: Token ids of an answer. At least one.
-        """
+        """Logits ``[answer tokens, vocab]``. The first row predicts the answer's first token."""
         model, correction = self.model, self.correction
         first, *others = ready.context.blocks
         layouts = model.profile.layouts
@@ -178,12 +158,7 @@ class Student(nn.Module):
 
 
 class CorrectionLoss:
-    """Divergence of a student from the teacher over the teacher's answer to a prompt.
-
-    Args:
-        teacher: Provides the answers.
-        source: Provides the blocks of prompts.
-    """
+    """Divergence of a student from the teacher over the teacher's answer to a prompt."""
 
     def __init__(self, student: Student, teacher: Teacher, source: BlockSource) -> None:
         self._student, self._teacher, self._source = student, teacher, source
@@ -215,16 +190,7 @@ def correction_trainer(
     on_progress: Callable[[int, int], None],
     time_is_up: Callable[[], bool],
 ) -> LabTrainer:
-    """Create the trainer of a student. Its result is the state with the lowest held-out loss.
-
-    Args:
-        train: Prompts to train on.
-        held: Held-out prompts to measure the loss on.
-        max_steps: Number of optimizer steps.
-        eval_steps: Steps between measurements. Each measurement saves a checkpoint.
-        is_resumed: Whether an interrupted run already measured the state before training.
-        on_progress, time_is_up: See ``LabTrainer``.
-    """
+    """Create the trainer of a student. Its result is the state with the lowest held-out loss."""
     arguments = training_arguments(
         folder,
         batch_size=1,

@@ -95,11 +95,6 @@ class Teacher:
 
     The name of a file is a digest of everything that the answer depends on. Files are created only
     when complete, so an interrupted run resumes with the existing answers.
-
-    Args:
-        folder: Folder of the answers. Created if it does not exist.
-        max_new_tokens: Maximum length of an answer.
-        top_k: Number of likeliest tokens to keep at each token of an answer.
     """
 
     def __init__(self, model: BlockModel, folder: Path, max_new_tokens: int, top_k: int) -> None:
@@ -113,12 +108,7 @@ class Teacher:
     def answer_all(
         self, prompts: Iterable[BlockPrompt], on_progress: Callable[[int, int], None]
     ) -> int:
-        """Compute the missing answers, and return their number.
-
-        Args:
-            prompts: Prompts to answer.
-            on_progress: Called with the number of finished answers and the number of all answers.
-        """
+        """Compute the missing answers, and return their number."""
         flat = (self._model.tokenizer.prompt_ids(prompt).flat for prompt in prompts)
         by_path = {self._path(ids): ids for ids in map(list, flat)}
         for ids in by_path.values():
@@ -134,7 +124,6 @@ class Teacher:
         return len(missing)
 
     def __call__(self, prompt: BlockPrompt) -> TeacherAnswer:
-        """Return the answer to a prompt. It is computed if its file is missing or damaged."""
         ids = list(self._model.tokenizer.prompt_ids(prompt).flat)
         answer = _read(self._path(ids))
         if answer is None:

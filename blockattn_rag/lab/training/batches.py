@@ -1,32 +1,10 @@
 """Batches of encoded samples: padding, layout of tokens, block mask and loss.
 
 Token *i* may attend to token *j* if *j* does not come after *i*, and *i* is in the same block as
-*j* or in the final block (Block-Attention, arXiv 2409.15355, figure 1). Four blocks of 2, 1, 2 and
-3 tokens, the last one final::
-
-                keys   a a b c c f f f
-        queries a      x . . . . . . .
-                a      x x . . . . . .
-                b      . . x . . . . .
-                c      . . . x . . . .
-                c      . . . x x . . .
-                f      x x x x x x . .
-                f      x x x x x x x .
-                f      x x x x x x x x
-
-In full mode, there is only one block, the final block. With a sink
-(:mod:`blockattn_rag.prompts.sinks`), the tokens of the sink come directly before each block, except
-the first and the final block, and only that block attends to them. Blocks of 2, 2 and 2 tokens with
-a sink of one token::
-
-                keys   a a s b b f f
-        queries a      x . . . . . .
-                a      x x . . . . .
-                s      . . x . . . .
-                b      . . x x . . .
-                b      . . x x x . .
-                f      x x . x x x .
-                f      x x . x x x x
+*j* or in the final block (Block-Attention, arXiv 2409.15355, figure 1). In full mode, there is only
+one block, the final block. The tokens of a sink (:mod:`blockattn_rag.prompts.sinks`) come directly
+before each block, except the first and the final block, and only that block attends to them.
+``check.oracle.block_mask`` shows both cases.
 """
 
 from __future__ import annotations
@@ -92,9 +70,6 @@ class ModelMasks:
 
     Args:
         implementation: The model's attention: ``"eager"`` or ``"sdpa"``.
-
-    Raises:
-        UnsupportedModelError: The model has an unknown type of attention.
     """
 
     def __init__(self, config: Any, implementation: str) -> None:
@@ -199,9 +174,6 @@ class Collator:
     """Makes a batch of tensors ``[samples, tokens]`` from the fields of items.
 
     Padding is at the end, so with causal attention no real token attends to it.
-
-    Args:
-        pad_token_id: Token id of padding.
     """
 
     pad_token_id: int
@@ -221,12 +193,7 @@ class Collator:
 def batch_loss(
     masks: ModelMasks, dtype: torch.dtype, model: Any, batch: Mapping[str, Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """The loss of a batch for ``LabTrainer``: sum over the answers' tokens, and their number.
-
-    Args:
-        masks: Makes the model's ``attention_mask``.
-        dtype: Type of the masks.
-    """
+    """The loss of a batch for ``LabTrainer``: sum over the answers' tokens, and their number."""
     layout = TokenLayout(*(batch[name] for name in TokenLayout._fields))
     total = summed_cross_entropy(model, batch, masks(layout, dtype))
     return total, (batch["labels"] != IGNORED).sum()
@@ -237,9 +204,6 @@ def summed_cross_entropy(model: Any, batch: Mapping[str, Tensor], mask: Any) -> 
 
     Logits are computed only at positions where a row has a label. With long contexts and large
     vocabularies, the logits of all positions would be the largest tensor of the step.
-
-    Args:
-        mask: The model's ``attention_mask``.
     """
     labels = batch["labels"][:, 1:]
     columns = (labels != IGNORED).any(dim=0).nonzero().flatten()

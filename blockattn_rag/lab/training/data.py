@@ -73,13 +73,7 @@ class EncodedSample:
 
 @dataclass(slots=True)
 class DataReport:
-    """Counts of the data that was read.
-
-    Args:
-        samples: Number of samples.
-        with_context: Number of samples with a block before the final block.
-        tokens: Number of tokens.
-    """
+    """Counts of the data that was read."""
 
     samples: int = 0
     with_context: int = 0
@@ -113,11 +107,7 @@ class SampleEncoder:
         self._end = self.tokenizer.final_ids(self._end_text, first=False)
 
     def encode_record(self, record: object) -> EncodedSample:
-        """Encode one record.
-
-        Raises:
-            DataError: The record is malformed, has an empty block, or is too long.
-        """
+        """Encode one record."""
         try:
             sample = self.parse(record)
         except SegmentationError as error:
@@ -194,15 +184,7 @@ class SampleEncoder:
 def read_training_samples(
     files: Iterable[str | Path], encoder: SampleEncoder, report: DataReport | None = None
 ) -> Iterator[EncodedSample]:
-    """Stream the samples of JSON-lines files, plain or gzip, without blank lines.
-
-    Args:
-        encoder: Encodes the records.
-        report: Filled while reading.
-
-    Raises:
-        DataError: A line is invalid. The message gives file and line.
-    """
+    """Stream the samples of JSON-lines files, plain or gzip, without blank lines."""
     report = DataReport() if report is None else report
     for path in map(Path, files):
         encoded = parsed_lines(path, lambda line, _: encoder.encode_record(line), may_be_empty=True)
@@ -221,7 +203,6 @@ def _parse_blocks(fields: JsonRecord) -> TrainingSample:
 
 
 def _block(item: object, where: str) -> Block:
-    """Parse a block, given as a text or as an object with text, template and control."""
     fields: JsonRecord = {"text": item} if isinstance(item, str) else of_kind(item, dict, where)
     if unknown := fields.keys() - {"text", "before", "after", "control"}:
         raise DataError(f"Found {where} with keys {quoted_names(unknown)}, expected 'text', and "

@@ -249,7 +249,6 @@ def _encoded(
 
 
 def _check_context(report: DataReport) -> None:
-    """Raise ``DataError`` if no sample has a context: block mode is then the same as full mode."""
     if not report.with_context:
         raise DataError(
             "No sample has a context: each is a question and its answer in one block, which is the "

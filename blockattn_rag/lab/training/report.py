@@ -46,17 +46,7 @@ It is also an ordinary {kind} of transformers.
 
 @dataclass(frozen=True, slots=True)
 class FinetuneReport:
-    """Result of a fine-tuning run.
-
-    Args:
-        output: Folder of the result.
-        steps: Number of optimizer steps.
-        seconds: Wall time of the training in this process.
-        loss: Training loss over the last logged steps.
-        train: Counts of the training samples.
-        history: Dicts with ``step`` and ``loss`` (training) or ``eval_block_loss``,
-            ``eval_full_loss``, in order.
-    """
+    """Result of a fine-tuning run."""
 
     output: Path
     steps: int
@@ -81,7 +71,6 @@ class FinetuneReport:
 
     @property
     def evaluation_text(self) -> str:
-        """The losses on the evaluation data as a sentence."""
         losses = (
             f"{mode} mode {before:.4f} before, {after:.4f} after"
             for mode, (before, after) in self.eval_losses.items()
@@ -90,7 +79,6 @@ class FinetuneReport:
 
 
 def write_card(config: FinetuneConfig, report: FinetuneReport, path: Path) -> None:
-    """Write the model card: data, settings and losses by mode."""
     library, kind, how = "transformers", "causal language model", "fine-tuned"
     if config.lora:
         library, kind, how = "peft", "LoRA adapter", "trained by LoRA adapters"

@@ -53,7 +53,6 @@ class Document:
 
     @property
     def passage(self) -> Passage:
-        """The document as a passage of prompt formats."""
         return Passage(self.title, self.text)
 
 
@@ -90,7 +89,6 @@ class ChatBody(NamedTuple):
 
     @classmethod
     def from_dict(cls, value: object) -> ChatBody:
-        """Parse a JSON object. Raises ProtocolError."""
         fields, documents, options = _read_fields(value)
         sent = fields.get("messages")
         if not isinstance(sent, list) or not sent:
@@ -102,7 +100,6 @@ class ChatBody(NamedTuple):
 
     @property
     def spans(self) -> Spans:
-        """Contents of all messages."""
         return (*chain.from_iterable(message["content"] for message in self.messages),)
 
     @property
@@ -131,7 +128,6 @@ class CompletionBody(NamedTuple):
 
     @classmethod
     def from_dict(cls, value: object) -> CompletionBody:
-        """Parse a JSON object. Raises ProtocolError."""
         fields, documents, options = _read_fields(value)
         prompt = _string(fields.get("prompt"), "prompt")
         passages = [
@@ -159,7 +155,6 @@ def _has_passages(spans: Spans) -> bool:
 
 
 def _read_fields(value: object) -> tuple[dict[str, Any], tuple[Document, ...], ChatOptions]:
-    """Split a body into vLLM's fields, the documents, and this package's options."""
     fields = as_object(value, "the body")
     _check_json(fields)
     if fields.pop("kv_transfer_params", None) is not None:
@@ -180,11 +175,7 @@ def _check_number(messages: Sequence[Any]) -> None:
 
 
 class _MessageReader:
-    """Reads messages of OpenAI's API as messages of chat templates.
-
-    Args:
-        takes_parts: Whether content parts are passages.
-    """
+    """Reads messages of OpenAI's API as messages of chat templates."""
 
     def __init__(self, takes_parts: bool) -> None:
         self._takes_parts = takes_parts
@@ -192,7 +183,6 @@ class _MessageReader:
         self.not_text: str | None = None
 
     def read(self, value: object, place: str) -> dict[str, Any]:
-        """Read one message. Raises ProtocolError."""
         sent = as_object(value, place)
         role = _string(sent.get("role"), f"{place}.role")
         # Both names are in use.
@@ -307,9 +297,6 @@ def with_documents(
 
     The format's system message is added if the chat has none. The rest of the conversation follows
     the passages, so it is in the final block.
-
-    Raises:
-        ProtocolError: There are documents, but no user message.
     """
     made = [*messages]
     if not documents:

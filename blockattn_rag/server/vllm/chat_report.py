@@ -11,7 +11,7 @@ from typing import Any
 
 from blockattn_rag.engine.outline import RecipeOutline
 from blockattn_rag.server.protocol import FIELD
-from blockattn_rag.server.served_blocks import ServedBlocks, reuse_of
+from blockattn_rag.server.served_blocks import ServedBlocks
 from blockattn_rag.server.vllm.openai import TokenPrompt
 
 _DATA = "data: "
@@ -39,7 +39,6 @@ class ChatReport:
         self._encoded_tokens = 0
 
     def answer(self, answer: Any) -> dict[str, Any]:
-        """Convert a complete answer to a JSON object."""
         data: dict[str, Any] = answer.model_dump()
         self._end(data)
         self._correct(data["usage"])
@@ -56,7 +55,6 @@ class ChatReport:
             self._correct(usage)
 
     def _end(self, data: dict[str, Any]) -> None:
-        """Replace ``kv_transfer_params`` with the report."""
         params = data.pop("kv_transfer_params", None)
         data[FIELD] = self._report(params)
 
@@ -67,11 +65,10 @@ class ChatReport:
             return {"mode": "block"}
         served = ServedBlocks.from_dict(params)
         self._encoded_tokens = served.encoded_tokens
-        counts = reuse_of(served, self._prompt.lengths, len(self._prompt.token_ids))
+        counts = served.reuse(self._prompt.lengths, len(self._prompt.token_ids))
         return {"mode": "block", **counts, "recipe": str(self._recipe)}
 
     def _correct(self, usage: dict[str, Any]) -> None:
-        """Subtract the tokens that were encoded for this request from the cached ones."""
         details = usage.get("prompt_tokens_details")
         if details and details.get("cached_tokens"):
             details["cached_tokens"] = max(details["cached_tokens"] - self._encoded_tokens, 0)

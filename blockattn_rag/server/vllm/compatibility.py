@@ -25,11 +25,7 @@ logger = logging.getLogger("blockattn_rag")
 def check_engine(
     engine: VllmConfig, cache: KVCacheConfig, config: ServingConfig, profile: ModelProfile
 ) -> None:
-    """Check that this engine gives exact answers in block mode.
-
-    Raises:
-        ServingError: Answers would not be exact. The message lists all reasons and remedies.
-    """
+    """Check that this engine gives exact answers in block mode."""
     found = [*_transfer(engine), *_parallel(engine, config), *_model(engine, profile)]
     found += [*_cache(engine, cache, config)]
     if found:

@@ -35,10 +35,6 @@ class BlockAttentionConnector(KVConnectorBase_V1):
     To vLLM, the context blocks of a prompt are a prefix that is computed elsewhere. The connector
     loads their keys and values into vLLM's pages, rotated to their positions, and vLLM computes the
     final block as usual. Options are in ``kv_connector_extra_config``, see ``ServingConfig``.
-
-    Raises:
-        ValueError: An option is unknown or invalid.
-        ServingError: The profile or its recipe is missing, or the engine cannot run block mode.
     """
 
     def __init__(

@@ -5,22 +5,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
+from vllm import SamplingParams
+
 from blockattn_rag.errors import MissError, ServingError, StoreError
 from blockattn_rag.server.config import ServingConfig
 from blockattn_rag.server.keys import BlockId
 from blockattn_rag.server.profile import ModelProfile
 from blockattn_rag.server.shares import Share
-from blockattn_rag.server.vllm.engine_tasks import EngineTasks
 from blockattn_rag.server.vllm.kept_blocks import KeptBlocks
 from blockattn_rag.server.vllm.requests import Encodable
 from blockattn_rag.server.vllm.saver import QUEUE_BYTES
-from blockattn_rag.server.vllm.scheduler import new_encode_name
+from blockattn_rag.server.vllm.scheduler import UNSAVED, new_encode_name
 from blockattn_rag.store.base import KVStore, is_damage
 from blockattn_rag.store.find_blocks import find_blocks
 from blockattn_rag.store.tier import CircuitBreaker
@@ -35,6 +37,14 @@ _ANSWERED_WITHIN_S = 30.0
 _STORED_WITHIN_S = 60.0
 _FAILURES, _PAUSE_S = 3, 30.0
 _THREADS = 16
+
+_REPORTED_TOKENS = 2
+"""Tokens to generate if workers must report. They report with the step of the first token, and an
+idle engine runs no steps."""
+
+_FIRST_ASKED_S, _ASKED_EVERY_S = 0.1, 0.5
+"""Seconds until the engine is first asked why a block is not stored yet, and between later
+questions."""
 
 _Name = tuple[str, bool]
 
@@ -59,9 +69,6 @@ class BlockEnsurer:
     """Looks blocks up in the store, and has the engine encode the missing ones.
 
     A block that several requests need is encoded once.
-
-    Args:
-        home: Store that the engine's workers write to.
     """
 
     def __init__(
@@ -88,9 +95,6 @@ class BlockEnsurer:
         Args:
             thorough: Read each entry completely, and delete damaged ones. Blocks in the workers'
                 memory are assumed to be lost.
-
-        Raises:
-            StoreError: The store does not answer.
         """
         distinct = {one.name: one for one in blocks}
         looks = (self._is_found(one, thorough) for one in distinct.values())
@@ -113,7 +117,6 @@ class BlockEnsurer:
         full store does not stop answers.
 
         Args:
-            thorough: See ``found``.
             must_store: Raise if a block that may be stored cannot be stored.
 
         Returns:
@@ -152,7 +155,6 @@ class BlockEnsurer:
         return [one.name in missing for one in blocks]
 
     async def _unstored(self, one: Encodable) -> NotStoredError | None:
-        """Encode a block. Returns the error if the block was not stored, else None."""
         try:
             await self._encoded(one)
         except NotStoredError as error:
@@ -212,11 +214,7 @@ class BlockEnsurer:
                 self._kept.add(one.key, one.tokens)
 
     async def _stored(self, block: BlockId, request_id: str) -> None:
-        """Wait until the workers have stored an encoded block.
-
-        Raises:
-            NotStoredError: The workers could not store it, or not in time.
-        """
+        """Wait until the workers have stored an encoded block."""
         pause, began = 0.005, time.monotonic()
         asking = asyncio.create_task(self._engine.why_not_stored(request_id))
         try:
@@ -240,12 +238,7 @@ class BlockEnsurer:
         self._storing.succeeded()
 
     async def _asked(self, look: Callable[[BlockId], bool], block: BlockId) -> bool:
-        """Run a lookup in the store without blocking the event loop.
-
-        Raises:
-            StoreError: The lookup fails or times out. Clients see the message, so the store's
-                location and the key are only logged.
-        """
+        """Run a lookup in the store without blocking the event loop."""
         asked = asyncio.get_running_loop().run_in_executor(self._threads, look, block)
         try:
             return await asyncio.wait_for(asked, _ANSWERED_WITHIN_S)
@@ -279,7 +272,6 @@ class Room:
     """Limits the tasks that run at once in an event loop, first come, first served.
 
     Args:
-        max_running: Maximum number of running tasks.
         max_bytes: Maximum bytes that they take together; a single task may take more.
     """
 
@@ -306,3 +298,51 @@ class Room:
             self._running -= 1
             self._bytes -= nbytes
             self._freed.set()
+
+
+class EngineTasks:
+    def __init__(self, engine_client: Any, config: ServingConfig) -> None:
+        self._engine_client = engine_client
+        self._secret = config.tenant_secret
+
+    async def encode(self, one: Encodable, request_id: str) -> None:
+        """Encode a block. Raises ServingError if the engine fails."""
+        reason = None
+        asked = {"prompt_token_ids": one.token_ids}
+        params = one.plan.to_dict(self._secret)
+        async for output in self._generate(asked, params, request_id, 1):
+            reason = output.outputs[0].finish_reason
+        if reason not in ("length", "stop"):
+            raise ServingError(
+                f"A block of {one.tokens} tokens was not encoded (request {request_id} "
+                f"ended by {reason!r}); see the server's log"
+            )
+
+    async def why_not_stored(self, request_id: str) -> str:
+        """Ask the engine until it answers why the block of an encoding request could not be
+        stored."""
+        pause = _FIRST_ASKED_S
+        while True:
+            await asyncio.sleep(pause)
+            name = f"blockattn-unsaved-{uuid.uuid4().hex}"
+            async for output in self._generate(
+                {"prompt_token_ids": [0]}, {UNSAVED: request_id}, name, _REPORTED_TOKENS
+            ):
+                if why := (output.kv_transfer_params or {}).get(UNSAVED):
+                    return str(why)
+            pause = _ASKED_EVERY_S
+
+    def _generate(
+        self, asked: dict[str, Any], params: dict[str, Any], request_id: str, tokens: int
+    ) -> AsyncGenerator[Any, None]:
+        """Generate exactly ``tokens`` tokens, which nobody reads."""
+        sampling = SamplingParams(
+            max_tokens=tokens,
+            min_tokens=0 if tokens == 1 else tokens,
+            temperature=0.0,
+            detokenize=False,
+            extra_args={"kv_transfer_params": params},
+        )
+        outputs: AsyncGenerator[Any, None]
+        outputs = self._engine_client.generate(asked, sampling, request_id)
+        return outputs

@@ -21,10 +21,6 @@ class IndexWriter:
 
     No answer waits for the index or fails by it: a failed write is logged, and repeated with the
     namespace's next one. What was collected is written when the event loop ends.
-
-    Args:
-        on_failure: Called after each failed write.
-        every_s: Minimum seconds between two writes.
     """
 
     def __init__(

@@ -15,9 +15,6 @@ class KeptBlocks:
 
     The estimate can be wrong if other API servers use the same workers. In that case, a load fails
     and the block is encoded again.
-
-    Args:
-        max_tokens: Maximum number of tokens that the workers keep.
     """
 
     def __init__(self, max_tokens: int) -> None:

@@ -155,7 +155,6 @@ class WorkerReport(KVConnectorWorkerMetadata):
     """Report of a rank to the scheduler after a step.
 
     Args:
-        fetches: Finished loads by request id.
         unsaved: Why encoded blocks could not be stored, by the name of the encoding request.
     """
 

@@ -35,7 +35,6 @@ class TokenPrompt(NamedTuple):
     """A prompt as token ids, and how it is split into blocks.
 
     Args:
-        token_ids: Token ids of the complete prompt.
         lengths: Tokens of each context block. Empty: full mode.
         keep: Where each block may be kept.
     """
@@ -46,12 +45,7 @@ class TokenPrompt(NamedTuple):
 
 
 class Prompts:
-    """Renders chats and completions with passages as token ids. Thread-safe.
-
-    Args:
-        tokenizer: Transformers tokenizer of the model, with its chat template.
-        promote: Number of passages at the end of a prompt to compute with the question.
-    """
+    """Renders chats and completions with passages as token ids. Thread-safe."""
 
     def __init__(self, tokenizer: Any, promote: int = 0) -> None:
         self._promote = promote
@@ -60,17 +54,14 @@ class Prompts:
 
     @property
     def fingerprint(self) -> str:
-        """``BlockTokenizer.fingerprint``."""
         return self._tokenizer.fingerprint
 
     @property
     def tokenizer(self) -> Any:
-        """Transformers tokenizer of the model."""
         return self._tokenizer.tokenizer
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether the model answers chats."""
         return has_chat_template(self._tokenizer.tokenizer)
 
     def passage_ids(self, texts: Sequence[str]) -> list[list[int]]:
@@ -102,17 +93,7 @@ class Prompts:
         variables: Mapping[str, Any],
         recognize: Recognizer | None = None,
     ) -> BlockPrompt:
-        """Render a chat as blocks.
-
-        Args:
-            variables: Variables of the chat template. Variables that the template does not read are
-                ignored, as in vLLM.
-            recognize: Splits known passages out of text.
-
-        Raises:
-            ProtocolError: The chat contains parts that are not text, or the chat template refuses
-                it.
-        """
+        """Render a chat as blocks."""
         if body.not_text:
             raise ProtocolError(
                 f"{body.not_text}, but prompts with passages are text only; remove the part, or "
@@ -131,7 +112,6 @@ class Prompts:
 
     @staticmethod
     def completion(body: CompletionBody, recognize: Recognizer | None = None) -> BlockPrompt:
-        """The prompt of a completion as blocks."""
         spans = body.spans
         return BlockPrompt.from_spans(recognize(spans) if recognize else spans, CHAT.template)
 

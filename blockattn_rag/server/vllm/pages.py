@@ -22,9 +22,6 @@ class LayerPages:
 
     Each backend has its own layout, so pages are written by the layer's own method. To read them,
     the layout is measured once: numbered elements are written to a page and located there.
-
-    Args:
-        layer: An ``Attention`` layer of vLLM, whose ``kv_cache`` is ``[pages, ...]``.
     """
 
     def __init__(self, layer: Any) -> None:
@@ -75,11 +72,7 @@ class LayerPages:
         return self._places
 
     def share_layout(self, others: Sequence[LayerPages]) -> None:
-        """Measure the layout, or copy it from a layer with the same one.
-
-        Raises:
-            ServingError: Values written to a page cannot be read back.
-        """
+        """Measure the layout, or copy it from a layer with the same one."""
         for other in others:
             if other._places is not None and self._stores_as(other):
                 self._places = other._places

@@ -28,18 +28,12 @@ class BlockAttentionEndpoints:
     required_tasks = ("generate",)
 
     def attach_router(self, app: FastAPI) -> None:
-        """Add the routes to vLLM's app."""
         from blockattn_rag.server.vllm.routes import router
 
         app.include_router(router)
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
-        """Open the store that the connector of this server uses.
-
-        Raises:
-            ServingError: The server does not use the connector of this package.
-            StoreError, ValueError: The store or an option of the connector is invalid.
-        """
+        """Open the store that the connector of this server uses."""
         from blockattn_rag.server.vllm.service import Service
 
         state.blockattn = Service.of(engine_client, state)

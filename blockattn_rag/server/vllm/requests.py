@@ -65,7 +65,6 @@ class Encodable(NamedTuple):
         return len(self.block.ids)
 
     def for_memory(self) -> Encodable:
-        """Return the same block, to be encoded for the workers' memory."""
         keep = self.block.keep._replace(is_stored=False)
         plan = replace(self.plan, keep=(keep,))
         return Encodable(self.block._replace(keep=keep), self.token_ids, plan)
@@ -85,10 +84,6 @@ def encodables(
     Args:
         opens_prompt: Whether the first block opens its prompt, and so is encoded without sink and
             adapter.
-        keep: Where each block may be kept.
-
-    Raises:
-        ProtocolError: A block is empty.
     """
     found = []
     for place, ids in enumerate(blocks):
@@ -109,13 +104,7 @@ class BlockRequest:
 
 
 class RequestReader:
-    """Turns the bodies of requests into blocks.
-
-    Args:
-        models: vLLM's registry of served models.
-        max_tokens: Maximum tokens of a prompt and its answer together.
-        backend: vLLM's backend for grammars.
-    """
+    """Turns the bodies of requests into blocks."""
 
     def __init__(
         self,
@@ -134,7 +123,6 @@ class RequestReader:
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """Names of the base model."""
         return tuple(one.name for one in self._models.base_model_paths)
 
     def passages(self, texts: Sequence[Sequence[int]], headers: Headers) -> list[Encodable]:
@@ -143,15 +131,7 @@ class RequestReader:
         return self._encodables(texts, self.namespace(headers), opens_prompt=False, keep=keep)
 
     def full_mode(self, request: Any, prompt: TokenPrompt | None, headers: Headers) -> None:
-        """Prepare a request in full mode for vLLM's handlers.
-
-        Args:
-            request: vLLM's body, which gets the tenant's cache salt.
-            prompt: Rendered prompt; None if vLLM renders it.
-
-        Raises:
-            ProtocolError: The grammar is too large.
-        """
+        """Prepare a request in full mode for vLLM's handlers."""
         self._prepare_grammar(request)
         request.kv_transfer_params = None
         if prompt is not None:
@@ -163,14 +143,7 @@ class RequestReader:
             request.cache_salt = full_mode_salt(self._secret, namespace, request.cache_salt)
 
     def block_mode(self, request: Any, prompt: TokenPrompt, headers: Headers) -> BlockRequest:
-        """Prepare a request in block mode for vLLM's handlers.
-
-        Args:
-            request: vLLM's body, which gets the token ids and their signed plan.
-
-        Raises:
-            ProtocolError: Block mode cannot answer the request.
-        """
+        """Prepare a request in block mode for vLLM's handlers."""
         self._prepare_grammar(request)
         self._check(request, len(prompt.token_ids))
         namespace = self.namespace(headers)
@@ -182,11 +155,7 @@ class RequestReader:
         return BlockRequest(plan, blocks)
 
     def namespace(self, headers: Headers) -> str:
-        """Namespace of a request: its tenant's, which the gateway sets, or the server's default.
-
-        Raises:
-            ProtocolError: The tenant is invalid, or this server has no tenants.
-        """
+        """Namespace of a request: its tenant's, which the gateway sets, or the server's default."""
         tenants = headers.getlist(TENANT_HEADER)
         if not tenants:
             return self._config.namespace
@@ -230,10 +199,6 @@ class RequestReader:
         """Check the size of a request's grammar, and rewrite ``choice`` for the backend guidance.
 
         vLLM's own grammar for ``choice`` fails with 2,000 or more choices.
-
-        Raises:
-            ProtocolError: The grammar is too large, or has too many references. Compiling it would
-                block or end the server.
         """
         response_format, grammar = request.response_format, request.structured_outputs
         values = [] if response_format is None else [response_format.model_dump_json()]
@@ -266,7 +231,6 @@ class RequestReader:
             )
 
     def _check(self, request: Any, num_prompt_tokens: int) -> None:
-        """Raise ProtocolError for a request that block mode cannot answer."""
         for name, why in _UNSUPPORTED.items():
             value = getattr(request, name, None)
             if value is not None and value is not False:

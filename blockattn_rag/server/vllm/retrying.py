@@ -25,10 +25,8 @@ class Ticket:
     """State of a request in block mode while vLLM's handlers process it.
 
     Args:
-        plan: How the prompt is split into blocks.
         ensure_again: Function that checks all blocks of the prompt thoroughly, encodes the missing
             ones, and returns the tokens of the encoded blocks by key.
-        encoded: Tokens of the blocks that were encoded for the request, by key.
         marker: ``kv_transfer_params`` of the answer, once known.
     """
 
@@ -47,9 +45,6 @@ class RetryingClient:
 
     A request whose blocks cannot be loaded ends with an error before its first token. It is retried
     after a thorough check of its blocks. After the first token, no retry is possible.
-
-    Args:
-        client: vLLM's engine client, which handles all other calls.
     """
 
     def __init__(self, client: Any) -> None:
@@ -61,11 +56,7 @@ class RetryingClient:
     def generate(
         self, prompt: Any, sampling_params: Any, request_id: str, **options: Any
     ) -> AsyncGenerator[Any, None]:
-        """Like vLLM's ``generate``. In block mode, the last output reports on the blocks.
-
-        Raises:
-            GrammarError: From the generator, if the grammar of the answer failed.
-        """
+        """Like vLLM's ``generate``. In block mode, the last output reports on the blocks."""
         ticket = CURRENT.get()
         if ticket is None:
             return _checked(self._client.generate(prompt, sampling_params, request_id, **options))
@@ -108,7 +99,6 @@ class RetryingClient:
 
 
 async def _checked(outputs: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
-    """Yield the outputs. Raises GrammarError if the engine reports that the grammar failed."""
     try:
         async for output in outputs:
             _check_grammar(output)

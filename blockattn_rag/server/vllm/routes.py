@@ -63,7 +63,6 @@ def _service(raw_request: Request) -> Service:
 
 @router.get(INFO)
 async def info(raw_request: Request) -> Response:
-    """Describe this server."""
     try:
         # The first call loads the tokenizer.
         info = await asyncio.to_thread(_service(raw_request).info, raw_request.headers)
@@ -75,7 +74,6 @@ async def info(raw_request: Request) -> Response:
 @router.post(ENCODE, dependencies=_JSON)
 @with_cancellation
 async def encode(fields: _JsonBody, raw_request: Request) -> Response:
-    """Store blocks, or look them up."""
     try:
         body = await asyncio.to_thread(EncodeBody.from_dict, fields)
         answer = await _service(raw_request).encode(body, raw_request.headers)
@@ -86,7 +84,6 @@ async def encode(fields: _JsonBody, raw_request: Request) -> Response:
 
 @router.get(f"{OPENAI}/models")
 async def openai_models(raw_request: Request) -> Response:
-    """List the served models, like ``/v1/models``."""
     models = await raw_request.app.state.openai_serving_models.show_available_models()
     return JSONResponse(models.model_dump())
 
@@ -118,13 +115,11 @@ def _read_chat(fields: Any) -> tuple[ChatBody, ChatCompletionRequest]:
 
 
 def _read_completion(fields: Any) -> tuple[CompletionBody, CompletionRequest]:
-    """The body of a completion, and the same as vLLM's object. Raises ProtocolError."""
     body = CompletionBody.from_dict(fields)
     return body, _vllm_request(CompletionRequest, body.fields)
 
 
 def _vllm_request(kind: type, fields: Any) -> Any:
-    """vLLM's object of a body. Raises ProtocolError."""
     try:
         return parse(kind, fields, "body")
     except (AttributeError, LookupError, TypeError) as error:  # of vLLM's own validators
@@ -137,13 +132,7 @@ async def _response(
     serve: Callable[[Any, Any, Request], Awaitable[Answer]],
     raw_request: Request,
 ) -> Response:
-    """Wait for vLLM's answer, and return it in the same form as its own routes.
-
-    Args:
-        read: Function of the fields that returns the body, and the same as vLLM's object. Slow for
-            long bodies, so it runs in a thread.
-        serve: Method of the service that answers them.
-    """
+    """Wait for vLLM's answer, and return it in the same form as its own routes."""
     try:
         body, request = await asyncio.to_thread(read, fields)
         answer = await serve(body, request, raw_request)
@@ -175,6 +164,5 @@ def _refusal(error: BlockAttnError) -> Response:
 
 
 def counted(raw_request: Request, response: Response) -> Response:
-    """Count a response."""
     REQUESTS.labels(raw_request.url.path, str(response.status_code)).inc()
     return response

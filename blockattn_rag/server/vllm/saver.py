@@ -76,11 +76,7 @@ class BlockSaver:
         self._lock = threading.Lock()
 
     def save(self, save: Save, slots: Tensor) -> None:
-        """Copy a block out of its pages. ``slots`` ``[tokens]`` covers the complete prompt.
-
-        Raises:
-            ProtocolError: The plan does not fit the tokens.
-        """
+        """Copy a block out of its pages. ``slots`` ``[tokens]`` covers the complete prompt."""
         (block,) = block_keys(save.token_ids, save.plan, self._profile)
         own = self._block(block, [one.read(slots) for one in self._pages])
         if self._adapter is not None and not save.plan.opens_prompt:
@@ -108,11 +104,9 @@ class BlockSaver:
         return unsaved
 
     def close(self) -> None:
-        """Write the queued blocks, and accept no more."""
         self._writes.close()
 
     def _block(self, block: BlockId, states: States) -> BlockKV:
-        """Build a rank's share of a block, with positions counted from the start of the block."""
         keys = [
             shift_positions(one[:, block.start :], -block.start, layout)
             for (one, _), layout in zip(states, self._layouts, strict=True)

@@ -80,12 +80,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """Order to store the block that a finished request computed: the end of its prompt.
-
-    Args:
-        token_ids: Token ids of the complete prompt, including those of the sink.
-        pages: Pages with their keys and values.
-    """
+    """Order to store the block that a finished request computed: the end of its prompt."""
 
     request_id: str
     plan: BlockPlan
@@ -110,12 +105,7 @@ class Orders(KVConnectorMetadata):
 
 @dataclass(slots=True)
 class _Request:
-    """State of a request in block mode.
-
-    Args:
-        plan: None if the request is refused.
-        served: Report on its blocks.
-    """
+    """State of a request in block mode."""
 
     plan: BlockPlan | None
     served: ServedBlocks
@@ -165,7 +155,6 @@ class SchedulerSide:
         _set_salt(request, salt(plan, self._profile, request.cache_salt))
 
     def _refuse(self, request: Request, why: str) -> None:
-        """Make a request fail when it is scheduled."""
         logger.warning("Request %s is refused: %s", request.request_id, why)
         self._requests[request.request_id] = _Request(None, ServedBlocks(0, 0, 0))
         self.stats.count("refused")
@@ -244,7 +233,6 @@ class SchedulerSide:
         return False, known.served.to_dict()
 
     def _check(self, request: Request, plan: BlockPlan) -> None:
-        """Raise ProtocolError for a request that block mode cannot answer."""
         token_ids = request.prompt_token_ids
         reason = None
         if token_ids is None or request.prompt_embeds is not None or request.mm_features:

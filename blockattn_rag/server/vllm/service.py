@@ -50,11 +50,7 @@ _UNRECOGNIZED = (MissError, SegmentationError, ServingError, StoreError, Retryab
 
 
 class Service:
-    """Implementation of the endpoints of one server.
-
-    Args:
-        state: State of vLLM's app, with its handlers.
-    """
+    """Implementation of the endpoints of one server."""
 
     def __init__(
         self, engine_client: Any, state: Any, config: ServingConfig, profile: ModelProfile
@@ -86,12 +82,7 @@ class Service:
 
     @classmethod
     def of(cls, engine_client: Any, state: Any) -> Service:
-        """Create the service of a server from the options of its connector.
-
-        Raises:
-            ServingError: This package's connector is not the server's only one; or the server has
-                several engines, each of which would keep different private blocks.
-        """
+        """Create the service of a server from the options of its connector."""
         transfer = engine_client.vllm_config.kv_transfer_config
         if transfer is None or transfer.kv_connector != CONNECTOR:
             found = "none" if transfer is None else transfer.kv_connector
@@ -112,12 +103,7 @@ class Service:
         return cls(engine_client, state, config, ModelProfile.read(config.profile))
 
     def info(self, headers: Headers) -> ServerInfo:
-        """Describe this server to a tenant.
-
-        Raises:
-            ProtocolError: The tenant is invalid.
-            ServingError: The tokenizer is not the profile's.
-        """
+        """Describe this server to a tenant."""
         profile, config = self._profile, self._config
         return ServerInfo(
             fingerprint=profile.fingerprint,
@@ -135,12 +121,7 @@ class Service:
         )
 
     async def encode(self, body: EncodeBody, headers: Headers) -> EncodeAnswer:
-        """Store passages, or look them up.
-
-        Raises:
-            ProtocolError: A passage cannot be encoded by this server.
-            MissError, ServingError, StoreError: See ``BlockEnsurer.ensure``.
-        """
+        """Store passages, or look them up."""
         ids = await asyncio.to_thread(lambda: self._prompts.passage_ids(body.texts))
         blocks = self._requests.passages(ids, headers)
         if body.only_look:
@@ -155,15 +136,7 @@ class Service:
         )
 
     async def chat(self, body: ChatBody, request: Any, raw_request: Any) -> Answer:
-        """Answer a chat. Chats without passages are vLLM's own, in full mode.
-
-        Args:
-            request: The same body as vLLM's object.
-
-        Raises:
-            ProtocolError: The prompt cannot be rendered, or block mode cannot answer the request.
-            MissError, ServingError, StoreError: See ``BlockEnsurer.ensure``.
-        """
+        """Answer a chat. Chats without passages are vLLM's own, in full mode."""
         tools = None
         if not body.not_text and request.tools:  # many tools make a large grammar
             tools = await asyncio.to_thread(
@@ -199,14 +172,7 @@ class Service:
         raw_request: Any,
         tools: ServedTools | None = None,
     ) -> Answer:
-        """Answer a request.
-
-        Args:
-            make_prompt: Function that makes the prompt. Slow for long prompts, so it runs in a
-                thread.
-            create: Method of vLLM's handler.
-            tools: Tools whose calls this package parses.
-        """
+        """Answer a request."""
         respond = partial(self._reported, create, request, raw_request, tools)
         render = partial(self._render, make_prompt, body.options.mode, tools)
         must_render = body.has_passages or tools is not None
@@ -287,7 +253,6 @@ class Service:
         return tools, params.with_defaults(defaults).chat_template_kwargs
 
     def _recognizer(self, headers: Headers) -> Recognizer | None:
-        """Function that splits the tenant's known passages out of text."""
         if self.passages is None:
             return None
         access = Access(self._requests.namespace(headers), self._config.read_namespaces)
@@ -320,7 +285,6 @@ class Service:
     async def _ensure(
         self, blocks: Sequence[Encodable], *, thorough: bool = False, must_store: bool = False
     ) -> dict[str, int]:
-        """Encode missing blocks. Returns the tokens of the encoded blocks by key."""
         encoded = await self._ensurer.ensure(blocks, thorough=thorough, must_store=must_store)
         return {one.key: one.tokens for one, new in zip(blocks, encoded, strict=True) if new}
 

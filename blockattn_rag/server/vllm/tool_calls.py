@@ -22,8 +22,7 @@ from blockattn_rag.output.tool_parser import ReadAnswer
 from blockattn_rag.output.tool_templates import tool_template
 from blockattn_rag.output.tool_use import ToolUse
 from blockattn_rag.prompts.blocks import BlockPrompt
-
-_DATA = "data: "
+from blockattn_rag.server.vllm.chat_report import edited_events
 
 
 class ServedTools:
@@ -31,14 +30,6 @@ class ServedTools:
 
     Answers are decoded from their token ids, as in an engine, because vLLM's text may be cut at
     stop strings or lack control tokens. Thoughts become the answer's field ``reasoning``.
-
-    Args:
-        use: The tools.
-        tokenizer: Transformers tokenizer of the model.
-        request: vLLM's request.
-
-    Raises:
-        ValueError: The grammar of the request conflicts with the tools.
     """
 
     def __init__(self, use: ToolUse, tokenizer: Any, request: Any) -> None:
@@ -59,9 +50,6 @@ class ServedTools:
     def of(cls, request: Any, tokenizer: Any) -> ServedTools | None:
         """The tools of a chat, as vLLM's object. None: the chat has no tools, or their form is
         unknown, so that vLLM's own parser is used.
-
-        Raises:
-            ProtocolError: An option is invalid.
         """
         if not request.tools or tool_template(tokenizer) is None:
             return None
@@ -94,23 +82,17 @@ class ServedTools:
             _end(choice, bool(read.calls))
         self._drop_ids(data)
 
-    async def events(self, events: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
+    def events(self, events: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
         """Convert a stream. Text is sent up to the first call, and calls at the end."""
         outputs: dict[int, _Output] = {}
-        try:
-            async for event in events:
-                if not event.startswith(_DATA + "{"):
-                    yield event
-                    continue
-                data = json.loads(event.removeprefix(_DATA))
-                for choice in data.get("choices", ()):
-                    number = choice["index"]
-                    self._advance(choice, outputs.setdefault(number, self._output()))
-                self._drop_ids(data)
-                text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
-                yield f"{_DATA}{text}\n\n"
-        finally:
-            await events.aclose()
+
+        def edit(data: dict[str, Any]) -> None:
+            for choice in data.get("choices", ()):
+                number = choice["index"]
+                self._advance(choice, outputs.setdefault(number, self._output()))
+            self._drop_ids(data)
+
+        return edited_events(events, edit, ("{",))
 
     def _output(self) -> _Output:
         no_thoughts = has_no_thoughts(self.options)
@@ -119,7 +101,6 @@ class ServedTools:
         return _Output(detokenizer, AnswerReader(thoughts, self._parser))
 
     def _advance(self, choice: dict[str, Any], output: _Output) -> None:
-        """Edit the chunk of a choice."""
         delta = choice["delta"]
         said = output.push(choice.get("token_ids") or ())
         content, thoughts = said.answer, said.thoughts
@@ -137,7 +118,6 @@ class ServedTools:
             delta["reasoning"] = shown
 
     def _shown(self, thoughts: str) -> str | None:
-        """Thoughts for the client; None for none."""
         return (thoughts or None) if self._shows_thoughts else None
 
     def _drop_ids(self, data: dict[str, Any]) -> None:
@@ -191,7 +171,6 @@ def _calls(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
 
 
 def _grammar(request: Any) -> dict[str, Any]:
-    """The grammar of a request, as the options of an engine."""
     given, outputs = request.response_format, request.structured_outputs
     values = {} if outputs is None else {name: getattr(outputs, name, None) for name in KINDS}
     chosen = {name: value for name, value in values.items() if value is not None}

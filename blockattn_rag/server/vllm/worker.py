@@ -70,10 +70,6 @@ class WorkerSide:
 
     Only the worker's own thread accesses pages, between its steps. Other threads read and write
     stores.
-
-    Args:
-        page_tokens: Tokens of a page, as the scheduler counts them.
-        adapter: Adapter for the blocks that this server encodes.
     """
 
     def __init__(
@@ -95,12 +91,7 @@ class WorkerSide:
         self.stats = Counters()
 
     def register(self, layers: Mapping[str, Any]) -> None:
-        """Register the attention layers of this rank, by name, and open its stores.
-
-        Raises:
-            ServingError: The layers differ from the profile, or their pages cannot be read.
-            StoreError, ValueError: A store cannot be opened.
-        """
+        """Register the attention layers of this rank, by name, and open its stores."""
         config, profile = self._config, self._profile
         by_index = {extract_layer_index(name): layer for name, layer in layers.items()}
         # Draft layers of speculative decoding follow the layers of the model.
@@ -222,7 +213,6 @@ class WorkerSide:
         self._done.failed.add(request_id)
 
     def _slots(self, pages: Sequence[int], tokens: int) -> Tensor:
-        """Slots of the first tokens of a request: ``[tokens]`` int64."""
         device = self._pages[0].device
         starts = torch.tensor(pages, dtype=torch.int64, device=device) * self._page_tokens
         places = torch.arange(self._page_tokens, device=device)

@@ -134,7 +134,7 @@ def test_eval_says_which_recipe_a_database_needs(
         (("--db", "mydb"), "--db and --questions need each other"),
         (("--questions", "q.jsonl"), "--db and --questions need each other"),
         (("--db", "mydb", "--questions", "q.jsonl", "--recipes", "fast"), "pass only --questions"),
-        ((), "expected --model NAME, or --db FOLDER"),
+        ((), "Expected --model NAME, or --db FOLDER"),
     ],
 )
 def test_eval_refuses_options_that_do_not_belong_together(
@@ -204,8 +204,8 @@ PLAN = ("plan", "--model", "8b", "--tflops", 1)
 @pytest.mark.parametrize(
     ("command", "options", "message"),
     [
-        (EVAL, (), "expected --data FILE or --log FILE"),
-        (EVAL, ("--data", "d", "--log", "l"), "expected --data FILE or --log FILE"),
+        (EVAL, (), "Expected --data FILE or --log FILE"),
+        (EVAL, ("--data", "d", "--log", "l"), "Expected --data FILE or --log FILE"),
         (EVAL, ("--log", "l", "--closed-book"), "--closed-book needs --data"),
         (PLAN, (), "Missing option '--passages'"),
         (PLAN, ("--passages", 0), "greater than or equal to 1"),
