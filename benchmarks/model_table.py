@@ -21,7 +21,10 @@ import torch
 import transformers
 from tokenizers import Tokenizer, models
 from transformers import AutoConfig, PreTrainedTokenizerFast
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from blockattn_rag.check.model import placed_context
 from blockattn_rag.check.oracle import oracle_logits
@@ -30,10 +33,14 @@ from blockattn_rag.kv.rope import relative_error
 from blockattn_rag.model import BlockModel
 from blockattn_rag.model.kinds import ProbeError, summary
 from blockattn_rag.model.miniature import VOCABULARY, check_architecture, miniature
+from blockattn_rag.model.multimodal import text_class
 from blockattn_rag.model.probe import LOGITS
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 
+_SECTIONS: dict[str, Any] = {
+    "text_config": {"rope_parameters": {"rope_type": "default", "mrope_section": [16, 24, 24]}}
+}
 _HEADS: dict[str, Any] = {"head_dim": 16, "num_key_value_heads": 4}
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "bamba": {"num_hidden_layers": 4, "attn_layer_indices": [1, 3]},
@@ -50,6 +57,7 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
     "ministral": _HEADS,
     "nemotron": _HEADS,
+    **dict.fromkeys(("glm4v", "glm46v", "qwen2_vl", "qwen2_5_vl"), _SECTIONS),
 }
 """Settings of families whose default config is incomplete, or lacks a kind of layer."""
 
@@ -179,6 +187,20 @@ def measure(family: str) -> Row | None:
     return Row(family, how, summary(profile.kinds), difference, is_rotary=True)
 
 
+def measure_multimodal(family: str) -> tuple[str, str] | None:
+    """Class of a multimodal family's language model, or an empty name if it has none of its own,
+    and the kinds of its layers. None if it is refused, is no decoder, or no tiny one is built."""
+    try:
+        config = AutoConfig.for_model(family, **SETTINGS.get(family, {}))
+        profile = None if config.is_encoder_decoder else check_architecture(config)
+    except Exception:  # noqa: BLE001 -- the code of any family
+        return None
+    if profile is None:
+        return None
+    kind = text_class(config.get_text_config(decoder=True))
+    return (kind.__name__ if kind else ""), summary(profile.kinds)
+
+
 def _error(model: BlockModel, *, has_relay: bool) -> float:
     """Largest error of block mode's logits: on both paths, in two orders, without and with a sink,
     with a block longer than the windows, and one of a single token."""
@@ -215,8 +237,8 @@ def share(rows: Sequence[Row]) -> tuple[int, int]:
     return sum(row.is_accepted for row in rows), sum(row.is_rotary for row in rows)
 
 
-def page(rows: Sequence[Row]) -> str:
-    """The page docs/models.md."""
+def page(rows: Sequence[Row], multimodal: Mapping[str, tuple[str, str]]) -> str:
+    """The page docs/models.md. ``multimodal``: ``measure_multimodal`` of each family."""
     accepted, of = share(rows)
     counts = Counter(row.how for row in rows)
     refused = [row for row in rows if row.how == "refused"]
@@ -244,6 +266,13 @@ def page(rows: Sequence[Row]) -> str:
             ("family", "why"),
             ((f"`{row.family}`", f"`{row.detail}`") for row in rows if row.how == "not built"),
         ),
+        multimodal=table(
+            ("family", "language model", "its layers"),
+            (
+                (f"`{family}`", f"`{kind}`" if kind else "not separate", layers)
+                for family, (kind, layers) in multimodal.items()
+            ),
+        ),
         checkpoints=table(
             ("checkpoint", "family", "layers that store", "bytes per token"),
             (
@@ -270,10 +299,13 @@ per token, and how exact block mode is.
 
 | block mode | meaning |
 |---|---|
-| relay | attention reads stored blocks in place; see [positions](concepts.md#positions) |
-| copy | blocks are rotated and joined for each request: sliding windows, soft caps, sinks, shared keys and values |
+| relay | attention reads stored blocks in place; see [positions](concepts.md#positions). A layer with a sliding window reads no block outside of it. Soft caps, attention sinks, and layers that share keys and values are included |
+| copy | blocks are rotated and joined for each request: the model does not use transformers' attention interface |
 | latent | multi-head latent attention: the latent and its rotary key are stored, and only the key is rotated (copy) |
 | hybrid | some layers have a recurrent or convolution state: see [hybrid models](concepts.md#hybrid-models) |
+
+Some models scale a query by its position: Ministral 3 from 16,384 tokens on. The final block and recomputed tokens are scaled for their
+position in the prompt, the other tokens of a passage for their place in the passage.
 
 ## Families
 
@@ -287,6 +319,13 @@ encoding run in block mode ({share:.0f} %): {counts}. Each is exact: the relativ
 Not measured, because no tiny model could be built from the default config:
 
 {unknown}
+## Multimodal checkpoints
+
+A checkpoint that also reads images is used for text: its language model is loaded alone, if a forward pass at load shows that it computes the
+logits of the multimodal model. Otherwise, or if it has no class of its own, the multimodal model runs, and its other parts stay in memory.
+Images in messages are refused. Measured on tiny language models with default configs; other families may work, and are measured at load.
+
+{multimodal}
 ## Checkpoints
 
 Bytes of keys and values (or latents) per token in 16 bits. The number of layers that store them, the heads and their sizes were entered by
@@ -314,7 +353,12 @@ def main() -> None:
     if wrong:
         raise SystemExit(f"Not exact: {wrong}")
     accepted, of = share(found)
-    PAGE.write_text(page(found), encoding="utf-8")
+    multimodal = {
+        family: row
+        for family in sorted(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+        if (row := measure_multimodal(family)) is not None
+    }
+    PAGE.write_text(page(found, multimodal), encoding="utf-8")
     print(f"{accepted} of {of} families with rotary or no positions run in block mode, all exact")
 
 

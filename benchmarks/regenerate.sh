@@ -43,6 +43,7 @@ if [ ${#wanted[@]} -eq 0 ] || [[ " ${wanted[*]} " == *" use-cases "* ]]; then
   python benchmarks/use_cases --output benchmarks/results/use-cases.json
 fi
 python benchmarks/tables.py
+python benchmarks/recovered_gain.py
 python benchmarks/plot.py benchmarks/results/ttft-long.json docs/figures/ttft-long.svg
 python benchmarks/draw_gain.py
 python benchmarks/capture_demo.py

@@ -19,6 +19,11 @@ starting with an empty store. ``blocks-ingested``: with all passages encoded in 
 first token are estimates, one request at a time. They favor prefix caching: its pages are always on
 the device, while blocks are read from main memory, or from disk if they exceed ``--memory``.
 Answers take no room. The result is printed as JSON.
+
+With ``--first 1 --first 10``, the log's first half ranks the passages by use. 1 % or 10 % of all
+passages, the most used first, are encoded in advance, and the second half is replayed: once with
+room for everything, so that the other passages are encoded at first use and kept, and once with
+room for the passages encoded in advance only.
 """
 
 from __future__ import annotations
@@ -365,6 +370,55 @@ def replay(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class FirstOutcome:
+    """Result of encoding the most used passages in advance, and the others at first use.
+
+    Args:
+        share: Share of all passages that were encoded in advance.
+        encoded_bytes: Bytes of these.
+        passage_hits: Share of passage tokens that were reused, with room for everything.
+        stored_bytes: Bytes of the passages that are stored at the end.
+        bounded_hits: Share of passage tokens that were reused with room for ``encoded_bytes``.
+    """
+
+    share: float
+    encoded_bytes: int
+    passage_hits: float
+    stored_bytes: int
+    bounded_hits: float
+
+
+def replay_first(requests: Sequence[Request], share: float, footprint: Footprint) -> FirstOutcome:
+    """Replay the passages of a log's second half, after encoding a share of all passages.
+
+    The first half ranks the passages. Those that it does not use come last, in order of the log.
+    The store has passages only: system prompts and history stay in memory.
+
+    Args:
+        share: Share of all passages to encode, from 0 to 1.
+    """
+    middle = len(requests) // 2
+    past, future = requests[:middle], [_passages(request) for request in requests[middle:]]
+    uses = Counter(block.id for request in past for block in request[:-1])
+    passages = sorted(distinct_blocks(requests, "passage"), key=lambda one: -uses[one.id])
+    first = passages[: round(share * len(passages))]
+    encoded = sum(footprint.block_bytes(passage.tokens) for passage in first)
+    hits = []
+    for room in (None, encoded):
+        blocks = BlockCache(footprint, room)
+        for passage in reversed(first):  # the most used passage is evicted last
+            blocks.put(passage)
+        tokens, reused = _tokens([blocks.serve(request) for request in future], "passage")
+        hits.append((reused / tokens, blocks.used_bytes))
+    return FirstOutcome(share, encoded, *hits[0], hits[1][0])
+
+
+def _passages(request: Request) -> Request:
+    """A request with its passages and its final block only."""
+    return (*(block for block in request[:-1] if block.kind == "passage"), request[-1])
+
+
 def _tokens(served: Sequence[Served], kind: str | None = None) -> tuple[int, int]:
     """Number of tokens in all segments, or in segments of one kind, and how many were reused."""
     found = [
@@ -394,9 +448,18 @@ def main(
     room: Annotated[
         float | None, typer.Option(help="Also replay with caches of this size in GiB.")
     ] = None,
+    first: Annotated[
+        list[float] | None,
+        typer.Option(help="Percent of the passages to encode in advance. Repeatable."),
+    ] = None,
 ) -> None:
     """Replay a log under all policies, and print the outcomes as JSON."""
     requests, config = read_log(log), shape_config(model)
+    if first:
+        sizes = footprint(config, floating_type(dtype))
+        found = [asdict(replay_first(requests, percent / 100, sizes)) for percent in first]
+        print(json.dumps({"requests": len(requests), "first": found}))
+        return
     machine = Machine(int(memory * GIB), 1 << 50, operations_per_s=1e12 * tflops)
     clock = ReplayClock(config, footprint(config, floating_type(dtype)), machine)
     rooms = [None] if room is None else [None, int(room * GIB)]

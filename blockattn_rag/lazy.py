@@ -7,6 +7,7 @@ import functools
 import importlib
 import sys
 from collections.abc import Callable, Collection, Mapping
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,19 @@ def _imported_for_types(file: str) -> Mapping[str, str]:
 
 def missing_extra(package: str, extra: str) -> str:
     """End of an error message: the missing package, and how to install the extra it belongs to."""
-    return (
-        f"{package}, which is not installed; run `pip install -c constraints.txt -e "
-        f'".[{extra}]"` in the folder that blockattn-rag was installed from'
-    )
+    command = f'`pip install "blockattn-rag[{extra}]"`'
+    if _from_a_folder():
+        command = (
+            f'`pip install -c constraints.txt -e ".[{extra}]"` in the folder that blockattn-rag '
+            "was installed from"
+        )
+    return f"{package}, which is not installed; run {command}"
+
+
+def _from_a_folder() -> bool:
+    """Whether this package runs from a repository or was installed from a file, by no index."""
+    try:
+        # pip writes this file for everything that comes from a folder or an address (PEP 610).
+        return distribution("blockattn-rag").read_text("direct_url.json") is not None
+    except PackageNotFoundError:
+        return True

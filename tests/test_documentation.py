@@ -24,6 +24,7 @@ from blockattn_rag.app.demo.facts import is_right, load
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [page for page in PAGES if page.parent.name != "integrations"]  # test_integrations.py
 
 
 def code_of(page: Path, language: str) -> list[str]:

@@ -11,7 +11,16 @@ import pytest
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "benchmarks"))
 
-from model_table import CHECKPOINTS, PAGE, Row, families, measure, page, share  # noqa: E402
+from model_table import (  # noqa: E402
+    CHECKPOINTS,
+    PAGE,
+    Row,
+    families,
+    measure,
+    measure_multimodal,
+    page,
+    share,
+)
 
 # Families with shared, latent and state layers that people run.
 NAMED = [
@@ -80,6 +89,19 @@ def test_text_parts_of_multimodal_models_are_families_of_their_own() -> None:
     assert "gemma3" not in families()
 
 
+@pytest.mark.parametrize(
+    ("family", "row"),
+    [
+        ("gemma3", ("Gemma3ForCausalLM", "5 windowed attention, 1 attention")),
+        ("mistral4", ("Mistral4ForCausalLM", "3 latent attention")),
+        ("qwen2_5_vl", ("", "2 attention")),
+        ("llama4", None),
+    ],
+)
+def test_a_multimodal_family_is_measured(family: str, row: tuple[str, str] | None) -> None:
+    assert measure_multimodal(family) == row
+
+
 def test_checkpoints_have_the_bytes_of_their_layers() -> None:
     bytes_of = {one.name: one.bytes_per_token for one in CHECKPOINTS}
     assert bytes_of["meta-llama/Llama-3.1-8B-Instruct"] == 128 * 1024
@@ -91,10 +113,11 @@ def test_the_page_counts_and_groups_families() -> None:
     rows = [Row("a", "relay", "2 attention", 1e-6, True), Row("b", "refused", "ALiBi")]
     rows += [Row("c", "refused", "sparse", is_rotary=True), Row("d", "not built", "KeyError")]
     assert share(rows) == (1, 2)
-    text = page(rows)
+    text = page(rows, {"e": ("EForCausalLM", "1 attention"), "f": ("", "3 state")})
     assert (
         "1 of the 2 families with rotary or no position\nencoding run in block mode (50 %)" in text
     )
     assert "| `a` | relay | 2 attention |" in text
     assert "| ALiBi | `b` |" in text
     assert "| `d` | `KeyError` |" in text
+    assert "| `e` | `EForCausalLM` | 1 attention |\n| `f` | not separate | 3 state |" in text

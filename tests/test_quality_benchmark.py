@@ -16,7 +16,7 @@ sys.path += [str(Path(__file__).parents[1] / "benchmarks" / one) for one in ("",
 import sets
 from choices import Choice, choices_table, compare
 from diagnosis import CHANGES, NOTHING, diagnose
-from finetuning import write_answers
+from finetuning import write_samples
 from precision import TYPES, answers, engines_of, precision_table
 from records import measure, read
 from rows import Answerer, Record
@@ -26,7 +26,7 @@ from blockattn_rag import BlockAttentionEngine, Recipe
 from blockattn_rag.lab.evaluation.datasets import EvaluationPassage, EvaluationSample
 from blockattn_rag.lab.evaluation.metrics import contains_answer
 from blockattn_rag.model import BlockModel
-from blockattn_rag.prompts.formats import CHAT, Passage
+from blockattn_rag.prompts.formats import CHAT
 
 MADE = {"facts": 90, "comparisons": 38, "pairs": 80, "order": 90}
 
@@ -168,31 +168,32 @@ def test_a_run_adds_missing_rows_and_refuses_unknown_ones(
         measure(path, Record, items, answerer.answer, [one for one in rows if one != "block"], 1)
 
 
-def test_training_answers_are_full_modes_and_continue(
-    engine: BlockAttentionEngine, tmp_path: Path
-) -> None:
-    passage = EvaluationPassage("Halden Tower", "Halden Tower is 214 metres high.", gold=True)
-    samples = [
-        EvaluationSample(f"{place}", f"How {what} is Halden Tower?", ("214",), (passage,))
-        for place, what in enumerate(("high", "tall", "big"))
+def test_contexts_to_train_on_answer_several_questions(tmp_path: Path) -> None:
+    golds = [EvaluationPassage(f"title {i}", f"text {i}", gold=True) for i in range(8)]
+    questions = [
+        EvaluationSample(
+            str(i),
+            f"question {i}",
+            (f"answer {i}", "another"),
+            tuple(replace(one, gold=one == gold) for one in golds),
+        )
+        for i, gold in enumerate(golds)
     ]
-    path = tmp_path / "answers.jsonl"
-    with pytest.raises(ValueError, match="found 3 answers of at most 64 tokens, not 4"):
-        write_answers(engine, CHAT, samples, tmp_path / "few.jsonl", 4)
-    write_answers(engine, CHAT, samples, path, 1)
-    first = path.read_text()
-    write_answers(engine, CHAT, samples, path, 2)
-    assert path.read_text().startswith(first)
-    found = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [one["id"] for one in found] == ["0", "1"]
-    with pytest.raises(ValueError, match="answers question 1, which is not in the data"):
-        write_answers(engine, CHAT, samples[:1], path, 3)
-    prompt = CHAT.prompt(
-        found[0]["question"],
-        [Passage(passage.title, passage.text)],
-        engine.model.tokenizer.tokenizer,
-    )
-    assert found[0]["answer"] == engine.generate(prompt, mode="full", max_new_tokens=64).text
+    write_samples(questions, path := tmp_path / "train.jsonl", 10)
+    contexts = [json.loads(line) for line in path.read_text().splitlines()]
+    firsts = [context["turns"][0]["question"] for context in contexts]
+    assert sorted(firsts[:8]) == [one.question for one in questions]  # an epoch has each once
+    for context in contexts:
+        titles = [passage["title"] for passage in context["passages"]]
+        assert 3 <= len({*titles}) == len(titles) <= 6
+        asked = [turn["question"] for turn in context["turns"]]
+        assert len(asked) == min(4, len(titles))
+        assert {one.replace("question", "title") for one in asked} <= {*titles}
+        answered = [turn["answer"] for turn in context["turns"]]
+        assert answered == [one.replace("question", "answer") for one in asked]
+    assert len({len(context["passages"]) for context in contexts}) > 1
+    write_samples(questions, again := tmp_path / "again.jsonl", 10)
+    assert again.read_text() == path.read_text()
 
 
 def test_the_summary_gives_percent_and_takes_missing_times_from_repeated_answers() -> None:

@@ -18,7 +18,16 @@ from blockattn_rag.lab.planning import Footprint, Machine, prefill_flops, shape_
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
-from replay import BlockCache, PrefixCache, ReplayClock, Request, Segment, read_log, replay
+from replay import (
+    BlockCache,
+    PrefixCache,
+    ReplayClock,
+    Request,
+    Segment,
+    read_log,
+    replay,
+    replay_first,
+)
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 LENGTHS = {"s": 16, "a": 24, "b": 8, "c": 40, "d": 1, "q": 5, "r": 16}
@@ -109,6 +118,19 @@ def test_blocks_that_exceed_the_memory_are_read_from_disk() -> None:
     outcome = replay(REQUESTS, "blocks", ReplayClock(CLOCK.config, FOOTPRINT, machine))
     assert outcome.from_disk
     assert outcome.ttft_s == pytest.approx(40 / 10)
+
+
+def test_the_most_used_passages_of_the_first_half_are_encoded_in_advance() -> None:
+    log = [request(ids) for ids in ("abq", "aq", "baq", "caq")]
+    sizes = {id_: FOOTPRINT.block_bytes(LENGTHS[id_]) for id_ in "abc"}
+    none, some, every = (replay_first(log, share, FOOTPRINT) for share in (0, 1 / 3, 1))
+    tokens = 2 * LENGTHS["a"] + LENGTHS["b"] + LENGTHS["c"]
+    assert (none.encoded_bytes, none.bounded_hits) == (0, 0)
+    assert none.passage_hits == pytest.approx(LENGTHS["a"] / tokens)  # its second use
+    assert some.encoded_bytes == sizes["a"]
+    assert some.passage_hits == pytest.approx(2 * LENGTHS["a"] / tokens)
+    assert every.passage_hits == every.bounded_hits == 1
+    assert none.stored_bytes == every.stored_bytes == sum(sizes.values())
 
 
 def written(path: Path, *requests: list[dict[str, Any]]) -> Path:

@@ -12,7 +12,7 @@
 ``benchmarks/results/quality/MODEL.csv``. It stops after ``--minutes``, and adds what is missing
 when it runs again. ``choose`` compares sinks and ways to choose the tokens to recompute, on other
 questions, in ``choices/MODEL.csv``. ``diagnose`` shows where a recipe's remaining divergence comes
-from. ``tune`` fine-tunes a model on full mode's own answers; ``run --tuned`` compares it with the
+from. ``tune`` fine-tunes a model on gold answers; ``run --tuned`` compares it with the
 stock model and its recipe, in ``MODEL-tuned.csv``. ``precision`` compares block mode over keys and
 values in int8 with the model's own type, in ``precision/MODEL.csv``. ``table`` writes ``MODEL.md``
 next to each CSV file, and the short tables of ``docs/quality.md`` to ``summary/MODEL.md``.
@@ -52,6 +52,8 @@ DIAGNOSIS = "diagnosis"
 PRECISION = "precision"
 REPEATED = "repeated"
 SUMMARY = "summary"
+_HELD_OUT = 24
+"""Contexts to measure the loss of a fine-tuned model on."""
 app = typer.Typer(help=__doc__, add_completion=False)
 
 
@@ -84,21 +86,26 @@ def run(
 @app.command()
 def tune(
     model: Model,
-    nq: Annotated[Path, typer.Option(help="Natural Questions; others than in `run`.")],
+    nq: Annotated[
+        list[Path], typer.Option(help="Natural Questions; others than in `run`. Repeatable.")
+    ],
     output: Annotated[Path, typer.Option(help="Folder of the result.")],
+    held_out: Annotated[
+        Path | None, typer.Option(help="Natural Questions to measure the loss on.")
+    ] = None,
     lora: Annotated[bool, typer.Option("--lora", help="Train LoRA, not all weights.")] = False,
-    samples: Annotated[int, typer.Option(help="Answers to train on.")] = 64,
+    samples: Annotated[int, typer.Option(help="Contexts to train on.")] = 400,
 ) -> None:
-    """Fine-tune a model on full mode's own answers. Continues where it left off."""
+    """Fine-tune a model on gold answers, in both modes. Continues where it left off."""
     if output.exists():
         raise SystemExit(f"{output} exists: delete it to train again")
     from blockattn_rag.lab.evaluation.datasets import read_samples
 
-    engine, form = _stock(model)
-    data = output.parent / f"{Path(model).name}-{samples}-answers.jsonl"
-    asked = [one.with_passages(5) for one in read_samples(nq)]
-    finetuning.write_answers(engine, form, asked, data, samples)
-    finetuning.tune(model_path(model), data, samples, output, lora=lora)
+    files = [output.with_name(f"{output.name}-{name}.jsonl") for name in ("train", "held-out")]
+    finetuning.write_samples([one for path in nq for one in read_samples(path)], files[0], samples)
+    if held_out:
+        finetuning.write_samples(read_samples(held_out), files[1], _HELD_OUT)
+    finetuning.tune(model_path(model), files[0], files[1] if held_out else None, output, lora=lora)
 
 
 @app.command()
@@ -127,12 +134,20 @@ def choose(
     minutes: Minutes = 45,
     max_new_tokens: int = 24,
     results: Path = RESULTS,
+    candidate: Annotated[
+        list[str] | None, typer.Option(help="Measure only this one. Repeatable.")
+    ] = None,
 ) -> None:
     """Compare sinks, and ways to choose the tokens to recompute, by divergence."""
     engine, form = _stock(model)
+    known = names = choices.names_for(engine.model)
+    if candidate:
+        if unknown := {*candidate} - {*names}:
+            raise SystemExit(f"Unknown candidates {sorted(unknown)}, expected some of {names}")
+        names = [choices.BLOCK, *candidate]
     compared = partial(choices.compare, engine, form, max_new_tokens)
-    path, names = results / CHOICES / f"{Path(model).name}.csv", choices.names_for(engine.model)
-    measure(path, Choice, sets.tuning(nq)[:questions], compared, names, minutes)
+    path = results / CHOICES / f"{Path(model).name}.csv"
+    measure(path, Choice, sets.tuning(nq)[:questions], compared, names, minutes, known)
 
 
 @app.command()

@@ -80,9 +80,11 @@ CANDIDATES = {
     **{sink: _Candidate(sink) for sink in _SINKS},
     **{f"{sink}, 10 %": _Candidate(sink, 0.1) for sink in _SINKS},
     "none, 5 %": _Candidate(BLOCK, 0.05),
+    "head, 10 % by all layers": _Candidate("head", 0.1, layers=0),
     "none, 10 % by all layers": _Candidate(BLOCK, 0.1, layers=0),
     "none, 10 % by the last half": _Candidate(BLOCK, 0.1, layers=1 / 2),
     "none, 10 %, half of them first tokens": _Candidate(BLOCK, 0.1, first_share=0.5),
+    "none, 10 %, a quarter of them first tokens": _Candidate(BLOCK, 0.1, first_share=0.25),
     "none, 5 %, half of them first tokens": _Candidate(BLOCK, 0.05, first_share=0.5),
     "none, 10 %, all of them first tokens": _Candidate(BLOCK, 0.1, first_share=1.0),
 }
@@ -149,8 +151,9 @@ def _chosen(
     count = round(candidate.share * sum(lengths[1:]))
     first = _first_tokens(lengths, round(candidate.first_share * count))
     with model.lock:
-        layer = int(candidate.layers * len(model.profile.layouts))
-        received = attention_to_context(model, context, final, first_layer=layer)
+        count = len(model.profile.kinds)
+        layers = range(int(candidate.layers * count), count)
+        received = attention_to_context(model, context, final, layers=layers)
     received[first] = torch.inf
     return choose_tokens(received, context, [False] + [True] * (len(lengths) - 1), count)
 

@@ -155,6 +155,7 @@ def _most_attended(
     model: BlockModel, context: Context, final: Sequence[int], passages: Sequence[int]
 ) -> int:
     """Index of the passage that the question attends to most."""
+    layers = range(len(model.profile.kinds))
     ends = torch.tensor([block.kv.num_tokens for block in context.blocks]).cumsum(0)
-    to_blocks = [*attention_to_context(model, context, final, first_layer=0).tensor_split(ends)]
+    to_blocks = [*attention_to_context(model, context, final, layers=layers).tensor_split(ends)]
     return max(range(len(passages)), key=lambda index: float(to_blocks[passages[index]].sum()))

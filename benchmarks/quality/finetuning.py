@@ -1,80 +1,85 @@
-"""Block fine-tuning on the model's own full-mode answers, as in the papers. A baseline."""
+"""Block fine-tuning on gold answers: one model for both modes, as in the papers."""
 
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from blockattn_rag import BlockAttentionEngine
-from blockattn_rag.lab.evaluation.accuracy import make_prompt
-from blockattn_rag.lab.evaluation.datasets import EvaluationSample
+from blockattn_rag.lab.evaluation.datasets import EvaluationPassage, EvaluationSample
 from blockattn_rag.lab.training.config import FinetuneConfig
 from blockattn_rag.lab.training.finetune import finetune
-from blockattn_rag.prompts.formats import PromptFormat
 
-MAX_ANSWER_TOKENS = 64
-LORA_LEARNING_RATE = 2e-4
+LORA_RANK = 8
+LORA_LEARNING_RATE = 3e-4
 LEARNING_RATE = 2e-5
 """Peak learning rate of all weights, as in the papers."""
 
+_CONTEXTS_PER_STEP = 4
+_PASSAGES = (3, 6)
+_MOST_TURNS = 4
 
-def write_answers(
-    engine: BlockAttentionEngine,
-    form: PromptFormat,
-    samples: Sequence[EvaluationSample],
-    path: Path,
-    count: int,
-) -> None:
-    """Write full mode's answers to the first samples as training data.
 
-    Answers longer than ``MAX_ANSWER_TOKENS`` are left out. An incomplete file is continued.
+def write_samples(questions: Sequence[EvaluationSample], path: Path, count: int) -> None:
+    """Write contexts of 3 to 6 passages, each with up to 4 questions that these answer.
 
-    Raises:
-        ValueError: The file has answers to other samples, or there are too few samples.
+    The first question of a context comes with passages drawn from its own distractors. These are
+    the gold passages of other questions, which become the further questions: they share the
+    prefill. Each epoch draws and orders passages anew. Deterministic.
+
+    Args:
+        questions: Questions with distractors from gold passages of each other.
+        count: Contexts to write.
     """
+    draw = random.Random(0)
+    by_gold = {_key(_gold(question)): question for question in questions}
     path.parent.mkdir(parents=True, exist_ok=True)
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    places = {one.id: place for place, one in enumerate(samples)}
-    last = json.loads(lines[-1])["id"] if lines else None
-    if last is not None and last not in places:
-        raise ValueError(f"{path} answers question {last}, which is not in the data: delete it")
-    start = 0 if last is None else places[last] + 1
-    kept = len(lines)
-    with path.open("a", encoding="utf-8") as file:
-        for one in samples[start:]:
-            if kept >= count:
-                break
-            prompt = make_prompt(engine, form, one)
-            found = engine.generate(
-                prompt, mode="full", max_new_tokens=MAX_ANSWER_TOKENS, do_sample=False
-            )
-            if found.finish_reason == "stop" and found.text.strip():
-                record = {
-                    "id": one.id,
-                    "question": one.question,
-                    "answer": found.text,
-                    "passages": [asdict(passage) for passage in one.passages],
-                }
-                file.write(json.dumps(record, ensure_ascii=False) + "\n")
-                file.flush()
-                kept += 1
-    if kept < count:
-        raise ValueError(f"found {kept} answers of at most {MAX_ANSWER_TOKENS} tokens, not {count}")
+    order: list[EvaluationSample] = []
+    with path.open("w", encoding="utf-8") as file:
+        for _ in range(count):
+            order = order or draw.sample(questions, len(questions))
+            question = order.pop()
+            others = [one for one in question.passages if not one.gold]
+            passages = [_gold(question), *draw.sample(others, draw.randint(*_PASSAGES) - 1)]
+            asked = [by_gold[_key(one)] for one in passages[1:] if _key(one) in by_gold]
+            turns = [question, *asked][:_MOST_TURNS]
+            draw.shuffle(passages)
+            record = {
+                "passages": [asdict(passage) for passage in passages],
+                "turns": [{"question": one.question, "answer": one.answers[0]} for one in turns],
+            }
+            file.write(json.dumps(record, ensure_ascii=False) + "\n")
 
 
-def tune(model: str, data: Path, samples: int, output: Path, *, lora: bool) -> None:
-    """Train one epoch: each sample in both modes, 4 prompts per step, 5 % of the steps warm-up."""
+def _gold(question: EvaluationSample) -> EvaluationPassage:
+    return next(passage for passage in question.passages if passage.gold)
+
+
+def _key(passage: EvaluationPassage) -> tuple[str, str]:
+    return passage.title, passage.text
+
+
+def tune(model: str, data: Path, held_out: Path | None, output: Path, *, lora: bool) -> None:
+    """Train one epoch of the contexts, each in both modes, 4 contexts per step.
+
+    Args:
+        held_out: Contexts to measure the loss on, every 25 steps.
+    """
     finetune(
         FinetuneConfig(
             model,
             output,
             [data],
+            [held_out] if held_out else (),
             lora=lora,
+            lora_rank=LORA_RANK,
             learning_rate=LORA_LEARNING_RATE if lora else LEARNING_RATE,
-            batch_size=4,
-            warmup_steps=max(1, samples // 40),
-            save_steps=4,
+            batch_size=2 * _CONTEXTS_PER_STEP,
+            warmup_steps=5,
+            bf16=True,
+            eval_steps=25,
+            save_steps=5,
         )
     )

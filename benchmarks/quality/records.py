@@ -24,15 +24,17 @@ def measure(
     answer: Callable[[Item, Sequence[str]], Iterable[T]],
     names: Sequence[str],
     minutes: float,
+    known: Sequence[str] = EARLIER,
 ) -> None:
     """Append the records that a file lacks, until the time is over.
 
     Args:
         answer: Measures some of the names for one question.
         names: Names of the rows or changes of each question.
+        known: Names that the file may have, too.
     """
     done = {(one.set, one.id, one.name) for one in read(path, kind)}
-    if others := sorted({name for *_, name in done} - {*names, *EARLIER}):
+    if others := sorted({name for *_, name in done} - {*names, *known}):
         raise SystemExit(f"{path} has {others}, this run {[*names]}: choose other --results")
     end = time.monotonic() + 60 * minutes
     for item in items:

@@ -11,6 +11,8 @@ Every kernel takes:
 - ``mask``: bool, broadcastable to ``[B, K, Q, N]``, True where a key is visible. None: all keys are
   visible.
 
+``attend_plain`` also takes a soft cap of the scores, ``cap * tanh(score / cap)``.
+
 ``attend`` runs the fastest kernel that is exact for its arguments.
 """
 
@@ -31,9 +33,16 @@ _FUSED_DTYPES = (torch.float32, *_HALF)
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    mask: Tensor | None = None,
+    cap: float | None = None,
 ) -> Partial:
     """Attention by the fastest exact kernel; see the module docstring for shapes."""
+    if cap is not None:
+        return attend_plain(query, key, value, scale, mask, cap)
     return kernel_for(query, key, value, mask)(query, key, value, scale, mask)
 
 
@@ -70,10 +79,17 @@ def takes_flash(device: torch.device, dtype: torch.dtype, size: int) -> bool:
 
 
 def attend_plain(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    mask: Tensor | None = None,
+    cap: float | None = None,
 ) -> Partial:
     """Reference kernel in float32. The other kernels are tested against it."""
     scores = query.float() @ key.float().transpose(-1, -2) * scale
+    if cap is not None:
+        scores = cap * (scores / cap).tanh()
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf)
     lse = scores.logsumexp(dim=-1)
@@ -139,7 +155,11 @@ def attend_memory_efficient(
 
 
 def single_softmax(
-    queries: Sequence[Tensor], states: Sequence[tuple[Tensor, Tensor]], scale: float
+    queries: Sequence[Tensor],
+    states: Sequence[tuple[Tensor, Tensor]],
+    scale: float,
+    cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of a few query rows over several sets of keys, with one softmax over all scores.
 
@@ -150,16 +170,24 @@ def single_softmax(
             set's keys.
         states: Keys and values of each set, ``[K, N, D]``.
         scale: Factor of the scores, natural exponent.
+        cap: Soft cap of the scores. None: no cap.
+        sinks: Score of each row's attention sink, ``[K, Q]``. None: no sinks.
 
     Returns:
         ``[K, Q, D]``.
     """
     keys, values = zip(*states, strict=True)
     scores = [torch.bmm(query, key.mT) for query, key in zip(queries, keys, strict=True)]
-    weights = torch.cat(scores, dim=-1).mul_(scale).softmax(dim=-1)
-    first, *others = torch.split(weights, [key.shape[1] for key in keys], dim=-1)
+    joined = torch.cat(scores, dim=-1).mul_(scale)
+    if cap is not None:
+        joined.div_(cap).tanh_().mul_(cap)
+    counts = [key.shape[1] for key in keys]
+    if sinks is not None:
+        joined = torch.cat([joined, sinks.unsqueeze(-1)], dim=-1)
+        counts.append(1)
+    first, *others = torch.split(joined.softmax(dim=-1), counts, dim=-1)
     output = torch.bmm(first, values[0])
-    for weight, value in zip(others, values[1:], strict=True):
+    for weight, value in zip(others, values[1:], strict=False):  # a sink has no value
         output.baddbmm_(weight, value)
     return output
 
@@ -178,6 +206,11 @@ def fold_heads(query: Tensor, mask: Tensor | None, kv_heads: int) -> tuple[Tenso
     batch, heads, _, size = query.shape
     folded = query.reshape(batch, kv_heads, -1, size)
     return folded, None if mask is None else mask.repeat(1, 1, heads // kv_heads, 1)
+
+
+def fold_sinks(sinks: Tensor, tokens: int, kv_heads: int) -> Tensor:
+    """Scores ``[H]`` of attention sinks, for the rows of ``fold_heads``: ``[K, Q]``, float32."""
+    return sinks.float().reshape(kv_heads, -1).repeat_interleave(tokens, dim=1)
 
 
 def _with_whole_rows(states: Tensor) -> Tensor:

@@ -28,6 +28,20 @@ class Partial(NamedTuple):
     lse: Tensor
 
 
+def with_sinks(part: Partial, sinks: Tensor | None) -> Tensor:
+    """Output of attention to all keys, with a share of the weight for attention sinks.
+
+    A sink is a key with a value of 0 and a score of its own.
+
+    Args:
+        part: Attention to all keys.
+        sinks: Score of the sink of each query row, broadcastable to ``part.lse``. None: no sinks.
+    """
+    if sinks is None:
+        return part.output
+    return part.output * (part.lse - sinks).sigmoid().unsqueeze(-1)
+
+
 def merge(parts: Sequence[Partial]) -> Partial:
     """Merge attention over disjoint key sets (RelayAttention, equations 4-6), in float32.
 

@@ -14,16 +14,15 @@ that share keys), ``T`` tail tokens, ``D`` head size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from blockattn_rag.attention.kernels import attend, fold_heads, single_softmax
-from blockattn_rag.attention.merge import Partial, merge
-from blockattn_rag.attention.segments import SegmentTable
+from blockattn_rag.attention.kernels import attend, fold_heads, fold_sinks, single_softmax
+from blockattn_rag.attention.merge import Partial, merge, with_sinks
+from blockattn_rag.attention.segments import SegmentTable, View
 from blockattn_rag.kv.context import Context
 from blockattn_rag.kv.rope import RotaryLayout
 
@@ -54,6 +53,18 @@ CPU_JOINS = JoinLimits(prefill_tokens=32, decode_tokens=512)
 ACCELERATOR_JOINS = JoinLimits(prefill_tokens=131_072, decode_tokens=131_072)
 
 
+class LayerReads(NamedTuple):
+    """What a layer of a model reads.
+
+    Args:
+        place: Index among the layers of the blocks.
+        window: Sliding window in tokens. None: no window.
+    """
+
+    place: int
+    window: int | None = None
+
+
 class RelayPlan:
     """Plan of one batch: which request attends to which block. Shared by all layers.
 
@@ -64,7 +75,8 @@ class RelayPlan:
         contexts: Placed blocks of each request.
         layouts: Rotary layout of each layer of the blocks.
         joins: Limits below which blocks are joined. Default: the fastest limits for the device.
-        layers: The model's index of each layer of the blocks. Default: 0, 1, ...
+        layers: What each layer of the model reads, by its index. Default: layer i reads layer i of
+            the blocks, without windows.
     """
 
     takes_mask = True
@@ -76,25 +88,22 @@ class RelayPlan:
         device: torch.device,
         *,
         joins: JoinLimits | None = None,
-        layers: Sequence[int] | None = None,
+        layers: Mapping[int, LayerReads] | None = None,
     ) -> None:
-        self.layers = range(len(layouts)) if layers is None else layers
-        self._place_of = {layer: place for place, layer in enumerate(self.layers)}
+        plain = {index: LayerReads(index) for index in range(len(layouts))}
+        self._layers = plain if layers is None else layers
         self.num_tokens = max(context.num_tokens for context in contexts)
         self._joins = joins or (CPU_JOINS if device.type == "cpu" else ACCELERATOR_JOINS)
         self._blocks = contexts, layouts, device
+        self._tables: dict[tuple[int, int | None], SegmentTable] = {}
 
-    @cached_property
-    def prefill_table(self) -> SegmentTable:
-        """Segments for prefill."""
-        return SegmentTable(*self._blocks, self._joins.prefill_tokens)
-
-    @cached_property
-    def decode_table(self) -> SegmentTable:
-        """Segments for decoding, with one query token at a time."""
-        if self._joins.decode_tokens == self._joins.prefill_tokens:
-            return self.prefill_table  # equal limits: join the blocks only once
-        return SegmentTable(*self._blocks, self._joins.decode_tokens)
+    def table(self, tokens: int, window: int | None = None) -> SegmentTable:
+        """Segments for layers with this window, in forwards of so many tokens."""
+        limit = self._joins.decode_tokens if tokens == 1 else self._joins.prefill_tokens
+        key = limit, window
+        if key not in self._tables:
+            self._tables[key] = SegmentTable(*self._blocks, *key)
+        return self._tables[key]
 
     def attend(
         self,
@@ -104,6 +113,9 @@ class RelayPlan:
         tail_value: Tensor,
         scale: float,
         tail_mask: Tensor | None,
+        *,
+        cap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Attention of the final block's queries to all blocks and to the tail.
 
@@ -112,22 +124,31 @@ class RelayPlan:
             tail_key, tail_value: Keys and values of the tail, ``[B, K, T, D]``.
             scale: Factor of the scores, natural exponent.
             tail_mask: Bool ``[B, 1, tokens, T]``, True where a key is visible. None: all are.
+                Requests with windows must have no padding.
+            cap: Soft cap of the scores. None: no cap.
+            sinks: Score of each query head's attention sink, ``[H]``. None: no sinks.
 
         Returns:
             Attention output ``[B, H, tokens, D]`` in the query's dtype.
         """
         batch, heads, tokens, _ = query.shape
-        layer = self._place_of[layer]
+        place, window = self._layers[layer]
         folded, mask = fold_heads(query, tail_mask, tail_key.shape[1])
-        table = self.decode_table if tokens == 1 else self.prefill_table
+        table = self.table(tokens, window)
+        groups = folded.shape[2] // tokens * (batch // table.num_requests)
+        views = table.views(tail_key.shape[2] - tokens, tokens, groups)
+        rows = None if sinks is None else fold_sinks(sinks, tokens, tail_key.shape[1])
         if tokens == 1 and mask is None and _takes_one_softmax(table, folded, tail_value):
-            queries = [*table.rotated(layer, folded), folded[0]]
-            states = [*table.states(layer), (tail_key[0], tail_value[0])]
-            output = single_softmax(queries, states, scale)
+            queries = [*table.rotated(place, folded), folded[0]]
+            seen = zip(table.states(place), views, strict=True)
+            states = [(key[:, view.first :], value[:, view.first :]) for (key, value), view in seen]
+            output = single_softmax(
+                queries, [*states, (tail_key[0], tail_value[0])], scale, cap, rows
+            )
         else:
-            parts = _segment_parts(table, layer, folded, scale)
-            tail = attend(folded, tail_key, tail_value, scale, mask)
-            output = merge([*parts, tail]).output if parts else tail.output
+            parts = _segment_parts(table, place, folded, views, scale, cap)
+            tail = attend(folded, tail_key, tail_value, scale, mask, cap)
+            output = with_sinks(merge([*parts, tail]) if parts else tail, rows)
         return output.reshape(batch, heads, tokens, -1).to(query.dtype)
 
 
@@ -145,16 +166,24 @@ def _takes_one_softmax(table: SegmentTable, query: Tensor, value: Tensor) -> boo
     return not (torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"))
 
 
-def _segment_parts(table: SegmentTable, layer: int, query: Tensor, scale: float) -> list[Partial]:
+def _segment_parts(
+    table: SegmentTable,
+    place: int,
+    query: Tensor,
+    views: Sequence[View],
+    scale: float,
+    cap: float | None,
+) -> list[Partial]:
     """Partial results ``[B, K, Q, ...]``, which together cover all segments."""
     beams = len(query) // table.num_requests
-    rotated = table.rotated(layer, _groups_to_rows(query, beams))
+    rotated = table.rotated(place, _groups_to_rows(query, beams))
     parts, start = [], 0
-    for segment, (key, value) in zip(table.segments, table.states(layer), strict=True):
+    for segment, view, (key, value) in zip(table.segments, views, table.states(place), strict=True):
         pairs = len(segment.readers)
         # One call for all pairs of a segment, so that its keys are read only once.
         rows = _groups_to_rows(rotated[start : start + pairs], pairs)
-        parts.append(_rows_to_groups(attend(rows, key[None], value[None], scale), pairs))
+        key, value = key[None, :, view.first :], value[None, :, view.first :]
+        parts.append(_rows_to_groups(attend(rows, key, value, scale, view.mask, cap), pairs))
         start += pairs
     return [_rows_to_groups(part, beams) for part in table.by_request(parts)]
 

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +23,28 @@ from blockattn_rag.kv.context import Context, PlacedBlock, joined_states
 from blockattn_rag.kv.rope import Angles, RotaryLayout, rotate
 
 
+class View(NamedTuple):
+    """What queries see of a segment.
+
+    Args:
+        first: Index of the first key that any query sees.
+        mask: Bool ``[1, 1, query rows of all pairs, keys from first]``, True where a key is
+            visible. None: all of these keys are.
+    """
+
+    first: int = 0
+    mask: Tensor | None = None
+
+
+class Reader(NamedTuple):
+    """A request that reads a segment: its index, and shift and start of the segment in its prompt;
+    see ``PlacedBlock``."""
+
+    request: int
+    shift: int
+    start: int
+
+
 @dataclass(frozen=True, slots=True)
 class Segment(Context):
     """Blocks that occur in the same requests at the same distances from each other.
@@ -30,11 +53,11 @@ class Segment(Context):
     blocks are joined into one tensor per layer, on the layer's first read.
 
     Args:
-        blocks: Blocks, with their shifts relative to the segment.
-        readers: Request index and shift of each pair.
+        blocks: Blocks, with their shifts and starts relative to the segment, in order of starts.
+        readers: Reader of each pair.
     """
 
-    readers: Sequence[tuple[int, int]]
+    readers: Sequence[Reader]
     _angles: Angles = field(default_factory=dict)
     _joined: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
@@ -56,28 +79,32 @@ def segments_of(contexts: Sequence[Context], tokens: int) -> list[Segment]:
     """Segments of all distinct blocks. Blocks with fewer than ``tokens`` tokens are joined."""
     # Keyed by digest, because two requests may each have loaded the same block from disk. The flag
     # separates a quantised copy from an unquantised one.
-    readers: dict[tuple[str, bool], tuple[BlockKV, list[tuple[int, int]]]] = {}
+    readers: dict[tuple[str, bool], tuple[BlockKV, list[Reader]]] = {}
     for request, context in enumerate(contexts):
-        for kv, _, shift in context.blocks:
+        for kv, start, shift in context.blocks:
             same = kv.digest, kv.scales is None
-            readers.setdefault(same, (kv, []))[1].append((request, shift))
+            readers.setdefault(same, (kv, []))[1].append(Reader(request, shift, start))
     segments: list[Segment] = []
-    # Small blocks, grouped by the requests of their readers and by shifts relative to the first
-    # reader. They may be joined in any order: attention depends on the keys' positions alone.
-    small: dict[tuple[tuple[int, int], ...], list[PlacedBlock]] = {}
+    # Small blocks, grouped by the requests of their readers and by places relative to the first
+    # reader. Others may lie between them: attention depends on the keys' positions alone.
+    small: dict[tuple[Reader, ...], list[PlacedBlock]] = {}
     for kv, pairs in readers.values():
         if kv.num_tokens >= tokens:
             segments.append(Segment((PlacedBlock(kv, 0, 0),), pairs))
             continue
-        first = pairs[0][1]
-        relative = tuple((request, shift - first) for request, shift in pairs)
-        small.setdefault(relative, []).append(PlacedBlock(kv, 0, first))
+        _, shift, start = pairs[0]
+        relative = tuple(_moved(pair, -shift, -start) for pair in pairs)
+        small.setdefault(relative, []).append(PlacedBlock(kv, start, shift))
     for relative, blocks in small.items():
         for run in _runs(blocks, tokens):
-            at = run[0].shift
-            moved = tuple(PlacedBlock(kv, 0, shift - at) for kv, _, shift in run)
-            segments.append(Segment(moved, [(request, shift + at) for request, shift in relative]))
+            _, start, shift = run[0]
+            moved = tuple(PlacedBlock(b.kv, b.start - start, b.shift - shift) for b in run)
+            segments.append(Segment(moved, [_moved(pair, shift, start) for pair in relative]))
     return segments
+
+
+def _moved(reader: Reader, shift: int, start: int) -> Reader:
+    return Reader(reader.request, reader.shift + shift, reader.start + start)
 
 
 def _runs(blocks: Sequence[PlacedBlock], tokens: int) -> list[list[PlacedBlock]]:
@@ -93,12 +120,20 @@ def _runs(blocks: Sequence[PlacedBlock], tokens: int) -> list[list[PlacedBlock]]
     return runs
 
 
+def _within(context: Context, window: int) -> Context:
+    """The blocks of a context of which the next token sees a part."""
+    first = context.num_tokens + 1 - window
+    return Context(tuple(b for b in context.blocks if b.start + b.kv.num_tokens > first))
+
+
 class SegmentTable:
-    """Segments and their pairs, as tables that all layers share.
+    """Segments and their pairs, as tables that all layers of equal windows share.
 
     Args:
         contexts: Placed blocks of each request. A context may be empty.
         tokens: Blocks with fewer tokens are joined.
+        window: Sliding window: a token sees the last ``window`` tokens, including itself. Blocks
+            that no later token sees are left out. None: all tokens are seen.
     """
 
     def __init__(
@@ -107,12 +142,19 @@ class SegmentTable:
         layouts: Sequence[RotaryLayout],
         device: torch.device,
         tokens: int,
+        window: int | None = None,
     ) -> None:
-        self.segments = segments_of(contexts, tokens)
+        read = contexts if window is None else [_within(context, window) for context in contexts]
+        self.segments = segments_of(read, tokens)
         self.num_requests = len(contexts)
         self._layouts = layouts
-        requests = [request for segment in self.segments for request, _ in segment.readers]
-        shifts = [shift for segment in self.segments for _, shift in segment.readers]
+        self._device = device
+        readers = [reader for segment in self.segments for reader in segment.readers]
+        requests = [reader.request for reader in readers]
+        shifts = [reader.shift for reader in readers]
+        self._window = window
+        self._lengths = [context.num_tokens for context in contexts]
+        self._views: tuple[tuple[int, int, int], list[View]] | None = None
         self.is_dequantised = any(segment.is_dequantised for segment in self.segments)
         # With one request and no repeated block, partial results need no sorting.
         self.is_one_each = self.num_requests == 1 and len(requests) == len(self.segments)
@@ -143,6 +185,36 @@ class SegmentTable:
         if layout in self._angles:
             return rotate(chosen, *self._angles[layout], layout)
         return chosen.expand(pairs, *query.shape[1:])
+
+    def views(self, before: int, tokens: int, groups: int) -> list[View]:
+        """What queries see of each segment.
+
+        Args:
+            before: Number of tail tokens before the queries. The tails have no padding.
+            tokens: Number of query tokens.
+            groups: Query rows of each token, per pair.
+        """
+        if self._window is None:
+            return [View()] * len(self.segments)
+        asked = before, tokens, groups
+        if self._views is None or self._views[0] != asked:  # else, those of the layer before
+            made = [self._view(segment, *asked) for segment in self.segments]
+            self._views = asked, made
+        return self._views[1]
+
+    def _view(self, segment: Segment, before: int, tokens: int, groups: int) -> View:
+        assert self._window is not None
+        places = torch.cat([b.start + torch.arange(b.kv.num_tokens) for b in segment.blocks])
+        # Place of the first key that the first query of each pair sees.
+        after = before + 1 - self._window
+        lowest = torch.tensor([self._lengths[r] + after - start for r, _, start in segment.readers])
+        first = int((places < lowest.min()).sum())
+        places = places[first:]
+        if not len(places) or places[0] >= lowest.max() + tokens - 1:
+            return View(first)
+        seen = places >= (lowest[:, None] + torch.arange(tokens))[..., None]
+        rows = seen[:, None].expand(-1, groups, -1, -1).reshape(1, 1, -1, len(places))
+        return View(first, rows.to(self._device))
 
     def by_request(self, parts: Sequence[Partial]) -> list[Partial]:
         """Regroup partial results of segments, one row per pair, to results ``[R, ...]``."""

@@ -220,8 +220,8 @@ class BlockModel(TunedModel):
         """
         if assembly == "relay" and not self.supports_relay:
             raise UnsupportedModelError(
-                f"{self.name} cannot use assembly='relay': it has sliding windows, soft caps, "
-                "attention sinks or its own attention interface; use assembly='copy' or 'auto'"
+                f"{self.name} cannot use assembly='relay': it has "
+                f"{relay_attention.OTHER_ATTENTION}; use assembly='copy' or 'auto'"
             )
         if assembly != "auto":
             return assembly

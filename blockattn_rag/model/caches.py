@@ -8,7 +8,7 @@ and threads may run concurrently.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol
@@ -21,28 +21,21 @@ from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 from blockattn_rag.attention.relay import RelayPlan
 from blockattn_rag.kv.context import Context, assemble
 from blockattn_rag.kv.rope import RotaryLayout
-from blockattn_rag.model.kinds import LayerKind, in_order, storing
+from blockattn_rag.model.kinds import LayerKind, in_order, new_cache, storing
 
 
 class CacheAttention(Protocol):
     """Attention of a forward's queries; see ``RelayPlan.attend``.
 
-    ``takes_mask``: Whether ``attend`` uses the forward's mask. Else, none is made.
+    ``takes_mask``: Whether ``attend`` uses the forward's mask. Else, none is made. ``attend`` also
+    gets the keywords ``cap`` and ``sinks`` from models that have them.
     """
 
     @property
     def takes_mask(self) -> bool: ...
 
-    def attend(
-        self,
-        _: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        mask: Tensor | None,
-        /,
-    ) -> Tensor: ...
+    @property
+    def attend(self) -> Callable[..., Tensor]: ...
 
 
 States = Sequence[tuple[Tensor, Tensor]]
@@ -101,6 +94,8 @@ def copied_cache(
     contexts: Sequence[Context],
     layouts: Sequence[RotaryLayout],
     kinds: Sequence[LayerKind],
+    *,
+    keeps_all: bool = False,
 ) -> ContextCache:
     """New cache with the contexts' keys and values, re-encoded and joined (the copy path).
 
@@ -109,8 +104,11 @@ def copied_cache(
     Args:
         layouts: Rotary layout of each layer that stores keys and values.
         kinds: Kind of each layer.
+        keeps_all: Whether layers keep tokens beyond their sliding windows.
     """
     cache = ContextCache(config=config)
+    if keeps_all:
+        cache.layers = new_cache(config).layers
     width = max(context.num_tokens for context in contexts)
     is_trained = _is_trained(contexts)
     # Not in inference mode, because later forwards write to the room.
@@ -250,16 +248,20 @@ def _last(states: Tensor, tokens: int) -> Tensor:
 class RelayCache(ContextCache):
     """Cache for ``generate`` whose first tokens are the blocks of a plan, read in place.
 
-    ``layers``: Layers of the model's own cache, of which those in the plan are replaced.
+    Args:
+        plan: The plan.
+        layers: Layers of the model's own cache.
+        kinds: Their kinds. Layers that store keys and values are replaced.
     """
 
     attention: RelayPlan
 
-    def __init__(self, plan: RelayPlan, layers: Sequence[Any] = ()) -> None:
+    def __init__(self, plan: RelayPlan, layers: Sequence[Any], kinds: Sequence[LayerKind]) -> None:
         super().__init__()
-        tails = {index: _TailLayer(plan.num_tokens) for index in plan.layers}
-        others = enumerate(layers)
-        self.layers = [tails.get(i, own) for i, own in others] if layers else [*tails.values()]
+        self.layers = [
+            _TailLayer(plan.num_tokens) if kind.stores else own
+            for own, kind in zip(layers, kinds, strict=True)
+        ]
         self.attention = plan
 
 

@@ -99,10 +99,20 @@ def encode_batch(
     ]
 
 
-def logits_to_keep(hf_model: PreTrainedModel, count: int = 1) -> dict[str, Any]:
-    """Argument of ``forward`` to compute only the last tokens' logits; empty if unsupported."""
-    parameters = inspect.signature(hf_model.forward).parameters
-    return {"logits_to_keep": count} if "logits_to_keep" in parameters else {}
+def logits_to_keep(
+    hf_model: PreTrainedModel, count: int = 1, *, computes_all: bool = False
+) -> dict[str, Any]:
+    """Argument of ``forward`` to compute only the last tokens' logits; empty if unsupported.
+
+    ``computes_all``: Whether all layers compute all tokens. Else, layers that store nothing may
+    compute only the last token, if ``count`` is 1.
+    """
+    if "logits_to_keep" not in inspect.signature(hf_model.forward).parameters:
+        return {}
+    # Given a number, models with shared layers leave out queries there. Attention without a mask
+    # would then be wrong for several tokens.
+    is_number = count == 1 and not computes_all
+    return {"logits_to_keep": count if is_number else torch.arange(-count, 0)}
 
 
 def _cut_out(

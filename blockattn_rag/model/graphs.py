@@ -25,6 +25,7 @@ from blockattn_rag.attention.device_relay import DeviceRelay
 from blockattn_rag.attention.relay import RelayPlan
 from blockattn_rag.kv.context import Context
 from blockattn_rag.model.caches import ContextCache, RelayCache, States
+from blockattn_rag.model.kinds import PLAIN
 
 MOST_TOKENS = 512
 """Longest forward that is captured. Longer ones take longer to compute than to launch."""
@@ -210,7 +211,9 @@ class GraphCache(ContextCache):
         if self.runner is None:
             return
         states = self.tail_states(self.tail_tokens)
-        plain = RelayCache(RelayPlan([self.context], self.relay.layouts, self.relay.device))
+        layouts = self.relay.layouts
+        plan = RelayPlan([self.context], layouts, self.relay.device)
+        plain = RelayCache(plan, self.layers, [PLAIN] * len(layouts))
         if states and self.tail_tokens:
             plain.append(states, self.tail_tokens)
         self.attention, self.layers, self.runner = plain.attention, plain.layers, None

@@ -7,11 +7,13 @@ what changes when the forward's positions move. Names of model families play no 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import Tensor
 from transformers import (
     AttentionInterface,
@@ -35,6 +37,7 @@ from blockattn_rag.errors import UnsupportedModelError
 Attention = Literal["full", "windowed", "latent", "shared", "none"]
 
 _WATCHED = "blockattn_watched"
+_FAR = 1 << 30
 _NAMES = {
     "full": "attention",
     "windowed": "windowed attention",
@@ -60,11 +63,14 @@ class LayerKind:
             attention.
         window: Sliding window in tokens. None: no window.
         has_state: Whether the layer has a recurrent or convolution state.
+        source: Index of the layer whose keys and values a shared layer attends to. None: another
+            kind of layer, or unknown.
     """
 
     attention: Attention = "full"
     window: int | None = None
     has_state: bool = False
+    source: int | None = field(default=None, repr=False)  # fingerprints contain the text
 
     @property
     def stores(self) -> bool:
@@ -109,40 +115,91 @@ def new_cache(config: Any) -> DynamicCache:
     return cache
 
 
+class SeenAttention(NamedTuple):
+    """What the attention of a layer sees in a forward.
+
+    Args:
+        keys: The keys. Layers that share keys see the same tensor.
+        sees: Whether a query sees a key, by their positions and the layer's mask. None: unknown.
+        settings: Names of the settings of scores that the model passes: ``"softcap"`` and
+            ``"s_aux"`` (attention sinks).
+    """
+
+    keys: Tensor
+    sees: Callable[[int, int], bool] | None
+    settings: frozenset[str]
+
+    def has_window(self, window: int | None) -> bool:
+        """Whether a token sees the last ``window`` tokens, including itself, and none before. None:
+        all tokens. False if the mask is unknown."""
+        if self.sees is None:
+            return False
+        if window is None:
+            return self.sees(_FAR, 0)
+        first = _FAR - window + 1
+        return self.sees(_FAR, first) and not self.sees(_FAR, first - 1)
+
+
 @contextmanager
-def seen_keys(hf_model: PreTrainedModel) -> Iterator[dict[int, int]]:
-    """Record the size of the keys that the attention of each layer sees, within the ``with`` block.
+def seen_attention(hf_model: PreTrainedModel) -> Iterator[dict[int, SeenAttention]]:
+    """Record what the attention of each layer sees, within the ``with`` block.
 
     Models that do not use transformers' attention interface leave no record.
     """
-    sizes: dict[int, int] = {}
+    seen: dict[int, SeenAttention] = {}
+    masks: list[tuple[Any, Any]] = []
     original = hf_model.config._attn_implementation
 
-    def attention(module: Any, query: Any, key: Tensor, *args: Any, **kwargs: Any) -> Any:
-        sizes[module.layer_idx] = key.shape[-1]
+    def attention(
+        module: Any, query: Any, key: Tensor, value: Any, attention_mask: Any, **kwargs: Any
+    ) -> Any:
+        function = next((one for made, one in masks if _is_part(attention_mask, made)), None)
+        settings = frozenset(n for n in ("softcap", "s_aux") if kwargs.get(n) is not None)
+        seen[module.layer_idx] = SeenAttention(key, function, settings)
         # For ``eager``, transformers calls the function in the model's own source file.
         home = sys.modules[type(module).__module__]
         eager: Any = getattr(home, "eager_attention_forward", None)
         forward = ALL_ATTENTION_FUNCTIONS.get_interface(original, eager)
-        return forward(module, query, key, *args, **kwargs)
+        return forward(module, query, key, value, attention_mask, **kwargs)
+
+    def make_mask(*args: Any, **kwargs: Any) -> Any:
+        # A mask that is left out could not be assigned to its layers.
+        made = ALL_MASK_ATTENTION_FUNCTIONS[original](
+            *args, **{**kwargs, "allow_is_causal_skip": False}
+        )
+        if made is not None and "mask_function" in kwargs:
+            masks.append((made, partial(_sees, kwargs["mask_function"])))
+        return made
 
     AttentionInterface.register(_WATCHED, attention)
-    AttentionMaskInterface.register(_WATCHED, ALL_MASK_ATTENTION_FUNCTIONS[original])
+    AttentionMaskInterface.register(_WATCHED, make_mask)
     hf_model.set_attn_implementation(_WATCHED)
     try:
-        yield sizes
+        yield seen
     finally:
         hf_model.set_attn_implementation(original)
 
 
+def _is_part(mask: Tensor | None, made: Tensor) -> bool:
+    """Whether a mask is another one, or a view of it."""
+    if mask is None:
+        return False
+    return mask.untyped_storage().data_ptr() == made.untyped_storage().data_ptr()
+
+
+def _sees(function: Callable[..., Any], query: int, key: int) -> bool:
+    """Whether a query sees a key, by a mask function of transformers."""
+    return bool(function(*(torch.tensor(index) for index in (0, 0, query, key))))
+
+
 def measured_kinds(
-    hf_model: PreTrainedModel, filled: DynamicCache, seen: Mapping[int, int]
+    hf_model: PreTrainedModel, filled: DynamicCache, seen: Mapping[int, SeenAttention]
 ) -> list[LayerKind]:
     """Kinds of a model's layers.
 
     Args:
         filled: A ``new_cache`` after a forward.
-        seen: ``seen_keys`` of that forward.
+        seen: ``seen_attention`` of that forward.
 
     Raises:
         UnsupportedModelError: a layer is of another kind, or no layer stores keys and values.
@@ -160,7 +217,7 @@ def measured_kinds(
                 "chunk, so its keys and values change when its block moves",
             )
         window = getattr(own, "sliding_window", None)
-        kinds.append(_measured(hf_model, index, layer, window, seen.get(index)))
+        kinds.append(_measured(hf_model, index, layer, window, seen))
     if not any(kind.stores for kind in kinds):
         found = summary(kinds) if kinds else "no layer with a cache"
         raise refusal(
@@ -172,9 +229,14 @@ def measured_kinds(
 
 
 def _measured(
-    hf_model: PreTrainedModel, index: int, layer: Any, window: int | None, seen: int | None
+    hf_model: PreTrainedModel,
+    index: int,
+    layer: Any,
+    window: int | None,
+    seen: Mapping[int, SeenAttention],
 ) -> LayerKind:
-    """Kind of a layer: from its cache and window, and the size of the keys that it attends to."""
+    """Kind of a layer: from its cache and window, and the keys that it attends to."""
+    keys = seen[index].keys if index in seen else None
     known = (DynamicLayer, LinearAttentionLayer, LinearAttentionAndFullAttentionLayer)
     keeps = getattr(layer, "keys", None) is not None and getattr(layer, "values", None) is not None
     if type(layer) in known:
@@ -183,7 +245,8 @@ def _measured(
         )
         if keeps:
             attention: Attention = "full" if window is None else "windowed"
-            if seen not in (None, layer.keys.shape[-1]):  # keys are computed from what is cached
+            # Else, the keys are computed from what is cached.
+            if keys is not None and keys.shape[-1] != layer.keys.shape[-1]:
                 attention = "latent"
             return LayerKind(attention, window, has_state)
         if has_state:
@@ -192,7 +255,10 @@ def _measured(
         name = type(layer).__name__
         about = _REFUSED.get(name, f"caches its state in a {name}, which is not supported")
         raise refusal(hf_model, f"layer {index} has {about}")
-    return LayerKind("none" if seen is None else "shared")
+    if keys is None:
+        return LayerKind("none")
+    source = next(place for place, one in seen.items() if one.keys is keys)
+    return LayerKind("shared", source=source if source != index else None)
 
 
 def states_of(layer: LinearAttentionCacheLayerMixin) -> list[Tensor | None]:

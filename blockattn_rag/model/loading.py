@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from blockattn_rag.hub import existing_model, hub_errors
 from blockattn_rag.lazy import missing_extra
 from blockattn_rag.model.gguf import SMOLLM2, dequantised, is_gguf, smollm2
 from blockattn_rag.model.miniature import check_architecture
+from blockattn_rag.model.multimodal import auto_class, language_model
 from blockattn_rag.prompts.checkpoints import known_checkpoint
 
 BUNDLED = "bundled"
@@ -133,12 +134,17 @@ def load_model(
         loaded = _load_adapter(name, adapter, dtype, kwargs)
     else:
         with _hub(model):
-            loaded = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **kwargs)
+            loaded = _from_pretrained(name, dtype=dtype, **kwargs)
     if "device_map" not in kwargs:
         loaded = loaded.to(default_device() if device == "auto" else device)
     if dtype == "auto" and loaded.device.type == "cpu" and "quantization_config" not in kwargs:
         loaded = loaded.float()
     return loaded.eval()
+
+
+def _from_pretrained(name: str, **kwargs: Any) -> PreTrainedModel:
+    config = AutoConfig.from_pretrained(name)
+    return language_model(auto_class(config).from_pretrained(name, **kwargs))
 
 
 def default_device() -> str:
@@ -182,9 +188,7 @@ def _load_adapter(
             f"{name} is a LoRA adapter; loading it needs {missing_extra('peft', 'train')}"
         ) from error
     with _hub(adapter["base"]):
-        base = AutoModelForCausalLM.from_pretrained(
-            resolve_name(adapter["base"]), dtype=dtype, **kwargs
-        )
+        base = _from_pretrained(resolve_name(adapter["base"]), dtype=dtype, **kwargs)
     merged = PeftModel.from_pretrained(base, name).merge_and_unload()
     tuning = adapter["tuning"]
     if isinstance(tuning, dict) and "block" not in tuning.get("modes", ["block"]):

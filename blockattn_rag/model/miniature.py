@@ -13,10 +13,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers import AutoModel, DynamicCache, PreTrainedModel
 
 from blockattn_rag.kv.rope import relative_error
 from blockattn_rag.model.kinds import ProbeError, refusal
+from blockattn_rag.model.multimodal import auto_class, text_class
 from blockattn_rag.model.probe import AttentionProfile, position_limit, profile_attention
 
 logger = logging.getLogger("blockattn_rag")
@@ -65,10 +66,11 @@ def miniature(config: Any) -> PreTrainedModel:
         Exception: the architecture cannot be built at such a size; its code may raise anything.
     """
     config = config.get_text_config(decoder=True)
-    small = type(config).from_dict(_shrunk(config))
+    small = type(config).from_dict(shrunk(config))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        auto: Any = AutoModelForCausalLM
+        # Some language models have no class of their own, only as a part of a multimodal model.
+        auto: Any = auto_class(small) if text_class(small) else AutoModel
         model: PreTrainedModel = auto.from_config(small, dtype=torch.float32)
         with torch.no_grad():
             for parameter in model.parameters():
@@ -115,12 +117,12 @@ def _refuse_other_windows(model: PreTrainedModel, profile: AttentionProfile) -> 
     ids = torch.arange(2 * half)[None] % VOCABULARY
     for part in ids.split(half, dim=1):
         positions = torch.arange(half)[None] + cache.get_seq_length()
-        found = model(input_ids=part, position_ids=positions, past_key_values=cache).logits
-    if relative_error(found, model(input_ids=ids, use_cache=False).logits[:, half:]) > 1e-2:
+        found = model(input_ids=part, position_ids=positions, past_key_values=cache)[0]
+    if relative_error(found, model(input_ids=ids, use_cache=False)[0][:, half:]) > 1e-2:
         raise refusal(model, "its sliding windows have no effect in forwards without a cache")
 
 
-def _shrunk(config: Any) -> dict[str, Any]:
+def shrunk(config: Any) -> dict[str, Any]:
     """The fields of a config at a smaller size."""
     fields: dict[str, Any] = config.to_dict()
     name = next((n for n in _LAYERS if isinstance(fields.get(n), int)), None)
@@ -139,7 +141,20 @@ def _shrunk(config: Any) -> dict[str, Any]:
     for count, size in (("mamba_n_heads", "mamba_d_head"), ("mamba_num_heads", "mamba_head_dim")):
         if small.get(count) and small.get(size):
             small[count] = 2 * _WIDTH // small[size]
+    if fields.get("qk_head_dim") and fields["qk_head_dim"] == fields.get("head_dim"):
+        small["head_dim"] = small["qk_head_dim"]
+    _fit_sections(small)
     return small
+
+
+def _fit_sections(fields: dict[str, Any]) -> None:
+    """Scale the sections of a multimodal rotary embedding to half of the rotated dimensions."""
+    rope = fields.get("rope_parameters") or {}
+    if sections := rope.get("mrope_section"):
+        size = fields.get("head_dim") or fields["hidden_size"] // fields["num_attention_heads"]
+        half = int(size * rope.get("partial_rotary_factor", 1)) // 2
+        scaled = [half * section // sum(sections) for section in sections]
+        rope["mrope_section"] = [scaled[0] + half - sum(scaled), *scaled[1:]]
 
 
 def _kept_layers(types: Sequence[str], layers: int) -> int:

@@ -29,7 +29,7 @@ from blockattn_rag.model.kinds import (
     measured_kinds,
     new_cache,
     refusal,
-    seen_keys,
+    seen_attention,
     storing,
 )
 
@@ -182,7 +182,7 @@ def _measure(
     """
     offsets = [o for o in _PROBE_OFFSETS if o + _PROBE_TOKENS <= limit]
     offsets = offsets or [max(1, limit - _PROBE_TOKENS)]
-    with seen_keys(hf_model) as seen:
+    with seen_attention(hf_model) as seen:
         filled = probe_cache(hf_model)
     kinds = measured_kinds(hf_model, filled, seen)
     home = _states(filled, kinds)
@@ -274,7 +274,7 @@ def _refuse_other_positions(hf_model: PreTrainedModel, kinds: Sequence[LayerKind
             if getattr(layer, "keys", None) is not None:
                 layer.keys, layer.values = layer.keys[:, :, [*order]], layer.values[:, :, [*order]]
         ids = torch.tensor([[1]], device=hf_model.device)
-        logits.append(hf_model(input_ids=ids, past_key_values=cache, use_cache=True).logits.float())
+        logits.append(hf_model(input_ids=ids, past_key_values=cache, use_cache=True)[0].float())
     if not relative_error(*logits) <= LOGITS.get(hf_model.dtype, max(LOGITS.values())):
         raise refusal(
             hf_model,

@@ -27,7 +27,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from blockattn_rag.attention.device_relay import DeviceRelay
 from blockattn_rag.attention.kernels import attend_causal, takes_flash
-from blockattn_rag.attention.relay import JoinLimits, RelayPlan
+from blockattn_rag.attention.relay import JoinLimits, LayerReads, RelayPlan
 from blockattn_rag.kv.context import Context, place
 from blockattn_rag.kv.rope import relative_error
 from blockattn_rag.model.caches import (
@@ -41,8 +41,11 @@ from blockattn_rag.model.caches import (
 )
 from blockattn_rag.model.encoding import EncodeRequest, encode_batch, logits_to_keep
 from blockattn_rag.model.graphs import GraphRunner
-from blockattn_rag.model.kinds import PLAIN, new_cache, storing
-from blockattn_rag.model.probe import LOGITS, AttentionProfile, vocabulary_size
+from blockattn_rag.model.kinds import PLAIN, LayerKind, new_cache, seen_attention, storing
+from blockattn_rag.model.probe import LOGITS, AttentionProfile, probe_cache, vocabulary_size
+
+OTHER_ATTENTION = "multi-head latent attention, or attention code of its own"
+"""What models without relay attention have, in messages."""
 
 _PREFIX = "blockattn_relay_"
 _logger = logging.getLogger(__name__)
@@ -99,7 +102,9 @@ def _attention_function(original: str) -> Any:
         scale = 1 / math.sqrt(query.shape[-1]) if scaling is None else scaling
         index: Any = module.layer_idx
         mask = tail_mask(attention_mask, query, key) if own.takes_mask else None
-        output = own.attend(index, query, key, value, scale, mask)
+        scoring = {"cap": kwargs.get("softcap"), "sinks": kwargs.get("s_aux")}
+        scoring = {name: setting for name, setting in scoring.items() if setting is not None}
+        output = own.attend(index, query, key, value, scale, mask, **scoring)
         return output.transpose(1, 2).contiguous(), None
 
     return relay_attention
@@ -127,11 +132,16 @@ def tail_mask(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
 
 
 def last_logits(
-    hf_model: PreTrainedModel, ids: Tensor, cache: DynamicCache | None, count: int
+    hf_model: PreTrainedModel,
+    ids: Tensor,
+    cache: DynamicCache | None,
+    count: int,
+    *,
+    computes_all: bool = False,
 ) -> Tensor:
     """Logits ``[count, vocab]`` after each of the last ``count`` tokens of ``ids`` ``[1, n]``.
 
-    ``ids`` follow the tokens in ``cache``.
+    ``ids`` follow the tokens in ``cache``. ``computes_all``: see ``logits_to_keep``.
     """
     if isinstance(cache, ContextCache) and cache.takes_one_token and ids.shape[1] > 1:
         steps = [last_logits(hf_model, one, cache, 1) for one in ids.split(1, dim=1)]
@@ -145,7 +155,7 @@ def last_logits(
             position_ids=positions,
             past_key_values=cache,
             use_cache=True,
-            **logits_to_keep(hf_model, count),
+            **logits_to_keep(hf_model, count, computes_all=computes_all),
         )
     return out.logits[0, -count:]
 
@@ -153,15 +163,21 @@ def last_logits(
 def relay_is_exact(hf_model: PreTrainedModel, profile: AttentionProfile) -> bool:
     """Enable relay attention, and test whether its logits equal those of the copy path.
 
-    Models with sliding windows, soft caps or attention sinks are rejected without a test, because a
-    short probe might not reveal them. Raises the same errors as ``check_ready``.
+    Models with other kinds of layers are rejected without a test, and so are windows, soft caps and
+    attention sinks that the attention function does not receive, because a short probe might not
+    reveal them. Raises the same errors as ``check_ready``.
     """
-    config = hf_model.config.get_text_config(decoder=True)
-    capped = getattr(config, "attn_logit_softcapping", None) is not None
-    sinks = any(name.endswith("sinks") for name, _ in hf_model.named_parameters())
-    is_plain = all(kind == PLAIN or kind.attention == "none" for kind in profile.kinds)
-    if capped or sinks or not is_plain:
+    kinds, reads = profile.kinds, _reads(profile.kinds)
+    if not all(index in reads or kind.attention == "none" for index, kind in enumerate(kinds)):
         return False
+    if _settings(hf_model) or profile.has_windows:
+        with seen_attention(hf_model) as seen:
+            probe_cache(hf_model)
+        for index, (_, window) in reads.items():
+            if index not in seen or not seen[index].has_window(window):
+                return False
+        if _settings(hf_model) - {name for one in seen.values() for name in one.settings}:
+            return False
     enable_relay(hf_model)
     context, final = _probe(hf_model, profile)
     # Joining is disabled, so that these small blocks are read one by one.
@@ -173,6 +189,36 @@ def relay_is_exact(hf_model: PreTrainedModel, profile: AttentionProfile) -> bool
     return _equals_copies(hf_model, profile, context, final, relay)
 
 
+def _settings(hf_model: PreTrainedModel) -> set[str]:
+    """Settings of scores that a model has; see ``SeenAttention``."""
+    config = hf_model.config.get_text_config(decoder=True)
+    capped = getattr(config, "attn_logit_softcapping", None) is not None
+    sinks = any(name.endswith("sinks") for name, _ in hf_model.named_parameters())
+    return {name for name, has in (("softcap", capped), ("s_aux", sinks)) if has}
+
+
+def _is_plain(hf_model: PreTrainedModel, profile: AttentionProfile) -> bool:
+    """Whether all attention is full and plain, as the kernels of a GPU compute it."""
+    kinds = (kind for kind in profile.kinds if kind.attention != "none")
+    return not _settings(hf_model) and all(kind == PLAIN for kind in kinds)
+
+
+def layer_windows(kinds: Sequence[LayerKind]) -> dict[int, int | None]:
+    """Sliding window of each layer with attention, in tokens. None: no window."""
+    return {layer: window for layer, (_, window) in _reads(kinds).items()}
+
+
+def _reads(kinds: Sequence[LayerKind]) -> dict[int, LayerReads]:
+    """What each layer reads of a block, if it attends to keys and values that a block has."""
+    places = {layer: place for place, layer in enumerate(storing(kinds))}
+    reads = {}
+    for index, kind in enumerate(kinds):
+        source = index if kind.source is None else kind.source
+        if kinds[source].is_attention:
+            reads[index] = LayerReads(places[source], kinds[source].window)
+    return reads
+
+
 def relay_cache(
     hf_model: PreTrainedModel,
     contexts: Sequence[Context],
@@ -180,9 +226,9 @@ def relay_cache(
     joins: JoinLimits | None = None,
 ) -> RelayCache:
     """New cache that reads the contexts' blocks in place. States are not set."""
-    layers, own = storing(profile.kinds), new_cache(hf_model.config).layers
+    layers, own = _reads(profile.kinds), new_cache(hf_model.config).layers
     plan = RelayPlan(contexts, profile.layouts, hf_model.device, joins=joins, layers=layers)
-    return RelayCache(plan, own)
+    return RelayCache(plan, own, profile.kinds)
 
 
 def graph_runner(hf_model: PreTrainedModel, profile: AttentionProfile) -> GraphRunner | None:
@@ -191,7 +237,8 @@ def graph_runner(hf_model: PreTrainedModel, profile: AttentionProfile) -> GraphR
     Only for models for which relay is exact. None without a GPU of 16-bit matrix units and Triton,
     or if the kernel fails.
     """
-    if profile.has_states:  # whose addresses differ between requests
+    # The addresses of states differ between requests.
+    if profile.has_states or not _is_plain(hf_model, profile):
         return None
     outlines = {states for layer in profile.layer_outlines for states in layer}
     outline, device = outlines.pop(), hf_model.device
@@ -222,6 +269,8 @@ def causal_is_exact(hf_model: PreTrainedModel, profile: AttentionProfile) -> boo
     """
     sizes = {states.size for layer in profile.layer_outlines for states in layer}
     if len(sizes) > 1 or not takes_flash(hf_model.device, hf_model.dtype, *sizes):
+        return False
+    if not _is_plain(hf_model, profile):
         return False
     context, final = _probe(hf_model, profile)
 

@@ -100,7 +100,7 @@ def test_one_text_in_two_precisions_is_two_segments() -> None:
     (kv,) = blocks_of([40])
     contexts = [place([kv]), place([kv.quantised()]), place([kv])]
     found = segments_of(contexts, 10)
-    assert [[request for request, _ in segment.readers] for segment in found] == [[0, 2], [1]]
+    assert [[reader.request for reader in segment.readers] for segment in found] == [[0, 2], [1]]
 
 
 @pytest.mark.parametrize("layout", [LAYOUT, *OTHER_LAYOUTS.values()], ids=["half", *OTHER_LAYOUTS])

@@ -163,15 +163,15 @@ def test_joined_blocks_give_what_single_ones_give(tokens: int) -> None:
 def test_an_answer_joins_small_blocks_and_a_prompt_does_not() -> None:
     contexts, device = [place(blocks_of([40, 40]))], torch.get_default_device()
     plan = RelayPlan(contexts, [LAYOUT], device, joins=CPU_JOINS)
-    assert [len(segment.blocks) for segment in plan.prefill_table.segments] == [1, 1]
-    assert [len(segment.blocks) for segment in plan.decode_table.segments] == [2]
+    assert [len(segment.blocks) for segment in plan.table(2).segments] == [1, 1]
+    assert [len(segment.blocks) for segment in plan.table(1).segments] == [2]
 
 
 def test_an_accelerator_joins_blocks_once_for_prompt_and_answer() -> None:
     assert ACCELERATOR_JOINS.prefill_tokens > 1000
     plan = RelayPlan([place(blocks_of([40, 40]))], [LAYOUT], torch.device("meta"))
-    assert plan.prefill_table is plan.decode_table
-    assert [len(segment.blocks) for segment in plan.prefill_table.segments] == [2]
+    assert plan.table(2) is plan.table(1)
+    assert [len(segment.blocks) for segment in plan.table(2).segments] == [2]
 
 
 @pytest.mark.parametrize("layout", [LAYOUT, *OTHER_LAYOUTS.values()], ids=["half", *OTHER_LAYOUTS])
@@ -298,7 +298,7 @@ def test_relay_by_the_kernels_for_cuda_equals_moving_keys(
 
 
 def _attend_as_on_cuda(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None = None
+    query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None, _: None
 ) -> Partial:
     is_flash = mask is None and query.dtype != torch.float32
     kernel = attend_flash if is_flash else attend_memory_efficient

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ STOCK = Recipe("head:4", promote=1)
 RECIPES = [Recipe(), STOCK, Recipe("bos", promote=2, positions="composite")]
 CONTEXTS: list[list[str]] = [[], [HEAD], [ONE, B], [HEAD, A, A, ONE], [HEAD, B, ONE, A]]
 
+RECOMPUTING = [kind for kind in KINDS if not re.search("state|latent|positions", kind)]
 kinds = pytest.mark.parametrize("kind", KINDS)
 
 
@@ -136,12 +138,33 @@ def test_blocks_have_the_layers_that_store_something(kind: str) -> None:
     assert kv.nbytes == model.bytes_per_token * kv.num_tokens
 
 
-@kinds
-def test_only_models_without_states_recompute(kind: str) -> None:
-    recipe = Recipe(recompute=0.1)
-    because = "hybrid model" if "state" in KINDS[kind][2] else "cannot recompute tokens"
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "state" in kind or "latent" in kind])
+def test_models_with_states_or_latent_attention_refuse_to_recompute(kind: str) -> None:
+    because = "hybrid model" if "state" in KINDS[kind][2] else "multi-head latent attention"
     with pytest.raises(UnsupportedModelError, match=because):
-        engine_of(kind, recipe=recipe)
+        engine_of(kind, recipe=Recipe(recompute=0.1))
+
+
+@pytest.mark.parametrize("kind", RECOMPUTING)
+@pytest.mark.parametrize("assembly", ["relay", "copy"])
+def test_recomputing_all_passages_gives_full_modes_answers(kind: str, assembly: Any) -> None:
+    prompt = prompt_of([HEAD, A, ONE, B, A])
+    for recipe in (Recipe("head:4", recompute=1.0), Recipe(promote=1, recompute=1.0)):
+        engine = engine_of(kind, recipe=recipe, assembly=assembly)
+        full = engine.generate(prompt, mode="full", max_new_tokens=NEW)
+        found = engine.generate(prompt, max_new_tokens=NEW)
+        assert found.token_ids == full.token_ids
+        logits, expected = (
+            engine.answer_logits(prompt, [5, 6], mode=mode) for mode in ("block", "full")
+        )
+        assert relative_error(logits, expected) <= EXACT
+
+
+@pytest.mark.parametrize("kind", RECOMPUTING)
+def test_auto_recomputes_tokens(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    model = new_model(kind)
+    assert BlockAttentionEngine(model, recipe="auto").recipe == Recipe("head", recompute=0.1)
+    assert "uses 'head+recompute:0.1', which keeps most of full mode's answers" in caplog.text
 
 
 def test_a_stock_hybrid_model_promotes_one_passage() -> None:

@@ -69,7 +69,8 @@ def test_the_last_passages_are_part_of_the_final_block(
 
 
 @pytest.mark.parametrize(
-    ("family", "assembly"), [("llama", "relay"), ("llama", "copy"), ("gemma3_text", "copy")]
+    ("family", "assembly"),
+    [(family, way) for family in ("llama", "gemma3_text") for way in ("relay", "copy")],
 )
 @pytest.mark.parametrize("count", [1, 2])
 def test_promoted_passages_see_all_blocks_and_one_another(

@@ -28,6 +28,7 @@ from blockattn_rag.errors import UnsupportedModelError
 from blockattn_rag.model import BlockModel
 from blockattn_rag.model.correction import Correction
 from blockattn_rag.prompts.blocks import Block
+from tests.model.miniatures import new_model
 from tests.models import shared_tiny_llama, tiny_model, tiny_tokenizer
 from tests.recipes import correction_of, recipe_of
 
@@ -394,16 +395,19 @@ def test_the_line_about_a_stock_model_names_cost_gain_and_remedy(
         assert remedy in line
 
 
-@pytest.mark.parametrize("reason", ["windows", "server"])
+@pytest.mark.parametrize("reason", ["latent attention", "server"])
 def test_auto_leaves_out_what_cannot_run(reason: str, caplog: pytest.LogCaptureFixture) -> None:
-    family = "gemma2" if reason == "windows" else "llama"
-    kind = BlockModel(tiny_model(family), tiny_tokenizer(), name="kind")
+    kind = (
+        new_model("latent")
+        if reason == "latent attention"
+        else BlockModel(tiny_model("llama"), tiny_tokenizer(), name="kind")
+    )
     able = reason != "server"
     assert resolve_recipe("auto", kind, open_store("memory:"), can_recompute=able) == Recipe(
         "head:4"
     )
     assert "uses 'head:4', which costs nothing per answer" in caplog.text
-    if reason == "windows":
+    if reason == "latent attention":
         with pytest.raises(UnsupportedModelError, match="cannot recompute"):
             resolve_recipe("recompute:0.1", kind, open_store("memory:"))
 

@@ -230,7 +230,6 @@ def test_a_batch_neither_leaves_tails_nor_takes_any() -> None:
     ("family", "setting", "context"),
     [
         ("mistral, sliding window", {}, []),
-        ("mistral, sliding window", {}, CONTEXT),
         ("llama", {"prompt_lookup_num_tokens": 2}, []),
         ("llama", {"num_beams": 2}, []),
     ],
@@ -245,6 +244,19 @@ def test_windows_leave_no_tail(family: str, setting: dict[str, Any], context: li
     for prompt, answer in turns(engine, context):
         assert answer.token_ids == plain.generate(prompt, max_new_tokens=NEW).token_ids
     assert not kept(engine)
+
+
+@pytest.mark.parametrize("family", ["mistral, sliding window", "gemma3"])
+@pytest.mark.parametrize("assembly", ["relay", "copy"])
+def test_windows_keep_a_tail_where_blocks_are_read_in_place(family: str, assembly: Any) -> None:
+    kind, config = SUPPORTED[family]
+    model = readable(BlockModel(tiny_model(kind, **config), tiny_tokenizer()))
+    engine, plain = (
+        BlockAttentionEngine(model, resident_bytes=n, assembly=assembly) for n in (1 << 30, 0)
+    )
+    for prompt, answer in turns(engine, CONTEXT):
+        assert answer.token_ids == plain.generate(prompt, max_new_tokens=NEW).token_ids
+    assert bool(kept(engine)) == (assembly == "relay")
 
 
 def test_goes_on_after_stop(engine: BlockAttentionEngine, plain: BlockAttentionEngine) -> None:

@@ -99,9 +99,24 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
 }
 
-# Families with layers of other kinds: config, and the kinds of a miniature's layers.
+# Families with attention or layers of other kinds: config, and the kinds of a miniature's layers.
 KINDS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "windows": ("gemma3_text", {}, "5 windowed attention, 1 attention"),
+    "windows only": ("mistral", {}, "3 windowed attention"),
+    "windows and soft caps": (
+        "gemma2",
+        {"attn_logit_softcapping": 2.0},
+        "1 windowed attention, 1 attention",
+    ),
+    "windows and sinks": ("gpt_oss", {}, "1 windowed attention, 1 attention"),
+    "windows with other heads": ("mimo_v2_flash", {}, "1 attention, 1 windowed attention"),
+    "scaled queries": ("ministral3", {}, "3 attention"),
     "shared": ("gemma3n_text", {}, "4 windowed attention, 1 attention, 5 shared attention"),
+    "shared, last tokens only": (
+        "gemma4_text",
+        {"num_kv_shared_layers": 10},
+        "5 windowed attention, 1 attention, 6 shared attention",
+    ),
     "latent": ("deepseek_v3", {}, "3 latent attention"),
     "latent, interleaved": ("deepseek_v2", {"num_experts_per_tok": 2}, "3 latent attention"),
     "state": ("qwen3_5_text", {}, "3 state, 1 attention"),

@@ -26,7 +26,7 @@ _INCIDENTAL = ("output", "train_data", "eval_data", "progress", "save_steps", "e
 _LEAST = {
     **dict.fromkeys(("warmup_steps", "adam_beta2", "seed", "eval_steps"), 0),
     **dict.fromkeys(("blocks_per_turn", "max_steps", "batch_size"), 1),
-    **dict.fromkeys(("per_device_batch_size", "save_steps"), 1),
+    **dict.fromkeys(("per_device_batch_size", "save_steps", "lora_rank"), 1),
 }
 _ABOVE = {"epochs": 0, "learning_rate": 0}
 
@@ -54,6 +54,7 @@ class FinetuneConfig:
         batch_size: Samples in one mode per optimizer step, over all devices.
         per_device_batch_size: Samples per forward pass on one device.
         lora: Whether to train low-rank adapters instead of all weights (needs peft).
+        lora_rank: Rank of the adapters. They are scaled by 2, whatever the rank.
         bf16: Whether to compute in bfloat16 with autocast. The weights are float32.
         eval_steps: Steps between evaluations. 0: only at the start and the end.
     """
@@ -76,6 +77,7 @@ class FinetuneConfig:
     warmup_steps: int = 20
     adam_beta2: float = 0.999
     lora: bool = False
+    lora_rank: int = 16
     bf16: bool = False
     gradient_checkpointing: bool = False
     seed: int = 0

@@ -51,8 +51,7 @@ from blockattn_rag.prompts.sinks import sink_ids
 
 logger = logging.getLogger("blockattn_rag")
 
-_LORA_RANK = 16
-_LORA_ALPHA = 32  # twice the rank: the usual choice
+_LORA_SCALE = 2  # the usual choice
 LOGGING_STEPS = 10
 _LOG = "training_log.json"
 
@@ -222,8 +221,8 @@ def _with_adapters(model: Any, config: FinetuneConfig) -> Any:
     except ImportError as error:
         raise ImportError(f"LoRA needs {missing_extra('peft', 'train')}") from error
     adapters = peft.LoraConfig(
-        r=_LORA_RANK,
-        lora_alpha=_LORA_ALPHA,
+        r=config.lora_rank,
+        lora_alpha=_LORA_SCALE * config.lora_rank,
         target_modules="all-linear",
         task_type="CAUSAL_LM",
     )

@@ -163,12 +163,12 @@ class TestResult:
         assert plot(finished[1].report) is None
         assert "The plot is left out: it needs matplotlib" in caplog.text
 
-    def test_a_model_with_sliding_windows(
+    def test_a_model_that_cannot_recompute_tokens(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        windows = tiny_model("gemma3_text", num_hidden_layers=2, sliding_window=16)
-        sliding = BlockModel(windows, tiny_tokenizer(), name="tiny")
-        assert not sliding.supports_relay
+        own_code = tiny_model("falcon", new_decoder_architecture=True, num_kv_heads=2, alibi=False)
+        falcon = BlockModel(own_code, tiny_tokenizer(), name="tiny")
+        assert not falcon.supports_relay
         planned: list[int] = []
         for_time = RepairPlan.for_time
 
@@ -177,7 +177,7 @@ class TestResult:
             return for_time(*args, recipes=recipes, **options)
 
         monkeypatch.setattr(RepairPlan, "for_time", noting)
-        report = repaired(sliding, tmp_path / "recipe").report
+        report = repaired(falcon, tmp_path / "recipe").report
         names = [candidate["name"] for candidate in report["candidates"]]
         assert planned == [5]
         assert len(names) <= 5

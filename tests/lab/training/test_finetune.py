@@ -92,8 +92,10 @@ class TestResult:
         assert not BlockModel.from_pretrained(folder / "out").is_block_tuned
 
     def test_adapters_load_by_path_with_their_own_mark_and_fingerprint(self, folder: Path) -> None:
-        finetune(config(settings(folder, max_steps=2, lora=True)))
+        finetune(config(settings(folder, max_steps=2, lora=True, lora_rank=4)))
         assert not (folder / "out" / "model.safetensors").exists()
+        adapter = json.loads((folder / "out" / "adapter_config.json").read_text())
+        assert (adapter["r"], adapter["lora_alpha"]) == (4, 8)
         base, tuned = (BlockModel.from_pretrained(folder / name) for name in ("model", "out"))
         assert tuned.is_block_tuned
         assert not base.is_block_tuned
@@ -363,6 +365,7 @@ class TestRefusals:
             ({"learning_rate": math.nan}, "Found learning_rate nan"),
             ({"adam_beta2": 1.0}, "expected adam_beta2 below 1"),
             ({"batch_size": 0}, "Found batch_size 0, expected 1 or more"),
+            ({"lora_rank": 0}, "Found lora_rank 0, expected 1 or more"),
             ({"seed": 2**32}, "seed below 4294967296"),
             ({"lr_scheduler": "cosine_with_min_lr"}, "Found lr_scheduler .*, expected one of"),
         ],

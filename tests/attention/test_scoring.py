@@ -1,0 +1,157 @@
+"""Relay attention with sliding windows, soft caps and sinks, against attention written out."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from blockattn_rag.attention.kernels import attend_plain, single_softmax
+from blockattn_rag.attention.relay import JoinLimits, LayerReads, RelayPlan
+from blockattn_rag.attention.segments import SegmentTable
+from blockattn_rag.kv.context import Context, Positions, place
+from blockattn_rag.kv.rope import shift_positions
+from tests.attention.test_kernels import KV_HEADS, SIZE, budget, exact, random
+from tests.attention.test_relay import HEADS, LAYOUT, ORDERS, RELAY_BUDGET, blocks_of
+
+pytestmark = pytest.mark.usefixtures("device", "no_gradients")
+LENGTHS = [40, 1, 17, 60]
+SCALE, GROUPS = 0.25, HEADS // KV_HEADS
+
+
+def written_out(
+    query: Tensor,
+    context: Context,
+    tail: tuple[Tensor, Tensor],
+    window: int | None = None,
+    cap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """One request's attention with moved keys, token by token."""
+    keys = [shift_positions(b.kv.keys[0].double(), b.shift, LAYOUT) for b in context.blocks]
+    key = torch.cat([*keys, tail[0].double()], dim=1).repeat_interleave(GROUPS, 0)
+    value = torch.cat([*(b.kv.values[0] for b in context.blocks), tail[1]], dim=1).double()
+    value = value.repeat_interleave(GROUPS, 0)
+    outputs = []
+    for row in range(query.shape[1]):
+        end = key.shape[1] - query.shape[1] + row + 1  # behind the last key that the query sees
+        first = 0 if window is None else max(0, end - window)
+        scores = (query[:, row, None].double() @ key[:, first:end].mT)[:, 0] * SCALE
+        if cap is not None:
+            scores = cap * torch.tanh(scores / cap)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.double()[:, None]], dim=1)
+        weights = scores.softmax(-1)[:, : end - first]
+        outputs.append((weights[:, None] @ value[:, first:end])[:, 0])
+    return torch.stack(outputs, dim=1)
+
+
+def error_of(
+    orders: list[list[int]],
+    tokens: int,
+    *,
+    window: int | None = None,
+    cap: float | None = None,
+    sinks: Tensor | None = None,
+    joins: int = 0,
+    tail_tokens: int = 8,
+    positions: Positions = "reordered",
+) -> float:
+    """Largest error over all requests and query tokens."""
+    blocks = blocks_of(LENGTHS, layers=1)
+    contexts = [place([blocks[i] for i in order], positions) for order in orders]
+    plan = RelayPlan(
+        contexts,
+        [LAYOUT],
+        torch.get_default_device(),
+        joins=JoinLimits(joins, joins),
+        layers={3: LayerReads(0, window)},
+    )
+    requests = len(orders)
+    query = 3 * random(requests, HEADS, tokens, SIZE, seed=7)
+    keys = random(requests, KV_HEADS, tail_tokens, SIZE, seed=8)
+    values = random(requests, KV_HEADS, tail_tokens, SIZE, seed=9)
+    mask = torch.ones(tokens, tail_tokens, dtype=torch.bool).tril(tail_tokens - tokens)
+    if window is not None:
+        mask &= ~mask.new_ones(mask.shape).tril(tail_tokens - tokens - window)
+    seen = None if tokens == 1 and mask.all() else mask[None, None].expand(requests, -1, -1, -1)
+    found = plan.attend(3, query, keys, values, SCALE, seen, cap=cap, sinks=sinks)
+    return max(
+        float(
+            (
+                found[row]
+                - written_out(query[row], context, (keys[row], values[row]), window, cap, sinks)
+            )
+            .abs()
+            .max()
+        )
+        for row, context in enumerate(contexts)
+    )
+
+
+@pytest.mark.parametrize("orders", ORDERS.values(), ids=ORDERS)
+@pytest.mark.parametrize("tokens", [1, 6])
+@pytest.mark.parametrize("joins", [0, 50], ids=["one by one", "joined"])
+def test_windows_are_exact_to_a_token(joins: int, tokens: int, orders: list[list[int]]) -> None:
+    ends = [8, 60, 77, 78, 118]  # tail, and the blocks of the first order from its end
+    edges = {edge + off for edge in ends for off in (-3, 0, 1)}
+    for window in sorted({1, 2, *edges, 500}):
+        error = error_of(orders, tokens, window=window, joins=joins)
+        assert error <= 3 * RELAY_BUDGET, window
+
+
+def test_windows_count_places_and_not_positions_of_keys() -> None:
+    for window in (9, 61, 70):
+        error = error_of([[0, 1, 2, 3], [2, 2]], 6, window=window, joins=50, positions="composite")
+        assert error <= 3 * RELAY_BUDGET
+
+
+def test_blocks_outside_the_window_are_not_read() -> None:
+    context = place(blocks_of(LENGTHS, layers=1))
+    limits = JoinLimits(50, 1)
+    plan = RelayPlan([context], [LAYOUT], torch.get_default_device(), joins=limits)
+
+    def read(window: int) -> list[list[int]]:
+        segments = plan.table(6, window).segments
+        return [[block.kv.num_tokens for block in segment.blocks] for segment in segments]
+
+    # The first query sees itself and the window - 1 tokens before it.
+    assert read(1) == []
+    assert read(2) == read(61) == [[60]]
+    assert read(62) == read(78) == [[60], [17]]
+    assert read(79) == [[60], [1, 17]]
+    assert read(1000) == [[60], [40, 1, 17]]
+    views = SegmentTable([context], [LAYOUT], torch.device("cpu"), 1, 30).views(5, 1, 2)
+    assert [view.first for view in views] == [60 - (29 - 5)]
+    assert views[0].mask is None
+
+
+@pytest.mark.parametrize("orders", ORDERS.values(), ids=ORDERS)
+@pytest.mark.parametrize("tokens", [1, 6])
+@pytest.mark.parametrize("window", [None, 70])
+def test_caps_and_sinks_are_exact(window: int | None, tokens: int, orders: list[list[int]]) -> None:
+    sinks = 3 * random(HEADS, seed=10)
+    budget = 3 * RELAY_BUDGET
+    assert error_of(orders, tokens, window=window, cap=2.0) <= budget
+    assert error_of(orders, tokens, window=window, sinks=sinks) <= budget
+    assert error_of(orders, tokens, window=window, cap=2.0, sinks=sinks) <= budget
+
+
+def test_a_capped_score_is_a_hyperbolic_tangent() -> None:
+    query, key, value = random(1, 1, 4, SIZE), random(1, 1, 9, SIZE, seed=1), random(1, 1, 9, SIZE)
+    scores = 2 * torch.tanh(query @ key.mT / 2)
+    # Attention to the identity's columns takes scores as they are.
+    expected = exact(scores, torch.eye(9)[None, None], value, 1.0)
+    found = attend_plain(query, key, value, 1.0, cap=2.0)
+    assert (found.output - expected.output).abs().max() <= budget(torch.float32, 9)
+    assert (found.lse - expected.lse).abs().max() <= budget(torch.float32, 9)
+
+
+def test_a_sink_takes_a_share_of_the_weight() -> None:
+    # One key with score 0, and a sink with score ln 3: weights 1/4 and 3/4.
+    key, value = torch.zeros(1, 1, SIZE), torch.ones(1, 1, SIZE)
+    sinks = torch.tensor([[math.log(3)]])
+    found = single_softmax([torch.ones(1, 1, SIZE)], [(key, value)], 1.0, sinks=sinks)
+    torch.testing.assert_close(found, torch.full((1, 1, SIZE), 0.25))

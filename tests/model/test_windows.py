@@ -1,0 +1,168 @@
+"""Sliding windows, soft caps, attention sinks, shared layers and scaled queries on the relay path,
+and recomputation by their rules."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, DynamicCache
+
+from blockattn_rag.check.oracle import block_mask, oracle_logits
+from blockattn_rag.kv.rope import relative_error
+from blockattn_rag.model import BlockModel
+from blockattn_rag.model.miniature import miniature
+from blockattn_rag.model.probe import LOGITS
+from blockattn_rag.model.recompute import attention_to_context, measured_layers, recompute
+from blockattn_rag.model.relay_attention import enable_relay
+from tests.model.families import KINDS
+from tests.model.miniatures import new_model
+from tests.model.test_relay_attention import BLOCKS, FINAL_IDS, encoded, random_ids
+from tests.models import tiny_tokenizer
+
+EXACT = LOGITS[torch.float32]
+NUM = sum(map(len, BLOCKS))
+IS_PASSAGE = [False, True, True, True]
+WINDOWED = [kind for kind in KINDS if kind.startswith(("windows", "shared"))]
+WINDOWED.remove("windows and state")
+ASSEMBLIES: tuple[Literal["relay", "copy"], ...] = ("relay", "copy")
+
+
+def masks(hf_model: Any, seen: Tensor, positions: Tensor) -> Any:
+    """Additive masks of a forward: one for all layers, or one for each type of layer."""
+    found = {}
+    for layer in DynamicCache(config=hf_model.config).layers:
+        window = getattr(layer, "sliding_window", None)
+        near = positions[:, None] - positions < (window or len(positions) ** 2)
+        name = "full_attention" if window is None else "sliding_attention"
+        bias = torch.zeros(1, 1, *seen.shape)
+        found[name] = bias.masked_fill(~(seen & near), torch.finfo(torch.float32).min)
+    return found if len(found) > 1 else found.popitem()[1]
+
+
+def dense_attention(model: BlockModel) -> Tensor:
+    """Attention to each context token in the measured layers, by a dense forward."""
+    hf_model: Any = model.hf_model
+    hf_model.set_attn_implementation("eager")
+    seen = block_mask([*map(len, BLOCKS), len(FINAL_IDS)])
+    ids = torch.tensor([[*(token for block in BLOCKS for token in block), *FINAL_IDS]])
+    mask = masks(hf_model, seen, torch.arange(len(seen)))
+    with torch.no_grad():
+        out = hf_model(input_ids=ids, attention_mask=mask, output_attentions=True, use_cache=False)
+    found = [out.attentions[layer][0, :, NUM:, :NUM] for layer in measured_layers(model)]
+    return torch.stack([one.mean(dim=(0, 1)) for one in found]).sum(0)
+
+
+def dense_logits(model: BlockModel, chosen: list[int]) -> Tensor:
+    """Logits after the final block, by one dense forward: the context in block mode, the chosen
+    tokens once more with full attention, and the final block, which sees these instead."""
+    tokens = [token for block in BLOCKS for token in block]
+    positions = torch.tensor([*range(NUM), *chosen, *range(NUM, NUM + len(FINAL_IDS))])
+    ids = torch.tensor([[*tokens, *(tokens[one] for one in chosen), *FINAL_IDS]])
+    is_replaced = torch.zeros(len(positions), dtype=torch.bool)
+    is_replaced[chosen] = True
+    seen = (positions[:, None] >= positions) & ~is_replaced
+    seen[:NUM] = False
+    seen[:NUM, :NUM] = block_mask([*map(len, BLOCKS), 1])[:NUM, :NUM]
+    seen[NUM:, NUM:] &= positions[NUM:, None] >= positions[NUM:]
+    with torch.no_grad():
+        out = model.hf_model(
+            input_ids=ids,
+            attention_mask=masks(model.hf_model, seen, positions),
+            position_ids=positions[None],
+            use_cache=False,
+        )
+    logits: Tensor = out.logits[0, -1]
+    return logits
+
+
+@pytest.mark.parametrize("kind", WINDOWED)
+@pytest.mark.parametrize("limits", [{}, {"_MOST_ROWS": 3}, {"_MOST_SCORES": 60}], ids=str)
+def test_recomputed_tokens_equal_a_dense_forward(
+    kind: str, limits: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = new_model(kind)
+    for name, limit in limits.items():
+        monkeypatch.setattr(f"blockattn_rag.model.recompute.{name}", limit)
+    context = encoded(model, BLOCKS)
+    received = attention_to_context(model, context, FINAL_IDS)
+    expected = dense_attention(new_model(kind))
+    torch.testing.assert_close(received, expected, rtol=1e-4, atol=1e-5)
+    changed, chosen = recompute(model, context, IS_PASSAGE, FINAL_IDS, 0.4)
+    assert len(chosen) == round(0.4 * (NUM - len(BLOCKS[0])))
+    logits = dense_logits(new_model(kind), chosen)
+    for assembly in ASSEMBLIES:
+        cache = model.cache_for(changed, assembly=assembly)
+        found = model.next_logits(torch.tensor([FINAL_IDS]), cache)
+        assert relative_error(found, logits) <= EXACT
+
+
+def test_tokens_are_chosen_by_the_layers_that_see_all_passages() -> None:
+    assert measured_layers(new_model("windows")) == [5]
+    assert measured_layers(new_model("windows only")) == [2]
+    assert measured_layers(new_model("shared, last tokens only")) == [11]
+
+
+@pytest.mark.parametrize("change", [-1, 1])
+def test_a_window_that_differs_from_the_mask_rules_out_relay(change: int) -> None:
+    model = new_model("windows")
+    kinds = [
+        kind if kind.window is None else replace(kind, window=kind.window + change)
+        for kind in model.profile.kinds
+    ]
+    model.profile = replace(model.profile, kinds=tuple(kinds))
+    assert not model.supports_relay
+
+
+def test_a_full_layer_with_a_window_in_its_mask_rules_out_relay() -> None:
+    model = new_model("windows")
+    kinds = [replace(kind, attention="full", window=None) for kind in model.profile.kinds]
+    model.profile = replace(model.profile, kinds=(kinds[0], *model.profile.kinds[1:]))
+    assert not model.supports_relay
+
+
+def test_a_soft_cap_that_attention_does_not_receive_rules_out_relay() -> None:
+    model = new_model("windows and soft caps")
+    for module in model.hf_model.modules():
+        if hasattr(module, "attn_logit_softcapping"):
+            module.attn_logit_softcapping = None
+    assert not model.supports_relay
+
+
+def test_sinks_that_attention_does_not_receive_rule_out_relay() -> None:
+    model = new_model("windows")
+    model.hf_model.register_parameter("sinks", torch.nn.Parameter(torch.zeros(4)))
+    assert not model.supports_relay
+
+
+@pytest.mark.parametrize("kind", ["shared", "shared, last tokens only"])
+def test_relay_leaves_full_mode_of_shared_layers_as_it_was(kind: str) -> None:
+    model, answer = new_model(kind), random_ids(5, 7)
+    expected = model.answer_logits(BLOCKS[0], FINAL_IDS, answer)
+    enable_relay(model.hf_model)
+    assert torch.equal(model.answer_logits(BLOCKS[0], FINAL_IDS, answer), expected)
+
+
+@pytest.mark.parametrize("assembly", ASSEMBLIES)
+def test_queries_are_scaled_for_their_own_position(assembly: Literal["relay", "copy"]) -> None:
+    """From 1,024 tokens on, the model scales queries by their position."""
+    config = AutoConfig.for_model("ministral3")
+    config.rope_parameters |= {
+        "original_max_position_embeddings": 1024,
+        "llama_4_scaling_beta": 0.5,
+    }
+    model = BlockModel(miniature(config), tiny_tokenizer(), pack_weights=False)
+    assert model.supports_relay
+    parts = random_ids(40, 1), random_ids(1100, 2), FINAL_IDS
+    first, passage, final = parts
+    whole = encoded(model, [[*first, *passage]])
+    found = model.next_logits(torch.tensor([final]), model.cache_for(whole, assembly=assembly))
+    expected = oracle_logits(model.hf_model, [[*first, *passage], final])[-1]
+    assert relative_error(found, expected) <= EXACT
+    # Tokens of a passage are scaled for their place in the passage, until they are recomputed.
+    context, _ = recompute(model, encoded(model, [first, passage]), [False, True], final, 1.0)
+    found = model.next_logits(torch.tensor([final]), model.cache_for(context, assembly=assembly))
+    assert relative_error(found, expected) <= EXACT

@@ -1,0 +1,183 @@
+"""A release is refused until it is ready, and incomplete packages are noticed."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from blockattn_rag import __version__
+
+ROOT = Path(__file__).parents[1]
+CI = ROOT / ".ci"
+WORKFLOW = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text("utf-8"))
+STEMS = ("blockattn_rag", "langchain_blockattn", "llama_index_llms_blockattn")
+
+
+def call(script: Path, *arguments: str, folder: Path = ROOT) -> tuple[int, str]:
+    """Exit status and output of a script of ``.ci``."""
+    done = subprocess.run(
+        [sys.executable, str(script), *arguments], cwd=folder, capture_output=True, text=True
+    )
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.fixture
+def ready(tmp_path: Path) -> Path:
+    """A copy of the files that decide about a release, in which everything is ready."""
+    for name in (".ci/check_release.py", "blockattn_rag/__init__.py", "CITATION.cff"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    (tmp_path / "pyproject.toml").write_text('[tool.blockattn]\naddress = "https://h/o/n"\n')
+    (tmp_path / "CHANGELOG.md").write_text(
+        f"# Changelog\n\n## {__version__} - 2026-12-01\n\n- New.\n"
+    )
+    return tmp_path
+
+
+def judged(repository: Path, *options: str) -> tuple[int, str]:
+    return call(repository / ".ci/check_release.py", "ready", *options)
+
+
+def test_a_ready_repository_may_be_published(ready: Path) -> None:
+    assert judged(ready, "--tag", f"v{__version__}") == (0, "ready to be published\n")
+
+
+def test_a_repository_without_an_address_is_refused_and_only_warned_of(ready: Path) -> None:
+    (ready / "pyproject.toml").write_text('[tool.blockattn]\naddress = ""\n')
+    status, output = judged(ready)
+    assert (status, output.splitlines()[0][:6]) == (1, "error:")
+    assert 'set "address" of [tool.blockattn]' in output
+    status, output = judged(ready, "--warn")
+    assert (status, output[:8]) == (0, "warning:")
+
+
+def test_an_address_without_an_owner_is_refused(ready: Path) -> None:
+    (ready / "pyproject.toml").write_text('[tool.blockattn]\naddress = "https://h/n"\n')
+    status, output = judged(ready)
+    assert status == 1
+    assert "https://github.com/OWNER/NAME, found https://h/n" in output
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ("# Changelog\n\n## Unreleased\n\n- New.\n", 'rename "## Unreleased"'),
+        (f"# Changelog\n\n## {__version__} - 2026-12-01\n\n## 0.0.1 - 2026-01-01\n", "is empty"),
+        (f"# Changelog\n\n## {__version__}0 - 2026-12-01\n\n- New.\n", "has no section"),
+    ],
+)
+def test_a_changelog_without_the_release_is_refused(
+    ready: Path, changes: str, message: str
+) -> None:
+    (ready / "CHANGELOG.md").write_text(changes)
+    status, output = judged(ready)
+    assert status == 1
+    assert message in output
+
+
+def test_the_citation_and_the_tag_must_have_the_version(ready: Path) -> None:
+    path = ready / "blockattn_rag/__init__.py"
+    path.write_text(path.read_text().replace(f'"{__version__}"', '"9.9.9"'))
+    status, output = judged(ready, "--tag", f"v{__version__}")
+    assert status == 1
+    assert "CITATION.cff is of another version: expected 9.9.9" in output
+    assert f"The tag v{__version__} is not v9.9.9" in output
+
+
+@pytest.fixture
+def built(tmp_path: Path) -> Callable[..., Path]:
+    """Makes a folder with packages that are small, but complete."""
+
+    def make(*, readme: str = "[a](https://a)", size: int = 0, left_out: str = "") -> Path:
+        folder = tmp_path / "dist"
+        folder.mkdir()
+        for stem in STEMS:
+            with zipfile.ZipFile(folder / f"{stem}-{__version__}-py3-none-any.whl", "w") as wheel:
+                text = f"Metadata-Version: 2.4\nName: {stem}\n\n{readme}\n"
+                wheel.writestr(f"{stem}-{__version__}.dist-info/METADATA", text)
+                wheel.writestr("module.py", b"#" * size)
+            with tarfile.open(folder / f"{stem}-{__version__}.tar.gz", "w:gz") as sdist:
+                names = {"Makefile", "hatch_build.py", "README.md", "constraints.txt", "tests/a"}
+                for name in sorted(names | {"docs/a", ".ci/a"} - {left_out}):
+                    sdist.addfile(tarfile.TarInfo(f"{stem}-{__version__}/{name}"))
+        return folder
+
+    return make
+
+
+def test_complete_packages_pass(built: Callable[..., Path]) -> None:
+    status, output = call(CI / "check_release.py", "built", str(built()))
+    assert (status, output.splitlines()[0]) == (0, "all packages are complete")
+
+
+def test_faults_of_built_packages_are_named(built: Callable[..., Path]) -> None:
+    folder = built(readme="[a](docs/a.md)", size=12_000_001, left_out=".ci/a")
+    (folder / f"langchain_blockattn-{__version__}.tar.gz").rename(folder / "old.tar.gz")
+    status, output = call(CI / "check_release.py", "built", str(folder))
+    assert status == 1
+    assert f"Relative link in the README of blockattn_rag-{__version__}" in output
+    assert "expected at most 12,000,000" in output
+    assert f"blockattn_rag-{__version__}.tar.gz has no .ci" in output
+    assert f"has no langchain_blockattn-{__version__}.tar.gz" in output
+    assert "Unexpected file" in output
+
+
+def test_the_code_of_a_readme_runs_and_its_failure_is_reported(tmp_path: Path) -> None:
+    page = tmp_path / "README.md"
+    page.write_text('```python\nprint("smollm2")\n```\n\n```python\nraise SystemExit(3)\n```\n')
+    status, output = call(CI / "run_readmes.py", "README.md", folder=tmp_path)
+    assert status == 1
+    assert "bundled" in output
+    assert "block 2" in output
+    page.write_text("no code")
+    assert call(CI / "run_readmes.py", "README.md", folder=tmp_path)[0] == 1
+
+
+def test_the_workflow_refuses_first_and_publishes_without_a_token() -> None:
+    build, publish = WORKFLOW["jobs"]["build"], WORKFLOW["jobs"]["publish"]
+    commands = [step["run"] for step in build["steps"] if "run" in step]
+    assert commands[0] == 'python .ci/check_release.py ready --tag "$GITHUB_REF_NAME"'
+    assert commands[1] == "make release"
+    assert publish["needs"] == "build"
+    assert publish["permissions"] == {"attestations": "write", "id-token": "write"}
+    assert WORKFLOW["permissions"] == {"contents": "read"}
+    assert "secrets" not in (ROOT / ".github/workflows/release.yml").read_text("utf-8")
+
+
+def test_the_workflow_publishes_every_package_from_an_artifact_of_its_own() -> None:
+    steps = WORKFLOW["jobs"]["build"]["steps"]
+    uploads = {step["with"]["name"]: step["with"]["path"] for step in steps if "if-no" in str(step)}
+    names = [stem.replace("_", "-") for stem in STEMS]
+    assert uploads == {name: f"dist/{stem}-*" for name, stem in zip(names, STEMS, strict=True)}
+    assert WORKFLOW["jobs"]["publish"]["strategy"]["matrix"]["package"] == names
+
+
+def test_the_rehearsal_runs_the_steps_of_the_workflow_in_a_copy(tmp_path: Path) -> None:
+    repository = tmp_path / "repository"
+    files = [".ci/rehearse_release.py", ".ci/check_release.py", "blockattn_rag/__init__.py"]
+    files += ["CITATION.cff", ".github/workflows/release.yml"]
+    for name in files:
+        (repository / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, repository / name)
+    (repository / "pyproject.toml").write_text('[tool.blockattn]\naddress = ""\n')
+    (repository / "CHANGELOG.md").write_text("# Changelog\n\n## Unreleased\n\n- New.\n")
+    (repository / "Makefile").write_text("release:\n\t@echo built\n")
+    subprocess.run("git init -q . && git add -A", shell=True, cwd=repository, check=True)
+    script = repository / ".ci/rehearse_release.py"
+    status, output = call(script, folder=repository)
+    assert status == 0, output
+    assert "ready to be published" in output
+    assert "built" in output
+    assert "uses actions/upload-artifact" in output
+    assert "## Unreleased" in (repository / "CHANGELOG.md").read_text()
+    (repository / "Makefile").write_text("release:\n\t@exit 1\n")
+    assert call(script, folder=repository)[0] != 0
