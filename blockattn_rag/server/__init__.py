@@ -9,8 +9,6 @@ from blockattn_rag.lazy import lazy_names
 if TYPE_CHECKING:
     from blockattn_rag.server.client import ServerClient
 
-_HOMES = {"client": "ServerClient"}
-
 __all__ = ["ServerClient"]
 
 __getattr__, __dir__ = lazy_names(__name__, extra="serving", extra_packages=("httpx", "openai"))
