@@ -26,7 +26,7 @@ def on_config(config: Any) -> Any:
         config.repo_url, config.repo_name = address, address.split("/", 3)[-1]
         config.edit_uri = "edit/main/docs/"
         if pages := re.fullmatch(r"https://github\.com/([^/]+)/([^/]+)", address):
-            config.site_url = f"https://{pages[1].lower()}.github.io/{pages[2]}/"
+            config.site_url = f"https://{pages[1].lower()}.github.io/{pages[2]}/latest/"
     return config
 
 

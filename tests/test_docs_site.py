@@ -28,7 +28,7 @@ def test_the_address_of_the_repository_gives_edit_links_and_the_address_of_the_s
     config = configured(tmp_path, "https://github.com/Owner/name/")
     assert config.repo_url == "https://github.com/Owner/name"
     assert (config.repo_name, config.edit_uri) == ("Owner/name", "edit/main/docs/")
-    assert config.site_url == "https://owner.github.io/name/"
+    assert config.site_url == "https://owner.github.io/name/latest/"
 
 
 def test_another_host_has_edit_links_but_no_known_site(tmp_path: Path) -> None:
