@@ -54,6 +54,13 @@ docs: $(VENV)/.docs  ## run the notebooks, naming each, and build the documentat
 	@! grep -n -A 3 'data-mime-type="application/vnd.jupyter.stderr"[ >]' site/notebooks/*/index.html \
 	|| { echo "these notebooks print to stderr, which their pages show in red" >&2; exit 1; }
 
+.PHONY: docs-version
+docs-version: $(VENV)/.docs  ## add the documentation of this version to the branch gh-pages; PUSH=--push uploads it
+	$(INSTALL) mike
+	version=$$($(BIN)/python -c "import blockattn_rag; print(blockattn_rag.__version__)") && \
+	  $(OFFLINE) $(QUIET) $(BIN)/mike deploy $(PUSH) --update-aliases $$version latest
+	$(BIN)/mike set-default $(PUSH) latest
+
 .PHONY: release
 release: $(VENV)/.release  ## build the three packages, check them, run demo and snippets in an empty environment
 	@$(BIN)/python .ci/check_release.py ready --warn

@@ -46,5 +46,6 @@ python benchmarks/tables.py
 python benchmarks/recovered_gain.py
 python benchmarks/plot.py benchmarks/results/ttft-long.json docs/figures/ttft-long.svg
 python benchmarks/draw_gain.py
+python benchmarks/draw_card.py
 python benchmarks/capture_demo.py
 python benchmarks/kill_ingestion.py --kills 20 > benchmarks/results/kill-ingestion.json

@@ -1,0 +1,66 @@
+"""The documentation site: its address, edit links, versions, pages and card."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import yaml
+from PIL import Image
+
+ROOT = Path(__file__).parents[1]
+
+
+def configured(folder: Path, address: str) -> SimpleNamespace:
+    """MkDocs' config after the hook, for a repository with this address."""
+    (folder / "pyproject.toml").write_text(f'[tool.blockattn]\naddress = "{address}"\n')
+    config = SimpleNamespace(config_file_path=str(folder / "mkdocs.yml"), site_url=None)
+    hook = runpy.run_path(str(ROOT / "mkdocs_hooks.py"))["on_config"]
+    return hook(config)  # type: ignore[no-any-return]
+
+
+def test_the_address_of_the_repository_gives_edit_links_and_the_address_of_the_site(
+    tmp_path: Path,
+) -> None:
+    config = configured(tmp_path, "https://github.com/Owner/name/")
+    assert config.repo_url == "https://github.com/Owner/name"
+    assert (config.repo_name, config.edit_uri) == ("Owner/name", "edit/main/docs/")
+    assert config.site_url == "https://owner.github.io/name/latest/"
+
+
+def test_another_host_has_edit_links_but_no_known_site(tmp_path: Path) -> None:
+    config = configured(tmp_path, "https://host/owner/name")
+    assert (config.repo_name, config.site_url) == ("owner/name", None)
+
+
+def test_a_repository_without_an_address_has_neither(tmp_path: Path) -> None:
+    assert not hasattr(configured(tmp_path, ""), "repo_url")
+
+
+def test_the_site_has_search_versions_edit_links_and_every_page() -> None:
+    text = (ROOT / "mkdocs.yml").read_text("utf-8")
+    assert "content.action.edit" in text
+    assert "provider: mike" in text
+    assert "  - search\n" in text
+    pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    pages = {page for page in pages if not page.startswith("integrations/")}
+    assert [page for page in sorted(pages) if f": {page}\n" not in text] == []
+
+
+def test_the_card_shows_what_was_measured() -> None:
+    draw = runpy.run_path(str(ROOT / "benchmarks/draw_card.py"))
+    measured = json.loads((ROOT / "benchmarks/results/ttft-float32.json").read_text("utf-8"))
+    with Image.open(ROOT / "docs/figures/card.png") as card:
+        assert card.size == (1200, 630)
+        assert card.info["Description"] == "; ".join(draw["lines"](measured))
+
+
+@pytest.mark.parametrize("name", ["docs.yml", "release.yml"])
+def test_workflows_for_tags_refuse_what_is_not_ready(name: str) -> None:
+    workflow = yaml.safe_load((ROOT / ".github/workflows" / name).read_text("utf-8"))
+    (job, *_) = workflow["jobs"].values()
+    first = next(step["run"] for step in job["steps"] if "run" in step)
+    assert first.startswith("python .ci/check_release.py ready --tag")

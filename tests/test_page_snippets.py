@@ -1,0 +1,174 @@
+"""Code of the documentation that a page cannot run by itself: blocks that are marked ``py``.
+
+They need a server, a hub, an account or a trained model. Those that need a server run here against
+``FakeServer``, which reads requests with the server's own code. All others are compiled, what they
+import exists, their names are defined on the page or known here, and this package accepts the
+arguments that they pass. ``test_documentation.py`` runs the blocks that are marked ``python``.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import importlib
+import inspect
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import blockattn_rag
+import blockattn_rag.langchain
+import blockattn_rag.llama_index
+from blockattn_rag.model import BlockModel
+from tests.fake_server import FakeServer
+from tests.test_documentation import PAGES, ROOT, code_of, missing, promised
+
+WITH_CODE = [page for page in PAGES if code_of(page, "py")]
+# Names that the text around a block introduces.
+KNOWN = {
+    "agents": {"chat", "get_weather", "llm", "tool", "index", "FORMATS", "parse_answer"},
+    "settings": {"ChatBlockAttention", "BlockAttentionLLM", "messages"},
+    "structured_output": {"served_llm"},
+}
+KNOWN["agents"] |= {"engine", "prompt", "names", "ChatBlockAttention"}
+# Packages that the page tells to install, and this project does not use.
+FOREIGN = {"openinference", "opentelemetry"}
+# Pages whose blocks need a server. That of structured output needs one that forces a tool call,
+# which `FakeServer` does not.
+SERVED = ["openai_clients", "serving_vllm"]
+
+
+def names_of(tree: ast.AST) -> tuple[set[str], set[str]]:
+    """Names that code reads, and names that it defines, in any scope."""
+    read, defined = set(), set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            (read if isinstance(node.ctx, ast.Load) else defined).add(node.id)
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            defined.add(node.name)
+        elif isinstance(node, ast.arg):
+            defined.add(node.arg)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            defined |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+    return read, defined
+
+
+def parsed(code: str) -> ast.Module:
+    flags = ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+    tree = compile(code, "page", "exec", flags)
+    assert isinstance(tree, ast.Module)
+    return tree
+
+
+def imported(tree: ast.AST) -> Iterator[tuple[str, str]]:
+    """Module and name of each import."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            yield from ((str(node.module), alias.name) for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from ((alias.name, "") for alias in node.names)
+
+
+def accepted(target: Any) -> set[str] | None:
+    """Keyword arguments of a callable of this package. None: any."""
+    parameters = inspect.signature(target).parameters.values()
+    fields = {
+        name
+        for field_name, field in getattr(target, "model_fields", {}).items()
+        for name in (field_name, field.alias)
+        if name
+    }
+    if not fields and any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return None
+    return fields | {p.name for p in parameters}
+
+
+def unknown_arguments(tree: ast.AST) -> list[str]:
+    """Keyword arguments that the called class or function of this package does not have."""
+    homes: list[ModuleType] = [
+        blockattn_rag,
+        blockattn_rag.langchain,
+        blockattn_rag.llama_index,
+    ]
+    found = []
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
+            continue
+        for home in homes:
+            if node.func.id in home.__all__ and node.func.id != "served_llm":
+                known = accepted(getattr(home, node.func.id))
+                names = {keyword.arg for keyword in node.keywords if keyword.arg}
+                found += [f"{node.func.id}({name}=)" for name in names - (known or names)]
+    return found
+
+
+@pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.stem)
+def test_code_that_cannot_run_by_itself_is_sound(page: Path) -> None:
+    trees = [parsed(code) for code in code_of(page, "py")]
+    around = parsed("\n".join(code_of(page, "python")))
+    for module, name in (pair for tree in trees for pair in imported(tree)):
+        try:
+            home = importlib.import_module(module)
+        except ModuleNotFoundError:
+            assert module.split(".")[0] in FOREIGN, module
+        else:
+            assert not name or hasattr(home, name), f"{module}.{name}"
+    known = names_of(around)[1] | KNOWN.get(page.stem, set()) | set(dir(builtins))
+    for tree in trees:
+        read, defined = names_of(tree)
+        known |= defined
+        assert read - known == set()
+        assert unknown_arguments(tree) == []
+
+
+def test_names_that_are_known_by_the_text_are_used() -> None:
+    for stem, names in KNOWN.items():
+        (page,) = (page for page in WITH_CODE if page.stem == stem)
+        used = [names_of(parsed(code))[0] for code in code_of(page, "py")]
+        assert names <= set().union(*used)
+
+
+def test_unsound_code_is_noticed() -> None:
+    assert names_of(parsed("import a.b as c\nfor d in e: pass")) == ({"e"}, {"c", "d"})
+    assert unknown_arguments(parsed("ChatBlockAttention(modell='m')")) == [
+        "ChatBlockAttention(modell=)"
+    ]
+    assert unknown_arguments(parsed("BlockAttentionLLM(model_name='m', kv_store='kv')")) == []
+    with pytest.raises(SyntaxError):
+        parsed("print(")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[FakeServer]:
+    fake = FakeServer(BlockModel.from_pretrained("bundled", device="cpu"), name="bundled")
+    with fake.listening():
+        yield fake
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("stem", SERVED)
+def test_code_that_needs_a_server_runs_and_prints_what_it_says(
+    stem: str, server: FakeServer, tmp_path: Path
+) -> None:
+    (page,) = (page for page in WITH_CODE if page.stem == stem)
+    code = "\n".join(code_of(page, "py"))
+    code, replaced = re.subn(r"http://(?:gpu|127\.0\.0\.1):8000", server.url, code)
+    assert replaced
+    server.requests.clear()
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "NO_PROXY": "127.0.0.1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert missing(promised(code), done.stdout) == [], done.stdout
+    assert server.requests
