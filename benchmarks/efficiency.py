@@ -7,11 +7,13 @@
     python benchmarks/efficiency.py shared --lengths 2048 --batch-sizes 32
     python benchmarks/efficiency.py ingest --lengths 64,128,512
     python benchmarks/efficiency.py recompute --lengths 1000,2000,4000,8000 --layers 4
+    python benchmarks/efficiency.py windows --lengths 4096 --layers 6
 
 ``ttft``: time to first token. ``decode``: time per token. ``batch``: time to the first tokens of a
 batch. ``memory``: peak memory of a request. ``shared``: tokens per second of requests that share a
 system prompt (RelayAttention). ``ingest``: tokens per second of encoding blocks. ``recompute``:
-time to first token by the share of the tokens that is recomputed. The result is printed as JSON.
+time to first token by the share of the tokens that is recomputed. ``windows``: time to first token
+of a model with sliding windows beside one without. The result is printed as JSON.
 """
 
 from __future__ import annotations
@@ -52,7 +54,8 @@ from blockattn_rag.model.loading import load_model
 from blockattn_rag.prompts import BlockPrompt
 
 Row = Mapping[str, Any]
-Measured = Literal["ttft", "decode", "batch", "memory", "shared", "ingest", "recompute"]
+Measured = Literal["ttft", "decode", "batch", "memory", "shared", "ingest", "recompute", "windows"]
+WINDOW = 512
 SHARES = (0.0, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0)
 
 
@@ -430,6 +433,45 @@ def measure_recompute(
     return rows
 
 
+def measure_windows(
+    engine: BlockAttentionEngine,
+    windowed: BlockAttentionEngine,
+    lengths: Sequence[int],
+    *,
+    block_tokens: int = 512,
+    question_tokens: int = 50,
+    repeats: int = 3,
+) -> list[dict[str, Any]]:
+    """Measure the time to first token with and without sliding windows, in turns.
+
+    Args:
+        engine: See ``measure_ttft``. The model must support relay.
+        windowed: The same of a model with windows, otherwise of the same shape.
+        lengths, block_tokens, question_tokens, repeats: See ``measure_ttft``.
+
+    Returns:
+        One row for each length: ``length``; ``<model>_<path>_s`` of the models ``plain`` and
+        ``windowed`` on the paths full and relay (median, seconds), with minimum and maximum;
+        ``<model>_full_over_relay``; and ``windowed_over_plain``, the quotient of these.
+    """
+    engines = {"plain": engine, "windowed": windowed}
+    rows = []
+    for length in lengths:
+        vocabulary = engine.model.config.vocab_size
+        prompt = random_prompt(length, block_tokens, question_tokens, vocabulary)
+        ways = {}
+        for name, one in engines.items():
+            one.generate(prompt, max_new_tokens=1)
+            for path in ("full", "relay"):
+                ways[f"{name}_{path}"] = partial(_ttft, on_path(one, path), prompt, path)
+        row: dict[str, Any] = {"length": length, **in_turns(ways, repeats)}
+        for name in engines:
+            row[f"{name}_full_over_relay"] = row[f"{name}_full_s"] / row[f"{name}_relay_s"]
+        of_plain = row["plain_full_over_relay"]
+        rows.append(row | {"windowed_over_plain": row["windowed_full_over_relay"] / of_plain})
+    return rows
+
+
 def _requests(model: BlockModel, size: int, count: int) -> list[EncodeRequest]:
     draw, vocabulary = random.Random(size), model.config.vocab_size
     lengths = [draw.randint(max(1, size // 2), size + size // 2) for _ in range(count)]
@@ -479,6 +521,16 @@ def columns(measured: Measured, rows: Sequence[Row]) -> dict[str, list[str]]:
         }
         if measured == "ingest":
             found["stored per token"] = [bytes_of(row["bytes_per_token"]) for row in rows]
+        return found
+    if measured == "windows":
+        found = {"context": [f"{row['length']:,}" for row in rows]}
+        for name in ("plain", "windowed"):
+            for path in ("full", "relay"):
+                times = [duration(row[f"{name}_{path}_s"]) for row in rows]
+                found[f"{path}, {name}"] = times
+            ratios = [f"{row[f'{name}_full_over_relay']:.1f}" for row in rows]
+            found[f"full/relay, {name}"] = ratios
+        found["quotient"] = [f"{row['windowed_over_plain']:.2f}" for row in rows]
         return found
     if measured == "recompute":
         ratios = {
@@ -551,19 +603,9 @@ def main(
     # The warning about missing block fine-tuning does not matter for random weights.
     logging.getLogger("blockattn_rag").setLevel(logging.ERROR)
     sizes, batches = _numbers(lengths), _numbers(batch_sizes)
-    if model in SHAPES:
-        loaded: Any = random_llama(model, max_tokens=max(sizes) + 256, dtype=dtype)
-    else:
-        loaded = load_model(model, dtype=dtype)
-    if layers is not None:
-        loaded.model.layers = loaded.model.layers[:layers]
-        loaded.config.num_hidden_layers = layers
-    engine: BlockAttentionEngine = BlockAttentionEngine.from_pretrained(
-        loaded,
-        tokenizer=counting_tokenizer(loaded.config.vocab_size),
-        store=MemoryStore(1 << 40),
-        resident_bytes=0,  # a repeated question is computed again
-    )
+    made = partial(random_llama, model, max_tokens=max(sizes) + 256, dtype=dtype)
+    loaded = made() if model in SHAPES else load_model(model, dtype=dtype)
+    engine = _engine(loaded, layers)
     options: dict[str, Any] = {} if measured == "memory" else {"repeats": repeats}
     if block_tokens is not None:
         blocks = _numbers(block_tokens)
@@ -574,6 +616,8 @@ def main(
         rows = measure_shared(engine, batches, system_tokens=sizes, **options)
     elif measured == "ingest":
         rows = measure_ingest(engine.model, sizes, **options)
+    elif measured == "windows":
+        rows = measure_windows(engine, _engine(made(window=WINDOW), layers), sizes, **options)
     else:
         measures: Mapping[str, Callable[..., list[dict[str, Any]]]] = {
             "ttft": measure_ttft,
@@ -586,6 +630,21 @@ def main(
     data = {"model": model, "dtype": dtype, "device": str(device), **options}
     data["layers"] = loaded.config.num_hidden_layers
     print(json.dumps({**data, "rows": rows, "machine": machine(device)}))
+
+
+def _engine(hf_model: Any, layers: int | None) -> BlockAttentionEngine:
+    """An engine for the first layers of a model."""
+    if layers is not None:
+        hf_model.model.layers = hf_model.model.layers[:layers]
+        hf_model.config.num_hidden_layers = layers
+        if getattr(hf_model.config, "layer_types", None):
+            hf_model.config.layer_types = hf_model.config.layer_types[:layers]
+    return BlockAttentionEngine.from_pretrained(
+        hf_model,
+        tokenizer=counting_tokenizer(hf_model.config.vocab_size),
+        store=MemoryStore(1 << 40),
+        resident_bytes=0,  # a repeated question is computed again
+    )
 
 
 def _numbers(text: str) -> list[int]:

@@ -7,7 +7,12 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    MinistralConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 from blockattn_rag.lab.planning import SHAPES, floating_type, shape_config
 from blockattn_rag.model.loading import default_device
@@ -15,7 +20,13 @@ from blockattn_rag.prompts.blocks import Block, BlockPrompt
 
 
 def random_llama(
-    shape: str, *, max_tokens: int, device: str = "auto", dtype: str = "float32", seed: int = 0
+    shape: str,
+    *,
+    max_tokens: int,
+    device: str = "auto",
+    dtype: str = "float32",
+    seed: int = 0,
+    window: int | None = None,
 ) -> PreTrainedModel:
     """Create a Llama with random weights, which is as fast and as large as a trained model.
 
@@ -25,11 +36,22 @@ def random_llama(
         device: Torch device. ``"auto"``: an accelerator if there is one.
         dtype: Name of a torch floating type.
         seed: Random seed of the weights.
+        window: Sliding window in tokens, for five of six layers, as in Gemma 3. None: no windows.
     """
     if shape not in SHAPES:
         raise ValueError(f"Unknown shape {shape!r}: expected one of {', '.join(SHAPES)}.")
     kind = floating_type(dtype)
     config = shape_config(shape, max_position_embeddings=max_tokens)
+    if window is not None:  # a Llama with types of layers
+        types = ["sliding_attention"] * 5 + ["full_attention"]
+        layers = range(config.num_hidden_layers)
+        config = MinistralConfig(
+            **SHAPES[shape],
+            max_position_embeddings=max_tokens,
+            rope_parameters=config.rope_parameters,
+            sliding_window=window,
+            layer_types=[types[layer % len(types)] for layer in layers],
+        )
     # Without end and padding tokens, every answer has its full length and no padding.
     config.bos_token_id = config.eos_token_id = config.pad_token_id = None
     with torch.random.fork_rng(), torch.device(default_device() if device == "auto" else device):

@@ -26,6 +26,7 @@ from efficiency import (
     measure_recompute,
     measure_shared,
     measure_ttft,
+    measure_windows,
 )
 from measuring import in_turns, peak_bytes
 from random_models import counting_tokenizer, random_llama, random_prompt
@@ -34,8 +35,8 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 SIZES: dict[str, Any] = {"question_tokens": 4, "repeats": 1}
 
 
-def tiny_engine() -> BlockAttentionEngine:
-    model = random_llama("tiny", max_tokens=256, device="cpu")
+def tiny_engine(window: int | None = None) -> BlockAttentionEngine:
+    model = random_llama("tiny", max_tokens=256, device="cpu", window=window)
     return BlockAttentionEngine.from_pretrained(
         model, tokenizer=counting_tokenizer(512), resident_bytes=0
     )
@@ -159,6 +160,17 @@ def test_recomputation_is_measured_for_each_share() -> None:
     assert [row["length"] for row in rows] == [32, 48]
     assert all(ratio > 0 for row in rows for ratio in row["over_full"].values())
     assert list(columns("recompute", rows)) == ["context", "0%", "50%"]
+
+
+def test_windows_are_measured_beside_a_model_without() -> None:
+    windowed = tiny_engine(window=16)
+    assert {kind.window for kind in windowed.model.profile.kinds} == {16}
+    (row,) = measure_windows(tiny_engine(), windowed, [48], block_tokens=16, **SIZES)
+    ratios = [row[f"{name}_full_s"] / row[f"{name}_relay_s"] for name in ("windowed", "plain")]
+    assert row["windowed_over_plain"] == pytest.approx(ratios[0] / ratios[1])
+    table = columns("windows", [row])
+    assert next(iter(table)) == "context"
+    assert list(table)[-1] == "quotient"
 
 
 @pytest.mark.parametrize("measured", ["batch", "ingest", "memory"])

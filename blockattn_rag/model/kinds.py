@@ -167,7 +167,7 @@ def seen_attention(hf_model: PreTrainedModel) -> Iterator[dict[int, SeenAttentio
         made = ALL_MASK_ATTENTION_FUNCTIONS[original](
             *args, **{**kwargs, "allow_is_causal_skip": False}
         )
-        if made is not None and "mask_function" in kwargs:
+        if isinstance(made, Tensor) and "mask_function" in kwargs:
             masks.append((made, partial(_sees, kwargs["mask_function"])))
         return made
 
@@ -180,9 +180,9 @@ def seen_attention(hf_model: PreTrainedModel) -> Iterator[dict[int, SeenAttentio
         hf_model.set_attn_implementation(original)
 
 
-def _is_part(mask: Tensor | None, made: Tensor) -> bool:
+def _is_part(mask: Any, made: Tensor) -> bool:
     """Whether a mask is another one, or a view of it."""
-    if mask is None:
+    if not isinstance(mask, Tensor):
         return False
     return mask.untyped_storage().data_ptr() == made.untyped_storage().data_ptr()
 

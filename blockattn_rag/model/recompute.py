@@ -11,29 +11,19 @@ ways to choose.
 from __future__ import annotations
 
 import hashlib
-import math
-from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
-from blockattn_rag.attention.kernels import (
-    attend,
-    attend_causal,
-    attend_plain,
-    fold_heads,
-    fold_sinks,
-    kernel_for,
-)
-from blockattn_rag.attention.merge import Partial, merge, with_sinks
 from blockattn_rag.errors import UnsupportedModelError
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.kv.context import Context, PlacedBlock
 from blockattn_rag.model.block_model import BlockModel
 from blockattn_rag.model.caches import ContextCache, copied_cache, running_with
+from blockattn_rag.model.chosen_attention import ChosenAttention, MeasuredAttention
 from blockattn_rag.model.encoding import logits_to_keep
 from blockattn_rag.model.probe import check_ready
 from blockattn_rag.model.relay_attention import (
@@ -42,13 +32,6 @@ from blockattn_rag.model.relay_attention import (
     last_logits,
     layer_windows,
 )
-
-_MOST_SCORES = 1 << 24
-"""Attention scores, or elements of a mask, that are in memory at once."""
-
-_MOST_ROWS = 512
-"""Recomputed tokens whose attention is computed at once. More need fewer kernels, but compute more
-scores that the mask hides."""
 
 
 def tokens_to_recompute(context: Context, may_change: Sequence[bool], share: float) -> int:
@@ -102,7 +85,8 @@ def with_recomputed(
         chosen: Indices of at least one token, in order.
         cache: A copied cache of the context, which keeps all tokens, and is used up.
     """
-    cache = cache or _copied(model, context)
+    if cache is None:
+        cache = _copied(model, context)
     _compute(model, context, cache, chosen)
     identity = [block.kv.digest for block in context.blocks], [*chosen]
     keys, values = [], []
@@ -180,12 +164,13 @@ def attention_to_context(
         cache: A copied cache of the context, which keeps all tokens, and is left as it was.
         layers: Indices of the layers to measure. Default: ``measured_layers``.
     """
-    cache = cache or _copied(model, context)
+    if cache is None:
+        cache = _copied(model, context)
     enable_relay(model.hf_model)
     windows = layer_windows(model.profile.kinds)
     layers = measured_layers(model) if layers is None else layers
     before, after = context.num_tokens, len(final_ids)
-    scores = _MeasuredAttention(before, after, windows, layers, model.device)
+    scores = MeasuredAttention(before, after, windows, layers, model.device)
     cache.attention = scores
     ids = torch.tensor([[*final_ids]])
     last_logits(model.hf_model, ids, cache, 1, computes_all=True)
@@ -226,194 +211,6 @@ class _ReplacingLayer(DynamicLayer):
         return self.keys, self.values
 
 
-class _ChosenAttention:
-    """Attention of some tokens of a context to all earlier tokens and themselves.
-
-    Computed in chunks, so that memory is bounded whatever the number of tokens. All tokens of a
-    chunk see the keys before its first token, so only the keys after that need a mask.
-
-    Args:
-        chosen: Indices of the tokens, in order.
-        places: The same on the device.
-        windows: Sliding window of each layer.
-        has_causal_kernel: Whether ``attend_causal`` may be used.
-    """
-
-    takes_mask = False
-
-    def __init__(
-        self,
-        chosen: Sequence[int],
-        places: Tensor,
-        windows: Mapping[int, int | None],
-        *,
-        has_causal_kernel: bool,
-    ) -> None:
-        self._chosen, self._places, self._windows = chosen, places, windows
-        self._keys = torch.arange(chosen[-1] + 1, device=places.device)
-        self._has_causal_kernel = has_causal_kernel
-
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        mask: Tensor | None,
-        *,
-        cap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        """See ``RelayPlan.attend``. Keys and values are those of the context."""
-        window, outputs = self._windows[layer], []
-        # Some models compute only the last tokens in layers that store nothing.
-        start = skipped = len(self._chosen) - query.shape[2]
-        while start < len(self._chosen):
-            run = self._run(start)
-            is_causal = self._has_causal_kernel and run >= _MOST_ROWS
-            rows = run if is_causal else self._rows(start, query, key, value, window, cap)
-            end = start + rows
-            first = 0 if window is None else max(0, self._chosen[start] + 1 - window)
-            seen = slice(first, self._chosen[end - 1] + 1)
-            rows_of = slice(start - skipped, end - skipped)
-            states = query[:, :, rows_of], key[:, :, seen], value[:, :, seen]
-            if is_causal:
-                output = attend_causal(*states, scale)
-            else:
-                part = self._masked(start, first, *states, scale, window, cap)
-                own = None if sinks is None else fold_sinks(sinks, rows, key.shape[1])
-                output = with_sinks(part, own).reshape(*states[0].shape[:3], -1)
-            outputs.append(output.to(query.dtype))
-            start = end
-        return torch.cat(outputs, dim=2)
-
-    def _run(self, start: int) -> int:
-        """Number of chosen tokens from ``start`` that follow each other without a gap."""
-        places = self._chosen
-        sizes = range(1, len(places) - start)
-        return 1 + bisect_right(sizes, 0, key=lambda n: places[start + n] - places[start] - n)
-
-    def _rows(
-        self,
-        start: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        window: int | None,
-        cap: float | None,
-    ) -> int:
-        """Number of tokens in the chunk from ``start``."""
-        first, most = self._chosen[start], min(_MOST_ROWS, len(self._chosen) - start)
-        heads, groups = query.shape[1], query.shape[1] // key.shape[1]
-        keeps_scores = cap is not None or kernel_for(query, key, value) is attend_plain
-        if window is not None:  # else, most scores would be hidden
-            most = min(most, bisect_left(self._chosen, first + window, lo=start) - start)
-
-        def elements(rows: int) -> int:
-            """Elements of the chunk's mask, or of its scores if the kernel keeps them."""
-            end = self._chosen[start + rows - 1] + 1
-            return rows * (heads * end if keeps_scores else groups * (end - first))
-
-        return max(1, bisect_right(range(1, most + 1), _MOST_SCORES, key=elements))
-
-    def _masked(
-        self,
-        start: int,
-        first: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        window: int | None,
-        cap: float | None,
-    ) -> Partial:
-        """Attention of the chunk from ``start``. The keys begin with ``first``, and end with that
-        of the last query."""
-        places = self._places[start : start + query.shape[2], None]
-        # Keys that all queries see need no mask.
-        seen = self._chosen[start] - first if window is None else 0
-        keys = self._keys[first + seen : first + key.shape[2]]
-        visible = places >= keys
-        if window is not None:
-            visible &= places - keys < window
-        folded, mask = fold_heads(query, visible[None, None], key.shape[1])
-        result = attend(folded, key[:, :, seen:], value[:, :, seen:], scale, mask, cap)
-        if seen:
-            before = attend(folded, key[:, :, :seen], value[:, :, :seen], scale, None, cap)
-            result = merge([before, result])
-        return result
-
-
-class _MeasuredAttention(_ChosenAttention):
-    """Attention of the tokens after a context, which adds up what the context's tokens receive.
-
-    Measured in float32, because the scores decide which tokens are chosen.
-
-    Args:
-        before: Number of tokens in the context.
-        after: Number of tokens after it.
-        windows: Sliding window of each layer.
-        layers: Indices of the layers to measure.
-    """
-
-    def __init__(
-        self,
-        before: int,
-        after: int,
-        windows: Mapping[int, int | None],
-        layers: Collection[int],
-        device: torch.device,
-    ) -> None:
-        places = torch.arange(before, before + after, device=device)
-        super().__init__(range(before, before + after), places, windows, has_causal_kernel=False)
-        self.total = torch.zeros(before, dtype=torch.float32, device=device)
-        self._layers = layers
-
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        mask: Tensor | None,
-        *,
-        cap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        """See ``RelayPlan.attend``. Keys and values are those of context and tail."""
-        if layer not in self._layers:
-            return super().attend(layer, query, key, value, scale, mask, cap=cap, sinks=sinks)
-        keys, before, outputs = key.float().mT, len(self.total), []
-        heads, tokens = query.shape[1:3]
-        step = max(1, _MOST_SCORES // (heads * keys.shape[-1]))
-        for start in range(0, tokens, step):
-            end = min(start + step, tokens)
-            folded = fold_heads(query[:, :, start:end].float(), None, key.shape[1])[0]
-            scores = folded @ keys[..., : before + end] * scale
-            if cap is not None:
-                scores = cap * (scores / cap).tanh()
-            scores = scores.unflatten(2, (-1, end - start))
-            hidden = self._hidden(start, end, self._windows[layer])
-            weights = scores.masked_fill_(hidden, -math.inf).softmax(-1)
-            if sinks is not None:
-                own = sinks.float().view(key.shape[1], -1, 1)
-                weights *= (scores.logsumexp(-1) - own).sigmoid().unsqueeze(-1)
-            weights = weights.flatten(2, 3)
-            self.total += weights[..., :before].sum(dim=(0, 1, 2)) / (heads * tokens)
-            output = weights.to(value.dtype) @ value[:, :, : before + end]
-            outputs.append(output.reshape(*query.shape[:2], end - start, -1))
-        return torch.cat(outputs, dim=2)
-
-    def _hidden(self, start: int, end: int, window: int | None) -> Tensor:
-        """Keys that the tokens from ``start`` to ``end`` after the context do not see."""
-        places = self._places[start:end, None]
-        keys = self._keys[: len(self.total) + end]
-        hidden = places < keys
-        return hidden if window is None else hidden | (places - keys >= window)
-
-
 def _compute(
     model: BlockModel, context: Context, cache: ContextCache, chosen: Sequence[int]
 ) -> None:
@@ -427,7 +224,7 @@ def _compute(
         for layer, kind in zip(layers, kinds, strict=True)
     ]
     windows, has_kernel = layer_windows(kinds), model.has_causal_kernel
-    cache.attention = _ChosenAttention(chosen, places, windows, has_causal_kernel=has_kernel)
+    cache.attention = ChosenAttention(chosen, places, windows, has_causal_kernel=has_kernel)
     with torch.inference_mode(), running_with():
         model.hf_model(
             input_ids=torch.tensor([[ids[place] for place in chosen]], device=model.device),

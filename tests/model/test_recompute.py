@@ -111,7 +111,7 @@ def test_chunks_do_not_change_the_result(
     monkeypatch: pytest.MonkeyPatch, limits: dict[str, int], share: float
 ) -> None:
     for name, limit in limits.items():
-        monkeypatch.setattr(f"blockattn_rag.model.recompute.{name}", limit)
+        monkeypatch.setattr(f"blockattn_rag.model.chosen_attention.{name}", limit)
     check_dense(model_of("llama"), "llama", share)
 
 
@@ -128,9 +128,9 @@ def test_runs_of_tokens_use_a_causal_kernel(monkeypatch: pytest.MonkeyPatch, sha
         return scores.masked_fill(~seen, -torch.inf).softmax(-1) @ value
 
     monkeypatch.setattr(BlockModel, "has_causal_kernel", True)
-    for module in ("recompute", "relay_attention"):
+    for module in ("chosen_attention", "relay_attention"):
         monkeypatch.setattr(f"blockattn_rag.model.{module}.attend_causal", attend_causal)
-    monkeypatch.setattr("blockattn_rag.model.recompute._MOST_ROWS", 2)
+    monkeypatch.setattr("blockattn_rag.model.chosen_attention._MOST_ROWS", 2)
     model = model_of("llama")
     recompute(model, context_of(model), IS_PASSAGE, FINAL, share)
     assert max(rows) == 12 if share == 1 else 1 < max(rows) <= 9
@@ -223,8 +223,8 @@ def test_other_choices_are_other_blocks() -> None:
     assert choices[0].digest != choices[1].digest
 
 
-def test_models_with_windows_are_refused() -> None:
-    hf_model = tiny_model("mistral", sliding_window=16)
+def test_models_with_attention_code_of_their_own_are_refused() -> None:
+    hf_model = tiny_model("falcon", new_decoder_architecture=True, num_kv_heads=2, alibi=False)
     with pytest.raises(UnsupportedModelError, match="use a recipe with recompute=0"):
         BlockAttentionEngine(BlockModel(hf_model, tiny_tokenizer()), recipe=Recipe(recompute=0.5))
 

@@ -86,7 +86,7 @@ def test_recomputed_tokens_equal_a_dense_forward(
 ) -> None:
     model = new_model(kind)
     for name, limit in limits.items():
-        monkeypatch.setattr(f"blockattn_rag.model.recompute.{name}", limit)
+        monkeypatch.setattr(f"blockattn_rag.model.chosen_attention.{name}", limit)
     context = encoded(model, BLOCKS)
     received = attention_to_context(model, context, FINAL_IDS)
     expected = dense_attention(new_model(kind))
@@ -128,7 +128,7 @@ def test_a_soft_cap_that_attention_does_not_receive_rules_out_relay() -> None:
     model = new_model("windows and soft caps")
     for module in model.hf_model.modules():
         if hasattr(module, "attn_logit_softcapping"):
-            module.attn_logit_softcapping = None
+            vars(module)["attn_logit_softcapping"] = None
     assert not model.supports_relay
 
 

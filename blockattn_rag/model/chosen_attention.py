@@ -1,0 +1,219 @@
+"""Attention of some tokens of a copied context, for recomputation; see ``model.recompute``."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from blockattn_rag.attention.kernels import (
+    attend,
+    attend_causal,
+    attend_plain,
+    fold_heads,
+    fold_sinks,
+    kernel_for,
+)
+from blockattn_rag.attention.merge import Partial, merge, with_sinks
+
+_MOST_SCORES = 1 << 24
+"""Attention scores, or elements of a mask, that are in memory at once."""
+
+_MOST_ROWS = 512
+"""Recomputed tokens whose attention is computed at once. More need fewer kernels, but compute more
+scores that the mask hides."""
+
+
+class ChosenAttention:
+    """Attention of some tokens of a context to all earlier tokens and themselves.
+
+    Computed in chunks, so that memory is bounded whatever the number of tokens. Without a window,
+    all tokens of a chunk see the keys before its first token, so only the keys after that need a
+    mask.
+
+    Args:
+        chosen: Indices of the tokens, in order.
+        places: The same on the device.
+        windows: Sliding window of each layer.
+        has_causal_kernel: Whether ``attend_causal`` may be used.
+    """
+
+    takes_mask = False
+
+    def __init__(
+        self,
+        chosen: Sequence[int],
+        places: Tensor,
+        windows: Mapping[int, int | None],
+        *,
+        has_causal_kernel: bool,
+    ) -> None:
+        self._chosen, self._places, self._windows = chosen, places, windows
+        self._keys = torch.arange(chosen[-1] + 1, device=places.device)
+        self._has_causal_kernel = has_causal_kernel
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        mask: Tensor | None,
+        *,
+        cap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """See ``RelayPlan.attend``. Keys and values are those of the context."""
+        window, outputs = self._windows[layer], []
+        # Some models compute only the last tokens in layers that store nothing.
+        start = skipped = len(self._chosen) - query.shape[2]
+        while start < len(self._chosen):
+            run = self._run(start)
+            is_causal = self._has_causal_kernel and run >= _MOST_ROWS
+            rows = run if is_causal else self._rows(start, query, key, value, window, cap)
+            end = start + rows
+            first = 0 if window is None else max(0, self._chosen[start] + 1 - window)
+            seen = slice(first, self._chosen[end - 1] + 1)
+            rows_of = slice(start - skipped, end - skipped)
+            states = query[:, :, rows_of], key[:, :, seen], value[:, :, seen]
+            if is_causal:
+                output = attend_causal(*states, scale)
+            else:
+                part = self._masked(start, first, *states, scale, window, cap)
+                own = None if sinks is None else fold_sinks(sinks, rows, key.shape[1])
+                output = with_sinks(part, own).reshape(*states[0].shape[:3], -1)
+            outputs.append(output.to(query.dtype))
+            start = end
+        return torch.cat(outputs, dim=2)
+
+    def _run(self, start: int) -> int:
+        """Number of chosen tokens from ``start`` that follow each other without a gap."""
+        places = self._chosen
+        sizes = range(1, len(places) - start)
+        return 1 + bisect_right(sizes, 0, key=lambda n: places[start + n] - places[start] - n)
+
+    def _rows(
+        self,
+        start: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        window: int | None,
+        cap: float | None,
+    ) -> int:
+        """Number of tokens in the chunk from ``start``."""
+        first, most = self._chosen[start], min(_MOST_ROWS, len(self._chosen) - start)
+        heads, groups = query.shape[1], query.shape[1] // key.shape[1]
+        keeps_scores = cap is not None or kernel_for(query, key, value) is attend_plain
+        scored, masked = 0, first
+        if window is not None:
+            scored = masked = max(0, first + 1 - window)
+            # In a longer chunk, the mask would hide most scores.
+            most = min(most, bisect_left(self._chosen, first + window, lo=start) - start)
+
+        def elements(rows: int) -> int:
+            """Elements of the chunk's mask, or of its scores if the kernel keeps them."""
+            end = self._chosen[start + rows - 1] + 1
+            return rows * (heads * (end - scored) if keeps_scores else groups * (end - masked))
+
+        return max(1, bisect_right(range(1, most + 1), _MOST_SCORES, key=elements))
+
+    def _masked(
+        self,
+        start: int,
+        first: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        window: int | None,
+        cap: float | None,
+    ) -> Partial:
+        """Attention of the chunk from ``start``. The keys begin with ``first``, and end with that
+        of the last query."""
+        places = self._places[start : start + query.shape[2], None]
+        # Keys that all queries see need no mask.
+        seen = self._chosen[start] - first if window is None else 0
+        keys = self._keys[first + seen : first + key.shape[2]]
+        visible = places >= keys
+        if window is not None:
+            visible &= places - keys < window
+        folded, mask = fold_heads(query, visible[None, None], key.shape[1])
+        result = attend(folded, key[:, :, seen:], value[:, :, seen:], scale, mask, cap)
+        if seen:
+            before = attend(folded, key[:, :, :seen], value[:, :, :seen], scale, None, cap)
+            result = merge([before, result])
+        return result
+
+
+class MeasuredAttention(ChosenAttention):
+    """Attention of the tokens after a context, which adds up what the context's tokens receive.
+
+    Measured in float32, because the scores decide which tokens are chosen.
+
+    Args:
+        before: Number of tokens in the context.
+        after: Number of tokens after it.
+        windows: Sliding window of each layer.
+        layers: Indices of the layers to measure.
+    """
+
+    def __init__(
+        self,
+        before: int,
+        after: int,
+        windows: Mapping[int, int | None],
+        layers: Collection[int],
+        device: torch.device,
+    ) -> None:
+        places = torch.arange(before, before + after, device=device)
+        super().__init__(range(before, before + after), places, windows, has_causal_kernel=False)
+        self.total = torch.zeros(before, dtype=torch.float32, device=device)
+        self._layers = layers
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        mask: Tensor | None,
+        *,
+        cap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """See ``RelayPlan.attend``. Keys and values are those of context and tail."""
+        if layer not in self._layers:
+            return super().attend(layer, query, key, value, scale, mask, cap=cap, sinks=sinks)
+        keys, before, outputs = key.float().mT, len(self.total), []
+        heads, tokens = query.shape[1:3]
+        step = max(1, _MOST_SCORES // (heads * keys.shape[-1]))
+        for start in range(0, tokens, step):
+            end = min(start + step, tokens)
+            folded = fold_heads(query[:, :, start:end].float(), None, key.shape[1])[0]
+            scores = folded @ keys[..., : before + end] * scale
+            if cap is not None:
+                scores = cap * (scores / cap).tanh()
+            scores = scores.unflatten(2, (-1, end - start))
+            hidden = self._hidden(start, end, self._windows[layer])
+            weights = scores.masked_fill_(hidden, -math.inf).softmax(-1)
+            if sinks is not None:
+                own = sinks.float().view(key.shape[1], -1, 1)
+                weights *= (scores.logsumexp(-1) - own).sigmoid().unsqueeze(-1)
+            weights = weights.flatten(2, 3)
+            self.total += weights[..., :before].sum(dim=(0, 1, 2)) / (heads * tokens)
+            output = weights.to(value.dtype) @ value[:, :, : before + end]
+            outputs.append(output.reshape(*query.shape[:2], end - start, -1))
+        return torch.cat(outputs, dim=2)
+
+    def _hidden(self, start: int, end: int, window: int | None) -> Tensor:
+        """Keys that the tokens from ``start`` to ``end`` after the context do not see."""
+        places = self._places[start:end, None]
+        keys = self._keys[: len(self.total) + end]
+        hidden = places < keys
+        return hidden if window is None else hidden | (places - keys >= window)
