@@ -57,6 +57,7 @@ ASKED_FOR_BY_MESSAGE = {"llama-index-embeddings-huggingface", "playwright"}
 OPTIONAL_OF_TORCH = {"triton"}
 # Declared though no file imports them: what they are there for.
 NEEDED_UNIMPORTED = {
+    "bitsandbytes": "transformers imports it to quantize weights to 4 bits",
     "gguf": "transformers imports it to read GGUF files",
     "langchain-chroma": "the vector store that the guide of LangChain uses",
     "llama-index-readers-file": "SimpleDirectoryReader imports it to read PDF",

@@ -21,6 +21,7 @@ from blockattn_rag.errors import DatabaseError, UnsupportedModelError
 from blockattn_rag.files import state_folder
 from blockattn_rag.model import BlockModel
 from blockattn_rag.model.loading import is_adapter, load_config, resolve_name
+from blockattn_rag.model.quantized import WEIGHTS
 from blockattn_rag.server.profile import VERSION, ModelProfile, profile_of
 from blockattn_rag.store import open_store
 from blockattn_rag.store.directory import RECIPE_FOLDER
@@ -105,6 +106,11 @@ def profile_file(served: Served) -> Path:
 
 
 def _dtype(served: Served, config: Any) -> str:
+    if served.dtype in WEIGHTS:
+        raise ValueError(
+            f"dtype={served.dtype!r} quantizes the weights in this process, but vLLM loads them "
+            "itself; serve a quantized checkpoint of the model instead, with a database of its own"
+        )
     if served.dtype != AUTO_SETTING:
         return served.dtype
     dtype = getattr(config, "dtype", None) if torch.cuda.is_available() else None

@@ -114,6 +114,9 @@ def _places(hf_model: nn.Module) -> list[tuple[int, int]]:
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is None or tensor.is_meta:  # offloaded tensors have no address
                 places.append((0, 0))
+            elif hasattr(tensor, "quant_state"):
+                # bitsandbytes rearranges 4-bit weights in forwards, and back for `state_dict()`.
+                places.append((id(tensor), 0))
             else:
                 # Inference tensors do not count writes. Tables that are not saved may be written by
                 # the model itself: LongRoPE writes its frequencies in each forward pass.

@@ -17,6 +17,13 @@ from blockattn_rag.lazy import missing_extra
 from blockattn_rag.model.gguf import SMOLLM2, dequantised, is_gguf, smollm2
 from blockattn_rag.model.miniature import check_architecture
 from blockattn_rag.model.multimodal import auto_class, language_model
+from blockattn_rag.model.quantized import (
+    WEIGHTS,
+    allow_all_shapes,
+    check_quantization,
+    loading_arguments,
+    quantization_of,
+)
 from blockattn_rag.prompts.checkpoints import known_checkpoint
 
 BUNDLED = "bundled"
@@ -108,7 +115,9 @@ def check_config(model: str | Path) -> None:
     Raises the same errors as ``load_model``.
     """
     if not Path(resolve_name(model)).exists():
-        check_architecture(load_config(model))
+        config = load_config(model)
+        check_quantization(str(model), quantization_of(config))
+        check_architecture(config)
 
 
 def load_model(
@@ -120,30 +129,37 @@ def load_model(
         model: Path, hub id, ``"bundled"``, ``"smollm2"``, GGUF file, or path of a LoRA adapter,
             which is merged into its base.
         device: torch device. ``"auto"``: CUDA if available, else Apple's MPS, else the CPU.
-        dtype: torch dtype. ``"auto"``: the checkpoint's dtype on an accelerator. On the CPU, 16-bit
-            types become float32, which is faster there and exact.
+        dtype: Type of the weights: a torch dtype, or ``"int8"`` or ``"nf4"`` to quantize them at
+            load (``quantized.WEIGHTS``). ``"auto"``: the checkpoint's dtype on an accelerator, and
+            for a quantized checkpoint. On the CPU, 16-bit types become float32.
         kwargs: Arguments of ``from_pretrained`` (``device_map``, ``quantization_config``, ...).
 
     Raises:
         FileNotFoundError: see ``resolve_name``.
         OSError: the hub cannot be reached, or does not provide the model.
+        ImportError, UnsupportedModelError: see ``quantized.check_quantization``.
     """
     name = resolve_name(model)
+    target = default_device() if device == "auto" else device
     loaded: Any
     if adapter := _adapter(name):
         loaded = _load_adapter(name, adapter, dtype, kwargs)
     else:
         with _hub(model):
-            loaded = _from_pretrained(name, dtype=dtype, **kwargs)
+            config = AutoConfig.from_pretrained(name)
+            arguments = loading_arguments(str(model), config, dtype, target)
+            loaded = _from_pretrained(name, config, {**arguments, **kwargs})
+    if getattr(loaded, "is_quantized", False):  # placed while it was loaded
+        allow_all_shapes(loaded)
+        return loaded.eval()
     if "device_map" not in kwargs:
-        loaded = loaded.to(default_device() if device == "auto" else device)
-    if dtype == "auto" and loaded.device.type == "cpu" and "quantization_config" not in kwargs:
+        loaded = loaded.to(target)
+    if dtype == "auto" and loaded.device.type == "cpu":
         loaded = loaded.float()
     return loaded.eval()
 
 
-def _from_pretrained(name: str, **kwargs: Any) -> PreTrainedModel:
-    config = AutoConfig.from_pretrained(name)
+def _from_pretrained(name: str, config: Any, kwargs: dict[str, Any]) -> PreTrainedModel:
     return language_model(auto_class(config).from_pretrained(name, **kwargs))
 
 
@@ -187,8 +203,15 @@ def _load_adapter(
         raise ImportError(
             f"{name} is a LoRA adapter; loading it needs {missing_extra('peft', 'train')}"
         ) from error
+    base_name = resolve_name(adapter["base"])
     with _hub(adapter["base"]):
-        base = _from_pretrained(resolve_name(adapter["base"]), dtype=dtype, **kwargs)
+        base_config = AutoConfig.from_pretrained(base_name)
+        if dtype in WEIGHTS or quantization_of(base_config):
+            raise ValueError(
+                f"{name} is a LoRA adapter, which cannot be merged into quantized weights; merge "
+                "it into its base first, save the model, and load that"
+            )
+        base = _from_pretrained(base_name, base_config, {"dtype": dtype, **kwargs})
     merged = PeftModel.from_pretrained(base, name).merge_and_unload()
     tuning = adapter["tuning"]
     if isinstance(tuning, dict) and "block" not in tuning.get("modes", ["block"]):

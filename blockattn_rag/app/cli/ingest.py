@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from blockattn_rag.app.cli.options import (
+    DTYPE_HELP,
     KV_DTYPE_HELP,
     MODEL_HELP,
     DatabaseOption,
@@ -97,10 +98,7 @@ def ingest(
     ] = None,
     dtype: Annotated[
         str | None,
-        typer.Option(
-            help="Type of the weights: float32, bfloat16 or float16. Default: the database's, or "
-            "auto."
-        ),
+        typer.Option(help=f"{DTYPE_HELP} Default: the database's, or auto."),
     ] = None,
     kv_dtype: Annotated[
         KVDtypeName | None,

@@ -12,9 +12,11 @@ from blockattn_rag import store as kv_store
 from blockattn_rag.app.rag.database import MANIFEST, Manifest
 
 DatabaseOption = Annotated[Path, typer.Option("--db", help="Database folder, made by `ingest`.")]
-DtypeOption = Annotated[
-    str, typer.Option(help="Type of the weights: auto, float32, bfloat16 or float16.")
-]
+DTYPE_HELP = (
+    "Type of the weights: float32, bfloat16, float16, or, in process, int8 or nf4 (4 bits) to "
+    "save memory."
+)
+DtypeOption = Annotated[str, typer.Option(help=f"{DTYPE_HELP} Default: auto.")]
 KV_DTYPE_HELP = (
     "Type of the stored keys and values: model (the model's own type) or int8 (half the size of "
     "16 bits, with nearly the same answers)."

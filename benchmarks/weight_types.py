@@ -1,0 +1,93 @@
+"""Memory and time to first token of one model by the type of its weights, on the CPU.
+
+    python benchmarks/weight_types.py [MODEL] > benchmarks/results/weight-types.json
+
+Each type runs in a process of its own, one after the other, so that peaks do not mix. A prompt has
+four passages of 256 tokens and a question; it is answered in full mode, and in block mode with
+stored passages. Default: Qwen2.5-Coder-0.5B (``benchmarks/models.py``, extras gguf and quantized).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import time
+from typing import Any
+
+import psutil
+
+from blockattn_rag.engine.engine import BlockAttentionEngine
+from measuring import in_turns, machine
+from models import model_path
+
+DTYPES = ("float32", "bfloat16", "int8", "nf4")
+PASSAGES, PASSAGE_TOKENS, QUESTION_TOKENS = 4, 256, 24
+
+
+def measure(model: str, dtype: str, repeats: int) -> dict[str, Any]:
+    """Row of one type. Memory in bytes; that of files mapped into memory counts in the peak."""
+    process = psutil.Process()
+    before = _own(process)
+    started = time.perf_counter()
+    engine: BlockAttentionEngine = BlockAttentionEngine.from_pretrained(
+        model, device="cpu", dtype=dtype, recipe="none"
+    )
+    load_s = time.perf_counter() - started
+    prompt = [_text(engine, PASSAGE_TOKENS, number) for number in range(PASSAGES)]
+    prompt.append(_text(engine, QUESTION_TOKENS, PASSAGES))
+
+    def first_token(mode: Any) -> float:
+        return engine.generate(prompt, mode=mode, max_new_tokens=1).stats.ttft_s
+
+    ways = {"full": lambda: first_token("full"), "block": lambda: first_token("block")}
+    row = {"dtype": dtype, "load_s": load_s, **in_turns(ways, repeats)}
+    started = time.perf_counter()
+    answer = engine.generate([*prompt[:-1], prompt[-1] + " Continue:"], max_new_tokens=17)
+    decode_s = (answer.stats.total_s - answer.stats.ttft_s) / max(1, len(answer.token_ids) - 1)
+    return {
+        **row,
+        "decode_s": decode_s,
+        "kv_bytes_per_token": engine.model.bytes_per_token,
+        "own_bytes": _own(process) - before,
+        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }
+
+
+def _own(process: psutil.Process) -> int:
+    """Memory that belongs to the process alone: no files mapped into memory."""
+    info: Any = process.memory_info()
+    return int(info.rss - info.shared)
+
+
+def _text(engine: BlockAttentionEngine, tokens: int, seed: int) -> str:
+    """Text of about ``tokens`` tokens."""
+    words = [f"item{seed}{number % 97}" for number in range(tokens)]
+    tokenizer = engine.model.tokenizer.tokenizer
+    ids = tokenizer(" ".join(words), add_special_tokens=False).input_ids[:tokens]
+    return str(tokenizer.decode(ids))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", nargs="?", default="qwen")
+    parser.add_argument("--dtype", choices=DTYPES, help="Measure this type in this process.")
+    parser.add_argument("--repeats", type=int, default=3)
+    options = parser.parse_args()
+    model = model_path(options.model)
+    if options.dtype:
+        print(json.dumps(measure(model, options.dtype, options.repeats)))
+        return
+    rows = []
+    for dtype in DTYPES:
+        command = [sys.executable, __file__, model, "--dtype", dtype]
+        command += ["--repeats", str(options.repeats)]
+        output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+        rows.append(json.loads(output.splitlines()[-1]))
+    print(json.dumps({"machine": machine(), "model": options.model, "rows": rows}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""Quantized weights: checkpoints that have them, and weights that are quantized at load."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import BitsAndBytesConfig, TorchAoConfig
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+
+from blockattn_rag.errors import UnsupportedModelError
+from blockattn_rag.lazy import missing_extra
+
+WEIGHTS = ("int8", "nf4")
+"""Types of weights that linear layers are quantized to at load: 8-bit integers with a scale for
+each row (torchao), and 4-bit normal floats (bitsandbytes). Activations are not quantized."""
+
+_PACKAGES = {
+    "awq": ("gptqmodel",),
+    "gptq": ("gptqmodel", "optimum"),
+    "auto-round": ("auto-round",),
+    "bitsandbytes": ("bitsandbytes",),
+    "compressed-tensors": ("compressed-tensors",),
+    "hqq": ("hqq",),
+    "quark": ("amd-quark",),
+    "torchao": ("torchao",),
+}
+"""Packages that transformers needs to load a quantized checkpoint, apart from accelerate."""
+_MODULES = {"amd-quark": "quark"}
+# Attribute of bitsandbytes' 4-bit layers that enables a kernel, which takes multiples of 32 outputs
+# and complete blocks of inputs.
+_CPU_KERNEL, _KERNEL_ROWS = "support_avx512bf16_for_cpu", 32
+# transformers dequantizes these at load only on machines without a GPU.
+_DEQUANTIZED_ON_CPU = ("fp8", "mxfp4")
+# transformers dequantizes these in the first forward pass, which changes weights after loading.
+_DEQUANTIZED = ("compressed-tensors",)
+_INEXACT = {
+    "bitsandbytes_8bit": "LLM.int8 quantizes activations, and its outliers depend on all tokens of "
+    "a forward pass, so that a block's keys and values depend on other blocks. Use a checkpoint in "
+    "4 bits, or the original checkpoint with dtype='int8'",
+}
+
+
+def quantization_of(config: Any) -> dict[str, Any]:
+    """The quantization settings of a checkpoint's config. Empty if its weights are plain."""
+    configs = (config, config.get_text_config(decoder=True))
+    found = (getattr(one, "quantization_config", None) for one in configs)
+    settings: Any = next(filter(None, found), {})
+    return dict(settings) if isinstance(settings, Mapping) else settings.to_dict()
+
+
+def check_quantization(name: str, settings: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint that cannot be loaded or used, before its weights are downloaded.
+
+    Raises:
+        ImportError: a package is missing; the message says how to install it.
+        UnsupportedModelError: block mode is not exact for this quantization, or transformers does
+            not support it.
+    """
+    if not settings:
+        return
+    method = str(getattr(settings.get("quant_method"), "value", settings.get("quant_method")))
+    kind = "bitsandbytes_8bit" if settings.get("load_in_8bit") else method
+    if kind in _INEXACT:
+        raise UnsupportedModelError(
+            f"{name} is quantized with bitsandbytes in 8 bits, which block mode does not support: "
+            f"{_INEXACT[kind]}."
+        )
+    if method != "bitsandbytes" and method not in AUTO_QUANTIZATION_CONFIG_MAPPING:
+        raise UnsupportedModelError(
+            f"{name} is quantized with {method!r}, which this version of transformers does not "
+            "support; use another checkpoint of the model."
+        )
+    packages = ("accelerate", *_PACKAGES.get(method, ()))
+    missing = [package for package in packages if not _is_installed(package)]
+    if missing:
+        raise ImportError(
+            f"{name} is quantized with {method}. Loading it needs {' and '.join(missing)}; run "
+            f"`pip install {' '.join(missing)}`"
+        )
+
+
+def _is_installed(package: str) -> bool:
+    module = _MODULES.get(package, package.replace("-", "_"))
+    return importlib.util.find_spec(module) is not None
+
+
+def loading_arguments(
+    name: str, config: Any, dtype: str | torch.dtype, device: str
+) -> dict[str, Any]:
+    """Arguments of ``from_pretrained`` for weights that are, or are to be, quantized.
+
+    Args:
+        config: The checkpoint's config.
+        dtype: Type of the weights: one of ``WEIGHTS``, or a dtype.
+
+    Raises:
+        ImportError, UnsupportedModelError: see ``check_quantization``.
+        ValueError: the checkpoint is quantized already, and ``dtype`` is one of ``WEIGHTS``.
+    """
+    settings = quantization_of(config)
+    check_quantization(name, settings)
+    if dtype in WEIGHTS:
+        if settings:
+            raise ValueError(
+                f"dtype={dtype!r} quantizes weights at load, but {name} is quantized already, with "
+                f"{settings.get('quant_method')}; leave dtype out"
+            )
+        return {"device_map": device, **_quantized_at_load(str(dtype))}
+    arguments: dict[str, Any] = {"dtype": dtype}
+    if settings:
+        arguments["device_map"] = device
+        method = settings.get("quant_method")
+        if method in _DEQUANTIZED or (device == "cpu" and method in _DEQUANTIZED_ON_CPU):
+            arguments["config"] = copy.deepcopy(config)
+            arguments["config"].quantization_config = {**settings, "dequantize": True}
+    return arguments
+
+
+def _quantized_at_load(weights: str) -> dict[str, Any]:
+    package = "torchao" if weights == "int8" else "bitsandbytes"
+    for needed in ("accelerate", package):
+        if importlib.util.find_spec(needed) is None:
+            raise ImportError(f"dtype={weights!r} needs {missing_extra(needed, 'quantized')}")
+    # Computed in bfloat16: in float32, torchao converts all weights for each token, which takes ten
+    # times as long, and bitsandbytes rounds to bfloat16 anyway on processors that have it.
+    dtype = torch.bfloat16
+    config: Any
+    if weights == "int8":
+        from torchao.quantization import Int8WeightOnlyConfig
+
+        config = TorchAoConfig(Int8WeightOnlyConfig(set_inductor_config=False))
+    else:
+        settings: dict[str, Any] = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": dtype}
+        config = BitsAndBytesConfig(load_in_4bit=True, **settings)
+    return {"dtype": dtype, "quantization_config": config}
+
+
+def allow_all_shapes(hf_model: nn.Module) -> None:
+    """Turn off a kernel of bitsandbytes for the layers whose shape it does not support."""
+    for module in hf_model.modules():
+        if hasattr(module, _CPU_KERNEL):
+            layer: Any = module
+            columns = layer.weight.quant_state.blocksize
+            if layer.out_features % _KERNEL_ROWS or layer.in_features % columns:
+                setattr(layer, _CPU_KERNEL, False)
