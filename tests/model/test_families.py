@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache
 from itertools import permutations
 
 import pytest
@@ -32,10 +32,12 @@ BUDGET = LOGITS[torch.float32]
 A, ONE, B = "Halden Tower is 214 metres tall, they say.", "x", "It was built in 1931."
 QUESTION = "How tall is it?"
 
+RELAYING = ["llama", "qwen3", "gemma", "phi", "glm", "cohere", "smollm3", "gpt_neox", "mixtral"]
+
 families = pytest.mark.parametrize("family", SUPPORTED)
 
 
-@lru_cache(maxsize=1)
+@cache
 def engine_for(family: str) -> BlockAttentionEngine:
     kind, config = SUPPORTED[family]
     model = BlockModel(tiny_model(kind, **config), tiny_tokenizer())
@@ -68,6 +70,7 @@ def error_of(
 @families
 def test_logits_and_greedy_tokens_are_the_oracles(family: str) -> None:
     engine = engine_for(family)
+    assert engine.model.supports_relay or family not in RELAYING
     prompts = [[], [ONE], [A], [A, A], *(list(order) for order in permutations([A, ONE, B]))]
     for assembly in assemblies(engine):
         errors = {str(texts): error_of(engine, texts, assembly) for texts in prompts}

@@ -33,11 +33,6 @@ def vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeVllm:
     return fake
 
 
-@pytest.fixture(scope="module")
-def loaded(model: Path) -> BlockModel:
-    return BlockModel.from_pretrained(model, device="cpu")
-
-
 @pytest.fixture
 def server(
     loaded: BlockModel, model: Path, monkeypatch: pytest.MonkeyPatch
