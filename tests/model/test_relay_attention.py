@@ -93,23 +93,6 @@ def test_decoding_equals_the_copy_path(llama: BlockModel, options: dict[str, Any
     assert found == expected
 
 
-def test_a_batch_of_unequal_requests_that_share_blocks_equals_one_by_one(llama: BlockModel) -> None:
-    orders = [[0, 1, 2, 3], [3], [2, 0], [1, 1]]
-    contexts = [encoded(llama, [BLOCKS[i] for i in order]) for order in orders]
-    finals = [FINAL_IDS, FINAL_IDS[:3], FINAL_IDS[2:], FINAL_IDS[:7]]
-    prompts = [(c.token_ids, f) for c, f in zip(contexts, finals, strict=True)]
-    sampling = Sampling(max_new_tokens=6)
-    assert llama.supports_relay
-    batch = llama.generate_batch(
-        prompts, sampling, cache=llama.cache_for(*contexts, assembly="relay")
-    )
-    single = [
-        llama.generate(*prompt, sampling, cache=llama.cache_for(context, assembly="relay"))
-        for prompt, context in zip(prompts, contexts, strict=True)
-    ]
-    assert batch == single
-
-
 def test_enabling_relay_changes_nothing_for_ordinary_calls() -> None:
     hf_model = tiny_model("llama")
     ids = torch.tensor([BLOCKS[0]])
