@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from itertools import permutations
 
 import pytest
 import torch
@@ -71,7 +70,8 @@ def error_of(
 def test_logits_and_greedy_tokens_are_the_oracles(family: str) -> None:
     engine = engine_for(family)
     assert engine.model.supports_relay or family not in RELAYING
-    prompts = [[], [ONE], [A], [A, A], *(list(order) for order in permutations([A, ONE, B]))]
+    orders = [[A, ONE, B], [ONE, B, A], [B, A, ONE]]  # each block at each place
+    prompts = [[], [ONE], [A], [A, A], *orders]
     for assembly in assemblies(engine):
         errors = {str(texts): error_of(engine, texts, assembly) for texts in prompts}
         assert max(errors.values()) <= BUDGET, errors
@@ -86,21 +86,20 @@ def test_logits_and_greedy_tokens_are_the_oracles(family: str) -> None:
 
 
 @families
-@pytest.mark.parametrize(("sink", "length"), [("bos", 1), ("head:4", 4)])
-def test_blocks_after_a_sink_are_the_oracles(family: str, sink: str, length: int) -> None:
+def test_blocks_after_a_sink_are_the_oracles(family: str) -> None:
     engine = engine_for(family)
     tokenizer, ends = engine.model.tokenizer, sorted(engine.model.end_token_ids)
     for texts in ([A, B, ONE], [A, ONE, A, A, B]):
         prompt = BlockPrompt.from_texts([*texts, QUESTION])
         ids = tokenizer.prompt_ids(prompt)
-        before = sink_ids(sink, tokenizer)
-        assert len(before) == length
+        before = sink_ids("head:4", tokenizer)
+        assert len(before) == 4
         blocks = [*ids.context, ids.final]
         expected = oracle_generate(engine.model.hf_model, blocks, 5, ends, before)
         for assembly in assemblies(engine):
             assert error_of(engine, texts, assembly, before) <= BUDGET
             one = with_settings(engine, assembly=assembly)
-            answer = one.generate(prompt, max_new_tokens=5, recipe=sink)
+            answer = one.generate(prompt, max_new_tokens=5, recipe="head:4")
             assert answer.token_ids == expected
 
 

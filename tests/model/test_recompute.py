@@ -280,22 +280,6 @@ def test_answers_go_from_block_to_full_mode(
     assert found.token_ids == answer.token_ids
 
 
-def test_counts_recomputed_tokens(engine: BlockAttentionEngine, prompt: BlockPrompt) -> None:
-    engine.precompute(prompt.context, as_prompt=True)
-    plain, half = (
-        engine.generate(prompt, recipe=Recipe(recompute=share), max_new_tokens=2).stats
-        for share in (0.0, 0.5)
-    )
-    assert plain.prompt_tokens == half.prompt_tokens
-    passages = sum(
-        len(engine.model.tokenizer.block_ids(block, first=False))
-        for block in prompt.context
-        if block.is_passage
-    )
-    assert half.computed_tokens == plain.computed_tokens + round(passages / 2)
-    assert half.recipe == "recompute:0.5"
-
-
 @pytest.mark.parametrize(
     ("blocks", "promote"),
     [(0, 0), (1, 0), (None, 9)],
