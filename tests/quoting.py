@@ -62,5 +62,9 @@ def quoting_model(
     marks: Any = [] if special is None else FORMATS[form].marks
     added: Any = [AddedToken(mark, special=bool(special), normalized=False) for mark in marks]
     tokenizer.add_tokens(added, special_tokens=bool(special))
-    vocabulary = VOCABULARY + len(marks)
-    return tuned_model(tokenizer, max_position_embeddings=8192, vocab_size=vocabulary)
+    return tuned_model(
+        tokenizer,
+        max_position_embeddings=8192,
+        num_hidden_layers=1,
+        vocab_size=VOCABULARY + len(marks),
+    )

@@ -33,7 +33,7 @@ def thinking_model(*, opens: bool) -> BlockModel:
     tokenizer = tiny_tokenizer()
     opening = "{%- if add_generation_prompt %}{{ '<think>\\n' }}{% endif %}"
     tokenizer.chat_template = QWEN3 + (opening if opens else "")
-    return tuned_model(tokenizer, max_position_embeddings=8192)
+    return tuned_model(tokenizer, max_position_embeddings=8192, num_hidden_layers=1)
 
 
 def says(text: str) -> dict[str, Any]:

@@ -57,7 +57,7 @@ def tool_model() -> BlockModel:
     """A tiny random model whose chat template knows tools."""
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = TOOL_TEMPLATE
-    return tuned_model(tokenizer, max_position_embeddings=32768)
+    return tuned_model(tokenizer, max_position_embeddings=32768, num_hidden_layers=1)
 
 
 class ScriptedEngine(BlockAttentionEngine):

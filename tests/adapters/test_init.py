@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 
@@ -42,11 +43,16 @@ def test_a_missing_package_names_the_extra(package: str, name: str, needed: str)
 
 
 @EACH
-def test_only_servers_need_the_extra_serving(package: str, name: str, needed: str) -> None:
-    found = output_of(
-        f"import sys; sys.modules['openai'] = None\n"
-        f"import blockattn_rag.{package} as adapter\n"
-        f"adapter.{name}\n"
-        f"try: adapter.served_llm\nexcept ImportError as error: print(error)"
-    )
-    assert 'pip install -c constraints.txt -e ".[serving]"' in found
+def test_only_servers_need_the_extra_serving(
+    package: str, name: str, needed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = f"blockattn_rag.{package}.served"
+    foreign = ("langchain_openai", "llama_index.llms.openai", "openai")
+    for module in [module for module in sys.modules if module.startswith((served, *foreign))]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, "openai", None)
+    adapter = importlib.import_module(f"blockattn_rag.{package}")
+    monkeypatch.delattr(adapter, "served", raising=False)
+    assert getattr(adapter, name)
+    with pytest.raises(ImportError, match=r'pip install -c constraints.txt -e "\.\[serving\]"'):
+        _ = adapter.served_llm

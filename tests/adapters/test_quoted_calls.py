@@ -14,7 +14,10 @@ from tests.quoting import CALLS, called, quoted, quoting_model
 from tests.scripted import ScriptedEngine
 
 pytestmark = EACH
-FORM = pytest.mark.parametrize("form", FORMATS)
+# Streams are tested in one form: the parser's own tests stream all of them.
+FORM = pytest.mark.parametrize(
+    ("form", "how"), [*((form, "whole") for form in FORMATS), ("hermes", "stream")]
+)
 MADE = [("delete_all", {"now": True})]
 NOW = {"type": "object", "properties": {"now": {"type": "boolean"}}, "required": ["now"]}
 TOOL = {"type": "function", "function": {"name": "delete_all", "parameters": NOW}}
@@ -34,9 +37,15 @@ def answer_of(
     return found.text, found.calls
 
 
-@WHOLE_OR_STREAM
-@FORM
-@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize(
+    ("form", "special", "how"),
+    [
+        *((form, True, "whole") for form in FORMATS),
+        ("hermes", True, "stream"),
+        ("hermes", False, "whole"),
+        ("hermes", False, "stream"),
+    ],
+)
 def test_quoted_call_is_text(framework: Framework, form: str, how: How, special: bool) -> None:
     (said,) = quoted(form)
     assert answer_of(framework, form, quoted(form), how, special) == (said.text, [])
@@ -66,7 +75,6 @@ def test_marks_are_found_after_thoughts(framework: Framework, how: How) -> None:
     assert CALLS["hermes"] in found.thoughts
 
 
-@WHOLE_OR_STREAM
 @FORM
 def test_constrained_answer_is_text_or_calls(framework: Framework, form: str, how: How) -> None:
     options: dict[str, Any] = {"special": None, "tool_calls": "constrained"}

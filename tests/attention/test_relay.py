@@ -123,17 +123,6 @@ def test_beams_of_one_request_see_the_same_context() -> None:
         assert (found[beam] - expected).abs().max() <= RELAY_BUDGET
 
 
-def test_the_stored_tensors_are_bit_identical_afterwards() -> None:
-    blocks = blocks_of([12, 5])
-    before = [tensor.clone() for kv in blocks for tensor in (*kv.keys, *kv.values)]
-    plan = relay_plan([place(blocks)], [LAYOUT, LAYOUT])
-    states = random(1, KV_HEADS, 3, SIZE)
-    for layer in (0, 1):
-        plan.attend(layer, random(1, HEADS, 3, SIZE), states, states, 0.25, None)
-    after = [tensor for kv in blocks for tensor in (*kv.keys, *kv.values)]
-    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-
-
 def test_a_query_is_turned_against_the_blocks_shift() -> None:
     # A query at position 10 and a key at local position 2 of a block placed at 5: distance 3.
     query, key = random(1, 1, SIZE), random(1, 1, SIZE, seed=1)
@@ -267,7 +256,7 @@ def test_one_plan_serves_a_question_and_the_tokens_of_its_answer() -> None:
 
 @pytest.mark.usefixtures("cuda_kernels")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("size", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("size", [64, 80])
 def test_relay_by_the_kernels_for_cuda_equals_moving_keys(
     monkeypatch: pytest.MonkeyPatch, size: int, dtype: torch.dtype
 ) -> None:

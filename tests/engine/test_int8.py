@@ -71,17 +71,6 @@ def test_store_may_mix_int8_and_float(model: BlockModel, make_store: MakeStore) 
     assert plain.generate(["first", A, Q], mode="full", max_new_tokens=1).stats.int8_blocks == 0
 
 
-def test_questions_over_int8_blocks_and_others_share_a_batch(model: BlockModel) -> None:
-    store = MemoryStore(1 << 26)
-    BlockAttentionEngine(model, store, kv_dtype="int8").encode([A])
-    engine = BlockAttentionEngine(model, store)
-    prompts = [["first", A, Q], ["first", B, A, Q], ["first", B, Q]]
-    alone = [engine.generate(prompt, max_new_tokens=6) for prompt in prompts]
-    together = engine.generate_batch(prompts, max_new_tokens=6)
-    assert [one.token_ids for one in together] == [one.token_ids for one in alone]
-    assert [one.stats.int8_blocks for one in together] == [1, 1, 0]
-
-
 def test_int8_blocks_take_a_quarter_of_float32_and_the_scales(model: BlockModel) -> None:
     sizes = {}
     for kind in ("model", "int8"):

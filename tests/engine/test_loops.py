@@ -25,7 +25,7 @@ def engine_that_writes(cycle: list[str]) -> BlockAttentionEngine:
     tokenizer.add_tokens(cycle)
     size = len(tokenizer)
     width = size + -size % 4  # a multiple of the number of heads
-    model: Any = tiny_model("llama", hidden_size=width, vocab_size=size)
+    model: Any = tiny_model("llama", hidden_size=width, vocab_size=size, num_hidden_layers=1)
     ids = tokenizer("".join(cycle), add_special_tokens=False)["input_ids"]
     after = dict(zip(ids, [*ids[1:], ids[0]], strict=True))
     with torch.no_grad():

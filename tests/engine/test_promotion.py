@@ -70,7 +70,7 @@ def test_the_last_passages_are_part_of_the_final_block(
 
 @pytest.mark.parametrize(
     ("family", "assembly"),
-    [(family, way) for family in ("llama", "gemma3_text") for way in ("relay", "copy")],
+    [("llama", "relay"), ("gemma3_text", "relay"), ("gemma3_text", "copy")],
 )
 @pytest.mark.parametrize("count", [1, 2])
 def test_promoted_passages_see_all_blocks_and_one_another(
@@ -151,9 +151,3 @@ def test_full_mode_promotes_nothing(engine: BlockAttentionEngine) -> None:
     assert torch.equal(found, plain)
     asked = engine.generate(PROMPT, mode="full", recipe=promoting(2), max_new_tokens=1)
     assert asked.stats.recipe == ""
-
-
-def test_an_answer_is_predicted_as_it_is_generated(engine: BlockAttentionEngine) -> None:
-    answer = engine.generate(PROMPT, recipe=promoting(1), max_new_tokens=NEW).token_ids
-    logits = engine.answer_logits(PROMPT, answer, recipe=promoting(1))
-    assert logits.argmax(-1).tolist() == answer

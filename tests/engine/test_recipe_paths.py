@@ -115,9 +115,9 @@ def test_ingestion_before_the_question_makes_hits(engine: BlockAttentionEngine) 
     assert found.stats.recipe == str(engine.recipe)
 
 
-def test_recipes_compared_on_one_engine_do_not_mix(recipe: Recipe) -> None:
+def test_recipes_compared_on_one_engine_do_not_mix() -> None:
     engine = BlockAttentionEngine(MODEL, MemoryStore(1 << 28), recipe="none")
-    for one in (*RECIPES.values(), recipe):
-        found = engine.generate(LONGEST, recipe=one, max_new_tokens=NEW)
-        assert found.token_ids == expected(one, LONGEST)
+    for recipe in (*RECIPES.values(), *reversed(RECIPES.values())):
+        answer = engine.generate(LONGEST, recipe=recipe, max_new_tokens=NEW)
+        assert answer.token_ids == expected(recipe, LONGEST)
     assert engine.generate(LONGEST, max_new_tokens=NEW).token_ids == expected(Recipe(), LONGEST)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 from weakref import WeakSet
 
@@ -78,7 +78,7 @@ def test_an_empty_first_block_leaves_the_next_one_to_be_recomputed() -> None:
 
 
 @pytest.fixture
-def contexts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+def contexts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int]]]:
     """For each batch from now on: the tokens of its contexts, and those of recomputed contexts
     that are in memory."""
     seen: list[tuple[int, int]] = []
@@ -92,7 +92,10 @@ def contexts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
         return cache_for(model, *contexts, **options)
 
     monkeypatch.setattr(BlockModel, "cache_for", recorded)
-    return seen
+    gc.collect()
+    gc.freeze()  # later collections skip the objects of earlier tests
+    yield seen
+    gc.unfreeze()
 
 
 @pytest.mark.parametrize("most", [1, 200, 350])

@@ -59,9 +59,8 @@ def test_an_answer_is_what_the_schema_says(engine: BlockAttentionEngine, way: st
     assert not set(answer.token_ids[:-1]) & engine.model.end_token_ids
 
 
-@pytest.mark.parametrize("assembly", ["copy", "relay"])
-def test_a_schema_holds_on_each_path(engine: BlockAttentionEngine, assembly: str) -> None:
-    engine = with_settings(engine, assembly=assembly)
+def test_a_schema_holds_over_copied_blocks(engine: BlockAttentionEngine) -> None:
+    engine = with_settings(engine, assembly="copy")
     answer = engine.generate(A, response_format=by_schema(), max_new_tokens=NEW)
     validate(answer.json(), SCHEMA)
 

@@ -32,9 +32,11 @@ def inputs(count: int = 8) -> list[Any]:
     ]
 
 
-@pytest.fixture
-def one_by_one(chat: ChatBlockAttention) -> list[Any]:
-    return [chat.invoke(one).content for one in inputs()]
+@pytest.fixture(scope="module")
+def one_by_one() -> list[Any]:
+    """Answers of single calls."""
+    chat = ChatBlockAttention(engine=counting_engine(), max_tokens=6)
+    return [chat.invoke(messages).content for messages in inputs()]
 
 
 def contents(messages: Sequence[Any]) -> list[Any]:

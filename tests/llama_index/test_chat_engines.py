@@ -43,14 +43,21 @@ def check(engine: RecordingEngine, tokenised: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "expected"),
-    [("context", [3, 3]), ("condense_plus_context", [3, 0, 3]), ("condense_question", [3, 0, 3])],
+    ("mode", "way", "expected"),
+    [
+        ("context", "chat", [3, 3]),
+        *(
+            ("condense_plus_context", way, [3, 0, 3])
+            for way in ("chat", "stream_chat", "achat", "astream_chat")
+        ),
+        ("condense_question", "chat", [3, 0, 3]),
+        ("condense_question", "astream_chat", [3, 0, 3]),
+    ],
 )
-@pytest.mark.parametrize("way", ["chat", "stream_chat", "achat", "astream_chat"])
 async def test_every_turn_of_a_chat_reuses_its_passages(
     mode: str,
-    expected: list[int],
     way: str,
+    expected: list[int],
     index: VectorStoreIndex,
     llm: BlockAttentionLLM,
     engine: RecordingEngine,

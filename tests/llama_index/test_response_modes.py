@@ -95,9 +95,17 @@ def texts_of(prompt: BlockPrompt) -> list[str]:
     return [*(block.text for block in prompt.context), prompt.final]
 
 
-@pytest.mark.parametrize("helper", [own_helper, default_helper], ids=["own", "default"])
-@pytest.mark.parametrize(("count", "size"), [(3, FITS), (5, OVERFLOWS)], ids=["fits", "overflows"])
-@pytest.mark.parametrize("chat", [True, False], ids=["chat", "completion"])
+# Every pair of helper, size and kind of prompt, in four of the eight combinations.
+@pytest.mark.parametrize(
+    ("helper", "count", "size", "chat"),
+    [
+        (own_helper, 3, FITS, True),
+        (own_helper, 5, OVERFLOWS, False),
+        (default_helper, 3, FITS, False),
+        (default_helper, 5, OVERFLOWS, True),
+    ],
+    ids=["own-fits-chat", "own-overflows-completion", "fits-completion", "overflows-chat"],
+)
 @pytest.mark.parametrize("mode", READING)
 async def test_blocks_reach_the_model_complete_or_are_computed(
     mode: str,

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
-from itertools import permutations
+from functools import cache
 
 import pytest
 import torch
@@ -32,10 +31,12 @@ BUDGET = LOGITS[torch.float32]
 A, ONE, B = "Halden Tower is 214 metres tall, they say.", "x", "It was built in 1931."
 QUESTION = "How tall is it?"
 
+RELAYING = ["llama", "qwen3", "gemma", "phi", "glm", "cohere", "smollm3", "gpt_neox", "mixtral"]
+
 families = pytest.mark.parametrize("family", SUPPORTED)
 
 
-@lru_cache(maxsize=1)
+@cache
 def engine_for(family: str) -> BlockAttentionEngine:
     kind, config = SUPPORTED[family]
     model = BlockModel(tiny_model(kind, **config), tiny_tokenizer())
@@ -68,7 +69,9 @@ def error_of(
 @families
 def test_logits_and_greedy_tokens_are_the_oracles(family: str) -> None:
     engine = engine_for(family)
-    prompts = [[], [ONE], [A], [A, A], *(list(order) for order in permutations([A, ONE, B]))]
+    assert engine.model.supports_relay or family not in RELAYING
+    orders = [[A, ONE, B], [ONE, B, A], [B, A, ONE]]  # each block at each place
+    prompts = [[], [ONE], [A], [A, A], *orders]
     for assembly in assemblies(engine):
         errors = {str(texts): error_of(engine, texts, assembly) for texts in prompts}
         assert max(errors.values()) <= BUDGET, errors
@@ -83,21 +86,20 @@ def test_logits_and_greedy_tokens_are_the_oracles(family: str) -> None:
 
 
 @families
-@pytest.mark.parametrize(("sink", "length"), [("bos", 1), ("head:4", 4)])
-def test_blocks_after_a_sink_are_the_oracles(family: str, sink: str, length: int) -> None:
+def test_blocks_after_a_sink_are_the_oracles(family: str) -> None:
     engine = engine_for(family)
     tokenizer, ends = engine.model.tokenizer, sorted(engine.model.end_token_ids)
     for texts in ([A, B, ONE], [A, ONE, A, A, B]):
         prompt = BlockPrompt.from_texts([*texts, QUESTION])
         ids = tokenizer.prompt_ids(prompt)
-        before = sink_ids(sink, tokenizer)
-        assert len(before) == length
+        before = sink_ids("head:4", tokenizer)
+        assert len(before) == 4
         blocks = [*ids.context, ids.final]
         expected = oracle_generate(engine.model.hf_model, blocks, 5, ends, before)
         for assembly in assemblies(engine):
             assert error_of(engine, texts, assembly, before) <= BUDGET
             one = with_settings(engine, assembly=assembly)
-            answer = one.generate(prompt, max_new_tokens=5, recipe=sink)
+            answer = one.generate(prompt, max_new_tokens=5, recipe="head:4")
             assert answer.token_ids == expected
 
 

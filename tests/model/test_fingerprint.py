@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +22,7 @@ from blockattn_rag.model.packing import pack_linears
 from blockattn_rag.model.relay_attention import enable_relay
 from blockattn_rag.prompts.tokenization import BlockTokenizer
 from tests.models import shared_tiny_llama, tiny_model, tiny_tokenizer
+from tests.processes import run
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Already found a `peft_config`:UserWarning"),
@@ -281,19 +279,12 @@ def test_a_model_that_was_saved_and_loaded_has_its_fingerprint(model: Any, tmp_p
         assert fingerprint(load(tmp_path, dtype=torch.float32, **options)) == ORIGINAL
 
 
+def print_fingerprints() -> None:
+    print(ORIGINAL, fingerprint(adapted()))
+
+
 def test_another_process_finds_the_same_fingerprint() -> None:
-    module = "from tests.model import test_fingerprint as t"
-    script = f"{module}; print(t.ORIGINAL, t.fingerprint(t.adapted()))"
-    root = str(Path(__file__).parents[2])
-    found = subprocess.run(
-        [sys.executable, "-c", script],
-        cwd=root,
-        env={**os.environ, "PYTHONHASHSEED": "1", "PYTHONPATH": root},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert found.stdout.split() == [ORIGINAL, fingerprint(adapted())]
+    assert run(print_fingerprints).stdout.split() == [ORIGINAL, fingerprint(adapted())]
 
 
 # -- autocast and training mode --------------------------------------------------------------------

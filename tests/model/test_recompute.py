@@ -95,8 +95,13 @@ def dense_logits(model: BlockModel, chosen: list[int]) -> Tensor:
     return logits
 
 
-@pytest.mark.parametrize("share", [0.1, 0.3, 0.75, 1.0])
-@pytest.mark.parametrize("family", ["llama", "multi-query", "qwen3", "gemma", "glm", "gpt_neox"])
+@pytest.mark.parametrize(
+    ("family", "share"),
+    [
+        *(("llama", share) for share in (0.1, 0.3, 0.75, 1.0)),
+        *((family, 0.3) for family in ("multi-query", "qwen3", "gemma", "glm", "gpt_neox")),
+    ],
+)
 def test_equals_one_dense_forward(family: str, share: float) -> None:
     check_dense(model_of(family), family, share)
 
@@ -273,22 +278,6 @@ def test_answers_go_from_block_to_full_mode(
     assert errors[0] > errors[1] > errors[2]
     found = engine.generate(prompt, recipe=Recipe(sink, recompute=1.0), max_new_tokens=6)
     assert found.token_ids == answer.token_ids
-
-
-def test_counts_recomputed_tokens(engine: BlockAttentionEngine, prompt: BlockPrompt) -> None:
-    engine.precompute(prompt.context, as_prompt=True)
-    plain, half = (
-        engine.generate(prompt, recipe=Recipe(recompute=share), max_new_tokens=2).stats
-        for share in (0.0, 0.5)
-    )
-    assert plain.prompt_tokens == half.prompt_tokens
-    passages = sum(
-        len(engine.model.tokenizer.block_ids(block, first=False))
-        for block in prompt.context
-        if block.is_passage
-    )
-    assert half.computed_tokens == plain.computed_tokens + round(passages / 2)
-    assert half.recipe == "recompute:0.5"
 
 
 @pytest.mark.parametrize(

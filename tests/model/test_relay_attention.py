@@ -11,17 +11,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from blockattn_rag.attention.segments import SegmentTable
-from blockattn_rag.check.oracle import oracle_generate, oracle_logits
+from blockattn_rag.check.oracle import oracle_logits
 from blockattn_rag.errors import UnsupportedModelError
 from blockattn_rag.kv.context import Context, place
 from blockattn_rag.kv.rope import relative_error
 from blockattn_rag.model import BlockModel, EncodeRequest
-from blockattn_rag.model.probe import LOGITS
 from blockattn_rag.model.relay_attention import enable_relay
 from blockattn_rag.model.sampling import Sampling
 from tests.models import tiny_model, tiny_tokenizer
 
-RELAYING = ["llama", "qwen3", "gemma", "phi", "glm", "cohere", "smollm3", "gpt_neox", "mixtral"]
 LENGTHS = (24, 1, 17, 30)
 FINAL = 12
 
@@ -43,27 +41,6 @@ def encoded(model: BlockModel, blocks: list[list[int]]) -> Context:
 @pytest.fixture(scope="module")
 def llama() -> BlockModel:
     return BlockModel(tiny_model("llama"), tiny_tokenizer())
-
-
-@pytest.mark.parametrize("family", RELAYING)
-def test_a_family_answers_through_relay_as_the_oracle_does(family: str) -> None:
-    model = BlockModel(tiny_model(family), tiny_tokenizer())
-    assert model.supports_relay
-    context = encoded(model, BLOCKS)
-    logits = model.next_logits(
-        torch.tensor([FINAL_IDS]), model.cache_for(context, assembly="relay")
-    )
-    expected = oracle_logits(model.hf_model, [*BLOCKS, FINAL_IDS])[-1]
-    assert relative_error(logits, expected) <= LOGITS[torch.float32]
-    tokens = model.generate(
-        context.token_ids,
-        FINAL_IDS,
-        Sampling(max_new_tokens=6),
-        cache=model.cache_for(context, assembly="relay"),
-    )
-    assert tokens == oracle_generate(
-        model.hf_model, [*BLOCKS, FINAL_IDS], 6, end_ids=sorted(model.end_token_ids)
-    )
 
 
 @pytest.mark.parametrize(
@@ -112,23 +89,6 @@ def test_decoding_equals_the_copy_path(llama: BlockModel, options: dict[str, Any
         for assembly in ("relay", "copy")
     )
     assert found == expected
-
-
-def test_a_batch_of_unequal_requests_that_share_blocks_equals_one_by_one(llama: BlockModel) -> None:
-    orders = [[0, 1, 2, 3], [3], [2, 0], [1, 1]]
-    contexts = [encoded(llama, [BLOCKS[i] for i in order]) for order in orders]
-    finals = [FINAL_IDS, FINAL_IDS[:3], FINAL_IDS[2:], FINAL_IDS[:7]]
-    prompts = [(c.token_ids, f) for c, f in zip(contexts, finals, strict=True)]
-    sampling = Sampling(max_new_tokens=6)
-    assert llama.supports_relay
-    batch = llama.generate_batch(
-        prompts, sampling, cache=llama.cache_for(*contexts, assembly="relay")
-    )
-    single = [
-        llama.generate(*prompt, sampling, cache=llama.cache_for(context, assembly="relay"))
-        for prompt, context in zip(prompts, contexts, strict=True)
-    ]
-    assert batch == single
 
 
 def test_enabling_relay_changes_nothing_for_ordinary_calls() -> None:

@@ -21,8 +21,9 @@ from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.store import DirectoryStore, MemoryStore, StoredEntry, shrink, verify
 from blockattn_rag.store.format import encode
 from blockattn_rag.store.memory import host_copy
+from tests.processes import PROCESSES
 from tests.store.kvs import make_kv, same
-from tests.store.writers import PROCESSES, fill_bounded
+from tests.store.writers import fill_bounded
 
 KV = [make_kv(f"passage {i}") for i in range(6)]
 KEYS = [kv.key for kv in KV]

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from blockattn_rag.store import DirectoryStore, gc, verify
+from tests.processes import PROCESSES
 from tests.store.kvs import same
-from tests.store.writers import PROCESSES, STEPS, die_at, kill_writers, passage, write_times
+from tests.store.writers import STEPS, die_at, kill_writers, passage, write_times
 
 if TYPE_CHECKING:
     from pathlib import Path

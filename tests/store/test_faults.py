@@ -20,7 +20,7 @@ ALL: dict[Fault, float] = {
     "slow": 0.03, "hangs": 0.002, "hangs within": 0.002,
 }  # fmt: skip
 KVS = [make_kv(f"passage {i}", tokens=20 + 5 * i) for i in range(16)]
-READS = 192
+READS = 128
 
 
 @pytest.fixture(autouse=True)
@@ -29,9 +29,15 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("blockattn_rag.store.object_client._PART_BYTES", 6000)
 
 
-def opened(s3: str, url: str, monkeypatch: pytest.MonkeyPatch, retries: int = 3) -> ObjectStore:
+def opened(
+    s3: str,
+    url: str,
+    monkeypatch: pytest.MonkeyPatch,
+    retries: int = 3,
+    deadline_s: float = DEADLINE_S,
+) -> ObjectStore:
     monkeypatch.setenv("AWS_ENDPOINT_URL", url)
-    return ObjectStore(s3, deadline_s=DEADLINE_S, retries=retries, parallel=32)
+    return ObjectStore(s3, deadline_s=deadline_s, retries=retries, parallel=32)
 
 
 @pytest.mark.parametrize("fault", ["503", "truncated", "other range", "hangs", "hangs within"])
@@ -39,7 +45,7 @@ def test_fails_in_time(s3: str, s3_url: str, monkeypatch: pytest.MonkeyPatch, fa
     kv = KVS[0]
     ObjectStore(s3).put(kv.key, kv)
     with faulty(s3_url, {fault: 1.0}) as server:
-        store = opened(s3, server.url, monkeypatch)
+        store = opened(s3, server.url, monkeypatch, deadline_s=0.5)
         started = time.monotonic()
         with pytest.raises(StoreError, match="Cannot read s3://bucket/store-") as told:
             store.get(kv.key)

@@ -1,8 +1,7 @@
-"""What the writer processes of the crash tests do. Started by forkserver, so torch loads once."""
+"""What the writer processes of the crash tests do."""
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 import signal
@@ -24,9 +23,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from blockattn_rag.kv.block_kv import BlockKV
-
-PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["tests.store.writers"])
 
 
 def passage(number: int, filled_with: int | None = None) -> BlockKV:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,8 @@ import pytest
 from typer.testing import CliRunner
 
 from blockattn_rag.app.cli.app import app
+from blockattn_rag.model import BlockModel
+from tests.fake_server import FakeServer
 from tests.models import tiny_model, tiny_tokenizer
 from tests.store.conftest import s3 as s3
 from tests.store.conftest import s3_url as s3_url
@@ -52,6 +54,21 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny_model().save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def loaded(model: Path) -> BlockModel:
+    """The model of ``model``."""
+    return BlockModel.from_pretrained(model, device="cpu")
+
+
+@pytest.fixture
+def server(loaded: BlockModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeServer]:
+    """A server with a key, which the environment contains."""
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setenv("BLOCKATTN_RAG_API_KEY", "the-secret")
+    with FakeServer(loaded, api_key="the-secret").listening() as server:
+        yield server
 
 
 @pytest.fixture

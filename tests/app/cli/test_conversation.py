@@ -5,19 +5,22 @@ from __future__ import annotations
 import json
 import os
 import pty
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from blockattn_rag.app.cli.app import app
 from blockattn_rag.app.cli.ask import talk
 from blockattn_rag.app.rag.ask import AssistantAnswer, Source, Turn
 from blockattn_rag.engine.results import ReuseStats
 from blockattn_rag.errors import ContextOverflowError
 from tests.app.cli.conftest import Command
+from tests.holding import LONGEST_S
+from tests.processes import PROCESSES
 
 QUESTION = "How high is Halden Tower?"
 SOURCE = Source("notes.pdf", "7", "", "The tower is\n214 metres high. " + "More of it. " * 20, 0.5)
@@ -139,22 +142,28 @@ def test_variables_of_the_chat_template_are_checked(cli: Command, filled: Path) 
     assert "Found enable_thinking in chat_template_kwargs, which the chat" in output.stderr
 
 
+def ask_in_terminal(name: str, database: Path) -> None:
+    """Run ``ask`` in the terminal of a name."""
+    for descriptor in range(3):
+        os.dup2(os.open(name, os.O_RDWR), descriptor)
+    sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w")  # noqa: SIM115
+    app(["ask", "--db", str(database), "--max-new-tokens", "2"])
+
+
 @pytest.fixture
-def terminal(filled: Path) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
+def terminal(filled: Path) -> Iterator[tuple[int, BaseProcess]]:
     """A process of ``ask`` in a terminal of its own, and the terminal's other end."""
     ours, its = pty.openpty()
-    command = [sys.executable, "-m", "blockattn_rag", "ask", "--db", str(filled)]
-    process = subprocess.Popen(
-        [*command, "--max-new-tokens", "2"], stdin=its, stdout=its, stderr=its
-    )
-    os.close(its)
+    process = PROCESSES.Process(target=ask_in_terminal, args=(os.ttyname(its), filled))
+    process.start()
     yield ours, process
     process.kill()
-    process.wait()
+    process.join()
+    os.close(its)
     os.close(ours)
 
 
-def test_terminal_stays_open(terminal: tuple[int, subprocess.Popen[bytes]]) -> None:
+def test_terminal_stays_open(terminal: tuple[int, BaseProcess]) -> None:
     ours, process = terminal
     seen = b""
 
@@ -171,4 +180,5 @@ def test_terminal_stays_open(terminal: tuple[int, subprocess.Popen[bytes]]) -> N
         wait_for(b"first token after")
     wait_for(b"> ")
     os.write(ours, b"\x04")
-    assert process.wait(60) == 0
+    process.join(LONGEST_S)
+    assert process.exitcode == 0

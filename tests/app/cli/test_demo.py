@@ -113,27 +113,25 @@ def test_default_folder_is_in_user_cache(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert run.default_folder() == tmp_path / ".cache" / "blockattn_rag" / "demo"
 
 
-@pytest.mark.parametrize("kind", ["folder", "memory", "s3"])
 def test_the_demo_answers_the_same_over_every_store_and_one_string_chooses_it(
-    cli: Command, model: Path, tmp_path: Path, kind: str, request: pytest.FixtureRequest
+    cli: Command, model: Path, tmp_path: Path, s3: str
 ) -> None:
-    addresses = {"folder": str(tmp_path / "elsewhere"), "memory": "memory:"}
-    store = addresses.get(kind) or request.getfixturevalue(kind)
     command = ("demo", "--json", "--model", model, "--db")
     near = cli(*command, tmp_path / "near").json
     assert near["store"] == str(tmp_path / "near" / "kv")
-    output = cli(*command, tmp_path / "far", "--store", store)
-    assert output.status == 0, output.stderr
-    report = output.json
-    assert report["store"] == store
-    assert not (tmp_path / "far" / "kv").exists()
-    for mode in ("block", "full"):
-        assert [one[mode]["answer"] for one in report["questions"]] == [
-            one[mode]["answer"] for one in near["questions"]
-        ]
-    assert report["summary"]["misses"] == 0
-    again = cli(*command, tmp_path / "far", "--store", store).json["ingest"]
-    assert again["reused"] == (0 if kind == "memory" else 6)
+    for name, store in (("folder", str(tmp_path / "kv")), ("memory", "memory:"), ("s3", s3)):
+        output = cli(*command, tmp_path / name, "--store", store)
+        assert output.status == 0, output.stderr
+        report = output.json
+        assert report["store"] == store
+        assert not (tmp_path / name / "kv").exists()
+        for mode in ("block", "full"):
+            assert [question[mode]["answer"] for question in report["questions"]] == [
+                question[mode]["answer"] for question in near["questions"]
+            ]
+        assert report["summary"]["misses"] == 0
+        again = cli(*command, tmp_path / name, "--store", store).json["ingest"]
+        assert again["reused"] == (0 if name == "memory" else 6)
 
 
 def test_refuses_other_databases(cli: Command, model: Path, tmp_path: Path) -> None:

@@ -33,11 +33,6 @@ def vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeVllm:
     return fake
 
 
-@pytest.fixture(scope="module")
-def loaded(model: Path) -> BlockModel:
-    return BlockModel.from_pretrained(model, device="cpu")
-
-
 @pytest.fixture
 def server(
     loaded: BlockModel, model: Path, monkeypatch: pytest.MonkeyPatch
@@ -52,7 +47,7 @@ def server(
 
 @pytest.mark.parametrize(
     ("launcher", "number", "status"),
-    [([], signal.SIGINT, 130), ([], signal.SIGTERM, 0), (["nohup"], signal.SIGTERM, 0)],
+    [([], signal.SIGINT, 130), (["nohup"], signal.SIGTERM, 0)],
 )
 def test_a_served_model_is_checked_and_stopped_by_a_signal(
     server: FakeServer, vllm: FakeVllm, loaded: BlockModel, model: Path, port: int, tmp_path: Path,

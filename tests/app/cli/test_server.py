@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,20 +12,6 @@ from blockattn_rag.server.protocol import ENCODE
 from tests.app.cli.conftest import Command
 from tests.fake_server import CHATS, FakeServer
 from tests.recipes import recipe_of
-
-
-@pytest.fixture(scope="module")
-def loaded(model: Path) -> BlockModel:
-    return BlockModel.from_pretrained(model, device="cpu")
-
-
-@pytest.fixture
-def server(loaded: BlockModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeServer]:
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    fake = FakeServer(loaded, api_key="the-secret")
-    monkeypatch.setenv("BLOCKATTN_RAG_API_KEY", "the-secret")
-    with fake.listening():
-        yield fake
 
 
 def test_a_database_is_ingested_and_asked_through_a_server(

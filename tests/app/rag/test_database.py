@@ -29,22 +29,42 @@ def test_finds_nearest_passages_in_any_graph(model: Path, tmp_path: Path) -> Non
         assert [{int(i) for i in ids} for ids in found] == [set(row) for row in exact.tolist()]
 
 
-def test_a_database_keeps_its_namespace(model: Path, tmp_path: Path) -> None:
-    wanted = Manifest(str(model), fingerprint="", namespace="one", recipe="head:2")
-    Database.create(tmp_path / "db", wanted)
-    engine = Database.open(tmp_path / "db").engine
-    assert (engine.access.namespace, engine.recipe.sink) == ("one", "head:2")
-    manifest = tmp_path / "db" / MANIFEST
-    manifest.write_text(manifest.read_text().replace('"one"', '"o/ne"'))
-    with pytest.raises(DatabaseError, match="A namespace consists of"):
-        Database.open(tmp_path / "db")
+def test_a_database_keeps_its_settings(model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "db"
+    settings = Manifest(
+        str(model),
+        fingerprint="",
+        namespace="one",
+        recipe="head:2",
+        dtype="bfloat16",
+        kv_dtype="int8",
+        store=f"file://{tmp_path}/elsewhere",
+    )
+    for database in (Database.create(folder, settings), Database.open(folder)):
+        engine = database.engine
+        assert (engine.access.namespace, engine.recipe.sink) == ("one", "head:2")
+        assert (engine.kv_dtype, str(engine.model.dtype)) == ("int8", "torch.bfloat16")
+        assert repr(engine.store) == f"DirectoryStore({str(tmp_path / 'elsewhere')!r})"
+    assert not (folder / "kv").exists()
 
 
-def test_a_recipe_that_is_no_text_is_reported_with_its_file(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("text", "invalid", "message"),
+    [
+        ('"namespace": ""', '"namespace": "o/ne"', "A namespace consists of"),
+        ('"kv_dtype": "model"', '"kv_dtype": "int4"', r"is damaged .*int4"),
+        ('"auto"', "5", r"damaged \(Found recipe 5, expected a string\)"),
+    ],
+)
+def test_an_invalid_setting_is_reported(
+    model: Path, tmp_path: Path, text: str, invalid: str, message: str
+) -> None:
     Database.create(tmp_path, Manifest(str(model), fingerprint=""))
     manifest = tmp_path / MANIFEST
-    manifest.write_text(manifest.read_text().replace('"auto"', "5"))
-    with pytest.raises(DatabaseError, match=r"damaged \(Found recipe 5, expected a string\)"):
+    content = manifest.read_text()
+    assert text in content
+    manifest.write_text(content.replace(text, invalid))
+    with pytest.raises(DatabaseError, match=message):
         Database.open(tmp_path)
 
 
@@ -85,25 +105,6 @@ def test_fine_tuned_model_runs_as_trained(model: Path, tmp_path: Path) -> None:
         assert created.manifest.recipe == recipe
         assert created.engine.recipe.sink == sink
         assert Database.open(folder).engine.recipe.sink == sink
-
-
-def test_a_database_keeps_its_types(model: Path, tmp_path: Path) -> None:
-    wanted = Manifest(str(model), fingerprint="", dtype="bfloat16", kv_dtype="int8")
-    for database in (Database.create(tmp_path / "db", wanted), Database.open(tmp_path / "db")):
-        engine = database.engine
-        assert (engine.kv_dtype, str(engine.model.dtype)) == ("int8", "torch.bfloat16")
-    manifest = tmp_path / "db" / MANIFEST
-    manifest.write_text(manifest.read_text().replace('"int8"', '"int4"'))
-    with pytest.raises(DatabaseError, match=r"is damaged .*int4"):
-        Database.open(tmp_path / "db")
-
-
-def test_a_database_keeps_the_address_of_its_store(model: Path, tmp_path: Path) -> None:
-    wanted = Manifest(str(model), fingerprint="", store=f"file://{tmp_path}/elsewhere")
-    Database.create(tmp_path / "db", wanted)
-    store = Database.open(tmp_path / "db").engine.store
-    assert repr(store) == f"DirectoryStore({str(tmp_path / 'elsewhere')!r})"
-    assert not (tmp_path / "db" / "kv").exists()
 
 
 def test_databases_on_one_store_have_own_recipes(model: Path, tmp_path: Path) -> None:

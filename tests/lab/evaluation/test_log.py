@@ -40,27 +40,6 @@ def test_compares_along_the_full_answer(engine: BlockAttentionEngine, tmp_path: 
     assert report["none"].kl.mean > 1e-4
 
 
-def test_stopped_replay_resumes(engine: BlockAttentionEngine, tmp_path: Path) -> None:
-    log = read_log(write(tmp_path / "log.jsonl", *({"prompt": one} for one in PROMPTS)))
-    path = tmp_path / "records.jsonl"
-
-    def stop(done: int, _: int) -> None:
-        if done == 2:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        measure_fidelity(
-            engine, log, ("none",), max_new_tokens=3, records_path=path, on_progress=stop
-        )
-    done: list[int] = []
-    resumed = measure_fidelity(
-        engine, log, ("none",), max_new_tokens=3, records_path=path,
-        on_progress=lambda number, _: done.append(number),
-    )  # fmt: skip
-    assert resumed.records == measure_fidelity(engine, log, ("none",), max_new_tokens=3).records
-    assert len(path.read_text("utf-8").splitlines()) == 1 + 2 * 3
-
-
 def test_ids_are_the_logs_own_or_numbers_of_lines(tmp_path: Path) -> None:
     path = write(tmp_path / "log", {"prompt": ["a", "b"], "id": "x"}, {"prompt": ["c"]})
     log = read_log(path)

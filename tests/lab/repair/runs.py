@@ -1,16 +1,9 @@
-"""Shared by tests of repairs: a tiny model, questions with passages, quick limits.
-
-As a program it starts a repair and kills itself, at a step of the training (its number) or at a
-comparison ("comparing")::
-
-    python -m tests.lab.repair.runs OUTPUT STAGE
-"""
+"""Shared by tests of repairs: a tiny model, questions with passages, quick limits."""
 
 from __future__ import annotations
 
 import os
 import signal
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -83,7 +76,9 @@ def _die(*_: Any, **__: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _run_and_die(output: Path, stage: str) -> None:
+def run_and_die(output: Path, stage: str) -> None:
+    """Start a repair that kills its process at a step of the training (its number), or at a
+    comparison ("comparing")."""
     from blockattn_rag.lab.repair import stages
     from blockattn_rag.lab.trainer import LabTrainer
 
@@ -105,7 +100,3 @@ def _run_and_die(output: Path, stage: str) -> None:
 
         LabTrainer.training_step = training_step  # type: ignore[method-assign]
     repaired(block_model(), output)
-
-
-if __name__ == "__main__":
-    _run_and_die(Path(sys.argv[1]), sys.argv[2])

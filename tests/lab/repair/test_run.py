@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -34,6 +33,7 @@ from blockattn_rag.lab.repair.teacher import Teacher
 from blockattn_rag.model import BlockModel
 from blockattn_rag.prompts.formats import BLANK_LINE, PromptFormat
 from blockattn_rag.store import MemoryStore
+from tests import processes
 from tests.lab.repair.runs import (
     FAST,
     PASSAGES,
@@ -44,6 +44,7 @@ from tests.lab.repair.runs import (
     material,
     nearest,
     repaired,
+    run_and_die,
 )
 from tests.models import tiny_model, tiny_tokenizer
 
@@ -412,7 +413,8 @@ class TestInterruption:
         self, finished: tuple[Path, Recipe, Any], tmp_path: Path, stage: str
     ) -> None:
         output = tmp_path / "recipe"
-        _kill(output, stage)
+        killed = processes.run(run_and_die, output, stage)
+        assert killed.status == -signal.SIGKILL, killed.stderr
         assert not output.exists()
         assert output.with_name("recipe.work").is_dir()
         recipe, expected = repaired(block_model(), output), finished[1]
@@ -543,10 +545,3 @@ class TestInterruption:
         with pytest.raises(DataError, match=r"has a recipe for other \(fingerprints f{12}\)"):
             repaired(model, output)
         assert Recipe.load(output).sink == "bos"
-
-
-def _kill(output: Path, stage: str) -> None:
-    command = [sys.executable, "-m", "tests.lab.repair.runs", str(output), stage]
-    root = Path(__file__).parents[3]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
-    assert done.returncode == -signal.SIGKILL, done.stderr

@@ -1,9 +1,4 @@
-"""Shared by training tests: a tiny model on disk, records of all three kinds, settings.
-
-As a program it starts a run and kills itself in the middle::
-
-    python -m tests.lab.training.runs SETTINGS_JSON STEP
-"""
+"""Shared by training tests: a tiny model on disk, records of all three kinds, settings."""
 
 from __future__ import annotations
 
@@ -11,7 +6,6 @@ import json
 import os
 import random
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +60,8 @@ def config(arguments: dict[str, Any]) -> FinetuneConfig:
     return FinetuneConfig(**arguments)
 
 
-def _run_and_die(arguments: dict[str, Any], step: int) -> None:
+def run_and_die(arguments: dict[str, Any], step: int) -> None:
+    """Start a run that kills its process before a step."""
     from blockattn_rag.lab.trainer import LabTrainer
     from blockattn_rag.lab.training.finetune import finetune
 
@@ -79,7 +74,3 @@ def _run_and_die(arguments: dict[str, Any], step: int) -> None:
 
     LabTrainer.training_step = training_step  # type: ignore[method-assign]
     finetune(config(arguments))
-
-
-if __name__ == "__main__":
-    _run_and_die(json.loads(sys.argv[1]), int(sys.argv[2]))

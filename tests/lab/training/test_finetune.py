@@ -7,7 +7,6 @@ import json
 import math
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -30,9 +29,10 @@ from blockattn_rag.model import BlockModel
 from blockattn_rag.model.loading import load_config
 from blockattn_rag.prompts.sinks import sink_ids
 from blockattn_rag.server.profile import profile_of
-from tests.lab.training.runs import config, settings, write_data, write_model
+from tests.lab.training.runs import config, run_and_die, settings, write_data, write_model
 from tests.model.miniatures import model_of_kinds
 from tests.models import tiny_model, tiny_tokenizer
+from tests.processes import run
 
 # peft asks transformers for an attribute that transformers has renamed.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
@@ -165,9 +165,8 @@ class TestResume:
         write_model(tmp_path / "model", family)
         write_data(tmp_path / "train.jsonl")
         killed = settings(tmp_path, "killed", lora=lora)
-        command = [sys.executable, "-m", "tests.lab.training.runs", json.dumps(killed), "9"]
-        ended = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert ended.returncode == -signal.SIGKILL, ended.stderr
+        ended = run(run_and_die, killed, 9)
+        assert ended.status == -signal.SIGKILL, ended.stderr
         assert not (tmp_path / "killed").exists()
         resumed = finetune(config(killed))
         whole = finetune(config(settings(tmp_path, "whole", lora=lora)))
