@@ -16,6 +16,7 @@ from blockattn_rag.hub import existing_model, hub_errors
 from blockattn_rag.lazy import missing_extra
 from blockattn_rag.model.gguf import SMOLLM2, dequantised, is_gguf, smollm2
 from blockattn_rag.model.miniature import check_architecture
+from blockattn_rag.model.weight_files import WeightFiles
 from blockattn_rag.prompts.checkpoints import known_checkpoint
 
 BUNDLED = "bundled"
@@ -27,6 +28,8 @@ SHORT_NAMES = (BUNDLED, SMOLLM2)
 """Names of models that are neither paths nor hub ids."""
 
 _ADAPTER_CONFIG = "adapter_config.json"
+_PLACEMENT = frozenset({"device_map", "max_memory", "offload_folder", "attn_implementation"})
+"""Arguments of ``from_pretrained`` that leave the weights as they are in their files."""
 _MODEL_FILES = ("config.json", _ADAPTER_CONFIG)
 _TOKENIZER_FILE = "tokenizer_config.json"
 _INSTALL_SMOLLM2 = (
@@ -139,6 +142,29 @@ def load_model(
     if dtype == "auto" and loaded.device.type == "cpu" and "quantization_config" not in kwargs:
         loaded = loaded.float()
     return loaded.eval()
+
+
+def load_with_files(
+    model: str | Path, *, device: str = "auto", dtype: str | torch.dtype = "auto", **kwargs: Any
+) -> tuple[PreTrainedModel, WeightFiles | None]:
+    """Load a model, and find the files that its weights are in.
+
+    Takes the arguments of ``load_model``, and raises the same errors.
+
+    Returns:
+        The model and its files. None: its weights differ from those of any files, because an
+        adapter was merged into them, or because they were quantized while they were loaded.
+    """
+    source = resolve_name(model)
+    # Of a folder, the state before loading, because a file may be replaced while it is read. Files
+    # of the hub are downloaded by loading, and never change.
+    files = WeightFiles.of(source) if Path(source).is_dir() else None
+    loaded = load_model(model, device=device, dtype=dtype, **kwargs)
+    if is_adapter(source) or hasattr(loaded, "peft_config") or not kwargs.keys() <= _PLACEMENT:
+        return loaded, None
+    if not Path(source).is_dir():
+        files = WeightFiles.of(source, getattr(loaded.config, "_commit_hash", None))
+    return loaded, files
 
 
 def default_device() -> str:
