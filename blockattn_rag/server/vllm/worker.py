@@ -257,8 +257,8 @@ def _check_layer(
     expected = (len(heads), told.key_size, told.value_size)
     if pages.sizes != expected:
         raise ServingError(
-            f"Layer {index} has (heads, key size, value size) {pages.sizes}, but the profile of "
-            f"{profile.name} says {expected}; make a profile of the model that is served"
+            f"Layer {index} has (heads, key size, value size) {pages.sizes}, expected {expected} "
+            f"from the config of {profile.name}"
         )
     if getattr(layer, "kv_sharing_target_layer_name", None) is not None:
         raise ServingError(
