@@ -32,6 +32,7 @@ from blockattn_rag.server.vllm.metrics import (
     count_loads,
 )
 from blockattn_rag.server.vllm.pages import LayerPages
+from blockattn_rag.server.vllm.rotations import check_rotations
 from blockattn_rag.server.vllm.saver import BlockSaver
 from blockattn_rag.server.vllm.scheduler import Load, Orders, Save
 from blockattn_rag.store import MemoryStore, TieredStore, open_store
@@ -98,7 +99,8 @@ class WorkerSide:
         """Register the attention layers of this rank, by name, and open its stores.
 
         Raises:
-            ServingError: The layers differ from the profile, or their pages cannot be read.
+            ServingError: The layers differ from the profile in sizes or in the rotation of keys,
+                or their pages cannot be read.
             StoreError, ValueError: A store cannot be opened.
         """
         config, profile = self._config, self._profile
@@ -112,6 +114,7 @@ class WorkerSide:
         self._pages = [LayerPages(by_index[index]) for index in indices]
         for index, pages in zip(indices, self._pages, strict=True):
             _check_layer(index, pages, by_index[index], share, profile)
+        check_rotations(profile, share.layers)
         if config.encodes:
             for place, one in enumerate(self._pages):
                 one.share_layout(self._pages[:place])
