@@ -33,7 +33,6 @@ from blockattn_rag import BlockAttentionEngine, MemoryStore, Passage
 from blockattn_rag.engine.find_recipe import resolve_recipe
 from blockattn_rag.model import BlockModel
 from blockattn_rag.model.loading import resolve_name
-from blockattn_rag.server.profile import profile_of
 from tests.recipes import recipe_of
 from tests_vllm.reference import PACKAGE
 from tests_vllm.server import Server
@@ -99,10 +98,12 @@ def main(
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         used.save(folder / "recipe")
-        profile_of(local, used).write(folder / "profile.json")
-        files = {"recipe": str(folder / "recipe"), "profile": str(folder / "profile.json")}
         for count in map(int, ranks.split(",")):
-            config = {**files, "store": str(folder / f"kv-{count}"), "memory": "1GiB"}
+            config = {
+                "recipe": str(folder / "recipe"),
+                "store": str(folder / f"kv-{count}"),
+                "memory": "1GiB",
+            }
             with served(config, count, path, folder / f"{count}.log") as server:
                 answers = asyncio.run(answers_of(server, questions, tokens))
             pairs = zip(answers, expected, strict=True)

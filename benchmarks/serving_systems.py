@@ -21,7 +21,7 @@ import httpx
 from openai_client import VLLM, Answer, Question, ask, encode
 from serving_load import ENVIRONMENT
 
-from blockattn_rag.app.serving import Served, profile_file
+from blockattn_rag.app.serving import Served
 from blockattn_rag.store import DirectoryStore, ObjectStore
 from tests.store.servers import BUCKET, S3_ENVIRONMENT, s3_server
 from tests_vllm.server import Server
@@ -112,7 +112,7 @@ class Systems:
         with contextlib.ExitStack() as stack:
             needed = dict.fromkeys(SYSTEMS[name].server for name in self.names)
             if needed.keys() & {"memory", "disk", "s3"}:
-                self._connector = self._served.connector(profile_file(self._served))
+                self._connector = self._served.options().connector
             if "s3" in needed:
                 os.environ |= S3_ENVIRONMENT | {"MOTO_S3_DEFAULT_KEY_BUFFER_SIZE": "65536"}
                 os.environ["AWS_ENDPOINT_URL"] = stack.enter_context(s3_server())

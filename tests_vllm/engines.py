@@ -25,7 +25,7 @@ class Engine:
     Args:
         options: the connector's.
         module: where its class is found.
-        transfer: changed fields of ``KVTransferConfig``.
+        model: the folder of the model.
         engine: changed arguments of ``LLM``.
     """
 
@@ -34,6 +34,7 @@ class Engine:
         options: dict[str, Any],
         module: str = "blockattn_rag.server.vllm.connector",
         name: str = "BlockAttentionConnector",
+        model: str = MODEL,
         **engine: Any,
     ) -> None:
         transfer = KVTransferConfig(
@@ -44,7 +45,7 @@ class Engine:
         )
         given = {"max_model_len": 2048, "max_num_seqs": 16, "disable_log_stats": False}
         self.llm = LLM(
-            MODEL,
+            model,
             dtype="float32",
             enforce_eager=True,
             kv_transfer_config=transfer,

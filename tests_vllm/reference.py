@@ -76,7 +76,7 @@ class Case(NamedTuple):
 
 
 class Reference:
-    """The local engine, a directory store, and the profile of its model in a file."""
+    """The local engine, a directory store, and the profile of its model."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -86,8 +86,6 @@ class Reference:
         )
         self.model: BlockModel = self.engine._model
         self.profile: ModelProfile = profile_of(self.model)
-        self.profile_path = folder / "profile.json"
-        self.profile.write(self.profile_path)
         lines = (
             (PACKAGE / "app" / "demo" / "data" / "test-order-5.jsonl")
             .read_text("utf-8")
@@ -97,7 +95,7 @@ class Reference:
 
     def options(self, **changed: Any) -> dict[str, Any]:
         """The connector's, for the reference's own store."""
-        given = {"store": str(self.store), "profile": str(self.profile_path), "memory": "64MiB"}
+        given = {"store": str(self.store), "memory": "64MiB"}
         return given | changed
 
     def case(self, number: int, records: int = 1, pad: int = 0) -> Case:

@@ -38,7 +38,7 @@ def test_the_options_of_a_container_are_added_to_those_of_serve() -> None:
     services = yaml.safe_load((DEPLOY / "compose.yaml").read_text("utf-8"))["services"]
     words = services["vllm"]["command"]
     options = words[words.index("--") + 1 :]
-    connector = {"store": "s3://kv/llama", "profile": "profile.json"}
+    connector = {"store": "s3://kv/llama"}
     command = vllm_command(
         "/model",
         name="/model",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
@@ -28,13 +28,6 @@ ENGINES: dict[str, dict[str, Any]] = {
 """Options of the connector and of the engine."""
 
 
-class Files(NamedTuple):
-    """A recipe's folder and the profile that was written with it, as options of the connector."""
-
-    recipe: str
-    profile: str
-
-
 @pytest.fixture(scope="module")
 def recipe(reference: Reference) -> Recipe:
     return recipe_of(reference.model, size=0.05)
@@ -46,11 +39,10 @@ def profile(reference: Reference, recipe: Recipe) -> ModelProfile:
 
 
 @pytest.fixture(scope="module")
-def files(reference: Reference, recipe: Recipe, profile: ModelProfile) -> Files:
+def folder_of_recipe(reference: Reference, recipe: Recipe) -> str:
     folder = reference.folder / "recipes"
     recipe.save(folder / "recipe")
-    profile.write(folder / "profile.json")
-    return Files(str(folder / "recipe"), str(folder / "profile.json"))
+    return str(folder / "recipe")
 
 
 @pytest.fixture(scope="module", params=ENGINES)
@@ -65,7 +57,7 @@ def store(reference: Reference, kind: str) -> DirectoryStore:
 
 @pytest.fixture(scope="module")
 def engine(
-    reference: Reference, files: Files, kind: str, store: DirectoryStore
+    reference: Reference, folder_of_recipe: str, kind: str, store: DirectoryStore
 ) -> Iterator[Engine]:
     given = dict(ENGINES[kind])
     names = ("kv_dtype", "read_only")
@@ -73,7 +65,7 @@ def engine(
     with pytest.MonkeyPatch.context() as environment:
         if kind.startswith("two"):
             environment.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
-        options |= {"store": str(store.path), **files._asdict()}
+        options |= {"store": str(store.path), "recipe": folder_of_recipe}
         engine = Engine(reference.options(**options), **given)
         if kind == "two stages":
             engine.llm.collective_rpc("rehearse")

@@ -9,7 +9,6 @@ import pytest
 
 from blockattn_rag import BlockAttentionEngine, Recipe
 from blockattn_rag.check.server import check_server
-from blockattn_rag.server.profile import profile_of
 from blockattn_rag.store import DirectoryStore, MemoryStore
 from tests.recipes import recipe_of
 from tests_vllm.reference import Case, Reference
@@ -29,11 +28,10 @@ def server(reference: Reference, recipe: Recipe) -> Iterator[Server]:
     ranks = str(recipe.promote)
     folder = reference.folder / f"served-recipe-{ranks}"
     recipe.save(folder / "recipe")
-    profile_of(reference.model, recipe).write(folder / "profile.json")
-    files = {"recipe": str(folder / "recipe"), "profile": str(folder / "profile.json")}
     bind = {"VLLM_CPU_OMP_THREADS_BIND": "nobind" if ranks == "1" else "0|1"}
     more = ("--tensor-parallel-size", ranks)
-    yield from serving(reference, folder.name + "-kv", *more, environment=bind, **files)
+    given = {"recipe": str(folder / "recipe")}
+    yield from serving(reference, folder.name + "-kv", *more, environment=bind, **given)
 
 
 def fresh(reference: Reference, recipe: Recipe) -> BlockAttentionEngine:

@@ -1,30 +1,25 @@
-"""What vLLM needs to serve a model: the model, a store, and a profile that is measured once."""
+"""What vLLM needs to serve a model: the model, a store, a recipe, and a dtype."""
 
 from __future__ import annotations
 
-import gc
-import hashlib
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from blockattn_rag import __version__
 from blockattn_rag.app.rag.database import AUTO_SETTING, require_manifest
 from blockattn_rag.app.rag.names import check_recipe
-from blockattn_rag.check.model import check_model
-from blockattn_rag.engine.find_recipe import known_digests, resolve_recipe
+from blockattn_rag.engine.find_recipe import resolve_recipe
 from blockattn_rag.engine.outline import STOCK
-from blockattn_rag.errors import DatabaseError, UnsupportedModelError
+from blockattn_rag.engine.recipe import Recipe
+from blockattn_rag.errors import DatabaseError
 from blockattn_rag.files import state_folder
-from blockattn_rag.model import BlockModel
-from blockattn_rag.model.loading import is_adapter, load_config, resolve_name
+from blockattn_rag.model.checkpoint import CheckpointModel
+from blockattn_rag.model.loading import load_config, resolve_name
 from blockattn_rag.model.quantized import WEIGHTS
-from blockattn_rag.server.profile import VERSION, ModelProfile, profile_of
+from blockattn_rag.server.profile import DTYPES, profile_of
 from blockattn_rag.store import open_store
-from blockattn_rag.store.directory import RECIPE_FOLDER
 from blockattn_rag.store.urls import check_no_credentials
 
 
@@ -63,96 +58,74 @@ class Served:
             folder=path.resolve(),
         )
 
-    @property
-    def source(self) -> str:
+    def options(self) -> ServerOptions:
+        """Options that vLLM serves the model with.
+
+        Checks that the model and its recipe can be served, without loading the weights. Their files
+        are hashed, unless that was done before.
+
+        Raises:
+            UnsupportedModelError: The model cannot be served in block mode.
+            ValueError: The recipe cannot be used, or the dtype is unknown.
+            OSError: The model cannot be read.
+        """
+        check_recipe(self.recipe)
         source = resolve_name(self.model)
-        if is_adapter(source):
-            raise UnsupportedModelError(
-                f"{self.model} is a LoRA adapter, expected a complete model: merge it into its base"
-            )
-        return source
-
-    def connector(self, profile: Path) -> dict[str, Any]:
-        """Options of the connector, with a profile of ``profile_file`` or of the user."""
-        options = {"store": self.store, "profile": str(profile.resolve())}
-        if ModelProfile.read(profile).adapter:
-            kept = profile.with_name(RECIPE_FOLDER)
-            if not kept.is_dir() and self.recipe == AUTO_SETTING:
-                raise ValueError(
-                    f"{profile} was written with a recipe that has an adapter, and there is no "
-                    f"recipe at {kept}; pass the folder of that recipe as --recipe"
-                )
-            options["recipe"] = str(kept.resolve()) if kept.is_dir() else self.recipe
+        dtype = self._dtype()
+        model = CheckpointModel(self.model, DTYPES[dtype])
+        recipe = resolve_recipe(
+            self.recipe,
+            model,
+            open_store(self.store),
+            self.folder,
+            stock=self.stock,
+            can_recompute=False,
+        )
+        profile_of(model, recipe)
+        connector = {"store": self.store, "recipe": _name_of(recipe)}
         changed = {"namespace": self.namespace, "kv_dtype": self.kv_dtype}
-        return options | {
-            name: value for name, value in changed.items() if value not in ("", "model")
-        }
+        connector |= {name: value for name, value in changed.items() if value not in ("", "model")}
+        return ServerOptions(source, dtype, connector)
+
+    def _dtype(self) -> str:
+        dtype = self.dtype
+        if dtype in WEIGHTS:
+            raise ValueError(
+                f"dtype={dtype!r} quantizes the weights in this process, but vLLM loads them "
+                "itself; serve a quantized checkpoint of the model instead, with a database of its "
+                "own"
+            )
+        if dtype == AUTO_SETTING:
+            own = getattr(load_config(self.model), "dtype", None)
+            found = own if torch.cuda.is_available() else None
+            dtype = str(found or torch.float32).removeprefix("torch.")
+        if dtype not in DTYPES:
+            raise ValueError(f"Unknown dtype {dtype!r}: expected one of {', '.join(DTYPES)}")
+        return dtype
 
 
-def profile_file(served: Served) -> Path:
-    """File with the profile of a model, dtype and recipe. It is measured if it is missing.
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """What vLLM is started with.
 
-    The file is in a folder of the user's cache, together with the recipe if that has an adapter. A
-    changed model has another folder.
+    Args:
+        source: Folder or hub id of the model.
+        dtype: Type in which vLLM computes.
+        connector: Options of the connector, see ``server.config.ServingConfig``.
     """
-    check_recipe(served.recipe)
-    config = load_config(served.source)
-    dtype = _dtype(served, config)
-    file = state_folder() / "profiles" / _key(served, dtype, config) / "profile.json"
-    if not file.is_file():
-        _measure(served, dtype, file)
-        gc.collect()  # vLLM needs the memory of the weights
-    return file
+
+    source: str
+    dtype: str
+    connector: dict[str, Any]
 
 
-def _dtype(served: Served, config: Any) -> str:
-    if served.dtype in WEIGHTS:
-        raise ValueError(
-            f"dtype={served.dtype!r} quantizes the weights in this process, but vLLM loads them "
-            "itself; serve a quantized checkpoint of the model instead, with a database of its own"
-        )
-    if served.dtype != AUTO_SETTING:
-        return served.dtype
-    dtype = getattr(config, "dtype", None) if torch.cuda.is_available() else None
-    return str(dtype or torch.float32).removeprefix("torch.")
-
-
-def _key(served: Served, dtype: str, config: Any) -> str:
-    """Digest of everything that a profile depends on, without reading the weights."""
-    folder = Path(served.source)
-    stats = [(path, path.stat()) for path in sorted(folder.glob("*")) if folder.is_dir()]
-    parts = {
-        "version": [__version__, VERSION],
-        "model": str(folder.resolve()) if stats else [served.source, config._commit_hash],
-        "files": [[path.name, stat.st_size, stat.st_mtime_ns] for path, stat in stats],
-        "dtype": dtype,
-        "recipes": [
-            served.recipe,
-            *known_digests(served.recipe, served.store, served.source, served.folder, served.stock),
-        ],
-    }
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
-
-
-def _measure(served: Served, dtype: str, file: Path) -> None:
-    # On the CPU, so that all of the accelerator's memory is left for vLLM.
-    model = BlockModel.from_pretrained(served.model, dtype=dtype, device="cpu")
-    recipe = resolve_recipe(
-        served.recipe,
-        model,
-        open_store(served.store),
-        served.folder,
-        stock=served.stock,
-        can_recompute=False,
-    )
-    report = check_model(model, recipe)
-    if failed := [row for row in report.rows if not row.passed]:
-        raise UnsupportedModelError(
-            f"Block mode is not exact for {served.model}: {failed[0].name}, {failed[0].detail}; "
-            f"see `blockattn-rag check {served.model}`"
-        )
-    profile = profile_of(model, recipe)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    if recipe.adapter is not None:
-        recipe.save(file.with_name(RECIPE_FOLDER))
-    profile.write(file)  # last, because a folder with a profile is complete
+def _name_of(recipe: Recipe) -> str:
+    """Text form of a recipe, or a folder with it. The folder is a copy in the user's cache, so that
+    a server is not affected if the recipe is replaced while it starts."""
+    if recipe.adapter is None:
+        return str(recipe)
+    folder = state_folder() / "recipes" / recipe.digest[:32]
+    if not folder.is_dir():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        recipe.save(folder)
+    return str(folder)

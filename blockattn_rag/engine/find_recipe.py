@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from blockattn_rag.engine.outline import FAST, FREE_SINK, STOCK, STOCK_SOURCE, TEXT_FORMS
@@ -17,6 +17,7 @@ from blockattn_rag.engine.recipe_files import RECIPE_FILE, read_fields
 from blockattn_rag.errors import UnsupportedModelError
 from blockattn_rag.kv.context import Positions
 from blockattn_rag.model import BlockModel
+from blockattn_rag.model.checkpoint import CheckpointModel
 from blockattn_rag.model.gguf import is_gguf
 from blockattn_rag.model.loading import SHORT_NAMES
 from blockattn_rag.model.recompute import can_recompute as model_can_recompute
@@ -26,23 +27,21 @@ from blockattn_rag.prompts.sinks import sink_ids
 from blockattn_rag.store.base import KVStore
 from blockattn_rag.store.directory import RECIPE_FOLDER, DirectoryStore
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
 logger = logging.getLogger("blockattn_rag")
 
 RecipeLike = Recipe | str | Path
+AnyModel = BlockModel | CheckpointModel
 AUTO = "auto"
 
 _SHIPPED = Path(__file__).parent / "recipes"
 
 # What each model was warned about: once each, regardless of the number of engines.
-_warned_of: WeakKeyDictionary[PreTrainedModel, set[str]] = WeakKeyDictionary()
+_warned_of: WeakKeyDictionary[object, set[str]] = WeakKeyDictionary()
 
 
 def resolve_recipe(
     given: RecipeLike | None,
-    model: BlockModel,
+    model: AnyModel,
     store: KVStore,
     folder: Path | None = None,
     *,
@@ -127,7 +126,7 @@ class CallRecipes:
         return found.with_positions(self._positions)
 
 
-def check_fits(recipe: Recipe, model: BlockModel) -> None:
+def check_fits(recipe: Recipe, model: AnyModel) -> None:
     """Check that a recipe belongs to a model.
 
     Raises the same errors as ``resolve_recipe``.
@@ -137,7 +136,7 @@ def check_fits(recipe: Recipe, model: BlockModel) -> None:
             f"{why} Use recipe='auto', or make a recipe for this model and dtype: {_repair(model)}."
         )
     sink_ids(recipe.sink, model.tokenizer)
-    if recipe.recompute:
+    if recipe.recompute and isinstance(model, BlockModel):
         check_can_recompute(model)
     if recipe.adapter:
         if any(kind.attention == "latent" for kind in model.profile.kinds):
@@ -148,7 +147,7 @@ def check_fits(recipe: Recipe, model: BlockModel) -> None:
         recipe.adapter.check_shapes(model.profile.layer_outlines)
 
 
-def foreign(recipe: Recipe, model: BlockModel) -> str:
+def foreign(recipe: Recipe, model: AnyModel) -> str:
     """Explain in a sentence why a recipe does not belong to a model. Empty if it does."""
     if not recipe.fingerprints or model.fingerprint in recipe.fingerprints:
         return ""
@@ -161,7 +160,7 @@ def foreign(recipe: Recipe, model: BlockModel) -> str:
 
 
 def _automatic(
-    model: BlockModel, store: KVStore, folder: Path | None, stock: str, can_recompute: bool
+    model: AnyModel, store: KVStore, folder: Path | None, stock: str, can_recompute: bool
 ) -> Recipe:
     if model.is_block_tuned:
         trained: dict[str, Any] = {**model.tuned_with}
@@ -176,13 +175,15 @@ def _automatic(
     return recipe
 
 
-def stock_recipe(model: BlockModel, stock: str = STOCK, *, can_recompute: bool = True) -> Recipe:
+def stock_recipe(model: AnyModel, stock: str = STOCK, *, can_recompute: bool = True) -> Recipe:
     """The recipe of a stock model without a recipe: ``stock``, or the best free settings if tokens
     cannot be recomputed."""
     recipe = Recipe.of_text(stock)
     if recipe is None:
         raise ValueError(f"Invalid settings {stock!r}: expected {TEXT_FORMS}.")
-    if recipe.recompute and not (can_recompute and model_can_recompute(model)):
+    if recipe.recompute and not (
+        can_recompute and isinstance(model, BlockModel) and model_can_recompute(model)
+    ):
         recipe = Recipe(FREE_SINK)
     if model.profile.has_states and not recipe.promote:
         # State layers then see the last passage.
@@ -190,7 +191,7 @@ def stock_recipe(model: BlockModel, stock: str = STOCK, *, can_recompute: bool =
     return replace(recipe, source=STOCK_SOURCE)
 
 
-def recipe_in_use(model: BlockModel, store: KVStore, folder: Path | None = None) -> Recipe | None:
+def recipe_in_use(model: AnyModel, store: KVStore, folder: Path | None = None) -> Recipe | None:
     """The recipe that ``"auto"`` uses for a stock model, if it has an adapter.
 
     Returns:
@@ -204,7 +205,7 @@ def recipe_in_use(model: BlockModel, store: KVStore, folder: Path | None = None)
     return found if found and found.adapter else None
 
 
-def _found(model: BlockModel, store: KVStore, folder: Path | None) -> Recipe | None:
+def _found(model: AnyModel, store: KVStore, folder: Path | None) -> Recipe | None:
     path = store.path if isinstance(store, DirectoryStore) else None
     for place in _places(path, _sources(model), folder):
         is_own = folder is not None and place.parent == folder
@@ -230,7 +231,7 @@ def _found(model: BlockModel, store: KVStore, folder: Path | None) -> Recipe | N
     return _load_shipped(shipped) if shipped else None
 
 
-def _sources(model: BlockModel) -> Iterator[str]:
+def _sources(model: AnyModel) -> Iterator[str]:
     """Paths that the model may have been loaded from.
 
     A name without a folder, such as ``tiny``, can be a mere label: it is a path only if the weights
@@ -315,21 +316,22 @@ def _load_shipped(place: Path) -> Recipe:
     return replace(Recipe.load(place), source=f"shipped {place.name}")
 
 
-def _unlike_training(recipe: Recipe, model: BlockModel) -> str:
+def _unlike_training(recipe: Recipe, model: AnyModel) -> str:
     found = {"positions": recipe.positions, "sink": recipe.sink}
     if model.checkpoint:
         return model.checkpoint.unmet(**found)
     return other_switches(model.name, model.tuned_with, found)
 
 
-def _warn_once(model: BlockModel, message: str, about: str = "") -> None:
-    warned = _warned_of.setdefault(model.hf_model, set())
+def _warn_once(model: AnyModel, message: str, about: str = "") -> None:
+    owner = model.hf_model if isinstance(model, BlockModel) else model
+    warned = _warned_of.setdefault(owner, set())
     if about not in warned:
         warned.add(about)
         logger.warning("%s", message)
 
 
-def _trade(model: BlockModel, recipe: Recipe, folder: Path | None) -> str:
+def _trade(model: AnyModel, recipe: Recipe, folder: Path | None) -> str:
     start = (
         f"{model.name} is not block-fine-tuned and has no recipe: block mode uses {str(recipe)!r}, "
     )
@@ -346,6 +348,6 @@ def _trade(model: BlockModel, recipe: Recipe, folder: Path | None) -> str:
     )
 
 
-def _repair(model: BlockModel, folder: Path | None = None) -> str:
+def _repair(model: AnyModel, folder: Path | None = None) -> str:
     of = f"--model {model.name} --passages FILE" if folder is None else f"--db {folder}"
     return f"`blockattn-rag repair {of}`"

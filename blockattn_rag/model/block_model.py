@@ -24,11 +24,12 @@ from blockattn_rag.model.exclusion import lock_of, turn_to_draw
 from blockattn_rag.model.fingerprint import Snapshot, fingerprint_of
 from blockattn_rag.model.graphs import GraphRunner
 from blockattn_rag.model.packing import pack_linears
-from blockattn_rag.model.probe import AttentionProfile, profile_attention
+from blockattn_rag.model.probe import AttentionProfile, profile_attention, vocabulary_size
 from blockattn_rag.model.repetition import LoopGuard
 from blockattn_rag.model.sampling import Sampling, room_for
 from blockattn_rag.model.states import HeadStates
 from blockattn_rag.model.tuning import TunedModel
+from blockattn_rag.model.weight_files import WeightFiles
 from blockattn_rag.output.grammar import Grammar
 from blockattn_rag.prompts.tokenization import BlockTokenizer
 
@@ -48,6 +49,8 @@ class BlockModel(TunedModel):
         name: Name of the model in messages. Default: the name that it was loaded by.
         pack_weights: Whether to keep a second, packed copy of linear weights on the CPU, which
             speeds up short inputs, if it fits in memory (``packing.pack_linears``).
+        files: Files that the weights were loaded from, unchanged. They identify the model. Default:
+            its tensors do.
 
     Raises:
         UnsupportedModelError: the model's blocks cannot be moved exactly.
@@ -61,6 +64,7 @@ class BlockModel(TunedModel):
         *,
         name: str = "",
         pack_weights: bool = True,
+        files: WeightFiles | None = None,
     ) -> None:
         self.hf_model = hf_model.eval()
         is_ready = isinstance(tokenizer, BlockTokenizer)
@@ -73,6 +77,7 @@ class BlockModel(TunedModel):
         if pack_weights:
             pack_linears(hf_model)
         self._snapshot = Snapshot(hf_model)
+        self._files = files
 
     @classmethod
     def from_pretrained(
@@ -96,11 +101,24 @@ class BlockModel(TunedModel):
         tokenizer = model if tokenizer is None else tokenizer
         if isinstance(tokenizer, (str, Path)):
             tokenizer = loading.load_tokenizer(tokenizer)
-        name = ""
+        name, files = "", None
         if isinstance(model, (str, Path)):
             name = str(model)
-            model = loading.load_model(model, device=device, dtype=dtype, **kwargs)
-        return cls(model, tokenizer, name=name, pack_weights=pack_weights)
+            model, files = loading.load_with_files(model, device=device, dtype=dtype, **kwargs)
+        return cls(model, tokenizer, name=name, pack_weights=pack_weights, files=files)
+
+    @property
+    def config(self) -> Any:
+        return self.hf_model.config
+
+    @property
+    def has_adapter(self) -> bool:
+        return hasattr(self.hf_model, "peft_config")
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Upper bound of token ids."""
+        return vocabulary_size(self.hf_model)
 
     @property
     def device(self) -> torch.device:
@@ -119,11 +137,14 @@ class BlockModel(TunedModel):
     def fingerprint(self) -> str:
         """Identity of weights, config, dtype, tokenizer and active adapters: 64 hex digits.
 
-        Computed once: the first access reads all weights.
+        Computed once: the first access reads all weights, or their files, unless the digests of
+        these files are known.
         """
         with self.lock:
             self.check_unchanged()
-            return fingerprint_of(self.hf_model, self.tokenizer, self.profile.kinds)
+            # Files that changed after the weights were loaded belong to another model.
+            files = self._files if self._files is not None and self._files.is_current else None
+            return fingerprint_of(self.hf_model, self.tokenizer, self.profile.kinds, files)
 
     def check_unchanged(self) -> None:
         """Raise ``UnsupportedModelError`` if weights, config or adapters changed since loading.

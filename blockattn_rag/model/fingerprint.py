@@ -1,4 +1,9 @@
-"""Model fingerprints: weights, config, dtype, active adapters and tokenizer."""
+"""Model fingerprints: weights, config, dtype, active adapters and tokenizer.
+
+Weights that were loaded from files, and not changed since, are identified by the bytes of the
+files. So a server that never loads the model with transformers gets the same fingerprint. All other
+weights are identified by their tensors.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +19,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from blockattn_rag.model.kinds import LayerKind
+from blockattn_rag.model.weight_files import WeightFiles
 from blockattn_rag.prompts.tokenization import BlockTokenizer
 
-KV_VERSION = 3
-"""Incremented whenever this package computes other keys and values for the same model and text."""
+KV_VERSION = 4
+"""Incremented whenever this package computes other keys and values for the same model and text, or
+identifies a model in another way."""
 
 # Config fields without influence on keys and values: names, descriptions and generation settings.
 _NEUTRAL_FIELDS = frozenset(
@@ -33,21 +40,58 @@ _NEUTRAL_FIELDS = frozenset(
 
 
 def fingerprint_of(
-    hf_model: PreTrainedModel, tokenizer: BlockTokenizer, kinds: Sequence[LayerKind] = ()
+    hf_model: PreTrainedModel,
+    tokenizer: BlockTokenizer,
+    kinds: Sequence[LayerKind] = (),
+    files: WeightFiles | None = None,
 ) -> str:
-    """Compute a model's fingerprint: 64 hex digits. Reads all weights.
-
-    ``kinds``: Kinds of the model's layers. Attention alone adds nothing to the fingerprint.
+    """Compute a model's fingerprint: 64 hex digits.
 
     Models with the same fingerprint compute the same keys and values for the same text. Patched
     models are not supported: the fingerprint does not cover hooks, replaced ``forward`` methods or
     attributes set on modules.
+
+    Args:
+        kinds: Kinds of the model's layers. Attention alone adds nothing to the fingerprint.
+        files: Files that the weights were loaded from. Default: all tensors of the model are read.
     """
+    return _fingerprint(
+        _settings(hf_model),
+        str(hf_model.dtype),
+        weights_digest(hf_model) if files is None else files.digests(),
+        tokenizer,
+        kinds,
+    )
+
+
+def fingerprint_of_files(
+    config: Any,
+    dtype: torch.dtype,
+    files: WeightFiles,
+    tokenizer: BlockTokenizer,
+    kinds: Sequence[LayerKind] = (),
+) -> str:
+    """The fingerprint of the model that ``dtype`` and unchanged files give, without loading it.
+
+    Args:
+        config: Config of the model's class, as ``AutoModelForCausalLM`` would use it.
+    """
+    settings = {"config": _settled(config.to_dict()), "adapters": {}}
+    return _fingerprint(settings, str(dtype), files.digests(), tokenizer, kinds)
+
+
+def _fingerprint(
+    settings: dict[str, Any],
+    dtype: str,
+    weights: str | list[str],
+    tokenizer: BlockTokenizer,
+    kinds: Sequence[LayerKind],
+) -> str:
     contents = {
         "kv_version": KV_VERSION,
-        **_settings(hf_model),
-        "dtype": str(hf_model.dtype),
-        "weights": weights_digest(hf_model),
+        **settings,
+        "dtype": dtype,
+        "weights": weights,
         "tokenizer": tokenizer.fingerprint,
     }
     if not all(kind.is_attention for kind in kinds):

@@ -24,6 +24,7 @@ from blockattn_rag.model.quantized import (
     loading_arguments,
     quantization_of,
 )
+from blockattn_rag.model.weight_files import WeightFiles
 from blockattn_rag.prompts.checkpoints import known_checkpoint
 
 BUNDLED = "bundled"
@@ -35,6 +36,8 @@ SHORT_NAMES = (BUNDLED, SMOLLM2)
 """Names of models that are neither paths nor hub ids."""
 
 _ADAPTER_CONFIG = "adapter_config.json"
+_PLACEMENT = frozenset({"device_map", "max_memory", "offload_folder", "attn_implementation"})
+"""Arguments of ``from_pretrained`` that leave the weights as they are in their files."""
 _MODEL_FILES = ("config.json", _ADAPTER_CONFIG)
 _TOKENIZER_FILE = "tokenizer_config.json"
 _INSTALL_SMOLLM2 = (
@@ -161,6 +164,30 @@ def load_model(
 
 def _from_pretrained(name: str, config: Any, kwargs: dict[str, Any]) -> PreTrainedModel:
     return language_model(auto_class(config).from_pretrained(name, **kwargs))
+
+
+def load_with_files(
+    model: str | Path, *, device: str = "auto", dtype: str | torch.dtype = "auto", **kwargs: Any
+) -> tuple[PreTrainedModel, WeightFiles | None]:
+    """Load a model, and find the files that its weights are in.
+
+    Takes the arguments of ``load_model``, and raises the same errors.
+
+    Returns:
+        The model and its files. None: its weights differ from those of any files, because an
+        adapter was merged into them, or because they were quantized while they were loaded.
+    """
+    source = resolve_name(model)
+    # Of a folder, the state before loading, because a file may be replaced while it is read. Files
+    # of the hub are downloaded by loading, and never change.
+    files = WeightFiles.of(source) if Path(source).is_dir() else None
+    loaded = load_model(model, device=device, dtype=dtype, **kwargs)
+    is_changed = is_adapter(source) or hasattr(loaded, "peft_config") or dtype in WEIGHTS
+    if is_changed or not kwargs.keys() <= _PLACEMENT:
+        return loaded, None
+    if not Path(source).is_dir():
+        files = WeightFiles.of(source, getattr(loaded.config, "_commit_hash", None))
+    return loaded, files
 
 
 def default_device() -> str:

@@ -3,6 +3,9 @@
 A model's cache can only be measured on a model that runs. A miniature has the classes and the kinds
 of layers of the original, and takes milliseconds to build, so that a model can be refused before
 its weights are downloaded, and every architecture of transformers can be measured.
+
+``profile_config`` measures one that keeps all layers, the sizes of heads and the rotary embeddings.
+It caches what the model itself does, so that a server needs no second copy of the model.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -66,7 +70,11 @@ def miniature(config: Any) -> PreTrainedModel:
         Exception: the architecture cannot be built at such a size; its code may raise anything.
     """
     config = config.get_text_config(decoder=True)
-    small = type(config).from_dict(shrunk(config))
+    return _built(config, shrunk(config))
+
+
+def _built(config: Any, fields: dict[str, Any]) -> PreTrainedModel:
+    small = type(config).from_dict({**fields, "quantization_config": None})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         # Some language models have no class of their own, only as a part of a multimodal model.
@@ -102,6 +110,54 @@ def check_architecture(config: Any) -> AttentionProfile | None:
         return None
     _refuse_other_windows(model, profile)
     return profile
+
+
+def profile_config(config: Any, dtype: torch.dtype) -> AttentionProfile:
+    """Measure what a model of a config caches, without its weights.
+
+    Measures a miniature with all layers of the model, its head sizes and its rotary embeddings, on
+    the CPU. Takes seconds and a few hundred megabytes, for a model of any size.
+
+    Args:
+        config: The model's config.
+        dtype: Type of the model's keys and values.
+
+    Raises:
+        UnsupportedModelError: models of this architecture cannot run in block mode, or their layers
+            cannot be measured in this way.
+    """
+    config = config.get_text_config(decoder=True)
+    sketch = check_architecture(config)
+    if sketch is not None and not all(kind.is_attention for kind in sketch.kinds):
+        return sketch  # of other layers, only the kinds are used: servers refuse them
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    reasons = []
+    # Some models compute the size of heads from the width, and ignore the config's.
+    for scale in (None, size):
+        try:
+            fields = _thinned(config, scale)
+            with torch.device("cpu"):
+                profile = profile_attention(_built(config, fields))
+        except Exception as error:  # noqa: BLE001 -- the code of any architecture
+            reasons.append(repr(error))
+            continue
+        if any(keys.size == size for keys, _ in profile.layer_outlines):
+            heads = {} if scale is None else _head_counts(config, fields)
+            outline = [(heads.get(n, n), size, dtype) for n, size, _ in profile.token_outline]
+            return replace(profile, token_outline=tuple(outline))
+        reasons.append(f"found heads of {profile.layer_outlines[0][0].size}, expected {size}")
+    raise refusal(
+        config, f"its layers cannot be measured without its weights ({'; '.join(reasons)})"
+    )
+
+
+def _head_counts(config: Any, small: Mapping[str, Any]) -> dict[int, int]:
+    """A config's numbers of heads, by those of a smaller config."""
+    counts: dict[int, int] = {1: 1}
+    for name in _HEAD_COUNTS:
+        if isinstance(count := getattr(config, name, None), int):
+            counts.setdefault(small[config.attribute_map.get(name, name)], count)
+    return counts
 
 
 @torch.inference_mode()
@@ -155,6 +211,40 @@ def _fit_sections(fields: dict[str, Any]) -> None:
         half = int(size * rope.get("partial_rotary_factor", 1)) // 2
         scaled = [half * section // sum(sections) for section in sections]
         rope["mrope_section"] = [scaled[0] + half - sum(scaled), *scaled[1:]]
+
+
+_HEADS_OR_GROUPS = r".*heads?|num_query_groups"
+_CACHED = re.compile(
+    rf"{_HEADS_OR_GROUPS}|.*head_?dim|.*d_head|dim_head|kv_channels|rotary_dim"
+    r"|sliding_window|sliding_window_size|.*chunk_size|.*layers?|.*_period|.*_interval"
+)
+"""Fields of a config that decide what attention caches."""
+_WIDTHS = re.compile(r"hidden_size|n_embd|d_model|dim_model|.*embed_dim|word_embed_proj_dim")
+_ALL = 1 << 30
+
+
+def _thinned(config: Any, size: int | None = None) -> dict[str, Any]:
+    """The fields of a config with all its layers, which are narrow.
+
+    Args:
+        size: Size of heads, for models that compute it from the width. Fewer heads are left.
+            Default: the config's, and all heads of keys.
+    """
+    small = {
+        name: value if _CACHED.fullmatch(name) else _smaller(name, value, _ALL, _ALL)
+        for name, value in config.to_dict().items()
+    }
+    queries, keys = (config.attribute_map.get(name, name) for name in _HEAD_COUNTS)
+    if size is not None:
+        few = shrunk(config)
+        small |= {name: few[name] for name in small if re.fullmatch(_HEADS_OR_GROUPS, name)}
+    elif isinstance(count := small.get(keys), int) and count and small[queries] % count == 0:
+        small[queries] = count  # heads of queries cache nothing
+    width = small[queries] * (size or max(2, _WIDTH // small[queries] // 2 * 2))
+    return {
+        name: width if isinstance(value, int) and _WIDTHS.fullmatch(name) else value
+        for name, value in small.items()
+    }
 
 
 def _kept_layers(types: Sequence[str], layers: int) -> int:

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import PreTrainedModel
-
 from blockattn_rag.prompts.checkpoints import Checkpoint, known_checkpoint
 
 
 class TunedModel:
-    """Base of ``BlockModel``: what its config and its name say about fine-tuning."""
+    """Base of ``BlockModel`` and ``CheckpointModel``: what a model's config and its name say about
+    fine-tuning."""
 
-    hf_model: PreTrainedModel
     name: str
 
     @property
     def config(self) -> Any:
-        return self.hf_model.config
+        raise NotImplementedError
 
     @property
     def is_block_tuned(self) -> bool:
@@ -38,5 +36,9 @@ class TunedModel:
     def checkpoint(self) -> Checkpoint | None:
         """Published block-fine-tuned checkpoint of this name; None if fine-tuned further."""
         marker = getattr(self.config, "block_attention", None)
-        is_tuned = marker or hasattr(self.hf_model, "peft_config")
-        return None if is_tuned else known_checkpoint(self.name)
+        return None if marker or self.has_adapter else known_checkpoint(self.name)
+
+    @property
+    def has_adapter(self) -> bool:
+        """Whether the model has adapters, of any kind."""
+        return False

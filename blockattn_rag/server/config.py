@@ -7,17 +7,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import torch
 from pydantic import AfterValidator, Field, StrictBool, field_validator
 from pydantic.dataclasses import dataclass
 
+from blockattn_rag.engine.find_recipe import AUTO, resolve_recipe
 from blockattn_rag.engine.recipe import Recipe
-from blockattn_rag.errors import ServingError
 from blockattn_rag.kv.quantization import KVDtype
-from blockattn_rag.model.correction import Correction
-from blockattn_rag.server.profile import ModelProfile
+from blockattn_rag.model.checkpoint import CheckpointModel
+from blockattn_rag.server.profile import ModelProfile, profile_of
 from blockattn_rag.server.shares import Share
 from blockattn_rag.server.validation import STRICT, Namespace, parse
-from blockattn_rag.store import KVStore, RedisStore
+from blockattn_rag.store import KVStore, RedisStore, open_store
 from blockattn_rag.store.urls import bytes_of, is_cache, lasts
 
 CONNECTOR = "BlockAttentionConnector"
@@ -38,9 +39,8 @@ class ServingConfig:
 
     Args:
         store: Path or address of the home store, reachable by every process.
-        profile: Path of the model's profile, as ``blockattn-rag check --profile`` writes it.
-        recipe: Folder of the recipe that the profile was written with. Required if the recipe has
-            an adapter and the server encodes blocks.
+        recipe: ``"auto"``, settings such as ``"fast"``, or a recipe folder that every process can
+            read.
         memory: Size of each rank's cache in main memory, such as ``8GiB``.
         private_memory: Total memory of all ranks for blocks that must not be stored. ``0``:
             requests with such blocks are rejected.
@@ -58,8 +58,7 @@ class ServingConfig:
     """
 
     store: str
-    profile: str
-    recipe: Annotated[str, Field(min_length=1)] | None = None
+    recipe: Annotated[str, Field(min_length=1)] = AUTO
     memory: _Size = "8GiB"
     private_memory: _Size = "4GiB"
     disk: Annotated[str, Field(min_length=1)] | None = None
@@ -110,22 +109,26 @@ class ServingConfig:
             )
         return secret
 
-    def adapter(self, profile: ModelProfile) -> Correction | None:
-        """Adapter that this server applies to the blocks that it encodes."""
-        found = None
-        if self.recipe is not None:
-            try:
-                found = Recipe.load(self.recipe)
-            except ValueError as error:
-                raise ServingError(f"Cannot read the recipe of the server: {error}") from error
-            profile.check_recipe(found)
-        adapter = None if found is None else found.adapter
-        if adapter is None and profile.adapter and self.encodes:
-            raise ServingError(
-                f"The profile {self.profile} was written with the adapter {profile.adapter[:6]}, "
-                "but the connector has no option recipe; set it to the folder of that recipe"
-            )
-        return adapter
+    def profile_of(self, model: str, dtype: torch.dtype) -> tuple[ModelProfile, Recipe]:
+        """Profile of a model that vLLM runs, and the recipe in it.
+
+        Every process of a server calls this when it starts, and gets the same result. No weights
+        are loaded. Their files are hashed once, and take seconds per 10 GB.
+
+        Args:
+            model: Folder or hub id.
+            dtype: Type in which vLLM computes.
+
+        Raises:
+            UnsupportedModelError: The model cannot run in block mode.
+            ValueError: The recipe is missing or damaged, does not belong to the model, or cannot be
+                served.
+        """
+        checkpoint = CheckpointModel(model, dtype)
+        recipe = resolve_recipe(
+            self.recipe, checkpoint, open_store(self.store), can_recompute=False
+        )
+        return profile_of(checkpoint, recipe), recipe
 
     @property
     def private_bytes(self) -> int:

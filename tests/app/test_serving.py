@@ -1,19 +1,21 @@
-"""What a server needs of a model, measured once."""
+"""What vLLM is started with to serve a model."""
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from blockattn_rag import Recipe
-from blockattn_rag.app import serving
-from blockattn_rag.app.serving import Served, profile_file
+from blockattn_rag.app.serving import Served
 from blockattn_rag.errors import UnsupportedModelError
 from blockattn_rag.model import BlockModel
-from blockattn_rag.server.profile import ModelProfile, profile_of
+from blockattn_rag.server.config import ServingConfig
+from blockattn_rag.server.profile import profile_of
 from tests.models import tiny_model, tiny_tokenizer
 from tests.recipes import recipe_of
 
@@ -27,59 +29,61 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Served:
     return Served(model=str(tmp_path / "model"), store=str(tmp_path / "kv"), recipe="head:4")
 
 
-def test_profile_is_measured_once(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = profile_file(served)
-    model = BlockModel.from_pretrained(served.model, device="cpu")
-    assert ModelProfile.read(file) == profile_of(model, Recipe("head:4"))
-    others = [
-        profile_file(replace(served, recipe="none")),
-        profile_file(replace(served, dtype="bfloat16")),
-    ]
-    assert ModelProfile.read(others[1]).dtype == "bfloat16"
-    with monkeypatch.context() as patched:
-        patched.setattr(serving, "_measure", None)
-        assert profile_file(served) == file
-    os.utime(Path(served.model) / "model.safetensors", (1, 1))
-    assert profile_file(served) not in (file, *others)
+def load(served: Served) -> BlockModel:
+    return BlockModel.from_pretrained(served.model, device="cpu")
+
+
+def recipe_text(served: Served) -> Any:
+    return served.options().connector["recipe"]
+
+
+def test_options_give_the_profile_of_the_model(served: Served) -> None:
+    options = served.options()
+    assert (options.source, options.dtype) == (served.model, "float32")
+    assert options.connector == {"store": served.store, "recipe": "head:4"}
+    config = ServingConfig.parse(options.connector)
+    profile, _ = config.profile_of(options.source, torch.float32)
+    assert profile == profile_of(load(served), Recipe("head:4"))
+    assert replace(served, dtype="bfloat16").options().dtype == "bfloat16"
+    more = replace(served, namespace="team", kv_dtype="int8").options().connector
+    assert (more["namespace"], more["kv_dtype"]) == ("team", "int8")
+
+
+def test_weights_are_not_loaded(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("loaded")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", refuse)
+    assert served.options()
 
 
 def test_auto_is_what_the_server_can_run(served: Served, tmp_path: Path) -> None:
     auto = replace(served, recipe="auto")
-    assert str(ModelProfile.read(profile_file(auto)).recipe) == "head:4"
-    earlier = replace(auto, stock="head:2")
-    assert str(ModelProfile.read(profile_file(earlier)).recipe) == "head:2"
+    assert recipe_text(auto) == "head:4"
+    assert recipe_text(replace(auto, stock="head:2")) == "head:2"
     Recipe("head:3", promote=1, recompute=0.2).save(tmp_path / "recipe")
-    assert str(ModelProfile.read(profile_file(auto)).recipe) == "head:3+promote:1"
+    assert recipe_text(auto) == "head:3+promote:1"
     with pytest.raises(ValueError, match="a server cannot recompute tokens"):
-        profile_file(replace(served, recipe="recompute:0.1"))
+        replace(served, recipe="recompute:0.1").options()
 
 
-def test_a_recipe_next_to_the_store_is_part_of_the_profile(served: Served, tmp_path: Path) -> None:
+def test_a_recipe_with_an_adapter_is_copied(served: Served, tmp_path: Path) -> None:
     served = replace(served, recipe="auto")
-    file = profile_file(served)
-    model = BlockModel.from_pretrained(served.model, device="cpu")
-    replace(recipe_of(model), adapter=None, sink="head:2").save(tmp_path / "recipe")
-    assert ModelProfile.read(profile_file(served)).sink == "head:2" != ModelProfile.read(file).sink
-    assert "recipe" not in served.connector(profile_file(served))
-    recipe = recipe_of(model)
+    recipe = recipe_of(load(served))
     recipe.save(tmp_path / "recipe")
-    options = served.connector(profile_file(served))
-    assert ModelProfile.read(options["profile"]).recipe == recipe.outline
-    assert Recipe.load(options["recipe"]) == recipe
+    folder = recipe_text(served)
+    assert Path(folder).is_relative_to(tmp_path / "home")
+    recipe_of(load(served), size=0.3).save(tmp_path / "recipe")
+    assert recipe_text(served) != folder
+    assert Recipe.load(folder) == recipe
 
 
-def test_a_profile_with_an_adapter_needs_its_recipe(served: Served, tmp_path: Path) -> None:
-    model = BlockModel.from_pretrained(served.model, device="cpu")
-    profile = tmp_path / "profile.json"
-    profile_of(model, recipe_of(model)).write(profile)
-    with pytest.raises(ValueError, match="pass the folder of that recipe as --recipe"):
-        replace(served, recipe="auto").connector(profile)
-    recipe_of(model).save(tmp_path / "recipe")
-    options = replace(served, recipe="auto").connector(profile)
-    assert Recipe.load(options["recipe"]).outline == ModelProfile.read(profile).recipe
+def test_an_unknown_dtype_is_refused(served: Served) -> None:
+    with pytest.raises(ValueError, match="Unknown dtype 'int8': expected one of float32"):
+        replace(served, dtype="int8").options()
 
 
-def test_refuses_adapters(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adapters_are_refused(served: Served) -> None:
     (Path(served.model) / "adapter_config.json").write_text('{"base_model_name_or_path": "x"}')
     with pytest.raises(UnsupportedModelError, match="merge it into its base"):
-        profile_file(served)
+        replace(served, dtype="float32").options()

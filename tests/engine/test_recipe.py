@@ -34,7 +34,7 @@ from tests.recipes import correction_of, recipe_of
 
 """Parts of a recipe with an adapter."""
 
-SMOLLM2 = "f850525d26e4027da293ee3fb66520132255e52a076a143c2f14477d55dd78f3"
+SMOLLM2 = "ef69aaa49fa9721982f7b16beae2b72c6a3c90f5b14c1ce4f2a7aad31eaf91c0"
 
 
 @pytest.fixture(scope="module")

@@ -33,8 +33,10 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_model_loaded_by_path_is_the_one_that_was_saved(saved: Path) -> None:
     loaded = BlockModel.from_pretrained(saved, device="cpu")
-    ready = BlockModel.from_pretrained(shared_tiny_llama(), tokenizer=tiny_tokenizer())
-    assert loaded.fingerprint == ready.fingerprint
+    ready = shared_tiny_llama().state_dict()
+    assert all(
+        torch.equal(ready[name], tensor) for name, tensor in loaded.hf_model.state_dict().items()
+    )
     assert loaded.name == str(saved)
     assert not loaded.hf_model.training
     assert not loaded.is_block_tuned
@@ -81,7 +83,8 @@ def test_an_adapter_is_merged_into_its_base(saved: Path, tmp_path: Path) -> None
     loaded.hf_model.save_pretrained(tmp_path / "merged")
     loaded.tokenizer.tokenizer.save_pretrained(tmp_path / "merged")
     again = BlockModel.from_pretrained(tmp_path / "merged", device="cpu")
-    assert (again.fingerprint, again.is_block_tuned) == (loaded.fingerprint, True)
+    assert again.is_block_tuned
+    assert again.fingerprint != loaded.fingerprint  # that of the files, which an adapter changes
     assert load_config(tmp_path).hidden_size == 32
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from blockattn_rag.errors import ServingError
+from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.model import BlockModel
 from blockattn_rag.server.config import ServingConfig
-from blockattn_rag.server.profile import profile_of
+from blockattn_rag.server.profile import ModelProfile, profile_of
 from blockattn_rag.server.shares import Share
 from blockattn_rag.store import RedisStore
 from tests.models import shared_tiny_llama, tiny_tokenizer
@@ -18,7 +20,7 @@ from tests.recipes import recipe_of
 from tests.server.profiles import make_profile
 
 PROFILE = make_profile()
-GIVEN: dict[str, Any] = {"store": "s3://kv/llama", "profile": "llama.json"}
+GIVEN: dict[str, Any] = {"store": "s3://kv/llama"}
 
 
 def test_what_is_not_given_has_a_default() -> None:
@@ -107,27 +109,34 @@ def test_a_wrong_option_is_refused(changed: dict[str, Any], message: str) -> Non
         ServingConfig.parse(GIVEN | changed)
 
 
-def test_a_store_and_a_profile_must_be_given() -> None:
-    with pytest.raises(ValueError, match="has no field 'profile'; add it"):
-        ServingConfig.parse({"store": "kv"})
+def test_a_store_must_be_given() -> None:
+    with pytest.raises(ValueError, match="has no field 'store'; add it"):
+        ServingConfig.parse({})
 
 
-def test_a_server_that_encodes_needs_the_adapter_of_its_profile(tmp_path: Path) -> None:
-    model = BlockModel(shared_tiny_llama(), tiny_tokenizer())
+def test_the_recipe_is_part_of_the_profile(tmp_path: Path) -> None:
+    shared_tiny_llama().save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    model = BlockModel.from_pretrained(tmp_path / "model", device="cpu")
     recipe = recipe_of(model)
-    recipe.save(tmp_path / "recipe")
-    profile = profile_of(model, recipe)
-    given = GIVEN | {"recipe": str(tmp_path / "recipe")}
-    assert ServingConfig.parse(given).adapter(profile) == recipe.adapter
-    reads = {"read_only": True, "private_memory": "0"}
-    assert ServingConfig.parse(GIVEN | reads).adapter(profile) is None
-    assert ServingConfig.parse(GIVEN).adapter(profile_of(model)) is None
-    with pytest.raises(ServingError, match="the connector has no option recipe"):
-        ServingConfig.parse(GIVEN).adapter(profile)
-    with pytest.raises(ServingError, match="is not the one that the profile"):
-        ServingConfig.parse(given).adapter(profile_of(model))
-    with pytest.raises(ServingError, match="Found no recipe at nowhere"):
-        ServingConfig.parse(GIVEN | {"recipe": "nowhere"}).adapter(profile)
+    recipe.save(tmp_path / "other" / "recipe")
+
+    def profile(**given: str) -> tuple[ModelProfile, Recipe]:
+        config = ServingConfig.parse({"store": str(tmp_path / "kv"), **given})
+        return config.profile_of(str(tmp_path / "model"), torch.float32)
+
+    assert profile() == (profile_of(model, Recipe("head:4")), Recipe("head:4"))
+    assert profile(recipe="none")[0] == profile_of(model, Recipe())
+    folder = str(tmp_path / "other" / "recipe")
+    assert profile(recipe=folder) == (profile_of(model, recipe), recipe)
+    recipe.save(tmp_path / "recipe")  # next to the store
+    assert profile()[1] == recipe
+    with pytest.raises(ValueError, match="Found no recipe at nowhere"):
+        profile(recipe="nowhere")
+    other = replace(recipe, fingerprints=("0" * 64,))
+    other.save(tmp_path / "foreign" / "recipe")
+    with pytest.raises(ValueError, match=r"belongs to .* with the fingerprint"):
+        profile(recipe=str(tmp_path / "foreign" / "recipe"))
 
 
 def test_secret_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

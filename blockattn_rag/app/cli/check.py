@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -11,9 +10,8 @@ import typer
 from blockattn_rag.app.cli.options import (
     MODEL_HELP,
     DtypeOption,
-    file_in_folder,
 )
-from blockattn_rag.app.cli.output import emit, note, table
+from blockattn_rag.app.cli.output import emit, table
 from blockattn_rag.app.cli.progress import waiting
 from blockattn_rag.app.rag.names import check_recipe, existing_model
 
@@ -49,14 +47,6 @@ def check(
             "recipe folder."
         ),
     ] = None,
-    profile: Annotated[
-        Path | None,
-        typer.Option(
-            help="Write the profile that vLLM needs to this file: fingerprint, layout, and "
-            "--recipe.",
-            callback=file_in_folder,
-        ),
-    ] = None,
     dtype: DtypeOption = "auto",
 ) -> None:
     """Check that block mode is exact for a model, or that a server answers correctly.
@@ -68,12 +58,12 @@ def check(
         found = "neither" if model is None else "both"
         raise typer.BadParameter(f"Expected a MODEL, or the address of a --server; found {found}")
     if server is not None:
-        if profile is not None or recipe is not None:
-            raise typer.BadParameter("--recipe and --profile need a MODEL; a server has its own")
+        if recipe is not None:
+            raise typer.BadParameter("--recipe needs a MODEL; a server has its own")
         report, fields, lines = _check_server(server)
     else:
         assert model is not None
-        report, fields, lines = _check_model(model, recipe, profile, dtype)
+        report, fields, lines = _check_model(model, recipe, dtype)
     title = str(fields.get("server", fields["model"]))
     data = {**fields, "passed": report.passed, "rows": [asdict(row) for row in report.rows]}
     emit(data, rows_table(title, report), *lines)
@@ -95,9 +85,7 @@ def rows_table(title: str, report: CheckReport) -> RenderableType:
     return table(title, ("check", "passed", "found", "allowed", "detail"), rows, left=(0, 4))
 
 
-def _load(
-    model: str, dtype: str, recipe: str | None, *, serves: bool
-) -> tuple[BlockModel, Recipe | None]:
+def _load(model: str, dtype: str, recipe: str | None) -> tuple[BlockModel, Recipe | None]:
     from blockattn_rag.engine.find_recipe import resolve_recipe
     from blockattn_rag.model import BlockModel
     from blockattn_rag.store import MemoryStore
@@ -107,13 +95,13 @@ def _load(
         loaded = BlockModel.from_pretrained(model, dtype=dtype)
     if recipe is None:
         return loaded, None
-    return loaded, resolve_recipe(recipe, loaded, MemoryStore(1), can_recompute=not serves)
+    return loaded, resolve_recipe(recipe, loaded, MemoryStore(1))
 
 
-def _check_model(name: str, recipe: str | None, profile: Path | None, dtype: str) -> Result:
+def _check_model(name: str, recipe: str | None, dtype: str) -> Result:
     from blockattn_rag.check.model import check_model
 
-    loaded, used = _load(name, dtype, recipe, serves=profile is not None)
+    loaded, used = _load(name, dtype, recipe)
     with waiting("checking"):
         report = check_model(loaded, used)
     fields = {
@@ -124,17 +112,7 @@ def _check_model(name: str, recipe: str | None, profile: Path | None, dtype: str
     }
     verdict = "usable in block mode" if report.passed else "NOT usable in block mode"
     lines = [verdict + _untuned(loaded.is_block_tuned), f"fingerprint {loaded.fingerprint}"]
-    if profile is not None and report.passed:
-        _write_profile(profile, loaded, used)
     return report, fields, lines
-
-
-def _write_profile(file: Path, loaded: BlockModel, recipe: Recipe | None) -> None:
-    from blockattn_rag.server.profile import profile_of
-
-    written = profile_of(loaded, recipe)
-    written.write(file)
-    note(f"wrote the profile {file}: {loaded.name} in {written.dtype}, recipe {written.recipe}")
 
 
 def _check_server(url: str) -> Result:

@@ -75,15 +75,6 @@ def serve(
         str, typer.Option(help="Address to listen on; 0.0.0.0 for all interfaces.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.", min=1, max=65535)] = 8000,
-    profile: Annotated[
-        Path | None,
-        typer.Option(
-            help="Profile of the model, made by check --profile. Default: measured, and kept in "
-            "the user's cache folder.",
-            exists=True,
-            dir_okay=False,
-        ),
-    ] = None,
     recognize: Annotated[
         bool,
         typer.Option(
@@ -105,9 +96,17 @@ def serve(
     launch.require_port(host, port)
     served = _served(model, store, db, recipe, dtype)
     with _ending_on_signals():
-        file = profile or _measured(served)
-        connector = {**served.connector(file), **({"recognize": True} if recognize else {})}
-        command = _command(served, file, connector, host, port, ctx.args)
+        with waiting(f"reading {served.model}"):
+            found = served.options()
+        command = launch.vllm_command(
+            found.source,
+            name=served.model,
+            dtype=found.dtype,
+            connector={**found.connector, **({"recognize": True} if recognize else {})},
+            host=host,
+            port=port,
+            options=ctx.args,
+        )
         note(shlex.join(command))
         with launch.VllmServer(command, launch.vllm_environment(os.environ), _log) as server:
             address = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
@@ -136,35 +135,6 @@ def _served(
         raise typer.BadParameter("Expected a MODEL and a --store, or a database as --db")
     chosen = absolute_recipe(recipe) or "auto"
     return Served(model=model, store=store, recipe=chosen, dtype=dtype)
-
-
-def _measured(served: Served) -> Path:
-    from blockattn_rag.app.serving import profile_file
-
-    with waiting(f"measuring the profile of {served.model}"):
-        return profile_file(served)
-
-
-def _command(
-    served: Served,
-    file: Path,
-    connector: dict[str, Any],
-    host: str,
-    port: int,
-    options: list[str],
-) -> list[str]:
-    from blockattn_rag.server.launch import vllm_command
-    from blockattn_rag.server.profile import ModelProfile
-
-    return vllm_command(
-        served.source,
-        name=served.model,
-        dtype=ModelProfile.read(file).dtype,
-        connector=connector,
-        host=host,
-        port=port,
-        options=options,
-    )
 
 
 def _check(url: str, address: str) -> ServerInfo:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm.config import VllmConfig, get_current_vllm_config_or_none
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 logger = logging.getLogger("blockattn_rag")
+
+_LOAD_FORMATS = ("auto", "hf", "safetensors", "fastsafetensors", "pt", "npcache", "runai_streamer")
+"""Formats that load the weights of the checkpoint's files, unchanged."""
 
 
 def check_engine(
@@ -74,10 +78,21 @@ def _model(engine: VllmConfig, profile: ModelProfile) -> Iterator[str]:
     model = engine.model_config
     if model.use_mla:
         yield "the model has latent attention (MLA), whose cache contains no keys"
-    if model.dtype != profile.torch_dtype:
+    if model.revision is not None and not Path(model.model).is_dir():
         yield (
-            f"the engine computes in {model.dtype}, but the profile is of a model in "
-            f"{profile.torch_dtype}; start it with --dtype {profile.dtype}"
+            f"revision is {model.revision!r}, but the blocks of another revision would be loaded; "
+            "download this one, and pass its folder as the model"
+        )
+    in_checkpoint = getattr(model.hf_config, "quantization_config", None)
+    if model.quantization is not None and in_checkpoint is None:
+        yield (
+            f"quantization is {model.quantization!r}, which changes the weights while they are "
+            "loaded, so that their files do not identify them; serve a quantized checkpoint"
+        )
+    if (found := engine.load_config.load_format) not in _LOAD_FORMATS:
+        yield (
+            f"load_format is {found!r}, whose weights are not those of the checkpoint's files; set "
+            "--load-format auto"
         )
     text = model.hf_text_config
     for name, expected in (
@@ -86,8 +101,8 @@ def _model(engine: VllmConfig, profile: ModelProfile) -> Iterator[str]:
     ):
         if getattr(text, name, expected) != expected:
             yield (
-                f"the model has {name} {getattr(text, name)}, but the profile of {profile.name} "
-                f"says {expected}; make a profile of the model that is served"
+                f"the engine's model has {name} {getattr(text, name)}, but the config of "
+                f"{profile.name} says {expected}; remove --hf-overrides"
             )
     if model.max_model_len > profile.max_positions:
         yield (

@@ -13,7 +13,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from blockattn_rag.server.config import ServingConfig
-from blockattn_rag.server.profile import ModelProfile
 from blockattn_rag.server.vllm.compatibility import check_engine
 from blockattn_rag.server.vllm.metrics import ServingPromMetrics, ServingStats, WorkerReport
 from blockattn_rag.server.vllm.scheduler import Orders, SchedulerSide
@@ -42,8 +41,8 @@ class BlockAttentionConnector(KVConnectorBase_V1):
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         config = ServingConfig.parse(self._kv_transfer_config.kv_connector_extra_config)
-        profile = ModelProfile.read(config.profile)
-        adapter = config.adapter(profile)
+        model = vllm_config.model_config
+        profile, recipe = config.profile_of(model.model, model.dtype)
         check_engine(vllm_config, kv_cache_config, config, profile)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
@@ -51,7 +50,7 @@ class BlockAttentionConnector(KVConnectorBase_V1):
             self._scheduler = SchedulerSide(config, profile)
         else:
             page_tokens = vllm_config.cache_config.block_size
-            self._worker = WorkerSide(config, profile, page_tokens, adapter)
+            self._worker = WorkerSide(config, profile, page_tokens, recipe.adapter)
 
     @property
     def requires_kv_delivery(self) -> bool:

@@ -100,7 +100,9 @@ class Service:
                 "not be stored is in the memory of only one of them. Start an API server for each "
                 "engine (--data-parallel-external-lb), or set private_memory '0'"
             )
-        return cls(engine_client, state, config, ModelProfile.read(config.profile))
+        model = engine_client.model_config
+        profile, _ = config.profile_of(model.model, model.dtype)
+        return cls(engine_client, state, config, profile)
 
     def info(self, headers: Headers) -> ServerInfo:
         """Describe this server to a tenant."""

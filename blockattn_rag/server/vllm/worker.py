@@ -32,6 +32,7 @@ from blockattn_rag.server.vllm.metrics import (
     count_loads,
 )
 from blockattn_rag.server.vllm.pages import LayerPages
+from blockattn_rag.server.vllm.rotations import check_rotations
 from blockattn_rag.server.vllm.saver import BlockSaver
 from blockattn_rag.server.vllm.scheduler import Load, Orders, Save
 from blockattn_rag.store import MemoryStore, TieredStore, open_store
@@ -103,6 +104,7 @@ class WorkerSide:
         self._pages = [LayerPages(by_index[index]) for index in indices]
         for index, pages in zip(indices, self._pages, strict=True):
             _check_layer(index, pages, by_index[index], share, profile)
+        check_rotations(profile, share.layers)
         if config.encodes:
             for place, pages in enumerate(self._pages):
                 pages.share_layout(self._pages[:place])
@@ -247,8 +249,8 @@ def _check_layer(
     expected = (len(heads), told.key_size, told.value_size)
     if pages.sizes != expected:
         raise ServingError(
-            f"Layer {index} has (heads, key size, value size) {pages.sizes}, but the profile of "
-            f"{profile.name} says {expected}; make a profile of the model that is served"
+            f"Layer {index} has (heads, key size, value size) {pages.sizes}, expected {expected} "
+            f"from the config of {profile.name}"
         )
     if getattr(layer, "kv_sharing_target_layer_name", None) is not None:
         raise ServingError(

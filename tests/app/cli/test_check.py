@@ -7,9 +7,7 @@ from pathlib import Path
 import pytest
 
 from blockattn_rag.check.model import CheckReport, CheckRow
-from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.model import BlockModel
-from blockattn_rag.server.profile import ModelProfile, profile_of
 from tests.app.cli.conftest import Command
 from tests.fake_server import FakeServer
 from tests.recipes import recipe_of
@@ -39,7 +37,7 @@ def test_checks_a_recipe(cli: Command, model: Path, loaded: BlockModel, tmp_path
     nowhere = cli("check", model, "--recipe", "nowhere")
     assert (nowhere.status, "Found no recipe at nowhere" in nowhere.stderr) == (1, True)
     server = cli("check", "--recipe", "bos", "--server", "http://127.0.0.1:9")
-    assert (server.status, "--recipe and --profile need a MODEL" in server.stderr) == (2, True)
+    assert (server.status, "--recipe needs a MODEL" in server.stderr) == (2, True)
 
 
 def test_failed_row_exits_1(cli: Command, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,26 +79,6 @@ def test_a_read_only_server_is_checked_in_full_mode(
         output = cli("check", "--server", server.url)
     assert output.status == 0
     assert "block mode was not checked: the server is read-only" in output.stdout
-
-
-def test_writes_profile_of_sink_and_dtype(cli: Command, model: Path, tmp_path: Path) -> None:
-    file = tmp_path / "profile.json"
-    command = ("check", model, "--dtype", "bfloat16", "--profile", file)
-    output = cli(*command, "--recipe", "head:4", "--json")
-    assert output.status == 0, output.stdout + output.stderr
-    loaded = BlockModel.from_pretrained(model, dtype="bfloat16")
-    profile = ModelProfile.read(file)
-    assert profile == profile_of(loaded, Recipe("head:4"))
-    assert (profile.dtype, profile.sink, profile.name) == ("bfloat16", "head:4", str(model))
-    assert output.json["fingerprint"] == profile.fingerprint
-    assert str(file) in output.stderr
-    assert cli(*command).status == 0
-    assert ModelProfile.read(file).sink == "none"
-
-
-def test_a_profile_without_a_folder_is_refused(cli: Command, model: Path, tmp_path: Path) -> None:
-    output = cli("check", model, "--profile", tmp_path / "nowhere" / "profile.json")
-    assert (output.status, "No such folder" in output.stderr) == (2, True)
 
 
 @pytest.mark.parametrize(

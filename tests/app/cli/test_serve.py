@@ -16,7 +16,6 @@ import pytest
 
 from blockattn_rag.app.serving import Served
 from blockattn_rag.model import BlockModel
-from blockattn_rag.server.profile import profile_of
 from blockattn_rag.server.protocol import OPENAI
 from tests.app.cli.conftest import Command
 from tests.fake_server import FakeServer
@@ -53,10 +52,8 @@ def test_a_served_model_is_checked_and_stopped_by_a_signal(
     server: FakeServer, vllm: FakeVllm, loaded: BlockModel, model: Path, port: int, tmp_path: Path,
     launcher: list[str], number: int, status: int,
 ) -> None:  # fmt: skip
-    profile = tmp_path / "profile.json"
-    profile_of(loaded).write(profile)
     serve = [sys.executable, "-m", "blockattn_rag", "serve", str(model), "--store", "kv"]
-    options = ["--profile", str(profile), "--port", str(port), "--", "--max-model-len", "64"]
+    options = ["--port", str(port), "--", "--max-model-len", "64"]
     process = subprocess.Popen(
         [*launcher, *serve, *options],
         stdout=subprocess.PIPE,
@@ -96,9 +93,7 @@ def test_a_server_with_wrong_answers_is_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     server.report = {"misses": 1}
-    profile = tmp_path / "profile.json"
-    profile_of(loaded).write(profile)
-    output = cli("serve", model, "--store", tmp_path / "kv", "--profile", profile, "--port", port)
+    output = cli("serve", model, "--store", tmp_path / "kv", "--port", port)
     assert output.status == 1
     assert "NO" in output.stderr
     assert "The server does not answer as it should, and is stopped" in output.stderr
@@ -155,9 +150,7 @@ def test_a_store_with_a_password_is_refused_and_not_shown(
     cli: Command, vllm: FakeVllm, loaded: BlockModel, model: Path, port: int, tmp_path: Path,
     address: str,
 ) -> None:  # fmt: skip
-    profile = tmp_path / "profile.json"
-    profile_of(loaded).write(profile)
-    options = ("--store", address.format("hunter2"), "--profile", profile, "--port", port)
+    options = ("--store", address.format("hunter2"), "--port", port)
     output = cli("serve", model, *options)
     assert output.status != 0
     assert "must not contain a user, password, query or fragment" in output.stderr

@@ -1,0 +1,84 @@
+"""CheckpointModel: what a server needs to know of a model, from its files alone."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from blockattn_rag.errors import UnsupportedModelError
+from blockattn_rag.model.fingerprint import fingerprint_of_files
+from blockattn_rag.model.loading import is_adapter, load_config, load_tokenizer, resolve_name
+from blockattn_rag.model.miniature import profile_config
+from blockattn_rag.model.multimodal import text_class
+from blockattn_rag.model.probe import AttentionProfile
+from blockattn_rag.model.tuning import TunedModel
+from blockattn_rag.model.weight_files import WeightFiles
+from blockattn_rag.prompts.tokenization import BlockTokenizer
+
+
+class CheckpointModel(TunedModel):
+    """A model that another program runs: its weights are hashed, but not loaded.
+
+    It has the fingerprint of a ``BlockModel`` that was loaded from the same files in the same
+    dtype.
+
+    Args:
+        model: Path, hub id, ``"bundled"``, ``"smollm2"`` or GGUF file.
+        dtype: Type in which the program computes.
+
+    Raises:
+        UnsupportedModelError: The model is a LoRA adapter, cannot run in block mode, or has no
+            weight files.
+        FileNotFoundError, OSError: See ``loading.load_model``.
+    """
+
+    def __init__(self, model: str | Path, dtype: torch.dtype) -> None:
+        self.name = str(model)
+        self.dtype = dtype
+        self._source = resolve_name(model)
+        if is_adapter(self._source):
+            raise UnsupportedModelError(
+                f"{model} is a LoRA adapter, expected a complete model: merge it into its base"
+            )
+        self._config = _as_loaded(load_config(model))
+        self.tokenizer = BlockTokenizer(load_tokenizer(model))
+        self.profile: AttentionProfile = profile_config(self._config, dtype)
+
+    @property
+    def config(self) -> Any:
+        return self._config
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Upper bound of token ids."""
+        return int(self._config.get_text_config(decoder=True).vocab_size)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """See ``BlockModel.fingerprint``. The first access hashes the weight files, unless their
+        digests are known."""
+        files = WeightFiles.of(self._source, getattr(self._config, "_commit_hash", None))
+        if files is None:
+            raise UnsupportedModelError(
+                f"{self.name} has no weight files: expected model.safetensors or "
+                "pytorch_model.bin, or an index of several such files"
+            )
+        kinds = self.profile.kinds
+        return fingerprint_of_files(self._config, self.dtype, files, self.tokenizer, kinds)
+
+
+def _as_loaded(config: Any) -> Any:
+    """The config that a loaded model has: that of its language model, if it has a class."""
+    text = config.get_text_config(decoder=True)
+    loads_text = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    is_alone = getattr(loads_text, "config_class", None) is type(text) or text_class(text)
+    if text is config or not is_alone:
+        return config
+    for name in ("block_attention", "quantization_config"):
+        if (value := getattr(config, name, None)) is not None:
+            setattr(text, name, value)
+    return text

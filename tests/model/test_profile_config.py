@@ -1,0 +1,102 @@
+"""What a model caches, measured without its weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from blockattn_rag.errors import UnsupportedModelError
+from blockattn_rag.model import miniature
+from blockattn_rag.model.miniature import profile_config
+from blockattn_rag.model.probe import profile_attention
+from tests.model.families import KINDS, SUPPORTED
+from tests.models import tiny_model
+
+ALL_LAYERS = 80
+LARGE: dict[str, tuple[str, dict[str, Any], list[tuple[int, int]]]] = {
+    "llama": (
+        "llama",
+        {
+            "hidden_size": 8192,
+            "intermediate_size": 28672,
+            "num_hidden_layers": ALL_LAYERS,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "vocab_size": 128256,
+        },
+        [(8, 128)] * ALL_LAYERS,
+    ),
+    "size of heads from the width": (
+        "gpt_neox",
+        {"hidden_size": 6144, "num_attention_heads": 64, "num_hidden_layers": 44},
+        [(64, 96)] * 44,
+    ),
+    "no size of heads in the config": (
+        "qwen2",
+        {
+            "hidden_size": 3584,
+            "num_attention_heads": 28,
+            "num_key_value_heads": 4,
+            "num_hidden_layers": 28,
+        },
+        [(4, 128)] * 28,
+    ),
+    "one head of keys": ("falcon", {"multi_query": True, "alibi": False}, [(1, 64)] * 32),
+    "experts": (
+        "gpt_oss",
+        {"num_hidden_layers": 24},
+        [(8, 64)] * 24,
+    ),
+    "sizes by kind of layer": (
+        "gemma3_text",
+        {"hidden_size": 5376, "num_attention_heads": 32, "num_key_value_heads": 16,
+         "head_dim": 128, "num_hidden_layers": 62},
+        [(16, 128)] * 62,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SUPPORTED)
+def test_profile_of_a_config_is_that_of_the_model(name: str) -> None:
+    family, settings = SUPPORTED[name]
+    model = tiny_model(family, **settings)
+    expected, found = profile_attention(model), profile_config(model.config, torch.float32)
+    assert found.kinds == expected.kinds
+    assert found.token_outline == expected.token_outline
+    assert found.max_context_tokens == expected.max_context_tokens
+    for layout, own in zip(found.layouts, expected.layouts, strict=True):
+        assert layout.same_as(own)
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_large_model_is_measured_at_its_sizes(name: str) -> None:
+    family, settings, outlines = LARGE[name]
+    profile = profile_config(AutoConfig.for_model(family, **settings), torch.bfloat16)
+    assert [(keys.heads, keys.size) for keys, _ in profile.layer_outlines] == outlines
+    assert {dtype for _, _, dtype in profile.token_outline} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_other_kinds_are_those_of_the_model(name: str) -> None:
+    family, settings, _ = KINDS[name]
+    profile = profile_config(AutoConfig.for_model(family, **settings), torch.float32)
+    assert any(not kind.is_attention for kind in profile.kinds)
+
+
+def test_model_without_rotation_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="ALiBi"):
+        profile_config(AutoConfig.for_model("bloom"), torch.float32)
+
+
+def test_model_that_cannot_be_measured_is_refused_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("the cause")
+
+    monkeypatch.setattr(miniature, "_built", fail)
+    with pytest.raises(UnsupportedModelError, match=r"measured without its weights .*the cause"):
+        profile_config(AutoConfig.for_model("llama"), torch.float32)

@@ -1,0 +1,180 @@
+"""Weights that are identified by their files: every byte, once per file."""
+
+from __future__ import annotations
+
+import copy
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import constants
+
+from blockattn_rag.model import BlockModel, weight_files
+from blockattn_rag.model.weight_files import WeightFile, WeightFiles
+from tests.models import shared_tiny_llama, tiny_tokenizer
+
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture
+def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("BLOCKATTN_RAG_HOME", str(tmp_path / "home"))
+    return save(shared_tiny_llama(), tmp_path / "model")
+
+
+@pytest.fixture
+def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the files that are read for their digests."""
+    names: list[str] = []
+    compute = weight_files.hashlib.file_digest
+
+    def file_digest(stream: Any, digest: Any) -> Any:
+        names.append(Path(stream.name).name)
+        return compute(stream, digest)
+
+    monkeypatch.setattr(weight_files.hashlib, "file_digest", file_digest)
+    return names
+
+
+def save(model: Any, folder: Path, **options: Any) -> Path:
+    model.save_pretrained(folder, **options)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def load(source: str | Path, **options: Any) -> BlockModel:
+    return BlockModel.from_pretrained(source, device="cpu", **options)
+
+
+def files_of(folder: Path) -> WeightFiles:
+    files = WeightFiles.of(str(folder))
+    assert files is not None
+    return files
+
+
+def with_other_weight() -> Any:
+    model = copy.deepcopy(shared_tiny_llama())
+    with torch.no_grad():
+        weight: Any = model.model.layers[1].mlp.down_proj.weight
+        weight[0, 0] = torch.nextafter(weight[0, 0], torch.tensor(torch.inf))
+    return model
+
+
+def test_one_bit_of_one_weight_gives_another_fingerprint(saved: Path, tmp_path: Path) -> None:
+    other = save(with_other_weight(), tmp_path / "other")
+    assert (other / WEIGHTS).stat().st_size == (saved / WEIGHTS).stat().st_size
+    assert load(other).fingerprint != load(saved).fingerprint
+
+
+def test_a_renamed_copy_has_the_same_fingerprint(saved: Path, tmp_path: Path) -> None:
+    first = load(saved).fingerprint
+    moved = shutil.copytree(saved, tmp_path / "moved")
+    split = save(shared_tiny_llama(), tmp_path / "split", max_shard_size="20KB")
+    assert load(moved).fingerprint == first
+    digests = files_of(split).digests()
+    assert len(digests) > 1
+    index = split / "model.safetensors.index.json"
+    shards = sorted(split.glob("model-*.safetensors"))
+    for number, shard in enumerate(shards):
+        renamed = shard.rename(split / f"part-{len(shards) - number}.safetensors")
+        index.write_text(index.read_text().replace(shard.name, renamed.name))
+    assert files_of(split).digests() == digests
+
+
+def test_each_shard_counts(tmp_path: Path, saved: Path) -> None:
+    split = save(shared_tiny_llama(), tmp_path / "split", max_shard_size="20KB")
+    other = save(with_other_weight(), tmp_path / "other", max_shard_size="20KB")
+    same = {*files_of(split).digests()} & {*files_of(other).digests()}
+    assert len(same) == len(files_of(split).files) - 1
+    assert load(split).fingerprint != load(other).fingerprint
+
+
+def test_a_file_is_hashed_once(saved: Path, hashed: list[str]) -> None:
+    first = load(saved).fingerprint
+    (saved.parent / "link").symlink_to(saved)
+    assert load(saved.parent / "link").fingerprint == first
+    assert hashed == [WEIGHTS]
+
+
+def test_a_touched_file_is_hashed_again(saved: Path, hashed: list[str]) -> None:
+    path = saved / WEIGHTS
+    before, content = WeightFile.at(path).digest(), bytearray(path.read_bytes())
+    os.utime(path, ns=(1, 1))
+    assert WeightFile.at(path).digest() == before
+    content[-1] ^= 1
+    path.write_bytes(content)
+    os.utime(path, ns=(2, 2))
+    assert WeightFile.at(path).digest() != before
+    assert len(hashed) == 3
+
+
+@pytest.mark.parametrize("damage", [b"", b"[]", b'{"digest": 1}', b"\xff"])
+def test_a_damaged_record_is_ignored(saved: Path, hashed: list[str], damage: bytes) -> None:
+    file = WeightFile.at(saved / WEIGHTS)
+    digest = file.digest()
+    (record,) = (saved.parent / "home" / "digests").iterdir()
+    record.write_bytes(damage)
+    assert file.digest() == digest
+    assert len(hashed) == 2
+
+
+def test_a_folder_that_cannot_be_written_is_reported(
+    saved: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (saved.parent / "home").write_text("a file")
+    assert WeightFile.at(saved / WEIGHTS).digest()
+    assert f"Cannot keep the digest of {saved / WEIGHTS}" in caplog.text
+
+
+def test_files_that_changed_after_loading_do_not_identify_the_model(saved: Path) -> None:
+    model = load(saved)
+    save(with_other_weight(), saved)
+    assert model.fingerprint == BlockModel(shared_tiny_llama(), tiny_tokenizer()).fingerprint
+    assert load(saved).fingerprint != model.fingerprint
+
+
+def test_changed_weights_are_identified_by_their_tensors(saved: Path) -> None:
+    ready = load(shared_tiny_llama(), tokenizer=saved).fingerprint  # type: ignore[arg-type]
+    assert ready != load(saved).fingerprint
+    changed = load(saved, rms_norm_eps=1e-3)  # any argument may change what is loaded
+    assert changed._files is None
+    assert load(saved, attn_implementation="eager").fingerprint == load(saved).fingerprint
+
+
+def test_a_snapshot_of_the_hub_has_the_fingerprint_of_its_files(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = saved.parent / "hub"
+    repository = cache / "models--some--model"
+    shutil.copytree(saved, repository / "snapshots" / ("c" * 40))
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("c" * 40)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("transformers.utils.hub.TRANSFORMERS_CACHE", str(cache), raising=False)
+    model = load("some/model")
+    assert model._files is not None
+    assert model.fingerprint == load(saved).fingerprint
+
+
+def test_weights_in_other_files_have_no_digest(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "weights.gguf").write_bytes(b"")
+    assert WeightFiles.of(str(tmp_path)) is None
+
+
+@pytest.mark.parametrize("index", ["[]", "{", '{"weight_map": []}'])
+def test_a_damaged_index_is_refused(tmp_path: Path, index: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(ValueError, match=r"index.json is damaged: expected an object"):
+        WeightFiles.of(str(tmp_path))
+
+
+def test_a_missing_shard_is_refused(tmp_path: Path) -> None:
+    index = '{"weight_map": {"a": "model-1.safetensors"}}'
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(OSError, match=r"model-1\.safetensors"):
+        WeightFiles.of(str(tmp_path))

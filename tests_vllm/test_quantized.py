@@ -1,0 +1,98 @@
+"""A checkpoint in int8, which transformers cannot run without more packages, is served."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from blockattn_rag.prompts.blocks import IN_MEMORY
+from blockattn_rag.server.config import ServingConfig
+from blockattn_rag.server.plan import BlockPlan
+from tests_vllm.engines import Engine
+from tests_vllm.reference import MODEL, TOKENS, Reference
+
+_INT8 = {"num_bits": 8, "type": "int", "symmetric": True}
+QUANTIZATION = {
+    "quant_method": "compressed-tensors",
+    "format": "int-quantized",
+    "quantization_status": "compressed",
+    "ignore": ["lm_head"],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {**_INT8, "strategy": "channel", "dynamic": False},
+            "input_activations": {**_INT8, "strategy": "token", "dynamic": True},
+        }
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def quantized(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundled model with int8 weights, as llm-compressor writes them."""
+    folder = shutil.copytree(MODEL, tmp_path_factory.mktemp("int8") / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": QUANTIZATION}))
+    tensors = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        if not name.endswith("_proj.weight"):
+            tensors[name] = tensor
+            continue
+        scale = tensor.abs().amax(dim=1, keepdim=True) / 127
+        tensors[name] = (tensor / scale).round().to(torch.int8)
+        tensors[f"{name}_scale"] = scale
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def engine(reference: Reference, quantized: Path) -> Iterator[Engine]:
+    options = reference.options(store=str(quantized.parent / "kv"))
+    engine = Engine(options, model=str(quantized))
+    yield engine
+    engine.close()
+
+
+def encode(engine: Engine, blocks: list[list[int]]) -> dict[str, object]:
+    """Have the engine encode blocks, and return the parameters of a prompt with all of them."""
+    for block in blocks:
+        plan = BlockPlan("encode", (len(block),), keep=(IN_MEMORY,)).to_dict()
+        assert engine.ask(block, plan, max_tokens=1).reason == "length"
+    keep = (IN_MEMORY,) * len(blocks)
+    return BlockPlan("complete", tuple(map(len, blocks)), keep=keep).to_dict()
+
+
+def test_blocks_that_the_server_encoded_are_loaded(reference: Reference, engine: Engine) -> None:
+    case = reference.telling(0)
+    answer = engine.ask(case.ids, encode(engine, case.blocks))
+    assert len(answer.tokens) == TOKENS
+    assert answer.tokens != engine.full(case).tokens
+    assert answer.blocks is not None
+    assert answer.blocks["loaded_tokens"] == sum(case.lengths)
+
+
+def test_a_single_block_gives_the_answer_of_full_mode(reference: Reference, engine: Engine) -> None:
+    """With one block, block mode and full mode compute the same."""
+    case = reference.telling(1)
+    first = case.blocks[0]
+    ids = [*first, *case.ids[sum(case.lengths) :]]
+    answer = engine.ask(ids, encode(engine, [first]))
+    assert answer.tokens == engine.ask(ids).tokens
+    assert answer.blocks is not None
+    assert answer.blocks["loaded_tokens"] == len(first)
+
+
+def test_fingerprint_differs_from_the_original_s(reference: Reference, quantized: Path) -> None:
+    config = ServingConfig.parse(reference.options())
+    profile, _ = config.profile_of(str(quantized), torch.float32)
+    assert profile.fingerprint != reference.profile.fingerprint
+    assert replace(profile, fingerprint="", name="") == replace(
+        reference.profile, fingerprint="", name=""
+    )

@@ -1,0 +1,93 @@
+"""A server whose keys rotate in another way than the profile says is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers import rotary_embedding
+from vllm.model_executor.layers.rotary_embedding import get_rope
+
+from blockattn_rag.errors import ServingError
+from blockattn_rag.server.profile import LayerProfile, ModelProfile, Rotary
+from blockattn_rag.server.vllm.rotations import check_rotations
+
+SIZE = 64
+
+
+@pytest.fixture(autouse=True)
+def ropes(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[Any, Any]]:
+    """The rotary modules of vLLM in this process: none at first."""
+    made: dict[Any, Any] = {}
+    monkeypatch.setattr(rotary_embedding, "_ROPE_DICT", made)
+    monkeypatch.setattr("blockattn_rag.server.vllm.rotations._ROPE_DICT", made)
+    with set_current_vllm_config(VllmConfig()):
+        yield made
+
+
+def make(theta: float = 10000.0, size: int = SIZE, *, neox: bool = True, **more: Any) -> None:
+    """vLLM makes a rotary module for a layer."""
+    parameters = {"rope_type": "default", "rope_theta": theta, **more}
+    get_rope(size, 4096, neox, parameters, torch.float32)
+
+
+def rotary(theta: float = 10000.0, dims: int = SIZE, pairing: Any = "half") -> Rotary:
+    frequencies = theta ** (-torch.arange(0, dims, 2) / dims)
+    return Rotary(pairing, tuple(frequencies.tolist()))
+
+
+def profile(*rotaries: Rotary) -> ModelProfile:
+    return ModelProfile(
+        fingerprint="f" * 64,
+        tokenizer="e" * 64,
+        name="made-up",
+        dtype="float32",
+        layers=tuple(LayerProfile(2, SIZE, SIZE, place) for place in range(len(rotaries))),
+        rotary=rotaries,
+        vocab_size=264,
+        max_positions=4096,
+    )
+
+
+def test_layers_that_rotate_as_the_profile_says_are_accepted() -> None:
+    make()
+    make(1e6)
+    make(500.0, 32)  # of another model part
+    check_rotations(profile(rotary(), rotary(1e6), Rotary("half", ())), range(3))
+    check_rotations(replace(profile(rotary()), dtype="bfloat16"), range(1))
+
+
+def test_partial_and_interleaved_rotations_are_accepted() -> None:
+    make(neox=False)
+    make(partial_rotary_factor=0.5)
+    check_rotations(profile(rotary(pairing="interleaved"), rotary(dims=SIZE // 2)), range(2))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        rotary(pairing="interleaved"),
+        rotary(10100.0),
+        rotary(dims=SIZE // 2),
+        Rotary("half", tuple(one / 8 for one in rotary().frequencies)),
+    ],
+    ids=["pairs", "frequencies", "dimensions", "scaling"],
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_another_rotation_is_refused(other: Rotary, dtype: str) -> None:
+    make()
+    wrong = replace(profile(rotary(), other), dtype=dtype)
+    check_rotations(wrong, range(1))
+    message = r"Layer 1: vLLM rotates keys by RotaryEmbedding \(half pairs of 64.*differs by"
+    with pytest.raises(ServingError, match=message):
+        check_rotations(wrong, range(2))
+
+
+def test_a_layer_without_a_module_is_refused() -> None:
+    make(size=32)
+    with pytest.raises(ServingError, match="Layer 0: vLLM rotates keys by no module, expected"):
+        check_rotations(profile(rotary()), range(1))
