@@ -78,9 +78,18 @@ def test_a_recipe_with_an_adapter_is_copied(served: Served, tmp_path: Path) -> N
     assert Recipe.load(folder) == recipe
 
 
-def test_an_unknown_dtype_is_refused(served: Served) -> None:
-    with pytest.raises(ValueError, match="Unknown dtype 'int8': expected one of float32"):
-        replace(served, dtype="int8").options()
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [
+        ("int4", "Unknown dtype 'int4': expected one of float32"),
+        ("int8", "serve a quantized checkpoint of the model instead"),
+    ],
+)
+def test_weights_that_vllm_cannot_load_are_refused(
+    served: Served, dtype: str, expected: str
+) -> None:
+    with pytest.raises(ValueError, match=expected):
+        replace(served, dtype=dtype).options()
 
 
 def test_adapters_are_refused(served: Served) -> None:

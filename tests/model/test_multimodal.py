@@ -14,11 +14,13 @@ from blockattn_rag.check.oracle import oracle_generate, oracle_logits
 from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.kv.rope import relative_error
 from blockattn_rag.model import BlockModel
+from blockattn_rag.model.checkpoint import CheckpointModel
 from blockattn_rag.model.loading import load_model
 from blockattn_rag.model.miniature import VOCABULARY, shrunk
 from blockattn_rag.model.multimodal import language_model
 from blockattn_rag.model.probe import LOGITS
 from blockattn_rag.model.sampling import Sampling
+from blockattn_rag.server.profile import profile_of
 from tests.models import tiny_tokenizer
 
 _VISION = {
@@ -124,3 +126,11 @@ def test_a_text_model_is_loaded_as_before(tmp_path: Path) -> None:
     text: Any = language_model(model)
     text.save_pretrained(tmp_path)
     assert type(load_model(tmp_path, device="cpu")) is type(text)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "ministral3", "qwen2_5_vl"])
+def test_a_checkpoint_that_is_not_loaded_has_the_same_profile(name: str, tmp_path: Path) -> None:
+    multimodal(name).save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    model = BlockModel.from_pretrained(tmp_path, device="cpu", dtype="float32")
+    assert profile_of(CheckpointModel(tmp_path, torch.float32)) == profile_of(model)
