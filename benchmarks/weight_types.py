@@ -18,10 +18,10 @@ import time
 from typing import Any
 
 import psutil
-
-from blockattn_rag.engine.engine import BlockAttentionEngine
 from measuring import in_turns, machine
 from models import model_path
+
+from blockattn_rag.engine.engine import BlockAttentionEngine
 
 DTYPES = ("float32", "bfloat16", "int8", "nf4")
 PASSAGES, PASSAGE_TOKENS, QUESTION_TOKENS = 4, 256, 24
