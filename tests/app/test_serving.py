@@ -43,6 +43,12 @@ def test_profile_is_measured_once(served: Served, monkeypatch: pytest.MonkeyPatc
     assert profile_file(served) not in (file, *others)
 
 
+@pytest.mark.parametrize("dtype", ["int8", "nf4"])
+def test_weights_that_are_quantized_in_process_are_refused(served: Served, dtype: str) -> None:
+    with pytest.raises(ValueError, match=f"dtype='{dtype}' quantizes the weights in this process"):
+        profile_file(replace(served, dtype=dtype))
+
+
 def test_auto_is_what_the_server_can_run(served: Served, tmp_path: Path) -> None:
     auto = replace(served, recipe="auto")
     assert str(ModelProfile.read(profile_file(auto)).recipe) == "head:4"
