@@ -3,7 +3,7 @@
     python benchmarks/weight_types.py [MODEL] > benchmarks/results/weight-types.json
 
 Each type runs in a process of its own, one after the other, so that peaks do not mix. A prompt has
-four passages of 256 tokens and a question; it is answered in full mode, and in block mode with
+four passages of 128 tokens and a question; it is answered in full mode, and in block mode with
 stored passages. Default: Qwen2.5-Coder-0.5B (``benchmarks/models.py``, extras gguf and quantized).
 """
 
@@ -24,7 +24,7 @@ from models import model_path
 from blockattn_rag.engine.engine import BlockAttentionEngine
 
 DTYPES = ("float32", "bfloat16", "int8", "nf4")
-PASSAGES, PASSAGE_TOKENS, QUESTION_TOKENS = 4, 256, 24
+PASSAGES, PASSAGE_TOKENS, QUESTION_TOKENS = 4, 128, 24
 
 
 def measure(model: str, dtype: str, repeats: int) -> dict[str, Any]:
@@ -45,7 +45,7 @@ def measure(model: str, dtype: str, repeats: int) -> dict[str, Any]:
     ways = {"full": lambda: first_token("full"), "block": lambda: first_token("block")}
     row = {"dtype": dtype, "load_s": load_s, **in_turns(ways, repeats)}
     started = time.perf_counter()
-    answer = engine.generate([*prompt[:-1], prompt[-1] + " Continue:"], max_new_tokens=17)
+    answer = engine.generate([*prompt[:-1], prompt[-1] + " Continue:"], max_new_tokens=9)
     decode_s = (answer.stats.total_s - answer.stats.ttft_s) / max(1, len(answer.token_ids) - 1)
     return {
         **row,
@@ -86,6 +86,7 @@ def main() -> None:
         command += ["--repeats", str(options.repeats)]
         output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
         rows.append(json.loads(output.splitlines()[-1]))
+        print(rows[-1], file=sys.stderr)
     print(json.dumps({"machine": machine(), "model": options.model, "rows": rows}))
 
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 import copy
 import hashlib
 import importlib.util
+import json
 import logging
 import shutil
 import struct
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from blockattn_rag.files import state_folder, sync, temporary_name
 from blockattn_rag.lazy import missing_extra
@@ -21,6 +24,8 @@ from blockattn_rag.lazy import missing_extra
 logger = logging.getLogger("blockattn_rag.model.gguf")
 
 SMOLLM2 = "smollm2"
+_SHARD_BYTES = 1 << 30
+"""Weights that are dequantised before they are written."""
 # Errors that the GGUF reader raises for damaged or unsupported files.
 _UNREADABLE = (
     *(ValueError, LookupError, TypeError, AttributeError, OverflowError, NotImplementedError),
@@ -48,7 +53,8 @@ def dequantised(file: Path) -> Path:
     """Convert a GGUF file to a folder with the float32 model, its config and its tokenizer.
 
     The first conversion takes seconds to minutes. The folder is kept in ``state_folder()``, named
-    by the digest of the file, and takes 4 bytes per weight.
+    by the digest of the file, and takes 4 bytes per weight. The weights are converted in parts, so
+    that they need not fit in memory.
 
     Raises:
         FileNotFoundError: the file does not exist.
@@ -75,7 +81,7 @@ def _dequantise(file: Path, folder: Path) -> None:
     try:
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
         tokenizer.save_pretrained(temporary)
-        _plain_model(file).save_pretrained(temporary)
+        _write_model(file, temporary)
         for path in (*temporary.iterdir(), temporary):
             sync(path)
         _rename(temporary, folder)
@@ -92,6 +98,70 @@ def _rename(temporary: Path, folder: Path) -> None:
     except OSError:
         if not folder.is_dir():  # if it exists, another process was faster
             raise
+
+
+def _write_model(file: Path, folder: Path) -> None:
+    """Write the config and the float32 weights of a GGUF file, about ``_SHARD_BYTES`` at a time."""
+    from gguf import GGUFReader
+    from gguf.quants import dequantize
+    from transformers.modeling_gguf_pytorch_utils import (
+        TENSOR_PROCESSORS,
+        TensorProcessor,
+        get_gguf_hf_weights_map,
+        load_gguf_checkpoint,
+    )
+
+    config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
+    reader = GGUFReader(file)
+    architecture = str(reader.get_field("general.architecture").contents())
+    if _has_own_reader(architecture):
+        _plain_model(file).save_pretrained(folder)
+        return
+    with torch.device("meta"):  # allocates no memory
+        skeleton = AutoModelForCausalLM.from_config(config)
+    processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(
+        config=load_gguf_checkpoint(str(file))["config"]
+    )
+    names = get_gguf_hf_weights_map(skeleton, processor)
+    pending: dict[str, torch.Tensor] = {}  # experts are joined here by the processor
+    shards: dict[str, str] = {}
+
+    def write(tensors: dict[str, torch.Tensor]) -> None:
+        shard = f"model-{len({*shards.values()}):05}.safetensors"
+        save_file(tensors, folder / shard, metadata={"format": "pt"})
+        shards.update(dict.fromkeys(tensors, shard))
+
+    ready: dict[str, torch.Tensor] = {}
+    for tensor in reader.tensors:
+        weights = dequantize(tensor.data, tensor.tensor_type)
+        result = processor.process(
+            weights=weights,
+            name=tensor.name,
+            tensor_key_mapping=names,
+            parsed_parameters={"tensors": pending},
+        )
+        if result.name in names:
+            array = np.array(result.weights, dtype=np.float32)  # a copy, in its own memory
+            ready[names[result.name]] = torch.from_numpy(array)
+        if sum(one.nbytes for one in ready.values()) >= _SHARD_BYTES:
+            write(ready)
+            ready = {}
+    rest = ready | {name: one.float().contiguous() for name, one in pending.items()}
+    if rest:
+        write(rest)
+    config.save_pretrained(folder)
+    skeleton.generation_config.save_pretrained(folder)
+    index = {"metadata": {}, "weight_map": shards}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+
+
+def _has_own_reader(architecture: str) -> bool:
+    """Whether transformers reads this architecture's tensors by its own, newer reader."""
+    try:
+        from transformers.integrations.gguf.utils import is_gguf_arch_supported
+    except ImportError:  # before transformers 5.23
+        return False
+    return bool(is_gguf_arch_supported(architecture))
 
 
 def _plain_model(file: Path) -> Any:

@@ -108,6 +108,29 @@ def test_a_file_is_the_model_that_transformers_reads_from_it(file: Path) -> None
     assert tokenizer.eos_token_id == 258
 
 
+def test_weights_are_converted_in_parts(
+    file: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = load_model(file).state_dict()
+    shutil.rmtree(home)
+    monkeypatch.setattr(ours, "_SHARD_BYTES", 50_000)
+    parts = load_model(file).state_dict()
+    assert len([*Path(resolve_name(file)).glob("model-*.safetensors")]) > 3
+    assert parts.keys() == whole.keys()
+    assert all(torch.equal(parts[name], tensor) for name, tensor in whole.items())
+
+
+def test_a_file_is_quantized_again_at_load(file: Path) -> None:
+    pytest.importorskip("torchao", reason="needs the package torchao")
+    engine = BlockAttentionEngine.from_pretrained(file, dtype="int8", device="cpu", recipe="none")
+    plain = BlockAttentionEngine.from_pretrained(file, device="cpu", recipe="none")
+    prompt = ["the first passage", "the second", "the question"]
+    answers = [engine.generate(prompt, max_new_tokens=4) for _ in range(2)]
+    assert (answers[0].stats.misses, answers[1].stats.hits) == (2, 2)
+    assert engine.model.fingerprint != plain.model.fingerprint
+    assert engine.model.profile.token_outline[0][2] == torch.bfloat16
+
+
 def test_the_suffix_tells_a_file_in_any_case_and_no_folder(file: Path, tmp_path: Path) -> None:
     assert resolve_name(shutil.copy(file, tmp_path / "BIG.GGUF")) == resolve_name(file)
     folder = tmp_path / "model.gguf"
@@ -185,15 +208,15 @@ def test_smollm2_is_a_file(file: Path, tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_concurrent_loads_share_the_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
-    make = ours._plain_model
+    make = ours._write_model
 
-    def with_another(path: Path) -> Any:
+    def with_another(path: Path, folder: Path) -> None:
         if not made:  # the other process is faster
             made.append(path)
             made.append(resolve_name(path))
-        return make(path)
+        make(path, folder)
 
-    monkeypatch.setattr(ours, "_plain_model", with_another)
+    monkeypatch.setattr(ours, "_write_model", with_another)
     assert resolve_name(file) == made[1]
     assert os.listdir(Path(made[1]).parent) == [Path(made[1]).name]
     load_model(file)

@@ -149,8 +149,8 @@ def test_mxfp4_experts_are_exact(tmp_path: Path) -> None:
     save_file(tensors, file, metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
     kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens"]
-    settings = {"quant_method": "mxfp4", "modules_to_not_convert": [*kept, "lm_head"]}
-    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
+    mxfp4 = {"quant_method": "mxfp4", "modules_to_not_convert": [*kept, "lm_head"]}
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": mxfp4}))
     loaded = BlockModel.from_pretrained(folder, device="cpu")
     for name, tensor in expected.items():
         torch.testing.assert_close(loaded.hf_model.state_dict()[name], tensor, rtol=0, atol=0)
