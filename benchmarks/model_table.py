@@ -300,7 +300,7 @@ per token, and how exact block mode is.
 | block mode | meaning |
 |---|---|
 | relay | attention reads stored blocks in place; see [positions](concepts.md#positions). A layer with a sliding window reads no block outside of it. Soft caps, attention sinks, and layers that share keys and values are included |
-| copy | blocks are rotated and joined for each request: the model does not use transformers' attention interface |
+| copy | blocks are rotated and joined for each request: the model has attention code of its own |
 | latent | multi-head latent attention: the latent and its rotary key are stored, and only the key is rotated (copy) |
 | hybrid | some layers have a recurrent or convolution state: see [hybrid models](concepts.md#hybrid-models) |
 

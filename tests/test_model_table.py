@@ -52,7 +52,8 @@ NAMED = [
     ("family", "how"),
     [
         ("llama", "relay"),
-        ("gemma2", "copy"),
+        ("gemma2", "relay"),
+        ("codegen", "copy"),
         ("youtu", "latent"),
         ("granitemoehybrid", "hybrid"),
         ("bert", "refused"),

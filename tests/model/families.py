@@ -105,7 +105,7 @@ KINDS: dict[str, tuple[str, dict[str, Any], str]] = {
     "windows only": ("mistral", {}, "3 windowed attention"),
     "windows and soft caps": (
         "gemma2",
-        {"attn_logit_softcapping": 2.0},
+        {"attn_logit_softcapping": 0.1},
         "1 windowed attention, 1 attention",
     ),
     "windows and sinks": ("gpt_oss", {}, "1 windowed attention, 1 attention"),
