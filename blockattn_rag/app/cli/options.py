@@ -68,13 +68,6 @@ def absolute_recipe(name: str | None) -> str | None:
     return str(Path(name).resolve()) if name and Path(name).is_dir() else name
 
 
-def file_in_folder(file: Path | None) -> Path | None:
-    """Check that the folder of a file exists."""
-    if file is not None and not file.absolute().parent.is_dir():
-        raise typer.BadParameter(f"No such folder: {file.absolute().parent}")
-    return file
-
-
 def seconds_of(text: str, option: str) -> float:
     """Seconds of a time such as 90s or 7d. Raises BadParameter if it is invalid."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhd]?)", text.strip())
