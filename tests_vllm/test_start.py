@@ -20,6 +20,7 @@ from vllm.v1.kv_cache_interface import (
 from blockattn_rag.errors import ServingError
 from blockattn_rag.server.config import ServingConfig
 from blockattn_rag.server.vllm.compatibility import check_engine
+from tests_vllm.engines import Engine
 from tests_vllm.reference import MODEL, Reference
 
 FULL = FullAttentionSpec(block_size=128, num_kv_heads=2, head_size=64, dtype=torch.float32)
@@ -103,7 +104,8 @@ def test_another_model_than_the_profiles_is_refused(reference: Reference) -> Non
 def test_latent_attention_is_refused(reference: Reference) -> None:
     config = ServingConfig.parse(reference.options())
     engine = engine_of()
-    shown = {name: getattr(engine.model_config, name) for name in ("dtype", "hf_text_config")}
+    names = ("dtype", "model", "revision", "quantization", "hf_config", "hf_text_config")
+    shown = {name: getattr(engine.model_config, name) for name in names}
     engine.model_config = SimpleNamespace(**shown, use_mla=True, max_model_len=64)  # type: ignore[assignment]
     with pytest.raises(ServingError, match="latent attention"):
         check_engine(engine, cache_of(FULL), config, reference.profile)
@@ -115,3 +117,13 @@ def test_a_connector_among_others_is_refused(reference: Reference) -> None:
     parent = engine_of({"kv_connector": "MultiConnector", "kv_connector_module_path": None})
     with set_current_vllm_config(parent), pytest.raises(ServingError, match="make it the only one"):
         check_engine(engine, cache_of(FULL), config, reference.profile)
+
+
+def test_engine_that_rotates_keys_in_another_way_does_not_start(
+    reference: Reference, capfd: pytest.CaptureFixture[str]
+) -> None:
+    rope = {"rope_type": "default", "rope_theta": 500_000.0}
+    with pytest.raises(RuntimeError, match="Engine core initialization failed"):
+        Engine(reference.options(), hf_overrides={"rope_parameters": rope})
+    message = "Layer 0: vLLM rotates keys by RotaryEmbedding (half pairs of 64, base 500000.0)"
+    assert message in "".join(capfd.readouterr())

@@ -57,12 +57,6 @@ def test_weights_are_not_loaded(served: Served, monkeypatch: pytest.MonkeyPatch)
     assert served.options()
 
 
-@pytest.mark.parametrize("dtype", ["int8", "nf4"])
-def test_weights_that_are_quantized_in_process_are_refused(served: Served, dtype: str) -> None:
-    with pytest.raises(ValueError, match=f"dtype='{dtype}' quantizes the weights in this process"):
-        profile_file(replace(served, dtype=dtype))
-
-
 def test_auto_is_what_the_server_can_run(served: Served, tmp_path: Path) -> None:
     auto = replace(served, recipe="auto")
     assert recipe_text(auto) == "head:4"

@@ -68,12 +68,6 @@ def absolute_recipe(name: str | None) -> str | None:
     return str(Path(name).resolve()) if name and Path(name).is_dir() else name
 
 
-def file_in_folder(file: Path | None) -> Path | None:
-    if file is not None and not file.absolute().parent.is_dir():
-        raise typer.BadParameter(f"No such folder: {file.absolute().parent}")
-    return file
-
-
 def seconds_of(text: str, option: str) -> float:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhd]?)", text.strip())
     if match is None:
