@@ -14,8 +14,9 @@ from transformers import AutoConfig, DynamicCache
 from blockattn_rag.check.oracle import block_mask, oracle_logits
 from blockattn_rag.kv.rope import relative_error
 from blockattn_rag.model import BlockModel
+from blockattn_rag.model.kinds import seen_attention
 from blockattn_rag.model.miniature import miniature
-from blockattn_rag.model.probe import LOGITS
+from blockattn_rag.model.probe import LOGITS, probe_cache
 from blockattn_rag.model.recompute import attention_to_context, measured_layers, recompute
 from blockattn_rag.model.relay_attention import enable_relay
 from tests.model.families import KINDS
@@ -104,6 +105,15 @@ def test_tokens_are_chosen_by_the_layers_that_see_all_passages() -> None:
     assert measured_layers(new_model("windows")) == [5]
     assert measured_layers(new_model("windows only")) == [2]
     assert measured_layers(new_model("shared, last tokens only")) == [11]
+
+
+def test_windows_of_masks_are_measured_to_a_token() -> None:
+    hf_model = new_model("windows").hf_model
+    with seen_attention(hf_model) as seen:
+        probe_cache(hf_model)
+    assert [window for window in range(1, 64) if seen[0].has_window(window)] == [16]
+    assert [seen[layer].has_window(None) for layer in range(6)] == [False] * 5 + [True]
+    assert not any(seen[5].has_window(window) for window in range(1, 64))
 
 
 @pytest.mark.parametrize("change", [-1, 1])
