@@ -313,9 +313,10 @@ def score(
     """Print recovered gain and costs of results, by the rows full and no-context among them."""
     results = [json.loads(path.read_text("utf-8")) for path in files]
     by_name = {one["summary"]["method"]: one for one in results}
-    references = [by_name.get(f"{Method.name} ({row})") for row in (NO_CONTEXT, FULL)]
-    if None in references:
+    names = [f"{Method.name} ({row})" for row in (NO_CONTEXT, FULL)]
+    if not by_name.keys() >= set(names):
         raise typer.BadParameter(f"Expected results of the rows {NO_CONTEXT} and {FULL}")
+    references = [by_name[name] for name in names]
     print("| row | questions | F1 | recovered gain | compute saved | TTFT saved |")
     print("|---|---|---|---|---|---|")
     for result in results:

@@ -47,7 +47,8 @@ SERVED = ["openai_clients", "serving_vllm"]
 
 def names_of(tree: ast.AST) -> tuple[set[str], set[str]]:
     """Names that code reads, and names that it defines, in any scope."""
-    read, defined = set(), set()
+    read: set[str] = set()
+    defined: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Name):
             (read if isinstance(node.ctx, ast.Load) else defined).add(node.id)
