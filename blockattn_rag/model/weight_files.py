@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import xxhash
-from transformers.utils import cached_file
+from transformers.utils.hub import cached_file
 
 from blockattn_rag.files import state_folder, write_json
 
@@ -56,7 +56,7 @@ class WeightFile:
         if (digest := _kept(place, key)) is not None:
             return digest
         with self.path.open("rb") as stream:
-            digest = hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()  # type: ignore[arg-type]
+            digest = hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()
         if place is not None:
             try:
                 place.parent.mkdir(parents=True, exist_ok=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import os
 import shutil
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import torch
 from huggingface_hub import constants
 
-from blockattn_rag.model import BlockModel, weight_files
+from blockattn_rag.model import BlockModel
 from blockattn_rag.model.weight_files import WeightFile, WeightFiles
 from tests.models import shared_tiny_llama, tiny_tokenizer
 
@@ -29,13 +30,13 @@ def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the files that are read for their digests."""
     names: list[str] = []
-    compute = weight_files.hashlib.file_digest
+    compute = hashlib.file_digest
 
     def file_digest(stream: Any, digest: Any) -> Any:
         names.append(Path(stream.name).name)
         return compute(stream, digest)
 
-    monkeypatch.setattr(weight_files.hashlib, "file_digest", file_digest)
+    monkeypatch.setattr(hashlib, "file_digest", file_digest)
     return names
 
 
