@@ -533,11 +533,11 @@ def columns(measured: Measured, rows: Sequence[Row]) -> dict[str, list[str]]:
         found["quotient"] = [f"{row['windowed_over_plain']:.2f}" for row in rows]
         return found
     if measured == "recompute":
-        ratios = {
+        by_share = {
             f"{float(share):.0%}": [f"{row['over_full'][share]:.2f}" for row in rows]
             for share in rows[0]["over_full"]
         }
-        return {"context": [f"{row['length']:,}" for row in rows], **ratios}
+        return {"context": [f"{row['length']:,}" for row in rows], **by_share}
     sizes = {"context": "length", "block": "block_tokens", "requests": "batch"}
     if measured == "batch":
         del sizes["context"]
