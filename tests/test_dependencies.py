@@ -47,18 +47,18 @@ NOT_INSTALLED = {
     "prometheus_client": "prometheus-client",
     "triton": "triton",
     "llama_index.embeddings.huggingface": "llama-index-embeddings-huggingface",
+    "llama_cpp": "llama-cpp-python",
     "playwright": "playwright",
     "vllm": "vllm",
 }
-# Imported where a user names a HuggingFace embedding, or takes a picture of the demo's page; the
-# error message or the script's docstring says what to install.
-ASKED_FOR_BY_MESSAGE = {"llama-index-embeddings-huggingface", "playwright"}
+# Imported where a user names a HuggingFace embedding, takes a picture of the demo's page, or
+# compares with llama.cpp; the error message or the script's docstring says what to install.
+ASKED_FOR_BY_MESSAGE = {"llama-cpp-python", "llama-index-embeddings-huggingface", "playwright"}
 # PyTorch brings it where it has CUDA; `kv.rope` does without.
 OPTIONAL_OF_TORCH = {"triton"}
 # Declared though no file imports them: what they are there for.
 NEEDED_UNIMPORTED = {
     "bitsandbytes": "transformers imports it to quantize weights to 4 bits",
-    "gguf": "transformers imports it to read GGUF files",
     "langchain-chroma": "the vector store that the guide of LangChain uses",
     "llama-index-readers-file": "SimpleDirectoryReader imports it to read PDF",
 }
