@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from blockattn_rag.model.quantized import (
     check_quantization,
     loading_arguments,
     quantization_of,
+    small_heap,
 )
 from blockattn_rag.model.weight_files import WeightFiles
 from blockattn_rag.prompts.checkpoints import known_checkpoint
@@ -151,7 +152,8 @@ def load_model(
         with _hub(model):
             config = AutoConfig.from_pretrained(name)
             arguments = loading_arguments(str(model), config, dtype, target)
-            loaded = _from_pretrained(name, config, {**arguments, **kwargs})
+            with small_heap() if "quantization_config" in arguments else nullcontext():
+                loaded = _from_pretrained(name, config, {**arguments, **kwargs})
     if getattr(loaded, "is_quantized", False):  # placed while it was loaded
         allow_all_shapes(loaded)
         return loaded.eval()

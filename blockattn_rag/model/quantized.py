@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import importlib.util
-from collections.abc import Mapping
+import platform
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -31,6 +34,7 @@ _PACKAGES = {
 }
 """Packages that transformers needs to load a quantized checkpoint, apart from accelerate."""
 _MODULES = {"amd-quark": "quark"}
+_MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h
 # Attribute of bitsandbytes' 4-bit layers that enables a kernel, which takes multiples of 32 outputs
 # and complete blocks of inputs.
 _CPU_KERNEL, _KERNEL_ROWS = "support_avx512bf16_for_cpu", 32
@@ -138,6 +142,24 @@ def _quantized_at_load(weights: str) -> dict[str, Any]:
         settings: dict[str, Any] = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": dtype}
         config = BitsAndBytesConfig(load_in_4bit=True, **settings)
     return {"dtype": dtype, "quantization_config": config}
+
+
+@contextmanager
+def small_heap() -> Iterator[None]:
+    """Return the memory of plain weights to the system as soon as they are quantized.
+
+    By default, glibc keeps most of it, so that a load would take the memory of the plain weights.
+    """
+    if platform.libc_ver()[0] != "glibc":
+        yield
+        return
+    libc = ctypes.CDLL(None)
+    libc.mallopt(_MMAP_THRESHOLD, 1 << 18)
+    try:
+        yield
+    finally:
+        libc.mallopt(_MMAP_THRESHOLD, 32 << 20)  # the most that glibc chooses by itself
+        libc.malloc_trim(0)
 
 
 def allow_all_shapes(hf_model: nn.Module) -> None:
