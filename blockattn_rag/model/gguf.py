@@ -112,8 +112,8 @@ def _write_model(file: Path, folder: Path) -> None:
     )
 
     config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
-    reader = GGUFReader(file)
-    architecture = str(reader.fields["general.architecture"].contents())
+    reader: Any = GGUFReader(file)
+    architecture = str(reader.get_field("general.architecture").contents())
     if _has_own_reader(architecture):
         _plain_model(file).save_pretrained(folder)
         return
