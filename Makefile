@@ -20,13 +20,16 @@ WORKERS ?= 2
 # Matplotlib lists the machine's fonts once, and says so if that takes long: before, in no notebook.
 QUIET := MPLCONFIGDIR=$(CURDIR)/.cache/matplotlib NO_MKDOCS_2_WARNING=1 HF_HUB_DISABLE_PROGRESS_BARS=1 TQDM_DISABLE=1 PYTHONWARNINGS=ignore
 
-.PHONY: demo test test-recipes test-vllm test-vllm-all lint format docs clean
+.PHONY: demo test test-quantized test-recipes test-vllm test-vllm-all lint format docs clean
 
 demo: $(VENV)/.demo  ## ingest 40 articles with SmolLM2-135M-Instruct, answer 12 questions in both modes; STORE=s3://bucket/kv
 	$(OFFLINE) $(BIN)/blockattn-rag demo $(if $(STORE),--store $(STORE))
 
 test: $(VENV)/.test lint  ## ruff, mypy, pytest
 	$(OFFLINE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --durations=30 $(PYTEST)
+
+test-quantized: $(VENV)/.quantized  ## quantized weights; transformers imports these packages in every process, so they are apart
+	$(OFFLINE) PYTHONPATH=$(abspath $(VENV)/quantized) OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/model/test_quantized_weights.py tests/model/test_gguf.py $(PYTEST)
 
 test-recipes: $(VENV)/.test  ## the tests of how the bundled model was made
 	$(OFFLINE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest recipes $(PYTEST)
@@ -109,6 +112,10 @@ $(VENV)/.demo: pyproject.toml constraints.txt | $(VENV)/bin/python
 
 $(VENV)/.test: $(VENV)/.demo
 	$(INSTALL) -e ".[test]"
+	touch $@
+
+$(VENV)/.quantized: $(VENV)/.test
+	$(INSTALL) --no-deps --target $(VENV)/quantized bitsandbytes compressed-tensors loguru torchao
 	touch $@
 
 $(VENV)/.docs: $(VENV)/.demo

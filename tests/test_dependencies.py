@@ -49,6 +49,7 @@ NOT_INSTALLED = {
     "llama_index.embeddings.huggingface": "llama-index-embeddings-huggingface",
     "llama_cpp": "llama-cpp-python",
     "playwright": "playwright",
+    "torchao": "torchao",
     "vllm": "vllm",
 }
 # Imported where a user names a HuggingFace embedding, takes a picture of the demo's page, or
