@@ -19,6 +19,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("blockattn-rag", "langchain-blockattn", "llama-index-llms-blockattn")
+PAGES = ("README.md", "SECURITY.md", *(f"packages/{name}/README.md" for name in PACKAGES[1:]))
+EARLY = re.compile(r" ?[^.\n]*(?:[Nn]ot on PyPI yet|Until the first release)[^.]*\.|\bADDRESS\b")
+"""Sentences of ``PAGES`` that are true until the first release only, and an address to fill in."""
 MAX_WHEEL_BYTES = 12_000_000
 IN_SDIST = {"Makefile", "hatch_build.py", "README.md", "constraints.txt", "tests", "docs", ".ci"}
 
@@ -55,6 +58,14 @@ def unready(root: Path, tag: str | None = None) -> list[str]:
         )
     elif not section[1].strip():
         faults.append(f"The section {number} of CHANGELOG.md is empty: describe what changes")
+    faults += [
+        f"{name} is of the time before the release: say how to install from PyPI"
+        for name in PAGES
+        if EARLY.search((root / name).read_text("utf-8"))
+    ]
+    recipe = (root / "deploy/conda-forge/recipe.yaml").read_text("utf-8")
+    if not re.search(rf'^\s*version: "?{re.escape(number)}"?$', recipe, re.MULTILINE):
+        faults.append(f"deploy/conda-forge/recipe.yaml is of another version: expected {number}")
     if f"version: {number}\n" not in (root / "CITATION.cff").read_text("utf-8"):
         faults.append(f"CITATION.cff is of another version: expected {number}")
     if tag is not None and tag != f"v{number}":
@@ -109,10 +120,10 @@ def main(arguments: list[str]) -> int:
     if options.command == "ready":
         faults = unready(ROOT, options.tag)
         label = "warning" if options.warn else "error"
-        print("\n".join(f"{label}: {fault}" for fault in faults) or "ready to be published")
+        print("\n".join(f"{label}: {fault}" for fault in faults) or "Ready to be published")
         return 0 if options.warn else bool(faults)
     faults = incomplete(options.folder)
-    print("\n".join(f"error: {fault}" for fault in faults) or "all packages are complete")
+    print("\n".join(f"error: {fault}" for fault in faults) or "All packages are complete")
     for path in sorted(options.folder.iterdir()):
         print(f"{path.stat().st_size:>12,}  {path.name}")
     return bool(faults)

@@ -2,8 +2,9 @@
 
 Usage: python .ci/rehearse_release.py [--address https://github.com/OWNER/NAME] [--keep FOLDER]
 
-The steps run in a copy of the tracked files, in which the address and the changelog are as they
-will be when the release is made. Steps that use an action, such as the upload, are only named.
+The steps run in a copy of the tracked files, in which the address, the changelog and the READMEs
+are as they will be when the release is made. Steps that use an action, such as the upload, or that
+have a condition, are only named.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import time
 from pathlib import Path
 
 import yaml
-from check_release import ROOT, version
+from check_release import EARLY, PAGES, ROOT, version
 
 WORKFLOW = ".github/workflows/release.yml"
 
@@ -42,7 +43,7 @@ def replace(path: Path, old: str, new: str) -> None:
 
 
 def prepare(folder: Path, address: str) -> None:
-    """Makes the changes of a release to a copy: the address, and the date in the changelog."""
+    """Makes the changes of a release to a copy: address, date of the changelog, READMEs."""
     project = folder / "pyproject.toml"
     if 'address = ""\n' in project.read_text("utf-8"):
         replace(project, 'address = ""\n', f'address = "{address}"\n')
@@ -50,6 +51,10 @@ def prepare(folder: Path, address: str) -> None:
     if "\n## Unreleased\n" in changes.read_text("utf-8"):
         today = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
         replace(changes, "\n## Unreleased\n", f"\n## {version(folder)} - {today}\n")
+    for name in PAGES:
+        page = folder / name
+        text = EARLY.sub(lambda found: address * (found[0] == "ADDRESS"), page.read_text("utf-8"))
+        page.write_text(text, "utf-8")
 
 
 def rehearse(folder: Path) -> int:
@@ -57,8 +62,9 @@ def rehearse(folder: Path) -> int:
     workflow = yaml.safe_load((folder / WORKFLOW).read_text("utf-8"))
     tag = f"v{version(folder)}"
     for number, step in enumerate(workflow["jobs"]["build"]["steps"], 1):
-        if "run" not in step:
-            print(f"== step {number}: uses {step['uses']} (not run here)", flush=True)
+        if "run" not in step or "if" in step:
+            what = step.get("uses", step.get("name"))
+            print(f"== step {number}: {what} (not run here)", flush=True)
             continue
         print(f"== step {number}: {step['run']}", flush=True)
         # The index of CPU builds that the workflow names may be out of reach here.

@@ -9,7 +9,7 @@ same tokens. Each question is answered greedily in five ways, one after the othe
 - ``llama.cpp``: full prefill.
 - ``llama.cpp, prompt cache``: the prefix that the prompt shares with the one before is reused.
 - ``full``: this package in full mode.
-- ``default``, ``fast``: block mode with these recipes. Passages were encoded before.
+- ``recompute``, ``fast``: block mode with these recipes. Passages were encoded before.
 
 Each engine has a process of its own, so that memory can be compared. llama.cpp's answers have the
 length of this package's answer in full mode. The first question warms up and is not counted.
@@ -31,7 +31,7 @@ import typer
 sys.path.append(str(Path(__file__).parent / "quality"))
 
 LLAMA, CACHED = "llama.cpp", "llama.cpp, prompt cache"
-RECIPES = {"default": "head+recompute:0.1", "fast": "fast"}
+RECIPES = {"recompute": "head+recompute:0.1", "fast": "fast"}
 ROWS = (LLAMA, CACHED, "full", *RECIPES)
 RESULTS = Path(__file__).parent / "results"
 
@@ -145,20 +145,22 @@ def measure(ours: Worker, llama: Worker, questions: int) -> Iterator[Answer]:
 
 
 def table(answers: Sequence[Answer], sizes: dict[str, dict[str, int]]) -> str:
-    """Medians by row, with memory, as Markdown."""
-    names = ("", "first token", "next tokens", "equal to full mode", "memory", "peak")
+    """Medians by row, and the memory of both processes, as Markdown."""
+    names = ("", "first token", "next tokens", "equal to full mode")
     lines = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
     for row in ROWS:
-        own = [one for one in answers if one.row == row]
-        memory = sizes["llama" if row in (LLAMA, CACHED) else "ours"]
+        own = [answer for answer in answers if answer.row == row]
         cells = [
             row,
-            f"{statistics.median(one.ttft_s for one in own):.2f} s",
-            f"{1000 * statistics.median(one.next_s for one in own):.0f} ms",
-            f"{sum(one.equal for one in own)} of {len(own)}",
-            *(f"{memory[name] / 2**30:.1f} GiB" for name in ("memory_bytes", "peak_bytes")),
+            f"{statistics.median(answer.ttft_s for answer in own):.2f} s",
+            f"{1000 * statistics.median(answer.next_s for answer in own):.0f} ms",
+            f"{sum(answer.equal for answer in own)} of {len(own)}",
         ]
         lines.append(f"| {' | '.join(cells)} |")
+    lines.append("")
+    for engine, size in sizes.items():
+        memory, peak = (size[name] / 2**30 for name in ("memory_bytes", "peak_bytes"))
+        lines.append(f"Memory of {engine}: {memory:.1f} GiB, at most {peak:.1f} GiB.")
     return "\n".join(lines)
 
 
@@ -175,7 +177,9 @@ def main(
         serve(model, threads, dtype)
         return
     if llama_python is None:
-        raise typer.BadParameter("pass --llama-python, the Python with llama-cpp-python")
+        raise typer.BadParameter(
+            "Missing --llama-python: pass the Python that has llama-cpp-python"
+        )
     from models import model_path
 
     from blockattn_rag.model.gguf import SMOLLM2, smollm2
@@ -186,11 +190,11 @@ def main(
     llama = [str(llama_python), str(here.with_name("llama_worker.py")), *options]
     with Worker(ours) as own, Worker(llama) as other:
         answers = [*measure(own, other, questions)]
-        sizes = {"ours": own.last, "llama": other.last}
+        sizes = {"this package": own.last, "llama.cpp": other.last}
         about = {**own.about, "llama-cpp-python": other.about["version"]}
     text = table(answers, sizes)
     result = {"model": model, "dtype": dtype, "machine": about, "answers": [*map(asdict, answers)]}
-    name = f"llama-cpp-{model}-{threads}"
+    name = f"llama-cpp-{Path(model).stem}-{dtype}-{threads}"
     (RESULTS / f"{name}.json").write_text(json.dumps(result) + "\n", encoding="utf-8")
     (RESULTS / f"{name}.md").write_text(text + "\n", encoding="utf-8")
     print(text)

@@ -18,6 +18,8 @@ from blockattn_rag import __version__
 ROOT = Path(__file__).parents[1]
 CI = ROOT / ".ci"
 WORKFLOW = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text("utf-8"))
+PAGES = ("README.md", "SECURITY.md", *(f"packages/{name}/README.md" for name in (
+    "langchain-blockattn", "llama-index-llms-blockattn")))  # fmt: skip
 STEMS = ("blockattn_rag", "langchain_blockattn", "llama_index_llms_blockattn")
 
 
@@ -33,13 +35,17 @@ def call(script: Path, *arguments: str, folder: Path = ROOT) -> tuple[int, str]:
 @pytest.fixture
 def ready(tmp_path: Path) -> Path:
     """A copy of the files that decide about a release, in which everything is ready."""
-    for name in (".ci/check_release.py", "blockattn_rag/__init__.py", "CITATION.cff"):
+    recipe = "deploy/conda-forge/recipe.yaml"
+    for name in (".ci/check_release.py", "blockattn_rag/__init__.py", "CITATION.cff", recipe):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     (tmp_path / "pyproject.toml").write_text('[tool.blockattn]\naddress = "https://h/o/n"\n')
     (tmp_path / "CHANGELOG.md").write_text(
         f"# Changelog\n\n## {__version__} - 2026-12-01\n\n- New.\n"
     )
+    for name in PAGES:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("pip install blockattn-rag")
     return tmp_path
 
 
@@ -48,7 +54,7 @@ def judged(repository: Path, *options: str) -> tuple[int, str]:
 
 
 def test_a_ready_repository_may_be_published(ready: Path) -> None:
-    assert judged(ready, "--tag", f"v{__version__}") == (0, "ready to be published\n")
+    assert judged(ready, "--tag", f"v{__version__}") == (0, "Ready to be published\n")
 
 
 def test_a_repository_without_an_address_is_refused_and_only_warned_of(ready: Path) -> None:
@@ -58,6 +64,27 @@ def test_a_repository_without_an_address_is_refused_and_only_warned_of(ready: Pa
     assert 'set "address" of [tool.blockattn]' in output
     status, output = judged(ready, "--warn")
     assert (status, output[:8]) == (0, "warning:")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["It is not on PyPI yet: wait.", "Until the first release, none.", "git clone ADDRESS x"],
+)
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_of_the_time_before_the_release_is_refused(
+    ready: Path, page: str, text: str
+) -> None:
+    (ready / page).write_text(text)
+    status, output = judged(ready)
+    assert status == 1
+    assert f"{page} is of the time before the release" in output
+
+
+def test_the_recipe_must_have_the_version(ready: Path) -> None:
+    (ready / "deploy/conda-forge/recipe.yaml").write_text('context:\n  version: "0.0.1"\n')
+    status, output = judged(ready)
+    assert status == 1
+    assert f"recipe.yaml is of another version: expected {__version__}" in output
 
 
 def test_an_address_without_an_owner_is_refused(ready: Path) -> None:
@@ -116,7 +143,7 @@ def built(tmp_path: Path) -> Callable[..., Path]:
 
 def test_complete_packages_pass(built: Callable[..., Path]) -> None:
     status, output = call(CI / "check_release.py", "built", str(built()))
-    assert (status, output.splitlines()[0]) == (0, "all packages are complete")
+    assert (status, output.splitlines()[0]) == (0, "All packages are complete")
 
 
 def test_faults_of_built_packages_are_named(built: Callable[..., Path]) -> None:
@@ -143,12 +170,18 @@ def test_the_code_of_a_readme_runs_and_its_failure_is_reported(tmp_path: Path) -
 
 
 def test_the_workflow_refuses_first_and_publishes_without_a_token() -> None:
-    build, publish = WORKFLOW["jobs"]["build"], WORKFLOW["jobs"]["publish"]
+    gate, build, *publishing = WORKFLOW["jobs"].values()
+    assert gate["steps"][-1]["run"] == "bash .ci/run"
     commands = [step["run"] for step in build["steps"] if "run" in step]
-    assert commands[0] == 'python .ci/check_release.py ready --tag "$GITHUB_REF_NAME"'
-    assert commands[1] == "make release"
-    assert publish["needs"] == "build"
-    assert publish["permissions"] == {"attestations": "write", "id-token": "write"}
+    assert commands == [
+        'git merge-base --is-ancestor "$GITHUB_SHA" origin/main',
+        'python .ci/check_release.py ready --tag "$GITHUB_REF_NAME"',
+        "make release",
+    ]
+    needed = ["gate", "build", "publish", "publish"]  # the others require the first
+    assert [job["needs"] for job in (build, *publishing)] == needed
+    for job in publishing:
+        assert job["permissions"] == {"attestations": "write", "id-token": "write"}
     assert WORKFLOW["permissions"] == {"contents": "read"}
     assert "secrets" not in (ROOT / ".github/workflows/release.yml").read_text("utf-8")
 
@@ -158,13 +191,15 @@ def test_the_workflow_publishes_every_package_from_an_artifact_of_its_own() -> N
     uploads = {step["with"]["name"]: step["with"]["path"] for step in steps if "if-no" in str(step)}
     names = [stem.replace("_", "-") for stem in STEMS]
     assert uploads == {name: f"dist/{stem}-*" for name, stem in zip(names, STEMS, strict=True)}
-    assert WORKFLOW["jobs"]["publish"]["strategy"]["matrix"]["package"] == names
+    published = [job["steps"][0]["with"]["name"] for job in [*WORKFLOW["jobs"].values()][2:]]
+    assert published == names
 
 
 def test_the_rehearsal_runs_the_steps_of_the_workflow_in_a_copy(tmp_path: Path) -> None:
     repository = tmp_path / "repository"
     files = [".ci/rehearse_release.py", ".ci/check_release.py", "blockattn_rag/__init__.py"]
-    files += ["CITATION.cff", ".github/workflows/release.yml"]
+    files += ["CITATION.cff", "deploy/conda-forge/recipe.yaml", ".github/workflows/release.yml"]
+    files += PAGES
     for name in files:
         (repository / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, repository / name)
@@ -175,9 +210,9 @@ def test_the_rehearsal_runs_the_steps_of_the_workflow_in_a_copy(tmp_path: Path) 
     script = repository / ".ci/rehearse_release.py"
     status, output = call(script, folder=repository)
     assert status == 0, output
-    assert "ready to be published" in output
+    assert "Ready to be published" in output
     assert "built" in output
-    assert "uses actions/upload-artifact" in output
+    assert "actions/upload-artifact" in output
     assert "## Unreleased" in (repository / "CHANGELOG.md").read_text()
     (repository / "Makefile").write_text("release:\n\t@exit 1\n")
     assert call(script, folder=repository)[0] != 0

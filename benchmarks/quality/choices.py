@@ -88,8 +88,7 @@ CANDIDATES = {
     "none, 5 %, half of them first tokens": _Candidate(BLOCK, 0.05, first_share=0.5),
     "none, 10 %, all of them first tokens": _Candidate(BLOCK, 0.1, first_share=1.0),
 }
-"""Candidates by name. The tokens are chosen by the last third of the layers if nothing else is
-said."""
+"""Candidates by name. By default, the last third of the layers chooses the tokens."""
 
 
 def names_for(model: BlockModel) -> list[str]:
@@ -151,8 +150,8 @@ def _chosen(
     count = round(candidate.share * sum(lengths[1:]))
     first = _first_tokens(lengths, round(candidate.first_share * count))
     with model.lock:
-        count = len(model.profile.kinds)
-        layers = range(int(candidate.layers * count), count)
+        num_layers = len(model.profile.kinds)
+        layers = range(int(candidate.layers * num_layers), num_layers)
         received = attention_to_context(model, context, final, layers=layers)
     received[first] = torch.inf
     return choose_tokens(received, context, [False] + [True] * (len(lengths) - 1), count)
