@@ -206,10 +206,19 @@ class WriteQueue(_ForkAware):
             self._bytes += kv.nbytes
         return True
 
-    def discard(self, key: str) -> bool:
-        """Cancel a queued write. Returns whether there was one."""
+    def discard(self, key: str, wait_s: float) -> bool:
+        """Cancel a queued write, or wait until it has ended if it is running.
+
+        Args:
+            wait_s: Maximum seconds to wait.
+
+        Returns:
+            Whether a write was queued.
+        """
         with self._changed:
-            return self._waiting.pop(key, None) is not None
+            was_queued = self._waiting.pop(key, None) is not None
+            self._changed.wait_for(lambda: key not in self._running, wait_s)
+            return was_queued
 
     def flush(self, wait_s: float | None = None) -> bool:
         """Wait until the queue is empty, at most ``wait_s`` seconds. Returns whether it is."""

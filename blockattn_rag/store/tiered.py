@@ -119,7 +119,8 @@ class TieredStore(KVStore):
 
     def delete(self, key: str) -> bool:
         self._flights.forget(key)
-        was_queued = self._queue.discard(key)
+        # A write that ended after the deletion would bring the entry back.
+        was_queued = self._queue.discard(key, self._deadline_s)
         was_copied = any([*self._ask_copies(lambda store: store.delete(key))])
         return self._home.ask(lambda: self._home.store.delete(key)) or was_queued or was_copied
 

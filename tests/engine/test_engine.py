@@ -27,7 +27,7 @@ from blockattn_rag.prompts.sinks import sink_ids
 from blockattn_rag.store import MemoryStore
 from tests.engines import with_settings
 from tests.holding import FEW, LONGEST_S, Held
-from tests.model.families import SUPPORTED
+from tests.model.miniatures import model_of_kinds
 from tests.models import tiny_model, tiny_tokenizer
 
 A, B, Q = "Halden Tower is 214 metres tall.", "It was built in 1931.", "How tall?"
@@ -149,8 +149,7 @@ def test_a_block_that_is_too_long_by_its_sink_says_so(small: BlockAttentionEngin
 
 
 def test_relay_is_refused_by_a_model_that_cannot(engine: BlockAttentionEngine) -> None:
-    kind, config = SUPPORTED["gemma2"]
-    other = BlockAttentionEngine(BlockModel(tiny_model(kind, **config), tiny_tokenizer()))
+    other = BlockAttentionEngine(model_of_kinds("latent"))
     with pytest.raises(UnsupportedModelError, match="cannot use assembly='relay'"):
         with_settings(other, assembly="relay")
     assert other.generate([A, Q], max_new_tokens=1).token_ids

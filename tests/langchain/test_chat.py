@@ -126,14 +126,13 @@ def test_named_model_is_loaded_once(saved_model: Path, tmp_path: Path, loads: li
 
 
 def test_a_recipe_stays_when_another_store_is_configured(saved_model: Path, tmp_path: Path) -> None:
-    recipe = recipe_of(tiny_block_model())
+    model = BlockModel.from_pretrained(saved_model, device="cpu")
+    recipe = recipe_of(model)
     chat = ChatBlockAttention(model=saved_model, recipe=recipe, max_new_tokens=3)
     chooser = chat.configurable_fields(kv_store=ConfigurableField("store"))
     chooser.invoke(asking(), {"configurable": {"store": str(tmp_path / "kv")}})
     keys = set(DirectoryStore(tmp_path / "kv").keys())
-    expected = BlockAttentionEngine(
-        tiny_block_model(), DirectoryStore(tmp_path / "other"), recipe=recipe
-    )
+    expected = BlockAttentionEngine(model, DirectoryStore(tmp_path / "other"), recipe=recipe)
     expected.generate(chat.to_prompt(chat._convert_input(asking()).to_messages()))
     assert keys == set(expected.store.keys())
 

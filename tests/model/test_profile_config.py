@@ -13,6 +13,7 @@ from blockattn_rag.model import miniature
 from blockattn_rag.model.miniature import profile_config
 from blockattn_rag.model.probe import profile_attention
 from tests.model.families import KINDS, SUPPORTED
+from tests.model.miniatures import model_of_kinds
 from tests.models import tiny_model
 
 ALL_LAYERS = 80
@@ -83,7 +84,10 @@ def test_large_model_is_measured_at_its_sizes(name: str) -> None:
 def test_other_kinds_are_those_of_the_model(name: str) -> None:
     family, settings, _ = KINDS[name]
     profile = profile_config(AutoConfig.for_model(family, **settings), torch.float32)
-    assert any(not kind.is_attention for kind in profile.kinds)
+    expected, found = model_of_kinds(name).profile.kinds, profile.kinds
+    assert {(k.attention, k.has_state) for k in found} == {
+        (k.attention, k.has_state) for k in expected
+    }
 
 
 def test_model_without_rotation_is_refused() -> None:

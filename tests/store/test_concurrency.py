@@ -155,6 +155,24 @@ def test_newer_write_of_a_key_runs_after_the_older_one() -> None:
     assert newer.written == [OTHER]
 
 
+def test_discarding_waits_for_a_running_write() -> None:
+    queue, running, queued = WriteQueue(1 << 20), Writer(), Writer()
+    assert queue.add(KV.key, KV, running)
+    assert running.began.wait(10)
+    assert not queue.discard(OTHER.key, 10)  # does not wait for other keys
+    assert queue.add(KV.key, OTHER, queued)
+    assert queue.discard(KV.key, 0.05)
+    with ThreadPoolExecutor(1) as pool:
+        discarded = pool.submit(queue.discard, KV.key, 10)
+        with pytest.raises(TimeoutError):
+            discarded.result(0.1)
+        running.go.set()
+        assert not discarded.result(10)
+    assert running.written == [KV]
+    assert queue.flush(10)
+    assert queued.written == []
+
+
 def test_normal_exit_writes_the_queue(tmp_path: Path) -> None:
     code = (
         "import sys, time; from tests.store.kvs import make_kv\n"
