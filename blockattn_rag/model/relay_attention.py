@@ -41,7 +41,14 @@ from blockattn_rag.model.caches import (
 )
 from blockattn_rag.model.encoding import EncodeRequest, encode_batch, logits_to_keep
 from blockattn_rag.model.graphs import GraphRunner
-from blockattn_rag.model.kinds import PLAIN, LayerKind, new_cache, seen_attention, storing
+from blockattn_rag.model.kinds import (
+    PLAIN,
+    LayerKind,
+    SeenAttention,
+    new_cache,
+    seen_attention,
+    storing,
+)
 from blockattn_rag.model.probe import LOGITS, AttentionProfile, probe_cache, vocabulary_size
 
 OTHER_ATTENTION = "multi-head latent attention, or attention code of its own"
@@ -163,21 +170,24 @@ def last_logits(
 def relay_is_exact(hf_model: PreTrainedModel, profile: AttentionProfile) -> bool:
     """Enable relay attention, and test whether its logits equal those of the copy path.
 
-    Models with other kinds of layers are rejected without a test, and so are windows, soft caps and
-    attention sinks that the attention function does not receive, because a short probe might not
-    reveal them. Raises the same errors as ``check_ready``.
+    Models whose layers, masks, soft caps or attention sinks differ from what relay attention
+    computes are rejected without a test, because a short probe might not reveal it.
+
+    Raises the same errors as ``check_ready``.
     """
     kinds, reads = profile.kinds, _reads(profile.kinds)
     if not all(index in reads or kind.attention == "none" for index, kind in enumerate(kinds)):
         return False
-    if _settings(hf_model) or profile.has_windows:
-        with seen_attention(hf_model) as seen:
-            probe_cache(hf_model)
-        for index, (_, window) in reads.items():
-            if index not in seen or not seen[index].has_window(window):
-                return False
-        if _settings(hf_model) - {name for one in seen.values() for name in one.settings}:
+    seen = _seen(hf_model)
+    # Older transformers cache nothing for shared layers, so that they have no kind.
+    if seen.keys() != reads.keys():
+        return False
+    for index, (_, window) in reads.items():
+        is_unknown = seen[index].sees is None and not profile.has_windows
+        if not (is_unknown or seen[index].has_window(window)):
             return False
+    if _settings(hf_model) - {name for one in seen.values() for name in one.settings}:
+        return False
     enable_relay(hf_model)
     context, final = _probe(hf_model, profile)
     # Joining is disabled, so that these small blocks are read one by one.
@@ -197,10 +207,18 @@ def _settings(hf_model: PreTrainedModel) -> set[str]:
     return {name for name, has in (("softcap", capped), ("s_aux", sinks)) if has}
 
 
+def _seen(hf_model: PreTrainedModel) -> dict[int, SeenAttention]:
+    with torch.inference_mode(), seen_attention(hf_model) as seen:
+        probe_cache(hf_model)
+    return seen
+
+
 def _is_plain(hf_model: PreTrainedModel, profile: AttentionProfile) -> bool:
     """Whether all attention is full and plain, as the kernels of a GPU compute it."""
     kinds = (kind for kind in profile.kinds if kind.attention != "none")
-    return not _settings(hf_model) and all(kind == PLAIN for kind in kinds)
+    return all(kind == PLAIN for kind in kinds) and not any(
+        layer.settings for layer in _seen(hf_model).values()
+    )
 
 
 def layer_windows(kinds: Sequence[LayerKind]) -> dict[int, int | None]:

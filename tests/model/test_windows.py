@@ -134,6 +134,22 @@ def test_a_full_layer_with_a_window_in_its_mask_rules_out_relay() -> None:
     assert not model.supports_relay
 
 
+def test_shared_layers_without_a_kind_rule_out_relay() -> None:
+    """transformers 5.19 caches nothing for shared layers, so that none of them is measured."""
+    model = new_model("shared")
+    kinds = tuple(kind for kind in model.profile.kinds if kind.attention != "shared")
+    model.profile = replace(model.profile, kinds=kinds)
+    assert not model.supports_relay
+
+
+def test_a_long_window_that_no_layer_is_known_to_have_rules_out_relay() -> None:
+    model = new_model("windows only")
+    model.hf_model.config.sliding_window = 64  # more than the probe's tokens
+    kinds = [replace(kind, attention="full", window=None) for kind in model.profile.kinds]
+    model.profile = replace(model.profile, kinds=tuple(kinds))
+    assert not model.supports_relay
+
+
 def test_a_soft_cap_that_attention_does_not_receive_rules_out_relay() -> None:
     model = new_model("windows and soft caps")
     for module in model.hf_model.modules():
