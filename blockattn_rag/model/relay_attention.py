@@ -121,6 +121,10 @@ def _mask_function(original: str) -> Any:
     def relay_mask(*args: Any, **kwargs: Any) -> Any:
         own = _running_attention()
         if own is None:
+            if original == "sdpa" and getattr(kwargs.get("config"), "num_kv_shared_layers", 0):
+                # Without a mask, models whose shared layers compute only the last tokens do so
+                # unless the attention is named "sdpa", although a causal one would be wrong there.
+                kwargs["allow_is_causal_skip"] = False
             return ALL_MASK_ATTENTION_FUNCTIONS[original](*args, **kwargs)
         return sdpa_mask(*args, **kwargs) if own.takes_mask else None
 
