@@ -217,8 +217,9 @@ def _seen(hf_model: PreTrainedModel) -> dict[int, SeenAttention]:
     return seen
 
 
-def _is_plain(hf_model: PreTrainedModel, profile: AttentionProfile) -> bool:
-    """Whether all attention is full and plain, as the kernels of a GPU compute it."""
+def is_plain(hf_model: PreTrainedModel, profile: AttentionProfile) -> bool:
+    """Whether all attention is full and plain, as the kernels of a GPU compute it. Only for models
+    for which relay is exact."""
     kinds = (kind for kind in profile.kinds if kind.attention != "none")
     return all(kind == PLAIN for kind in kinds) and not any(
         layer.settings for layer in _seen(hf_model).values()
@@ -260,7 +261,7 @@ def graph_runner(hf_model: PreTrainedModel, profile: AttentionProfile) -> GraphR
     or if the kernel fails.
     """
     # The addresses of states differ between requests.
-    if profile.has_states or not _is_plain(hf_model, profile):
+    if profile.has_states or not is_plain(hf_model, profile):
         return None
     outlines = {states for layer in profile.layer_outlines for states in layer}
     outline, device = outlines.pop(), hf_model.device
@@ -292,7 +293,7 @@ def causal_is_exact(hf_model: PreTrainedModel, profile: AttentionProfile) -> boo
     sizes = {states.size for layer in profile.layer_outlines for states in layer}
     if len(sizes) > 1 or not takes_flash(hf_model.device, hf_model.dtype, *sizes):
         return False
-    if not _is_plain(hf_model, profile):
+    if not is_plain(hf_model, profile):
         return False
     context, final = _probe(hf_model, profile)
 

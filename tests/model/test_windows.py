@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import AutoConfig, DynamicCache
 
 from blockattn_rag.check.oracle import block_mask, oracle_logits
+from blockattn_rag.kv.context import Context
 from blockattn_rag.kv.rope import relative_error
 from blockattn_rag.model import BlockModel
 from blockattn_rag.model.kinds import seen_attention
@@ -163,6 +164,17 @@ def test_sinks_that_attention_does_not_receive_rule_out_relay() -> None:
     model = new_model("windows")
     model.hf_model.register_parameter("sinks", torch.nn.Parameter(torch.zeros(4)))
     assert not model.supports_relay
+
+
+@pytest.mark.parametrize("kind", WINDOWED)
+def test_a_gpu_copies_for_one_request_to_a_model_without_kernels(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = new_model(kind)
+    assert model.choose_assembly("auto", 5) == "relay"
+    monkeypatch.setattr(BlockModel, "device", torch.device("cuda"))
+    assert model.choose_assembly("auto", 5) == "copy"
+    assert model.choose_assembly("auto", 5, [Context(())] * 2) == "relay"
 
 
 @pytest.mark.parametrize("kind", ["shared", "shared, last tokens only"])
