@@ -9,7 +9,7 @@ from typing import Any, Literal
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, DynamicCache
+from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, DynamicCache
 
 from blockattn_rag.check.oracle import block_mask, oracle_logits
 from blockattn_rag.kv.context import Context
@@ -150,6 +150,40 @@ def test_a_long_window_that_no_layer_is_known_to_have_rules_out_relay() -> None:
     kinds = [replace(kind, attention="full", window=None) for kind in model.profile.kinds]
     model.profile = replace(model.profile, kinds=tuple(kinds))
     assert not model.supports_relay
+
+
+def without_masks(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **settings: Any
+) -> tuple[Tensor, None]:
+    """Attention that takes no mask, but the size of the window, as Flash Attention does."""
+    assert attention_mask is None
+    places = torch.arange(key.shape[2] - query.shape[2], key.shape[2])[:, None]
+    apart = places - torch.arange(key.shape[2])
+    mask = (apart >= 0) & (apart < (settings["sliding_window"] or key.shape[2]))
+    output = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, mask, scale=settings["scaling"], enable_gqa=True
+    )
+    return output.transpose(1, 2), None
+
+
+@pytest.mark.parametrize("kind", ["windows", "windows only"])
+def test_attention_without_masks_relays(kind: str) -> None:
+    AttentionInterface.register("without_masks", without_masks)
+    AttentionMaskInterface.register("without_masks", lambda *_, **__: None)
+    hf_model = new_model(kind).hf_model
+    expected = oracle_logits(hf_model, [*BLOCKS, FINAL_IDS])[-1]
+    hf_model.set_attn_implementation("without_masks")
+    model = BlockModel(hf_model, tiny_tokenizer(), pack_weights=False)
+    assert model.supports_relay
+    context = encoded(model, BLOCKS)
+    changed, _ = recompute(model, context, IS_PASSAGE, FINAL_IDS, 1.0)
+    for assembly in ASSEMBLIES:
+        cache = model.cache_for(context, assembly=assembly)
+        found = model.next_logits(torch.tensor([FINAL_IDS]), cache)
+        assert relative_error(found, expected) <= EXACT
+    full = oracle_logits(new_model(kind).hf_model, [[token for block in BLOCKS for token in block], FINAL_IDS])[-1]
+    found = model.next_logits(torch.tensor([FINAL_IDS]), model.cache_for(changed, assembly="relay"))
+    assert relative_error(found, full) <= EXACT
 
 
 def test_a_soft_cap_that_attention_does_not_receive_rules_out_relay() -> None:
