@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from blockattn_rag.attention.kernels import attend_plain, single_softmax
+from blockattn_rag.attention.kernels import attend, attend_plain, single_softmax
+from blockattn_rag.attention.merge import Partial
 from blockattn_rag.attention.relay import JoinLimits, LayerReads, RelayPlan
 from blockattn_rag.attention.segments import SegmentTable
 from blockattn_rag.kv.context import Context, Positions, place
@@ -147,6 +149,26 @@ def test_a_capped_score_is_a_hyperbolic_tangent() -> None:
     found = attend_plain(query, key, value, 1.0, cap=2.0)
     assert (found.output - expected.output).abs().max() <= budget(torch.float32, 9)
     assert (found.lse - expected.lse).abs().max() <= budget(torch.float32, 9)
+
+
+@pytest.mark.parametrize("mask", [None, (1, 1, 7, 9), (1, 1, 1, 9)])
+def test_the_plain_kernel_bounds_the_scores_in_memory(
+    mask: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    query, key, value = (random(2, 2, n, SIZE, seed=n) for n in (7, 9, 9))
+    seen = None if mask is None else random(*mask) > 0
+    expected = attend(query, key, value, 1.0, seen, cap=2.0)
+    scores = []
+
+    def counted(query: Tensor, key: Tensor, *others: Any) -> Partial:
+        scores.append(query[..., 0].numel() * key.shape[2])
+        return attend_plain(query, key, *others)
+
+    monkeypatch.setattr("blockattn_rag.attention.kernels.attend_plain", counted)
+    monkeypatch.setattr("blockattn_rag.attention.kernels.MOST_SCORES", 80)
+    found = attend(query, key, value, 1.0, seen, cap=2.0)
+    assert scores == [72, 72, 72, 36]
+    torch.testing.assert_close(found, expected)
 
 
 def test_a_sink_takes_a_share_of_the_weight() -> None:

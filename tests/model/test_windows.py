@@ -83,7 +83,7 @@ def dense_logits(model: BlockModel, chosen: list[int]) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", WINDOWED)
-@pytest.mark.parametrize("limits", [{}, {"_MOST_ROWS": 3}, {"_MOST_SCORES": 60}], ids=str)
+@pytest.mark.parametrize("limits", [{}, {"_MOST_ROWS": 3}, {"MOST_SCORES": 60}], ids=str)
 def test_recomputed_tokens_equal_a_dense_forward(
     kind: str, limits: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
