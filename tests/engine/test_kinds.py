@@ -86,8 +86,10 @@ def test_the_next_turn_of_a_conversation_answers_as_a_new_one(kind: str) -> None
     first = engine.generate(prompt_of([HEAD, A, B]), max_new_tokens=NEW)
     longer = BlockPrompt(prompt_of([HEAD, A, B]).context, f"{QUESTION}{first.text} And wide?")
     again = engine.generate(longer, max_new_tokens=NEW)
-    fresh = engine_of(kind, resident_bytes=0).generate(longer, max_new_tokens=NEW)
+    fresh = engine_of(kind, engine.store, resident_bytes=0).generate(longer, max_new_tokens=NEW)
     assert again.token_ids == fresh.token_ids
+    is_reused = again.stats.computed_tokens < fresh.stats.computed_tokens
+    assert is_reused == (not engine.model.profile.has_states)
 
 
 @kinds
