@@ -12,7 +12,7 @@ from torch import Tensor
 from blockattn_rag.attention.kernels import attend, attend_plain, single_softmax
 from blockattn_rag.attention.merge import Partial
 from blockattn_rag.attention.relay import JoinLimits, LayerReads, RelayPlan
-from blockattn_rag.attention.segments import SegmentTable
+from blockattn_rag.attention.segments import Segment, SegmentTable
 from blockattn_rag.kv.context import Context, Positions, place
 from blockattn_rag.kv.rope import shift_positions
 from tests.attention.test_kernels import KV_HEADS, SIZE, budget, exact, random
@@ -128,6 +128,24 @@ def test_blocks_outside_the_window_are_not_read() -> None:
     views = SegmentTable([context], [LAYOUT], torch.device("cpu"), 1, 30).views(5, 1, 2)
     assert [view.first for view in views] == [60 - (29 - 5)]
     assert views[0].mask is None
+
+
+@pytest.mark.parametrize("orders", ORDERS.values(), ids=ORDERS)
+@pytest.mark.parametrize("tokens", [1, 6])
+def test_a_long_tail_hides_blocks(tokens: int, orders: list[list[int]]) -> None:
+    for window in (20, 40, 45):
+        error = error_of(orders, tokens, window=window, tail_tokens=45)
+        assert error <= 3 * RELAY_BUDGET, window
+
+
+@pytest.mark.parametrize("tokens", [1, 6])
+def test_blocks_that_a_long_tail_hides_are_not_read(
+    tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Segment, "states", None)  # would raise
+    assert error_of([[0, 1, 2, 3]], tokens, window=39, tail_tokens=45) <= 3 * RELAY_BUDGET
+    with pytest.raises(TypeError):
+        error_of([[0, 1, 2, 3]], tokens, window=46, tail_tokens=45)
 
 
 @pytest.mark.parametrize("orders", ORDERS.values(), ids=ORDERS)

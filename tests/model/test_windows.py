@@ -181,7 +181,9 @@ def test_attention_without_masks_relays(kind: str) -> None:
         cache = model.cache_for(context, assembly=assembly)
         found = model.next_logits(torch.tensor([FINAL_IDS]), cache)
         assert relative_error(found, expected) <= EXACT
-    full = oracle_logits(new_model(kind).hf_model, [[token for block in BLOCKS for token in block], FINAL_IDS])[-1]
+    full = oracle_logits(
+        new_model(kind).hf_model, [[token for block in BLOCKS for token in block], FINAL_IDS]
+    )[-1]
     found = model.next_logits(torch.tensor([FINAL_IDS]), model.cache_for(changed, assembly="relay"))
     assert relative_error(found, full) <= EXACT
 
