@@ -52,12 +52,12 @@ def attend(
     if query.shape[2] <= rows:
         return attend_plain(query, key, value, scale, mask, cap)
     key, value = key.float(), value.float()
-    masks = [None] * -(-query.shape[2] // rows)
+    masks: Sequence[Tensor | None] = [None] * -(-query.shape[2] // rows)
     if mask is not None:
-        masks = mask.expand(*mask.shape[:-2], query.shape[2], -1).split(rows, dim=-2)
+        masks = torch.split(mask.expand(*mask.shape[:-2], query.shape[2], -1), rows, dim=-2)
     parts = [
         attend_plain(part, key, value, scale, seen, cap)
-        for part, seen in zip(query.split(rows, dim=2), masks, strict=True)
+        for part, seen in zip(torch.split(query, rows, dim=2), masks, strict=True)
     ]
     return Partial(*(torch.cat(states, dim=2) for states in zip(*parts, strict=True)))
 

@@ -140,9 +140,10 @@ class RelayPlan:
         rows = None if sinks is None else fold_sinks(sinks, tokens, tail_key.shape[1])
         if tokens == 1 and mask is None and _takes_one_softmax(table, folded, tail_value):
             pairs = zip(table.rotated(place, folded), table.states(place, views), strict=True)
-            read = [(turned, states) for turned, states in pairs if states is not None]
+            read = [(turned, seen) for turned, seen in pairs if seen is not None]
             read.append((folded[0], (tail_key[0], tail_value[0])))
-            output = single_softmax(*zip(*read, strict=True), scale, cap, rows)
+            queries, states = zip(*read, strict=True)
+            output = single_softmax(queries, states, scale, cap, rows)
         else:
             parts = _segment_parts(table, place, folded, views, scale, cap)
             tail = attend(folded, tail_key, tail_value, scale, mask, cap)

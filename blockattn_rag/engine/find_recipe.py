@@ -342,8 +342,8 @@ def _trade(model: AnyModel, recipe: Recipe, folder: Path | None) -> str:
             f"full mode. {repair}. Or use mode='full'."
         )
     return (
-        f"{start}which computes {100 * recipe.recompute:g} % of the passages' tokens again for each "
-        "question, with attention to everything before them. `blockattn-rag eval` measures how "
+        f"{start}which computes {100 * recipe.recompute:g} % of the passages' tokens again for "
+        "each question, with attention to everything before them. `blockattn-rag eval` measures how "
         f"many of full mode's right answers this keeps. Recipe {FAST!r} computes none again. "
         f"{repair}."
     )

@@ -8,7 +8,7 @@ and threads may run concurrently.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol
@@ -27,15 +27,25 @@ from blockattn_rag.model.kinds import LayerKind, in_order, new_cache, storing
 class CacheAttention(Protocol):
     """Attention of a forward's queries; see ``RelayPlan.attend``.
 
-    ``takes_mask``: Whether ``attend`` uses the forward's mask. Else, none is made. ``attend`` also
-    gets the keywords ``cap`` and ``sinks`` from models that have them.
+    ``takes_mask``: Whether ``attend`` uses the forward's mask. Else, none is made.
     """
 
     @property
     def takes_mask(self) -> bool: ...
 
-    @property
-    def attend(self) -> Callable[..., Tensor]: ...
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        mask: Tensor | None,
+        /,
+        *,
+        cap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor: ...
 
 
 States = Sequence[tuple[Tensor, Tensor]]

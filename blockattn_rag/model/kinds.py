@@ -173,7 +173,7 @@ def seen_attention(hf_model: PreTrainedModel) -> Iterator[dict[int, SeenAttentio
         if "mask_function" not in kwargs:
             return own
         # Flash and flex attention have other masks, or none.
-        made = own if isinstance(own, Tensor) else sdpa_mask(*args, **kwargs)
+        made: Any = own if isinstance(own, Tensor) else sdpa_mask(*args, **kwargs)
         masks.append((made, own, partial(_sees, kwargs["mask_function"])))
         return made
 

@@ -76,9 +76,20 @@ class CausalAttention:
     takes_mask = False
 
     def attend(
-        self, _: int, query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None
+        self,
+        _: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        mask: Tensor | None,
+        *,
+        cap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """See ``RelayPlan.attend``. Keys and values are those of context and tail."""
+        assert cap is None  # see `is_plain`
+        assert sinks is None
         return attend_causal(query, key, value, scale)
 
 
@@ -109,9 +120,8 @@ def _attention_function(original: str) -> Any:
         scale = 1 / math.sqrt(query.shape[-1]) if scaling is None else scaling
         index: Any = module.layer_idx
         mask = tail_mask(attention_mask, query, key) if own.takes_mask else None
-        scoring = {"cap": kwargs.get("softcap"), "sinks": kwargs.get("s_aux")}
-        scoring = {name: setting for name, setting in scoring.items() if setting is not None}
-        output = own.attend(index, query, key, value, scale, mask, **scoring)
+        cap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
+        output = own.attend(index, query, key, value, scale, mask, cap=cap, sinks=sinks)
         return output.transpose(1, 2).contiguous(), None
 
     return relay_attention
@@ -121,7 +131,7 @@ def _mask_function(original: str) -> Any:
     def relay_mask(*args: Any, **kwargs: Any) -> Any:
         own = _running_attention()
         if own is None:
-            if original == "sdpa" and getattr(kwargs.get("config"), "num_kv_shared_layers", 0):
+            if original == "sdpa" and getattr(kwargs.get("config"), "num_kv_shared_layers", None):
                 # Without a mask, models whose shared layers compute only the last tokens do so
                 # unless the attention is named "sdpa", although a causal one would be wrong there.
                 kwargs["allow_is_causal_skip"] = False
