@@ -343,8 +343,8 @@ def _trade(model: AnyModel, recipe: Recipe, folder: Path | None) -> str:
         )
     return (
         f"{start}which computes {100 * recipe.recompute:g} % of the passages' tokens again for "
-        "each question, with attention to everything before them. `blockattn-rag eval` measures how "
-        f"many of full mode's right answers this keeps. Recipe {FAST!r} computes none again. "
+        "each question, with attention to everything before them. `blockattn-rag eval` measures "
+        f"how many of full mode's right answers this keeps. Recipe {FAST!r} computes none again. "
         f"{repair}."
     )
 
