@@ -173,9 +173,21 @@ class DeviceRelay:
         return keys, values
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Any
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        mask: Tensor | None,
+        *,
+        cap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        """See ``RelayPlan.attend``. Keys and values of the tail are those that were written."""
+        """See ``RelayPlan.attend``. Keys and values of the tail are those that were written. Only
+        for plain attention, without soft cap and sinks."""
+        assert cap is None
+        assert sinks is None
         from blockattn_rag.attention.relay_kernel import attend_blocks  # needs Triton
 
         layout = self._layouts[layer]

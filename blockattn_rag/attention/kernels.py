@@ -28,6 +28,9 @@ from blockattn_rag.attention.merge import LEAST_LSE, Partial
 
 Kernel = Callable[[Tensor, Tensor, Tensor, float, Tensor | None], Partial]
 
+MOST_SCORES = 1 << 24
+"""Attention scores that are in memory at once."""
+
 _HALF = (torch.float16, torch.bfloat16)
 _FUSED_DTYPES = (torch.float32, *_HALF)
 
@@ -41,9 +44,22 @@ def attend(
     cap: float | None = None,
 ) -> Partial:
     """Attention by the fastest exact kernel; see the module docstring for shapes."""
-    if cap is not None:
+    kernel = attend_plain if cap is not None else kernel_for(query, key, value, mask)
+    if kernel is not attend_plain:
+        return kernel(query, key, value, scale, mask)
+    # The plain kernel keeps the scores of all of its query rows.
+    rows = max(1, MOST_SCORES // max(1, len(query) * key.shape[1] * key.shape[2]))
+    if query.shape[2] <= rows:
         return attend_plain(query, key, value, scale, mask, cap)
-    return kernel_for(query, key, value, mask)(query, key, value, scale, mask)
+    key, value = key.float(), value.float()
+    masks: Sequence[Tensor | None] = [None] * -(-query.shape[2] // rows)
+    if mask is not None:
+        masks = torch.split(mask.expand(*mask.shape[:-2], query.shape[2], -1), rows, dim=-2)
+    parts = [
+        attend_plain(part, key, value, scale, seen, cap)
+        for part, seen in zip(torch.split(query, rows, dim=2), masks, strict=True)
+    ]
+    return Partial(*(torch.cat(states, dim=2) for states in zip(*parts, strict=True)))
 
 
 def kernel_for(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Kernel:
@@ -87,11 +103,12 @@ def attend_plain(
     cap: float | None = None,
 ) -> Partial:
     """Reference kernel in float32. The other kernels are tested against it."""
-    scores = query.float() @ key.float().transpose(-1, -2) * scale
+    scores = (query.float() @ key.float().mT).mul_(scale)
     if cap is not None:
-        scores = cap * (scores / cap).tanh()
+        # Not in place, because the gradient needs the hyperbolic tangents.
+        scores = scores.div_(cap).tanh_() * cap
     if mask is not None:
-        scores = scores.masked_fill(~mask, -math.inf)
+        scores = scores.masked_fill_(~mask, -math.inf)
     lse = scores.logsumexp(dim=-1)
     weights = (scores - lse.clamp_min(LEAST_LSE).unsqueeze(-1)).exp()
     return Partial(weights @ value.float(), lse)

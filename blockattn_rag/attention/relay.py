@@ -139,12 +139,11 @@ class RelayPlan:
         views = table.views(tail_key.shape[2] - tokens, tokens, groups)
         rows = None if sinks is None else fold_sinks(sinks, tokens, tail_key.shape[1])
         if tokens == 1 and mask is None and _takes_one_softmax(table, folded, tail_value):
-            queries = [*table.rotated(place, folded), folded[0]]
-            seen = zip(table.states(place), views, strict=True)
-            states = [(key[:, view.first :], value[:, view.first :]) for (key, value), view in seen]
-            output = single_softmax(
-                queries, [*states, (tail_key[0], tail_value[0])], scale, cap, rows
-            )
+            pairs = zip(table.rotated(place, folded), table.states(place, views), strict=True)
+            read = [(turned, seen) for turned, seen in pairs if seen is not None]
+            read.append((folded[0], (tail_key[0], tail_value[0])))
+            queries, states = zip(*read, strict=True)
+            output = single_softmax(queries, states, scale, cap, rows)
         else:
             parts = _segment_parts(table, place, folded, views, scale, cap)
             tail = attend(folded, tail_key, tail_value, scale, mask, cap)
@@ -178,12 +177,15 @@ def _segment_parts(
     beams = len(query) // table.num_requests
     rotated = table.rotated(place, _groups_to_rows(query, beams))
     parts, start = [], 0
-    for segment, view, (key, value) in zip(table.segments, views, table.states(place), strict=True):
+    seen = zip(table.segments, views, table.states(place, views), strict=True)
+    for segment, view, states in seen:
         pairs = len(segment.readers)
-        # One call for all pairs of a segment, so that its keys are read only once.
-        rows = _groups_to_rows(rotated[start : start + pairs], pairs)
-        key, value = key[None, :, view.first :], value[None, :, view.first :]
-        parts.append(_rows_to_groups(attend(rows, key, value, scale, view.mask, cap), pairs))
+        if states is not None:
+            # One call for all pairs of a segment, so that its keys are read only once.
+            rows = _groups_to_rows(rotated[start : start + pairs], pairs)
+            key, value = (tensor[None] for tensor in states)
+            part = attend(rows, key, value, scale, view.mask, cap)
+            parts.append(_rows_to_groups(part, pairs))
         start += pairs
     return [_rows_to_groups(part, beams) for part in table.by_request(parts)]
 

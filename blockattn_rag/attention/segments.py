@@ -126,6 +126,36 @@ def _within(context: Context, window: int) -> Context:
     return Context(tuple(b for b in context.blocks if b.start + b.kv.num_tokens > first))
 
 
+class _Window:
+    """What queries see of a segment through a sliding window.
+
+    Args:
+        lengths: Number of context tokens of each request.
+        window: The window in tokens.
+    """
+
+    def __init__(self, segment: Segment, lengths: Sequence[int], window: int) -> None:
+        blocks = segment.blocks
+        self._places = torch.cat([b.start + torch.arange(b.kv.num_tokens) for b in blocks])
+        self._first = blocks[0].start
+        # Place of the first key that a query right after the context sees, for each pair.
+        self._lowest = [lengths[r] + 1 - window - start for r, _, start in segment.readers]
+
+    def view(self, before: int, tokens: int, groups: int, device: torch.device) -> View:
+        """See ``SegmentTable.views``."""
+        highest = max(self._lowest) + before + tokens - 1  # of the last query
+        if highest <= self._first:
+            return View()
+        first = int(torch.searchsorted(self._places, min(self._lowest) + before))
+        places = self._places[first:]
+        if not len(places) or highest <= places[0]:
+            return View(first)
+        lowest = torch.tensor(self._lowest) + before
+        seen = places >= (lowest[:, None] + torch.arange(tokens))[..., None]
+        rows = seen[:, None].expand(-1, groups, -1, -1).reshape(1, 1, -1, len(places))
+        return View(first, rows.to(device))
+
+
 class SegmentTable:
     """Segments and their pairs, as tables that all layers of equal windows share.
 
@@ -152,8 +182,10 @@ class SegmentTable:
         readers = [reader for segment in self.segments for reader in segment.readers]
         requests = [reader.request for reader in readers]
         shifts = [reader.shift for reader in readers]
-        self._window = window
-        self._lengths = [context.num_tokens for context in contexts]
+        self._windows: list[_Window] | None = None
+        if window is not None:
+            lengths = [context.num_tokens for context in contexts]
+            self._windows = [_Window(segment, lengths, window) for segment in self.segments]
         self._views: tuple[tuple[int, int, int], list[View]] | None = None
         self.is_dequantised = any(segment.is_dequantised for segment in self.segments)
         # With one request and no repeated block, partial results need no sorting.
@@ -172,10 +204,18 @@ class SegmentTable:
         self._request_of = torch.tensor(requests, dtype=torch.long, device=device)
         self._slot_of = torch.tensor(slots, dtype=torch.long, device=device)
 
-    def states(self, layer: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Keys and values ``[K, N, D]`` of each segment. An iterator, so that dequantised blocks
-        are never all in memory at once."""
-        return (segment.states(layer, self._layouts[layer]) for segment in self.segments)
+    def states(self, layer: int, views: Sequence[View]) -> Iterator[tuple[Tensor, Tensor] | None]:
+        """Keys and values ``[K, N, D]`` of each segment, from the first key that any query sees.
+        None: no query sees a key, and partial results need no sorting.
+
+        An iterator, so that dequantised blocks are never all in memory at once.
+        """
+        for segment, (first, _) in zip(self.segments, views, strict=True):
+            if self.is_one_each and first >= segment.num_tokens:
+                yield None
+            else:
+                key, value = segment.states(layer, self._layouts[layer])
+                yield key[:, first:], value[:, first:]
 
     def rotated(self, layer: int, query: Tensor) -> Tensor:
         """Queries ``[pairs, K, Q, D]``, rotated for each pair's segment, from the queries
@@ -194,27 +234,13 @@ class SegmentTable:
             tokens: Number of query tokens.
             groups: Query rows of each token, per pair.
         """
-        if self._window is None:
+        if self._windows is None:
             return [View()] * len(self.segments)
         asked = before, tokens, groups
         if self._views is None or self._views[0] != asked:  # else, those of the layer before
-            made = [self._view(segment, *asked) for segment in self.segments]
+            made = [window.view(*asked, self._device) for window in self._windows]
             self._views = asked, made
         return self._views[1]
-
-    def _view(self, segment: Segment, before: int, tokens: int, groups: int) -> View:
-        assert self._window is not None
-        places = torch.cat([b.start + torch.arange(b.kv.num_tokens) for b in segment.blocks])
-        # Place of the first key that the first query of each pair sees.
-        after = before + 1 - self._window
-        lowest = torch.tensor([self._lengths[r] + after - start for r, _, start in segment.readers])
-        first = int((places < lowest.min()).sum())
-        places = places[first:]
-        if not len(places) or places[0] >= lowest.max() + tokens - 1:
-            return View(first)
-        seen = places >= (lowest[:, None] + torch.arange(tokens))[..., None]
-        rows = seen[:, None].expand(-1, groups, -1, -1).reshape(1, 1, -1, len(places))
-        return View(first, rows.to(self._device))
 
     def by_request(self, parts: Sequence[Partial]) -> list[Partial]:
         """Regroup partial results of segments, one row per pair, to results ``[R, ...]``."""

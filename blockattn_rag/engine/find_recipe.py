@@ -342,9 +342,10 @@ def _trade(model: AnyModel, recipe: Recipe, folder: Path | None) -> str:
             f"full mode. {repair}. Or use mode='full'."
         )
     return (
-        f"{start}which keeps most of full mode's answers, and computes {100 * recipe.recompute:g} "
-        f"% of the passages' tokens again for each question. Recipe {FAST!r} computes none; "
-        f"`blockattn-rag eval` measures whether its answers are good enough. {repair}."
+        f"{start}which computes {100 * recipe.recompute:g} % of the passages' tokens again for "
+        "each question, with attention to everything before them. `blockattn-rag eval` measures "
+        f"how many of full mode's right answers this keeps. Recipe {FAST!r} computes none again. "
+        f"{repair}."
     )
 
 

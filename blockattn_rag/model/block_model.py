@@ -217,6 +217,12 @@ class BlockModel(TunedModel):
             return relay_attention.relay_is_exact(self.hf_model, self.profile)
 
     @cached_property
+    def _is_plain(self) -> bool:
+        """Whether all attention is full, without soft caps and sinks, if relay is exact."""
+        with self.lock:
+            return relay_attention.is_plain(self.hf_model, self.profile)
+
+    @cached_property
     def has_causal_kernel(self) -> bool:
         """Whether a GPU's flash kernel attends exactly to copied contexts, as measured."""
         with self.lock:
@@ -249,9 +255,11 @@ class BlockModel(TunedModel):
         if final_tokens > RELAY_FINAL_TOKENS or not self.supports_relay:
             return "copy"
         runner = self.graph_runner
-        is_read = runner is not None and all(map(runner.relay.reads, contexts))
+        if len(contexts) > 1 or (runner is not None and all(map(runner.relay.reads, contexts))):
+            return "relay"
         # Without the runner, relay would join the blocks, and launch more kernels.
-        return "relay" if len(contexts) > 1 or is_read or not self.has_causal_kernel else "copy"
+        is_slower = self.device.type != "cpu" and not self._is_plain
+        return "copy" if is_slower or self.has_causal_kernel else "relay"
 
     def cache_for(
         self, *contexts: Context, assembly: Literal["relay", "copy"] = "copy"

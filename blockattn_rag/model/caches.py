@@ -8,7 +8,7 @@ and threads may run concurrently.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol
@@ -27,15 +27,25 @@ from blockattn_rag.model.kinds import LayerKind, in_order, new_cache, storing
 class CacheAttention(Protocol):
     """Attention of a forward's queries; see ``RelayPlan.attend``.
 
-    ``takes_mask``: Whether ``attend`` uses the forward's mask. Else, none is made. ``attend`` also
-    gets the keywords ``cap`` and ``sinks`` from models that have them.
+    ``takes_mask``: Whether ``attend`` uses the forward's mask. Else, none is made.
     """
 
     @property
     def takes_mask(self) -> bool: ...
 
-    @property
-    def attend(self) -> Callable[..., Tensor]: ...
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        mask: Tensor | None,
+        /,
+        *,
+        cap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor: ...
 
 
 States = Sequence[tuple[Tensor, Tensor]]
@@ -64,18 +74,29 @@ class ContextCache(DynamicCache):
             if hasattr(layer, "batch_repeat_interleave"):
                 layer.batch_repeat_interleave(repeats)
 
+    @property
+    def _storing(self) -> list[int]:
+        """Indices of the layers that store something: all but those that share keys and values."""
+        # By name, because transformers 5.19 has no class for the others.
+        names = [type(layer).__name__ for layer in self.layers]
+        return [index for index, name in enumerate(names) if name != "DummyLayer"]
+
     def append(self, states: States, tokens: int) -> None:
-        """Append the first ``tokens`` tokens of ``states`` to a cache with one row."""
+        """Append the first ``tokens`` tokens of ``states`` to a cache with one row.
+
+        ``states``: As ``tail_states`` returns them, or empty.
+        """
         with torch.inference_mode():
-            for index, (keys, values) in enumerate(states):
+            for index, (keys, values) in zip(self._storing, states, strict=False):
                 self.update(keys[:, :, :tokens], values[:, :, :tokens], index)
 
     def tail_states(self, tokens: int) -> States | None:
-        """Keys and values of the last ``tokens`` tokens, in memory of their own.
+        """Keys and values of the last ``tokens`` tokens in the layers that store them, in memory of
+        their own.
 
         None if the cache may have dropped tokens (sliding windows), or has several rows (beams).
         """
-        layers: Any = self.layers
+        layers: Any = [self.layers[index] for index in self._storing]
         if any(type(one) not in (DynamicLayer, _GrowingLayer, _TailLayer) for one in layers):
             return None
         states = [(one.keys, one.values) for one in layers if one.is_initialized]

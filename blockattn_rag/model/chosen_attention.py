@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from blockattn_rag.attention.kernels import (
+    MOST_SCORES,
     attend,
     attend_causal,
     attend_plain,
@@ -18,9 +19,6 @@ from blockattn_rag.attention.kernels import (
     kernel_for,
 )
 from blockattn_rag.attention.merge import Partial, merge, with_sinks
-
-_MOST_SCORES = 1 << 24
-"""Attention scores, or elements of a mask, that are in memory at once."""
 
 _MOST_ROWS = 512
 """Recomputed tokens whose attention is computed at once. More need fewer kernels, but compute more
@@ -120,7 +118,7 @@ class ChosenAttention:
             end = self._chosen[start + rows - 1] + 1
             return rows * (heads * (end - scored) if keeps_scores else groups * (end - masked))
 
-        return max(1, bisect_right(range(1, most + 1), _MOST_SCORES, key=elements))
+        return max(1, bisect_right(range(1, most + 1), MOST_SCORES, key=elements))
 
     def _masked(
         self,
@@ -192,7 +190,7 @@ class MeasuredAttention(ChosenAttention):
             return super().attend(layer, query, key, value, scale, mask, cap=cap, sinks=sinks)
         keys, before, outputs = key.float().mT, len(self.total), []
         heads, tokens = query.shape[1:3]
-        step = max(1, _MOST_SCORES // (heads * keys.shape[-1]))
+        step = max(1, MOST_SCORES // (heads * keys.shape[-1]))
         for start in range(0, tokens, step):
             end = min(start + step, tokens)
             folded = fold_heads(query[:, :, start:end].float(), None, key.shape[1])[0]

@@ -105,14 +105,12 @@ def logits_to_keep(
     """Argument of ``forward`` to compute only the last tokens' logits; empty if unsupported.
 
     ``computes_all``: Whether all layers compute all tokens. Else, layers that store nothing may
-    compute only the last token, if ``count`` is 1.
+    compute only the last ``count`` tokens.
     """
     if "logits_to_keep" not in inspect.signature(hf_model.forward).parameters:
         return {}
-    # Given a number, models with shared layers leave out queries there. Attention without a mask
-    # would then be wrong for several tokens.
-    is_number = count == 1 and not computes_all
-    return {"logits_to_keep": count if is_number else torch.arange(-count, 0)}
+    # Models leave out tokens only if they get a number.
+    return {"logits_to_keep": torch.arange(-count, 0) if computes_all else count}
 
 
 def _cut_out(

@@ -29,7 +29,7 @@ from transformers.cache_utils import (
     LinearAttentionCacheLayerMixin,
     LinearAttentionLayer,
 )
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from blockattn_rag.errors import UnsupportedModelError
@@ -147,15 +147,19 @@ def seen_attention(hf_model: PreTrainedModel) -> Iterator[dict[int, SeenAttentio
     Models that do not use transformers' attention interface leave no record.
     """
     seen: dict[int, SeenAttention] = {}
-    masks: list[tuple[Any, Any]] = []
+    masks: list[tuple[Tensor, Any, Callable[[int, int], bool]]] = []
     original = hf_model.config._attn_implementation
 
     def attention(
         module: Any, query: Any, key: Tensor, value: Any, attention_mask: Any, **kwargs: Any
     ) -> Any:
-        function = next((one for made, one in masks if _is_part(attention_mask, made)), None)
+        sees = None
+        for made, own, function in masks:
+            if _is_part(attention_mask, made):
+                attention_mask, sees = attention_mask if own is made else own, function
+                break
         settings = frozenset(n for n in ("softcap", "s_aux") if kwargs.get(n) is not None)
-        seen[module.layer_idx] = SeenAttention(key, function, settings)
+        seen[module.layer_idx] = SeenAttention(key, sees, settings)
         # For ``eager``, transformers calls the function in the model's own source file.
         home = sys.modules[type(module).__module__]
         eager: Any = getattr(home, "eager_attention_forward", None)
@@ -164,11 +168,13 @@ def seen_attention(hf_model: PreTrainedModel) -> Iterator[dict[int, SeenAttentio
 
     def make_mask(*args: Any, **kwargs: Any) -> Any:
         # A mask that is left out could not be assigned to its layers.
-        made = ALL_MASK_ATTENTION_FUNCTIONS[original](
-            *args, **{**kwargs, "allow_is_causal_skip": False}
-        )
-        if isinstance(made, Tensor) and "mask_function" in kwargs:
-            masks.append((made, partial(_sees, kwargs["mask_function"])))
+        kwargs["allow_is_causal_skip"] = False
+        own = ALL_MASK_ATTENTION_FUNCTIONS[original](*args, **kwargs)
+        if "mask_function" not in kwargs:
+            return own
+        # Flash and flex attention have other masks, or none.
+        made: Any = own if isinstance(own, Tensor) else sdpa_mask(*args, **kwargs)
+        masks.append((made, own, partial(_sees, kwargs["mask_function"])))
         return made
 
     AttentionInterface.register(_WATCHED, attention)

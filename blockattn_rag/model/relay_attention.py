@@ -41,7 +41,14 @@ from blockattn_rag.model.caches import (
 )
 from blockattn_rag.model.encoding import EncodeRequest, encode_batch, logits_to_keep
 from blockattn_rag.model.graphs import GraphRunner
-from blockattn_rag.model.kinds import PLAIN, LayerKind, new_cache, seen_attention, storing
+from blockattn_rag.model.kinds import (
+    PLAIN,
+    LayerKind,
+    SeenAttention,
+    new_cache,
+    seen_attention,
+    storing,
+)
 from blockattn_rag.model.probe import LOGITS, AttentionProfile, probe_cache, vocabulary_size
 
 OTHER_ATTENTION = "multi-head latent attention, or attention code of its own"
@@ -69,9 +76,20 @@ class CausalAttention:
     takes_mask = False
 
     def attend(
-        self, _: int, query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None
+        self,
+        _: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        mask: Tensor | None,
+        *,
+        cap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """See ``RelayPlan.attend``. Keys and values are those of context and tail."""
+        assert cap is None  # see `is_plain`
+        assert sinks is None
         return attend_causal(query, key, value, scale)
 
 
@@ -102,9 +120,8 @@ def _attention_function(original: str) -> Any:
         scale = 1 / math.sqrt(query.shape[-1]) if scaling is None else scaling
         index: Any = module.layer_idx
         mask = tail_mask(attention_mask, query, key) if own.takes_mask else None
-        scoring = {"cap": kwargs.get("softcap"), "sinks": kwargs.get("s_aux")}
-        scoring = {name: setting for name, setting in scoring.items() if setting is not None}
-        output = own.attend(index, query, key, value, scale, mask, **scoring)
+        cap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
+        output = own.attend(index, query, key, value, scale, mask, cap=cap, sinks=sinks)
         return output.transpose(1, 2).contiguous(), None
 
     return relay_attention
@@ -114,6 +131,10 @@ def _mask_function(original: str) -> Any:
     def relay_mask(*args: Any, **kwargs: Any) -> Any:
         own = _running_attention()
         if own is None:
+            if original == "sdpa" and getattr(kwargs.get("config"), "num_kv_shared_layers", None):
+                # Without a mask, models whose shared layers compute only the last tokens do so
+                # unless the attention is named "sdpa", although a causal one would be wrong there.
+                kwargs["allow_is_causal_skip"] = False
             return ALL_MASK_ATTENTION_FUNCTIONS[original](*args, **kwargs)
         return sdpa_mask(*args, **kwargs) if own.takes_mask else None
 
@@ -163,21 +184,24 @@ def last_logits(
 def relay_is_exact(hf_model: PreTrainedModel, profile: AttentionProfile) -> bool:
     """Enable relay attention, and test whether its logits equal those of the copy path.
 
-    Models with other kinds of layers are rejected without a test, and so are windows, soft caps and
-    attention sinks that the attention function does not receive, because a short probe might not
-    reveal them. Raises the same errors as ``check_ready``.
+    Models whose layers, masks, soft caps or attention sinks differ from what relay attention
+    computes are rejected without a test, because a short probe might not reveal it.
+
+    Raises the same errors as ``check_ready``.
     """
     kinds, reads = profile.kinds, _reads(profile.kinds)
     if not all(index in reads or kind.attention == "none" for index, kind in enumerate(kinds)):
         return False
-    if _settings(hf_model) or profile.has_windows:
-        with seen_attention(hf_model) as seen:
-            probe_cache(hf_model)
-        for index, (_, window) in reads.items():
-            if index not in seen or not seen[index].has_window(window):
-                return False
-        if _settings(hf_model) - {name for one in seen.values() for name in one.settings}:
+    seen = _seen(hf_model)
+    # Older transformers cache nothing for shared layers, so that they have no kind.
+    if seen.keys() != reads.keys():
+        return False
+    for index, (_, window) in reads.items():
+        is_unknown = seen[index].sees is None and not profile.has_windows
+        if not (is_unknown or seen[index].has_window(window)):
             return False
+    if _settings(hf_model) - {name for one in seen.values() for name in one.settings}:
+        return False
     enable_relay(hf_model)
     context, final = _probe(hf_model, profile)
     # Joining is disabled, so that these small blocks are read one by one.
@@ -197,10 +221,19 @@ def _settings(hf_model: PreTrainedModel) -> set[str]:
     return {name for name, has in (("softcap", capped), ("s_aux", sinks)) if has}
 
 
-def _is_plain(hf_model: PreTrainedModel, profile: AttentionProfile) -> bool:
-    """Whether all attention is full and plain, as the kernels of a GPU compute it."""
+def _seen(hf_model: PreTrainedModel) -> dict[int, SeenAttention]:
+    with torch.inference_mode(), seen_attention(hf_model) as seen:
+        probe_cache(hf_model)
+    return seen
+
+
+def is_plain(hf_model: PreTrainedModel, profile: AttentionProfile) -> bool:
+    """Whether all attention is full and plain, as the kernels of a GPU compute it. Only for models
+    for which relay is exact."""
     kinds = (kind for kind in profile.kinds if kind.attention != "none")
-    return not _settings(hf_model) and all(kind == PLAIN for kind in kinds)
+    return all(kind == PLAIN for kind in kinds) and not any(
+        layer.settings for layer in _seen(hf_model).values()
+    )
 
 
 def layer_windows(kinds: Sequence[LayerKind]) -> dict[int, int | None]:
@@ -238,7 +271,7 @@ def graph_runner(hf_model: PreTrainedModel, profile: AttentionProfile) -> GraphR
     or if the kernel fails.
     """
     # The addresses of states differ between requests.
-    if profile.has_states or not _is_plain(hf_model, profile):
+    if profile.has_states or not is_plain(hf_model, profile):
         return None
     outlines = {states for layer in profile.layer_outlines for states in layer}
     outline, device = outlines.pop(), hf_model.device
@@ -270,7 +303,7 @@ def causal_is_exact(hf_model: PreTrainedModel, profile: AttentionProfile) -> boo
     sizes = {states.size for layer in profile.layer_outlines for states in layer}
     if len(sizes) > 1 or not takes_flash(hf_model.device, hf_model.dtype, *sizes):
         return False
-    if not _is_plain(hf_model, profile):
+    if not is_plain(hf_model, profile):
         return False
     context, final = _probe(hf_model, profile)
 

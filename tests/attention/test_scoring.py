@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from blockattn_rag.attention.kernels import attend_plain, single_softmax
+from blockattn_rag.attention.kernels import attend, attend_plain, single_softmax
+from blockattn_rag.attention.merge import Partial
 from blockattn_rag.attention.relay import JoinLimits, LayerReads, RelayPlan
-from blockattn_rag.attention.segments import SegmentTable
+from blockattn_rag.attention.segments import Segment, SegmentTable
 from blockattn_rag.kv.context import Context, Positions, place
 from blockattn_rag.kv.rope import shift_positions
 from tests.attention.test_kernels import KV_HEADS, SIZE, budget, exact, random
@@ -130,6 +132,24 @@ def test_blocks_outside_the_window_are_not_read() -> None:
 
 @pytest.mark.parametrize("orders", ORDERS.values(), ids=ORDERS)
 @pytest.mark.parametrize("tokens", [1, 6])
+def test_a_long_tail_hides_blocks(tokens: int, orders: list[list[int]]) -> None:
+    for window in (20, 40, 45):
+        error = error_of(orders, tokens, window=window, tail_tokens=45)
+        assert error <= 3 * RELAY_BUDGET, window
+
+
+@pytest.mark.parametrize("tokens", [1, 6])
+def test_blocks_that_a_long_tail_hides_are_not_read(
+    tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Segment, "states", None)  # would raise
+    assert error_of([[0, 1, 2, 3]], tokens, window=39, tail_tokens=45) <= 3 * RELAY_BUDGET
+    with pytest.raises(TypeError):
+        error_of([[0, 1, 2, 3]], tokens, window=46, tail_tokens=45)
+
+
+@pytest.mark.parametrize("orders", ORDERS.values(), ids=ORDERS)
+@pytest.mark.parametrize("tokens", [1, 6])
 @pytest.mark.parametrize("window", [None, 70])
 def test_caps_and_sinks_are_exact(window: int | None, tokens: int, orders: list[list[int]]) -> None:
     sinks = 3 * random(HEADS, seed=10)
@@ -147,6 +167,26 @@ def test_a_capped_score_is_a_hyperbolic_tangent() -> None:
     found = attend_plain(query, key, value, 1.0, cap=2.0)
     assert (found.output - expected.output).abs().max() <= budget(torch.float32, 9)
     assert (found.lse - expected.lse).abs().max() <= budget(torch.float32, 9)
+
+
+@pytest.mark.parametrize("mask", [None, (1, 1, 7, 9), (1, 1, 1, 9)])
+def test_the_plain_kernel_bounds_the_scores_in_memory(
+    mask: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    query, key, value = (random(2, 2, n, SIZE, seed=n) for n in (7, 9, 9))
+    seen = None if mask is None else random(*mask) > 0
+    expected = attend(query, key, value, 1.0, seen, cap=2.0)
+    scores = []
+
+    def counted(query: Tensor, key: Tensor, *others: Any) -> Partial:
+        scores.append(query[..., 0].numel() * key.shape[2])
+        return attend_plain(query, key, *others)
+
+    monkeypatch.setattr("blockattn_rag.attention.kernels.attend_plain", counted)
+    monkeypatch.setattr("blockattn_rag.attention.kernels.MOST_SCORES", 80)
+    found = attend(query, key, value, 1.0, seen, cap=2.0)
+    assert scores == [72, 72, 72, 36]
+    torch.testing.assert_close(found, expected)
 
 
 def test_a_sink_takes_a_share_of_the_weight() -> None:

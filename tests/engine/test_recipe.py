@@ -384,8 +384,8 @@ def test_the_line_about_a_stock_model_names_cost_gain_and_remedy(
     plain = BlockModel(tiny_model("qwen2"), tiny_tokenizer(), name="plain")
     assert resolve_recipe("auto", plain, open_store("memory:")) == Recipe("head", recompute=0.1)
     [line] = caplog.messages
-    assert "uses 'head+recompute:0.1', which keeps most of full mode's answers" in line
-    assert "computes 10 % of the passages' tokens again" in line
+    assert "uses 'head+recompute:0.1', which computes 10 % of the passages' tokens again" in line
+    assert "keeps most" not in line  # depends on the model
     for remedy in ("'fast'", "`blockattn-rag eval`", "`blockattn-rag repair --model plain"):
         assert remedy in line
 

@@ -108,7 +108,7 @@ def test_equals_one_dense_forward(family: str, share: float) -> None:
 
 @pytest.mark.parametrize(
     "limits",
-    [{"_MOST_ROWS": 1}, {"_MOST_ROWS": 3}, {"_MOST_SCORES": 1}, {"_MOST_SCORES": 30}],
+    [{"_MOST_ROWS": 1}, {"_MOST_ROWS": 3}, {"MOST_SCORES": 1}, {"MOST_SCORES": 30}],
     ids=str,
 )
 @pytest.mark.parametrize("share", [0.3, 1.0])
