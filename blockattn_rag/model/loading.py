@@ -144,14 +144,16 @@ def load_model(
         ImportError, UnsupportedModelError: see ``quantized.check_quantization``.
     """
     name = resolve_name(model)
-    target = default_device() if device == "auto" else device
+    target = _target(device, kwargs.get("device_map"))
     loaded: Any
     if adapter := _adapter(name):
-        loaded = _load_adapter(name, adapter, dtype, kwargs)
+        loaded = _load_adapter(name, adapter, dtype, target, kwargs)
     else:
         with _hub(model):
             config = AutoConfig.from_pretrained(name)
             arguments = loading_arguments(str(model), config, dtype, target)
+            if "quantization_config" in kwargs:
+                arguments["dtype"] = dtype
             with small_heap() if "quantization_config" in arguments else nullcontext():
                 loaded = _from_pretrained(name, config, {**arguments, **kwargs})
     if getattr(loaded, "is_quantized", False):  # placed while it was loaded
@@ -159,9 +161,15 @@ def load_model(
         return loaded.eval()
     if "device_map" not in kwargs:
         loaded = loaded.to(target)
-    if dtype == "auto" and loaded.device.type == "cpu":
-        loaded = loaded.float()
     return loaded.eval()
+
+
+def _target(device: str, device_map: Any) -> str:
+    """Device that weights are loaded to. Of a device map that uses several, the map as a text."""
+    if device_map is None:
+        return default_device() if device == "auto" else str(device)
+    only_cpu = device_map == {"": "cpu"} or not torch.accelerator.is_available()
+    return "cpu" if only_cpu else str(device_map)
 
 
 def _from_pretrained(name: str, config: Any, kwargs: dict[str, Any]) -> PreTrainedModel:
@@ -180,12 +188,13 @@ def load_with_files(
         adapter was merged into them, or because they were quantized while they were loaded.
     """
     source = resolve_name(model)
+    if is_adapter(source) or dtype in WEIGHTS or not kwargs.keys() <= _PLACEMENT:
+        return load_model(model, device=device, dtype=dtype, **kwargs), None
     # Of a folder, the state before loading, because a file may be replaced while it is read. Files
     # of the hub are downloaded by loading, and never change.
     files = WeightFiles.of(source) if Path(source).is_dir() else None
     loaded = load_model(model, device=device, dtype=dtype, **kwargs)
-    is_changed = is_adapter(source) or hasattr(loaded, "peft_config") or dtype in WEIGHTS
-    if is_changed or not kwargs.keys() <= _PLACEMENT:
+    if hasattr(loaded, "peft_config"):
         return loaded, None
     if not Path(source).is_dir():
         files = WeightFiles.of(source, getattr(loaded.config, "_commit_hash", None))
@@ -223,7 +232,11 @@ def _adapter(name: str) -> dict[str, Any]:
 
 
 def _load_adapter(
-    name: str, adapter: dict[str, Any], dtype: str | torch.dtype, kwargs: dict[str, Any]
+    name: str,
+    adapter: dict[str, Any],
+    dtype: str | torch.dtype,
+    target: str,
+    kwargs: dict[str, Any],
 ) -> PreTrainedModel:
     """Load the base model and merge the adapter into its weights."""
     try:
@@ -240,7 +253,8 @@ def _load_adapter(
                 f"{name} is a LoRA adapter, which cannot be merged into quantized weights; merge "
                 "it into its base first, save the model, and load that"
             )
-        base = _from_pretrained(base_name, base_config, {"dtype": dtype, **kwargs})
+        arguments = loading_arguments(adapter["base"], base_config, dtype, target)
+        base = _from_pretrained(base_name, base_config, {**arguments, **kwargs})
     merged = PeftModel.from_pretrained(base, name).merge_and_unload()
     tuning = adapter["tuning"]
     if isinstance(tuning, dict) and "block" not in tuning.get("modes", ["block"]):
