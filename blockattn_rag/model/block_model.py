@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,7 +29,7 @@ from blockattn_rag.model.repetition import LoopGuard
 from blockattn_rag.model.sampling import Sampling, room_for
 from blockattn_rag.model.states import HeadStates
 from blockattn_rag.model.tuning import TunedModel
-from blockattn_rag.model.weight_files import WeightFiles
+from blockattn_rag.model.weight_files import ChangedFileError, WeightFiles
 from blockattn_rag.output.grammar import Grammar
 from blockattn_rag.prompts.tokenization import BlockTokenizer
 
@@ -144,7 +144,11 @@ class BlockModel(TunedModel):
             self.check_unchanged()
             # Files that changed after the weights were loaded belong to another model.
             files = self._files if self._files is not None and self._files.is_current else None
-            return fingerprint_of(self.hf_model, self.tokenizer, self.profile.kinds, files)
+            identity = partial(fingerprint_of, self.hf_model, self.tokenizer, self.profile.kinds)
+            try:
+                return identity(files)
+            except ChangedFileError:
+                return identity()
 
     def check_unchanged(self) -> None:
         """Raise ``UnsupportedModelError`` if weights, config or adapters changed since loading.

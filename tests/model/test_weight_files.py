@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import json
 import os
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import torch
 from huggingface_hub import constants
 
 from blockattn_rag.model import BlockModel
+from blockattn_rag.model.checkpoint import CheckpointModel
 from blockattn_rag.model.weight_files import WeightFile, WeightFiles
 from tests.models import shared_tiny_llama, tiny_tokenizer
 
@@ -112,11 +115,57 @@ def test_a_touched_file_is_hashed_again(saved: Path, hashed: list[str]) -> None:
     assert len(hashed) == 3
 
 
+def test_a_file_with_the_time_and_size_of_another_is_hashed_again(saved: Path) -> None:
+    path = saved / WEIGHTS
+    before, stat = WeightFile.at(path), path.stat()
+    digest = before.digest()
+    with path.open("r+b") as stream:  # in place
+        stream.seek(-1, os.SEEK_END)
+        last = stream.read(1)[0]
+        stream.seek(-1, os.SEEK_END)
+        stream.write(bytes([last ^ 1]))
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert WeightFile.at(path) == before
+    assert WeightFile.at(path).digest() != digest
+
+
+def test_a_changed_mode_changes_no_fingerprint(saved: Path, hashed: list[str]) -> None:
+    first, model = load(saved).fingerprint, load(saved)
+    (saved / WEIGHTS).chmod(0o600)
+    assert model.fingerprint == load(saved).fingerprint == first
+    assert hashed == [WEIGHTS] * 2
+
+
+def test_processes_hash_a_file_once(saved: Path, hashed: list[str]) -> None:
+    file = WeightFile.at(saved / WEIGHTS)
+    with ThreadPoolExecutor(8) as pool:  # locks exclude threads, too
+        assert len({*pool.map(lambda _: file.digest(), range(8))}) == 1
+    assert hashed == [WEIGHTS]
+
+
+def test_a_file_that_changes_while_it_is_hashed_does_not_identify_a_model(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compute = hashlib.file_digest
+
+    def file_digest(stream: Any, digest: Any) -> Any:
+        os.utime(stream.name, ns=(1, 1))
+        return compute(stream, digest)
+
+    monkeypatch.setattr(hashlib, "file_digest", file_digest)
+    model, checkpoint = load(saved), CheckpointModel(saved, torch.float32)
+    assert model.fingerprint == BlockModel(shared_tiny_llama(), tiny_tokenizer()).fingerprint
+    os.utime(saved / WEIGHTS, ns=(2, 2))
+    with pytest.raises(OSError, match=r"model\.safetensors changed while it was read"):
+        _ = checkpoint.fingerprint
+    assert not [*(saved.parent / "home" / "digests").glob("*.json")]
+
+
 @pytest.mark.parametrize("damage", [b"", b"[]", b'{"digest": 1}', b"\xff"])
 def test_a_damaged_record_is_ignored(saved: Path, hashed: list[str], damage: bytes) -> None:
     file = WeightFile.at(saved / WEIGHTS)
     digest = file.digest()
-    (record,) = (saved.parent / "home" / "digests").iterdir()
+    (record,) = (saved.parent / "home" / "digests").glob("*.json")
     record.write_bytes(damage)
     assert file.digest() == digest
     assert len(hashed) == 2
@@ -135,6 +184,27 @@ def test_files_that_changed_after_loading_do_not_identify_the_model(saved: Path)
     save(with_other_weight(), saved)
     assert model.fingerprint == BlockModel(shared_tiny_llama(), tiny_tokenizer()).fingerprint
     assert load(saved).fingerprint != model.fingerprint
+
+
+def test_a_link_that_leads_elsewhere_after_loading_does_not_identify_the_model(
+    saved: Path,
+) -> None:
+    save(with_other_weight(), saved.parent / "v2")
+    current = saved.parent / "current"
+    current.symlink_to(saved)
+    model = load(current)
+    current.unlink()
+    current.symlink_to(saved.parent / "v2")
+    assert model.fingerprint == BlockModel(shared_tiny_llama(), tiny_tokenizer()).fingerprint
+
+
+def test_an_index_that_changes_is_noticed(tmp_path: Path) -> None:
+    split = save(shared_tiny_llama(), tmp_path / "split", max_shard_size="20KB")
+    files = files_of(split)
+    assert files.is_current
+    index = split / "model.safetensors.index.json"
+    index.write_text(index.read_text() + " ")
+    assert not files.is_current
 
 
 def test_changed_weights_are_identified_by_their_tensors(saved: Path) -> None:
@@ -165,6 +235,21 @@ def test_weights_in_other_files_have_no_digest(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "weights.gguf").write_bytes(b"")
     assert WeightFiles.of(str(tmp_path)) is None
+
+
+def test_weights_in_a_file_that_the_config_names_have_no_digest(saved: Path) -> None:
+    (saved / WEIGHTS).rename(saved / "other.safetensors")
+    save(with_other_weight(), saved.parent / "other")
+    shutil.copy(saved.parent / "other" / WEIGHTS, saved)
+    config = json.loads((saved / "config.json").read_text())
+    config["transformers_weights"] = "other.safetensors"
+    (saved / "config.json").write_text(json.dumps(config))
+    model = load(saved)
+    assert torch.equal(
+        model.hf_model.state_dict()["model.layers.1.mlp.down_proj.weight"],
+        shared_tiny_llama().state_dict()["model.layers.1.mlp.down_proj.weight"],
+    )
+    assert model._files is None
 
 
 @pytest.mark.parametrize("index", ["[]", "{", '{"weight_map": []}'])
