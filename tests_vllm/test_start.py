@@ -57,7 +57,6 @@ def test_an_engine_of_the_profiles_model_is_accepted(reference: Reference) -> No
         ({"kv_role": "kv_producer"}, {}, "kv_role is 'kv_producer'"),
         ({}, {"model_config.quantization": "fp8"}, "serve a quantized checkpoint"),
         ({}, {"load_config.load_format": "dummy"}, "set --load-format auto"),
-        ({}, {"model_config.model": "a/b", "model_config.revision": "v1"}, "revision is 'v1'"),
         ({}, {"parallel_config.decode_context_parallel_size": 2}, "context_parallel_size is 2"),
         ({}, {"parallel_config.pipeline_parallel_size": 2}, "no rank has all layers"),
         ({}, {"model_config.max_model_len": 100_000}, "set --max-model-len"),

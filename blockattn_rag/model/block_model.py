@@ -87,6 +87,7 @@ class BlockModel(TunedModel):
         tokenizer: Any = None,
         device: str = "auto",
         dtype: str | torch.dtype = "auto",
+        revision: str | None = None,
         pack_weights: bool = True,
         **kwargs: Any,
     ) -> BlockModel:
@@ -96,15 +97,17 @@ class BlockModel(TunedModel):
         """
         if tokenizer is None and not isinstance(model, (str, Path)):
             raise ValueError("Found a loaded model without its tokenizer; pass tokenizer=...")
-        if isinstance(model, (str, Path)):
-            loading.check_config(model)
-        tokenizer = model if tokenizer is None else tokenizer
         if isinstance(tokenizer, (str, Path)):
             tokenizer = loading.load_tokenizer(tokenizer)
         name, files = "", None
         if isinstance(model, (str, Path)):
-            name = str(model)
-            model, files = loading.load_with_files(model, device=device, dtype=dtype, **kwargs)
+            name, commit = str(model), loading.commit_of(model, revision)
+            loading.check_config(model, revision=commit)
+            if tokenizer is None:
+                tokenizer = loading.load_tokenizer(model, revision=commit)
+            model, files = loading.load_with_files(
+                model, device=device, dtype=dtype, revision=commit, **kwargs
+            )
         return cls(model, tokenizer, name=name, pack_weights=pack_weights, files=files)
 
     @property

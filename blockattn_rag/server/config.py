@@ -109,7 +109,9 @@ class ServingConfig:
             )
         return secret
 
-    def profile_of(self, model: str, dtype: torch.dtype) -> tuple[ModelProfile, Recipe]:
+    def profile_of(
+        self, model: str, dtype: torch.dtype, revision: str | None = None
+    ) -> tuple[ModelProfile, Recipe]:
         """Profile of a model that vLLM runs, and the recipe in it.
 
         Every process of a server calls this when it starts, and gets the same result. No weights
@@ -118,13 +120,14 @@ class ServingConfig:
         Args:
             model: Folder or hub id.
             dtype: Type in which vLLM computes.
+            revision: Revision of the hub.
 
         Raises:
             UnsupportedModelError: The model cannot run in block mode.
             ValueError: The recipe is missing or damaged, does not belong to the model, or cannot be
                 served.
         """
-        checkpoint = CheckpointModel(model, dtype)
+        checkpoint = CheckpointModel(model, dtype, revision)
         recipe = resolve_recipe(
             self.recipe, checkpoint, open_store(self.store), can_recompute=False
         )

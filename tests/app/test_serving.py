@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import constants
 from transformers import AutoModelForCausalLM
 
 from blockattn_rag import Recipe
@@ -47,6 +49,20 @@ def test_options_give_the_profile_of_the_model(served: Served) -> None:
     assert replace(served, dtype="bfloat16").options().dtype == "bfloat16"
     more = replace(served, namespace="team", kv_dtype="int8").options().connector
     assert (more["namespace"], more["kv_dtype"]) == ("team", "int8")
+
+
+def test_a_hub_id_is_served_at_its_commit(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repository = tmp_path / "hub" / "models--some--model"
+    shutil.copytree(served.model, repository / "snapshots" / ("c" * 40))
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("c" * 40)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    options = replace(served, model="some/model").options()
+    assert (options.source, options.revision) == ("some/model", "c" * 40)
+    assert served.options().revision is None
 
 
 def test_weights_are_not_loaded(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

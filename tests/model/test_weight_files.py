@@ -15,7 +15,7 @@ import pytest
 import torch
 from huggingface_hub import constants
 
-from blockattn_rag.model import BlockModel
+from blockattn_rag.model import BlockModel, loading
 from blockattn_rag.model.checkpoint import CheckpointModel
 from blockattn_rag.model.weight_files import WeightFile, WeightFiles
 from tests.models import shared_tiny_llama, tiny_tokenizer
@@ -215,20 +215,47 @@ def test_changed_weights_are_identified_by_their_tensors(saved: Path) -> None:
     assert load(saved, attn_implementation="eager").fingerprint == load(saved).fingerprint
 
 
-def test_a_snapshot_of_the_hub_has_the_fingerprint_of_its_files(
-    saved: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def main(saved: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file with the commit of some/model in a cache of the hub. Two commits are in the cache:
+    ccc..., which is the newest and has the files of ``saved``, and ddd..., with other weights."""
     cache = saved.parent / "hub"
     repository = cache / "models--some--model"
     shutil.copytree(saved, repository / "snapshots" / ("c" * 40))
+    save(with_other_weight(), repository / "snapshots" / ("d" * 40))
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text("c" * 40)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr("transformers.utils.hub.TRANSFORMERS_CACHE", str(cache), raising=False)
+    return repository / "refs" / "main"
+
+
+def test_a_snapshot_of_the_hub_has_the_fingerprint_of_its_files(saved: Path, main: Path) -> None:
     model = load("some/model")
     assert model._files is not None
     assert model.fingerprint == load(saved).fingerprint
+    main.write_text("d" * 40)
+    assert load("some/model").fingerprint != model.fingerprint
+    assert load("some/model", revision="c" * 40).fingerprint == model.fingerprint
+
+
+def test_a_branch_that_moves_while_a_model_is_loaded_changes_nothing(
+    saved: Path, main: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = loading.load_model
+
+    def load_model(*arguments: Any, **options: Any) -> Any:
+        model = loaded(*arguments, **options)
+        main.write_text("d" * 40)  # after the weights, and before the names of their files
+        return model
+
+    checkpoint = CheckpointModel("some/model", torch.float32)
+    monkeypatch.setattr(loading, "load_model", load_model)
+    model = load("some/model")
+    assert main.read_text() == "d" * 40
+    expected = load(saved).fingerprint
+    assert model.fingerprint == checkpoint.fingerprint == expected
 
 
 def test_weights_in_other_files_have_no_digest(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm.config import VllmConfig, get_current_vllm_config_or_none
@@ -78,11 +77,6 @@ def _model(engine: VllmConfig, profile: ModelProfile) -> Iterator[str]:
     model = engine.model_config
     if model.use_mla:
         yield "the model has latent attention (MLA), whose cache contains no keys"
-    if model.revision is not None and not Path(model.model).is_dir():
-        yield (
-            f"revision is {model.revision!r}, but the blocks of another revision would be loaded; "
-            "download this one, and pass its folder as the model"
-        )
     in_checkpoint = getattr(model.hf_config, "quantization_config", None)
     if model.quantization is not None and in_checkpoint is None:
         yield (
