@@ -113,6 +113,7 @@ class WeightFiles:
     Args:
         source: Folder or hub id.
         commit: Commit of the hub. None for a folder.
+        folder: Folder with the files or links to them.
         names: Names of the files in the checkpoint.
         files: The files, in the order of their names.
         index: The file that lists them. None: there is one file.
@@ -120,6 +121,7 @@ class WeightFiles:
 
     source: str
     commit: str | None
+    folder: Path
     names: tuple[str, ...]
     files: tuple[WeightFile, ...]
     index: WeightFile | None = None
@@ -144,13 +146,13 @@ class WeightFiles:
             return None
         for name in _NAMES:
             if (path := _file(source, name, commit)) is not None:
-                return cls(source, commit, (name,), (WeightFile.at(path),))
+                return cls(source, commit, path.parent, (name,), (WeightFile.at(path),))
             if (index := _file(source, f"{name}.index.json", commit)) is not None:
                 listing = WeightFile.at(index)
                 names = _shards(index)
                 paths = [_file(source, shard, commit, required=True) for shard in names]
                 files = tuple(WeightFile.at(path) for path in paths if path is not None)
-                return cls(source, commit, names, files, listing)
+                return cls(source, commit, index.parent, names, files, listing)
         return None
 
     @property

@@ -45,7 +45,7 @@ def check_rotations(profile: ModelProfile, layers: Iterable[int]) -> None:
                 f"Layer {index}: vLLM rotates keys by {'; '.join(found) or 'no module'}, expected "
                 f"{layout.pairing} pairs of {layout.rotary_dim} dimensions with frequencies from "
                 f"{layout.frequencies.max():.4g} to {layout.frequencies.min():.4g} from the config "
-                f"of {profile.name}; remove --hf-overrides, or report the model"
+                f"of {profile.name}; report the model"
             )
 
 
