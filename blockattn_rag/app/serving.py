@@ -13,6 +13,7 @@ from blockattn_rag.app.rag.names import check_recipe
 from blockattn_rag.engine.find_recipe import resolve_recipe
 from blockattn_rag.engine.outline import STOCK
 from blockattn_rag.engine.recipe import Recipe
+from blockattn_rag.engine.recipe_files import RECIPE_FILE
 from blockattn_rag.errors import DatabaseError
 from blockattn_rag.files import state_folder
 from blockattn_rag.model.checkpoint import CheckpointModel
@@ -82,8 +83,14 @@ class Served:
             stock=self.stock,
             can_recompute=False,
         )
-        profile_of(model, recipe)
-        connector = {"store": self.store, "recipe": _name_of(recipe)}
+        profile = profile_of(model, recipe)
+        connector = {
+            "store": self.store,
+            "recipe": _name_of(recipe),
+            "fingerprint": profile.fingerprint,
+        }
+        if recipe.adapter is not None:  # in a file
+            connector["recipe_digest"] = recipe.digest
         changed = {"namespace": self.namespace, "kv_dtype": self.kv_dtype}
         connector |= {name: value for name, value in changed.items() if value not in ("", "model")}
         return ServerOptions(source, dtype, connector, commit)
@@ -128,7 +135,7 @@ def _name_of(recipe: Recipe) -> str:
     if recipe.adapter is None:
         return str(recipe)
     folder = state_folder() / "recipes" / recipe.digest[:32]
-    if not folder.is_dir():
+    if not (folder / RECIPE_FILE).is_file():  # also if a process died while writing it
         folder.parent.mkdir(parents=True, exist_ok=True)
         recipe.save(folder)
     return str(folder)
