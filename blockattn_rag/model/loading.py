@@ -221,7 +221,7 @@ def load_with_files(
 
     Returns:
         The model and its files. None: its weights differ from those of any files, because an
-        adapter was merged into them, or because they were quantized while they were loaded.
+        adapter was merged into them, or because they are quantized or were dequantized.
     """
     source, commit = resolve_name(model), commit_of(model, revision)
 
@@ -236,7 +236,9 @@ def load_with_files(
     else:
         loaded = load()  # downloads the files, which belong to the commit
         files = weight_files(model, commit) if commit is not None else None
-    return loaded, None if hasattr(loaded, "peft_config") else files
+    # Quantized weights are run by other kernels than a server's, or are dequantized.
+    is_other = hasattr(loaded, "peft_config") or bool(quantization_of(loaded.config))
+    return loaded, None if is_other else files
 
 
 def weight_files(model: str | Path, commit: str | None = None) -> WeightFiles | None:
