@@ -75,27 +75,31 @@ def replacing(path: Path, *, mode: int = 0o666, fsync: bool = True) -> Iterator[
 
 
 @contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
+def locked(path: Path, *, timeout_s: float | None = None) -> Iterator[None]:
     """Hold an exclusive lock on a file, against other processes and other threads.
 
     Waits for the current holder. The file is created, and stays.
 
+    Args:
+        timeout_s: Seconds to wait. Default: ``LOCK_TIMEOUT_S``.
+
     Raises:
-        TimeoutError: the lock is held for longer than ``LOCK_TIMEOUT_S``.
+        TimeoutError: the lock is held for longer.
         OSError: the file cannot be created or locked.
     """
     from filelock import FileLock, Timeout
 
+    timeout_s = LOCK_TIMEOUT_S if timeout_s is None else timeout_s
     lock = FileLock(path, poll_interval=0.01)
     try:
         held = lock.acquire(LOCK_WARNING_S)
     except Timeout:
         logger.warning("Waiting for another process that has locked %s.", path)
         try:
-            held = lock.acquire(LOCK_TIMEOUT_S - LOCK_WARNING_S)
+            held = lock.acquire(timeout_s - LOCK_WARNING_S)
         except Timeout as error:
             raise TimeoutError(
-                f"{path} is still locked by another process after {LOCK_TIMEOUT_S:.0f} seconds: "
+                f"{path} is still locked by another process after {timeout_s:.0f} seconds: "
                 "wait until that process ends, or stop it, and try again."
             ) from error
     with held:

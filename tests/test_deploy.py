@@ -34,3 +34,8 @@ def test_the_deployment_examples_start_the_same_server() -> None:
     check_options(given)
     extra = "--kv-transfer-config.kv_connector_extra_config"
     assert {f"{extra}.memory={options.memory}", f"{extra}.cache={options.cache}"} < {*given}
+
+    state = services["vllm"]["environment"]["BLOCKATTN_RAG_HOME"]
+    assert f"state:{state}" in services["vllm"]["volumes"]
+    assert {"name": "BLOCKATTN_RAG_HOME", "value": state} in container["env"]
+    assert {"name": "state", "mountPath": state} in container["volumeMounts"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -91,3 +92,52 @@ def test_a_layer_without_a_module_is_refused() -> None:
     make(size=32)
     with pytest.raises(ServingError, match="Layer 0: vLLM rotates keys by no module, expected"):
         check_rotations(profile(rotary()), range(1))
+
+
+def test_long_rope_is_run() -> None:
+    config = VllmConfig()
+    config.model_config = SimpleNamespace(max_model_len=64)  # type: ignore[assignment]
+    factors: dict[str, Any] = {"short_factor": [2.0] * 32, "long_factor": [4.0] * 32}
+    with set_current_vllm_config(config):
+        parameters = {"rope_type": "longrope", "rope_theta": 10000.0, **factors}
+        get_rope(SIZE, 4096, True, parameters | {"original_max_position_embeddings": 4096})
+    half = Rotary("half", tuple(one / 2 for one in rotary().frequencies))
+    check_rotations(profile(half), range(1))
+    message = r"Phi3LongRoPEScaledRotaryEmbedding \(half pairs of 64, base 10000.0\), which differs"
+    with pytest.raises(ServingError, match=message):
+        check_rotations(profile(rotary()), range(1))
+
+
+def test_modules_that_look_alike_are_all_checked() -> None:
+    make(rope_type="linear", factor=8.0)
+    make(rope_type="linear", factor=2.0)
+    make(rope_type="linear", factor=4.0)
+    eighth, half, fourth = (
+        Rotary("half", tuple(one / factor for one in rotary().frequencies)) for factor in (8, 2, 4)
+    )
+    check_rotations(profile(eighth, half, fourth), range(3))
+
+
+def test_a_model_without_vllms_modules_is_refused_by_its_cause() -> None:
+    with pytest.raises(ServingError, match="its transformers backend is not supported"):
+        check_rotations(profile(rotary()), range(1))
+
+
+class Odd(torch.nn.Module):
+    """A rotary embedding with another signature."""
+
+    head_size = SIZE
+
+    def forward(self, positions: Any) -> None:
+        raise AssertionError
+
+
+@pytest.mark.parametrize("has_buffer", [True, False])
+def test_a_module_that_cannot_be_run_is_named(ropes: dict[Any, Any], has_buffer: bool) -> None:
+    ropes["odd"] = Odd()
+    if has_buffer:
+        ropes["odd"].register_buffer("table", torch.ones(1))
+    with pytest.raises(ServingError, match=r"by Odd \(half pairs .*, which cannot be run \("):
+        check_rotations(profile(rotary()), range(1))
+    make()
+    check_rotations(profile(rotary()), range(1))

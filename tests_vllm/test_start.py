@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -56,8 +59,11 @@ def test_an_engine_of_the_profiles_model_is_accepted(reference: Reference) -> No
         ({"kv_load_failure_policy": "recompute"}, {}, "kv_load_failure_policy is 'recompute'"),
         ({"kv_role": "kv_producer"}, {}, "kv_role is 'kv_producer'"),
         ({}, {"model_config.quantization": "fp8"}, "serve a quantized checkpoint"),
+        ({}, {"model_config.hf_overrides": {"rope_theta": 5}}, "remove --hf-overrides"),
+        ({}, {"model_config.hf_overrides": str}, "remove --hf-overrides"),
+        ({}, {"model_config.hf_config_path": "/other"}, "remove --hf-config-path"),
         ({}, {"load_config.load_format": "dummy"}, "set --load-format auto"),
-        ({}, {"model_config.model": "a/b", "model_config.revision": "v1"}, "revision is 'v1'"),
+        ({}, {"load_config.load_format": "npcache"}, "set --load-format auto"),
         ({}, {"parallel_config.decode_context_parallel_size": 2}, "context_parallel_size is 2"),
         ({}, {"parallel_config.pipeline_parallel_size": 2}, "no rank has all layers"),
         ({}, {"model_config.max_model_len": 100_000}, "set --max-model-len"),
@@ -74,6 +80,47 @@ def test_unsuitable_engines_are_refused(
         setattr(getattr(engine, part), name, value)
     with pytest.raises(ServingError, match=message):
         check_engine(engine, cache_of(FULL), config, reference.profile)
+
+
+@pytest.mark.parametrize(
+    ("name", "load_format", "message"),
+    [
+        ("consolidated", "auto", r"contains consolidated\*.*--load-format safetensors"),
+        ("consolidated", "safetensors", "would load consolidated.*, model.safetensors in"),
+        ("adapter", "auto", "would load adapter.safetensors, model.safetensors in"),
+    ],
+)
+def test_other_weights_in_the_folder_are_refused(
+    reference: Reference,
+    tmp_path: Path,
+    name: str,
+    load_format: str,
+    message: str,
+) -> None:
+    folder = shutil.copytree(MODEL, tmp_path / "model")
+    config = ServingConfig.parse(reference.options())
+    engine = engine_of()
+    engine.model_config.model = str(folder)
+    engine.load_config.load_format = load_format
+    check_engine(engine, cache_of(FULL), config, reference.profile)
+    shutil.copy(folder / "model.safetensors", folder / f"{name}.safetensors")
+    with pytest.raises(ServingError, match=message):
+        check_engine(engine, cache_of(FULL), config, reference.profile)
+
+
+def test_files_that_the_index_does_not_list_are_not_loaded(
+    reference: Reference, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(MODEL, tmp_path / "model")
+    (folder / "model.safetensors").rename(folder / "model-1.safetensors")
+    index = {"weight_map": {"all": "model-1.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "consolidated.safetensors").touch()
+    config = ServingConfig.parse(reference.options())
+    engine = engine_of()
+    engine.model_config.model = str(folder)
+    engine.load_config.load_format = "safetensors"
+    check_engine(engine, cache_of(FULL), config, reference.profile)
 
 
 def test_reading_needs_less_than_encoding(reference: Reference) -> None:
@@ -104,7 +151,7 @@ def test_another_model_than_the_profiles_is_refused(reference: Reference) -> Non
 def test_latent_attention_is_refused(reference: Reference) -> None:
     config = ServingConfig.parse(reference.options())
     engine = engine_of()
-    names = ("dtype", "model", "revision", "quantization", "hf_config", "hf_text_config")
+    names = ("dtype", "model", "revision", "quantization", "hf_config_path", "hf_text_config")
     shown = {name: getattr(engine.model_config, name) for name in names}
     engine.model_config = SimpleNamespace(**shown, use_mla=True, max_model_len=64)  # type: ignore[assignment]
     with pytest.raises(ServingError, match="latent attention"):
@@ -122,8 +169,7 @@ def test_a_connector_among_others_is_refused(reference: Reference) -> None:
 def test_engine_that_rotates_keys_in_another_way_does_not_start(
     reference: Reference, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    rope = {"rope_type": "default", "rope_theta": 500_000.0}
     with pytest.raises(RuntimeError, match="Engine core initialization failed"):
-        Engine(reference.options(), hf_overrides={"rope_parameters": rope})
-    message = "Layer 0: vLLM rotates keys by RotaryEmbedding (half pairs of 64, base 500000.0)"
+        Engine(reference.options(), module="tests_vllm.rotated", name="RotatedConnector")
+    message = "Layer 0: vLLM rotates keys by RotaryEmbedding (half pairs of 64, base"
     assert message in "".join(capfd.readouterr())

@@ -13,10 +13,11 @@ from blockattn_rag.app.rag.names import check_recipe
 from blockattn_rag.engine.find_recipe import resolve_recipe
 from blockattn_rag.engine.outline import STOCK
 from blockattn_rag.engine.recipe import Recipe
+from blockattn_rag.engine.recipe_files import RECIPE_FILE
 from blockattn_rag.errors import DatabaseError
 from blockattn_rag.files import state_folder
 from blockattn_rag.model.checkpoint import CheckpointModel
-from blockattn_rag.model.loading import load_config, resolve_name
+from blockattn_rag.model.loading import commit_of, load_config, resolve_name
 from blockattn_rag.model.quantized import WEIGHTS
 from blockattn_rag.server.profile import DTYPES, profile_of
 from blockattn_rag.store import open_store
@@ -71,8 +72,9 @@ class Served:
         """
         check_recipe(self.recipe)
         source = resolve_name(self.model)
-        dtype = self._dtype()
-        model = CheckpointModel(self.model, DTYPES[dtype])
+        commit = commit_of(self.model)
+        dtype = self._dtype(commit)
+        model = CheckpointModel(self.model, DTYPES[dtype], commit)
         recipe = resolve_recipe(
             self.recipe,
             model,
@@ -81,13 +83,19 @@ class Served:
             stock=self.stock,
             can_recompute=False,
         )
-        profile_of(model, recipe)
-        connector = {"store": self.store, "recipe": _name_of(recipe)}
+        profile = profile_of(model, recipe)
+        connector = {
+            "store": self.store,
+            "recipe": _name_of(recipe),
+            "fingerprint": profile.fingerprint,
+        }
+        if recipe.adapter is not None:  # in a file
+            connector["recipe_digest"] = recipe.digest
         changed = {"namespace": self.namespace, "kv_dtype": self.kv_dtype}
         connector |= {name: value for name, value in changed.items() if value not in ("", "model")}
-        return ServerOptions(source, dtype, connector)
+        return ServerOptions(source, dtype, connector, commit)
 
-    def _dtype(self) -> str:
+    def _dtype(self, commit: str | None) -> str:
         dtype = self.dtype
         if dtype in WEIGHTS:
             raise ValueError(
@@ -96,7 +104,7 @@ class Served:
                 "own"
             )
         if dtype == AUTO_SETTING:
-            own = getattr(load_config(self.model), "dtype", None)
+            own = getattr(load_config(self.model, revision=commit), "dtype", None)
             found = own if torch.cuda.is_available() else None
             dtype = str(found or torch.float32).removeprefix("torch.")
         if dtype not in DTYPES:
@@ -112,11 +120,13 @@ class ServerOptions:
         source: Folder or hub id of the model.
         dtype: Type in which vLLM computes.
         connector: Options of the connector, see ``server.config.ServingConfig``.
+        revision: Commit of the hub. None for a folder.
     """
 
     source: str
     dtype: str
     connector: dict[str, Any]
+    revision: str | None = None
 
 
 def _name_of(recipe: Recipe) -> str:
@@ -125,7 +135,7 @@ def _name_of(recipe: Recipe) -> str:
     if recipe.adapter is None:
         return str(recipe)
     folder = state_folder() / "recipes" / recipe.digest[:32]
-    if not folder.is_dir():
+    if not (folder / RECIPE_FILE).is_file():  # also if a process died while writing it
         folder.parent.mkdir(parents=True, exist_ok=True)
         recipe.save(folder)
     return str(folder)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,7 +29,7 @@ from blockattn_rag.model.repetition import LoopGuard
 from blockattn_rag.model.sampling import Sampling, room_for
 from blockattn_rag.model.states import HeadStates
 from blockattn_rag.model.tuning import TunedModel
-from blockattn_rag.model.weight_files import WeightFiles
+from blockattn_rag.model.weight_files import ChangedFileError, WeightFiles
 from blockattn_rag.output.grammar import Grammar
 from blockattn_rag.prompts.tokenization import BlockTokenizer
 
@@ -87,6 +87,7 @@ class BlockModel(TunedModel):
         tokenizer: Any = None,
         device: str = "auto",
         dtype: str | torch.dtype = "auto",
+        revision: str | None = None,
         pack_weights: bool = True,
         **kwargs: Any,
     ) -> BlockModel:
@@ -96,15 +97,17 @@ class BlockModel(TunedModel):
         """
         if tokenizer is None and not isinstance(model, (str, Path)):
             raise ValueError("Found a loaded model without its tokenizer; pass tokenizer=...")
-        if isinstance(model, (str, Path)):
-            loading.check_config(model)
-        tokenizer = model if tokenizer is None else tokenizer
         if isinstance(tokenizer, (str, Path)):
             tokenizer = loading.load_tokenizer(tokenizer)
         name, files = "", None
         if isinstance(model, (str, Path)):
-            name = str(model)
-            model, files = loading.load_with_files(model, device=device, dtype=dtype, **kwargs)
+            name, commit = str(model), loading.commit_of(model, revision)
+            loading.check_config(model, revision=commit)
+            if tokenizer is None:
+                tokenizer = loading.load_tokenizer(model, revision=commit)
+            model, files = loading.load_with_files(
+                model, device=device, dtype=dtype, revision=commit, **kwargs
+            )
         return cls(model, tokenizer, name=name, pack_weights=pack_weights, files=files)
 
     @property
@@ -144,7 +147,11 @@ class BlockModel(TunedModel):
             self.check_unchanged()
             # Files that changed after the weights were loaded belong to another model.
             files = self._files if self._files is not None and self._files.is_current else None
-            return fingerprint_of(self.hf_model, self.tokenizer, self.profile.kinds, files)
+            identity = partial(fingerprint_of, self.hf_model, self.tokenizer, self.profile.kinds)
+            try:
+                return identity(files)
+            except ChangedFileError:
+                return identity()
 
     def check_unchanged(self) -> None:
         """Raise ``UnsupportedModelError`` if weights, config or adapters changed since loading.

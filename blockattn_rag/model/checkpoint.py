@@ -11,12 +11,18 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from blockattn_rag.errors import UnsupportedModelError
 from blockattn_rag.model.fingerprint import fingerprint_of_files
-from blockattn_rag.model.loading import is_adapter, load_config, load_tokenizer, resolve_name
+from blockattn_rag.model.loading import (
+    commit_of,
+    is_adapter,
+    load_config,
+    load_tokenizer,
+    resolve_name,
+    weight_files,
+)
 from blockattn_rag.model.miniature import profile_config
 from blockattn_rag.model.multimodal import text_class
 from blockattn_rag.model.probe import AttentionProfile
 from blockattn_rag.model.tuning import TunedModel
-from blockattn_rag.model.weight_files import WeightFiles
 from blockattn_rag.prompts.tokenization import BlockTokenizer
 
 
@@ -29,6 +35,7 @@ class CheckpointModel(TunedModel):
     Args:
         model: Path, hub id, ``"bundled"``, ``"smollm2"`` or GGUF file.
         dtype: Type in which the program computes.
+        revision: Revision of the hub. Default: the main branch.
 
     Raises:
         UnsupportedModelError: The model is a LoRA adapter, cannot run in block mode, or has no
@@ -36,16 +43,16 @@ class CheckpointModel(TunedModel):
         FileNotFoundError, OSError: See ``loading.load_model``.
     """
 
-    def __init__(self, model: str | Path, dtype: torch.dtype) -> None:
+    def __init__(self, model: str | Path, dtype: torch.dtype, revision: str | None = None) -> None:
         self.name = str(model)
         self.dtype = dtype
-        self._source = resolve_name(model)
-        if is_adapter(self._source):
+        if is_adapter(resolve_name(model)):
             raise UnsupportedModelError(
                 f"{model} is a LoRA adapter, expected a complete model: merge it into its base"
             )
-        self._config = _as_loaded(load_config(model))
-        self.tokenizer = BlockTokenizer(load_tokenizer(model))
+        self.commit = commit_of(model, revision)
+        self._config = _as_loaded(load_config(model, revision=self.commit))
+        self.tokenizer = BlockTokenizer(load_tokenizer(model, revision=self.commit))
         self.profile: AttentionProfile = profile_config(self._config, dtype)
 
     @property
@@ -61,7 +68,7 @@ class CheckpointModel(TunedModel):
     def fingerprint(self) -> str:
         """See ``BlockModel.fingerprint``. The first access hashes the weight files, unless their
         digests are known."""
-        files = WeightFiles.of(self._source, getattr(self._config, "_commit_hash", None))
+        files = weight_files(self.name, self.commit)
         if files is None:
             raise UnsupportedModelError(
                 f"{self.name} has no weight files: expected model.safetensors or "

@@ -9,6 +9,7 @@ import json
 import logging
 import shutil
 import struct
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -63,12 +64,19 @@ def dequantised(file: Path) -> Path:
     """
     if not file.is_file():
         raise FileNotFoundError(f"No such GGUF file: {file}")
-    with file.open("rb") as stream:
-        digest = hashlib.file_digest(stream, "sha256").hexdigest()
-    folder = state_folder() / "gguf" / digest
+    stat = file.stat()
+    state = stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino
+    folder = state_folder() / "gguf" / _digest(file.resolve(), state)
     if not folder.is_dir():
         _dequantise(file, folder)
     return folder
+
+
+@lru_cache(maxsize=8)
+def _digest(file: Path, state: tuple[int, ...]) -> str:  # noqa: ARG001 - part of the cache's key
+    """SHA-256 of a file in this state. A model's name is resolved several times while it loads."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _dequantise(file: Path, folder: Path) -> None:

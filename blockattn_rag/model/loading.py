@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+from transformers.utils.hub import resolve_revision
 
 from blockattn_rag.hub import existing_model, hub_errors
 from blockattn_rag.lazy import missing_extra
@@ -86,46 +87,74 @@ def _hub(model: str | Path) -> AbstractContextManager[None]:
     return hub_errors(name, is_local=name == BUNDLED)
 
 
-def load_tokenizer(model: str | Path) -> Any:
+def commit_of(model: str | Path, revision: str | None = None) -> str | None:
+    """Commit of the hub that a revision is now, so that all files of a model are of one commit.
+
+    Args:
+        revision: Branch, tag or commit. Default: the main branch.
+
+    Returns:
+        None for a model on this machine. ``revision`` if neither the hub nor its cache resolves it.
+    """
+    source = resolve_name(model)
+    if Path(source).exists():
+        return None
+    with _hub(model):
+        resolved = resolve_revision(source, revision)
+    return getattr(resolved, "resolved", resolved)
+
+
+def load_tokenizer(model: str | Path, *, revision: str | None = None) -> Any:
     """Load the tokenizer of a model name or path. Adds no BOS for models trained without it.
 
     A folder may contain only the tokenizer. Raises the same errors as ``load_model``.
+
+    Args:
+        revision: Revision of the hub. Default: the main branch.
     """
     holds_one = (Path(model).expanduser() / _TOKENIZER_FILE).is_file()
     name = os.path.expanduser(model) if holds_one else resolve_name(model)
     with _hub(model):
-        tokenizer: Any = AutoTokenizer.from_pretrained(name)
+        tokenizer: Any = AutoTokenizer.from_pretrained(name, revision=revision)
     known = known_checkpoint(str(model))
     if known is not None and not known.bos:
         tokenizer.backend_tokenizer.post_processor = None  # it adds BOS to a text
     return tokenizer
 
 
-def load_config(model: str | Path) -> Any:
+def load_config(model: str | Path, *, revision: str | None = None) -> Any:
     """Load the config of a model name or path, or of a LoRA adapter's base, without weights.
 
     Raises the same errors as ``load_model``.
+
+    Args:
+        revision: Revision of the hub. Default: the main branch.
     """
     name = resolve_name(model)
     if adapter := _adapter(name):
         return load_config(adapter["base"])
     with _hub(model):
-        return AutoConfig.from_pretrained(name)
+        return AutoConfig.from_pretrained(name, revision=revision)
 
 
-def check_config(model: str | Path) -> None:
+def check_config(model: str | Path, *, revision: str | None = None) -> None:
     """Refuse a model of the hub by its config, before its weights are downloaded.
 
     Raises the same errors as ``load_model``.
     """
     if not Path(resolve_name(model)).exists():
-        config = load_config(model)
+        config = load_config(model, revision=revision)
         check_quantization(str(model), quantization_of(config))
         check_architecture(config)
 
 
 def load_model(
-    model: str | Path, *, device: str = "auto", dtype: str | torch.dtype = "auto", **kwargs: Any
+    model: str | Path,
+    *,
+    device: str = "auto",
+    dtype: str | torch.dtype = "auto",
+    revision: str | None = None,
+    **kwargs: Any,
 ) -> PreTrainedModel:
     """Load a causal language model for inference.
 
@@ -136,6 +165,7 @@ def load_model(
         dtype: Type of the weights: a torch dtype, or ``"int8"`` or ``"nf4"`` to quantize them at
             load (``quantized.WEIGHTS``). ``"auto"``: the checkpoint's dtype on an accelerator, and
             for a quantized checkpoint. On the CPU, 16-bit types become float32.
+        revision: Revision of the hub. Default: the main branch.
         kwargs: Arguments of ``from_pretrained`` (``device_map``, ``quantization_config``, ...).
 
     Raises:
@@ -144,24 +174,33 @@ def load_model(
         ImportError, UnsupportedModelError: see ``quantized.check_quantization``.
     """
     name = resolve_name(model)
-    target = default_device() if device == "auto" else device
+    target = _target(device, kwargs.get("device_map"))
     loaded: Any
     if adapter := _adapter(name):
-        loaded = _load_adapter(name, adapter, dtype, kwargs)
+        loaded = _load_adapter(name, adapter, dtype, target, kwargs)
     else:
         with _hub(model):
-            config = AutoConfig.from_pretrained(name)
+            config = AutoConfig.from_pretrained(name, revision=revision)
             arguments = loading_arguments(str(model), config, dtype, target)
+            if "quantization_config" in kwargs:
+                arguments["dtype"] = dtype
             with small_heap() if "quantization_config" in arguments else nullcontext():
-                loaded = _from_pretrained(name, config, {**arguments, **kwargs})
+                arguments = {"revision": revision, **arguments, **kwargs}
+                loaded = _from_pretrained(name, config, arguments)
     if getattr(loaded, "is_quantized", False):  # placed while it was loaded
         allow_all_shapes(loaded)
         return loaded.eval()
     if "device_map" not in kwargs:
         loaded = loaded.to(target)
-    if dtype == "auto" and loaded.device.type == "cpu":
-        loaded = loaded.float()
     return loaded.eval()
+
+
+def _target(device: str, device_map: Any) -> str:
+    """Device that weights are loaded to. Of a device map that uses several, the map as a text."""
+    if device_map is None:
+        return default_device() if device == "auto" else str(device)
+    only_cpu = device_map == {"": "cpu"} or not torch.accelerator.is_available()
+    return "cpu" if only_cpu else str(device_map)
 
 
 def _from_pretrained(name: str, config: Any, kwargs: dict[str, Any]) -> PreTrainedModel:
@@ -169,7 +208,12 @@ def _from_pretrained(name: str, config: Any, kwargs: dict[str, Any]) -> PreTrain
 
 
 def load_with_files(
-    model: str | Path, *, device: str = "auto", dtype: str | torch.dtype = "auto", **kwargs: Any
+    model: str | Path,
+    *,
+    device: str = "auto",
+    dtype: str | torch.dtype = "auto",
+    revision: str | None = None,
+    **kwargs: Any,
 ) -> tuple[PreTrainedModel, WeightFiles | None]:
     """Load a model, and find the files that its weights are in.
 
@@ -177,19 +221,34 @@ def load_with_files(
 
     Returns:
         The model and its files. None: its weights differ from those of any files, because an
-        adapter was merged into them, or because they were quantized while they were loaded.
+        adapter was merged into them, or because they are quantized or were dequantized.
     """
-    source = resolve_name(model)
-    # Of a folder, the state before loading, because a file may be replaced while it is read. Files
-    # of the hub are downloaded by loading, and never change.
-    files = WeightFiles.of(source) if Path(source).is_dir() else None
-    loaded = load_model(model, device=device, dtype=dtype, **kwargs)
-    is_changed = is_adapter(source) or hasattr(loaded, "peft_config") or dtype in WEIGHTS
-    if is_changed or not kwargs.keys() <= _PLACEMENT:
-        return loaded, None
-    if not Path(source).is_dir():
-        files = WeightFiles.of(source, getattr(loaded.config, "_commit_hash", None))
-    return loaded, files
+    source, commit = resolve_name(model), commit_of(model, revision)
+
+    def load() -> PreTrainedModel:
+        return load_model(model, device=device, dtype=dtype, revision=commit, **kwargs)
+
+    if is_adapter(source) or dtype in WEIGHTS or not kwargs.keys() <= _PLACEMENT:
+        return load(), None
+    if Path(source).is_dir():
+        files = weight_files(model)  # before loading, because a file may be replaced meanwhile
+        loaded = load()
+    else:
+        loaded = load()  # downloads the files, which belong to the commit
+        files = weight_files(model, commit) if commit is not None else None
+    # Quantized weights are run by other kernels than a server's, or are dequantized.
+    is_other = hasattr(loaded, "peft_config") or bool(quantization_of(loaded.config))
+    return loaded, None if is_other else files
+
+
+def weight_files(model: str | Path, commit: str | None = None) -> WeightFiles | None:
+    """The files with a model's weights: ``WeightFiles.of``, with errors of the hub in a sentence.
+
+    Args:
+        commit: Commit of the hub, as of ``commit_of``.
+    """
+    with _hub(model):
+        return WeightFiles.of(resolve_name(model), commit)
 
 
 def default_device() -> str:
@@ -223,7 +282,11 @@ def _adapter(name: str) -> dict[str, Any]:
 
 
 def _load_adapter(
-    name: str, adapter: dict[str, Any], dtype: str | torch.dtype, kwargs: dict[str, Any]
+    name: str,
+    adapter: dict[str, Any],
+    dtype: str | torch.dtype,
+    target: str,
+    kwargs: dict[str, Any],
 ) -> PreTrainedModel:
     """Load the base model and merge the adapter into its weights."""
     try:
@@ -240,7 +303,8 @@ def _load_adapter(
                 f"{name} is a LoRA adapter, which cannot be merged into quantized weights; merge "
                 "it into its base first, save the model, and load that"
             )
-        base = _from_pretrained(base_name, base_config, {"dtype": dtype, **kwargs})
+        arguments = loading_arguments(adapter["base"], base_config, dtype, target)
+        base = _from_pretrained(base_name, base_config, {**arguments, **kwargs})
     merged = PeftModel.from_pretrained(base, name).merge_and_unload()
     tuning = adapter["tuning"]
     if isinstance(tuning, dict) and "block" not in tuning.get("modes", ["block"]):

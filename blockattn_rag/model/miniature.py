@@ -130,7 +130,12 @@ def profile_config(config: Any, dtype: torch.dtype) -> AttentionProfile:
     sketch = check_architecture(config)
     if sketch is not None and not all(kind.is_attention for kind in sketch.kinds):
         return sketch  # of other layers, only the kinds are used: servers refuse them
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    try:
+        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    except (AttributeError, TypeError, ZeroDivisionError) as error:
+        raise refusal(
+            config, f"its config does not give the size of heads ({error!r}), as a server needs it"
+        ) from error
     reasons = []
     # Some models compute the size of heads from the width, and ignore the config's.
     for scale in (None, size):
@@ -143,7 +148,7 @@ def profile_config(config: Any, dtype: torch.dtype) -> AttentionProfile:
             continue
         if any(keys.size == size for keys, _ in profile.layer_outlines):
             heads = {} if scale is None else _head_counts(config, fields)
-            outline = [(heads.get(n, n), size, dtype) for n, size, _ in profile.token_outline]
+            outline = [(heads.get(n, n), width, dtype) for n, width, _ in profile.token_outline]
             return replace(profile, token_outline=tuple(outline))
         reasons.append(f"found heads of {profile.layer_outlines[0][0].size}, expected {size}")
     raise refusal(

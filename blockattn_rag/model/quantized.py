@@ -96,11 +96,13 @@ def _is_installed(package: str) -> bool:
 def loading_arguments(
     name: str, config: Any, dtype: str | torch.dtype, device: str
 ) -> dict[str, Any]:
-    """Arguments of ``from_pretrained`` for weights that are, or are to be, quantized.
+    """Arguments of ``from_pretrained``: the dtype, and how weights are quantized or dequantized.
 
     Args:
         config: The checkpoint's config.
-        dtype: Type of the weights: one of ``WEIGHTS``, or a dtype.
+        dtype: Type of the weights: one of ``WEIGHTS``, a dtype, or ``"auto"``.
+        device: Device that the weights are loaded to. On ``"cpu"``, ``"auto"`` is float32, unless
+            the weights stay quantized.
 
     Raises:
         ImportError, UnsupportedModelError: see ``check_quantization``.
@@ -122,6 +124,9 @@ def loading_arguments(
         if method in _DEQUANTIZED or (device == "cpu" and method in _DEQUANTIZED_ON_CPU):
             arguments["config"] = copy.deepcopy(config)
             arguments["config"].quantization_config = {**settings, "dequantize": True}
+    if dtype == "auto" and device == "cpu" and (not settings or "config" in arguments):
+        # Not after loading: in the config's dtype, weights that have more bits would be rounded.
+        arguments["dtype"] = torch.float32
     return arguments
 
 

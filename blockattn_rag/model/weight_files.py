@@ -6,15 +6,15 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import xxhash
 from transformers.utils.hub import cached_file
 
-from blockattn_rag.files import state_folder, write_json
+from blockattn_rag.files import locked, state_folder, write_json
 
 logger = logging.getLogger("blockattn_rag")
 
@@ -22,6 +22,12 @@ _NAMES = ("model.safetensors", "pytorch_model.bin")
 """Files that transformers loads, in its order. Each may be split, and then has an index."""
 _DIGEST_DIGITS = 32
 _THREADS = 8
+_LOCK_TIMEOUT_S = 1800.0
+"""Seconds to wait for another process that hashes a file."""
+
+
+class ChangedFileError(OSError):
+    """A file changed while it was hashed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,50 +37,94 @@ class WeightFile:
     Args:
         path: Path without links, so that snapshots of a hub share the digest of a file.
         size: Bytes.
-        mtime_ns: Time of the last change, in nanoseconds.
+        mtime_ns: Time of the last change of the content, in nanoseconds.
+        ctime_ns: Time of the last change of the content, name, mode or links, in nanoseconds. Files
+            that differ in nothing else are equal.
+        inode: Number of the file on its device. A file that replaces another has a new one.
+        device: Number of the device.
     """
 
     path: Path
     size: int
     mtime_ns: int
+    ctime_ns: int = field(compare=False)
+    inode: int
+    device: int
 
     @classmethod
     def at(cls, path: Path) -> WeightFile:
         """The file as it is now. Raises OSError."""
-        stat = path.stat()
-        return cls(path.resolve(), stat.st_size, stat.st_mtime_ns)
+        resolved = path.resolve()
+        stat = resolved.stat()
+        times = stat.st_mtime_ns, stat.st_ctime_ns
+        return cls(resolved, stat.st_size, *times, stat.st_ino, stat.st_dev)
 
     def digest(self) -> str:
-        """xxh3-128 of the file. It is computed once for a path, a size and a time of change, and
-        then kept in ``state_folder()``.
+        """xxh3-128 of the file. It is computed once for a path and its metadata, and then kept in
+        ``state_folder()``. Of several processes, one reads the file, and the others wait.
 
         Raises:
+            ChangedFileError: The file changed.
             OSError: The file cannot be read.
         """
         place = _place(self.path)
-        key = {"path": str(self.path), "size": self.size, "mtime_ns": self.mtime_ns}
+        if place is None:
+            return self._computed()
+        key = {**asdict(self), "path": str(self.path)}
         if (digest := _kept(place, key)) is not None:
             return digest
-        with self.path.open("rb") as stream:
-            digest = hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()
-        if place is not None:
+        with ExitStack() as stack:
             try:
                 place.parent.mkdir(parents=True, exist_ok=True)
+                lock = place.with_suffix(".lock")
+                stack.enter_context(locked(lock, timeout_s=_LOCK_TIMEOUT_S))
+            except OSError as error:
+                self._warn(error)
+                return self._computed()
+            if (digest := _kept(place, key)) is not None:  # computed by another process meanwhile
+                return digest
+            digest = self._computed()
+            try:
                 write_json(place, {**key, "digest": digest})
             except OSError as error:
-                logger.warning(
-                    "Cannot keep the digest of %s, which is computed again next time: %s",
-                    self.path,
-                    error,
-                )
+                self._warn(error)
+            return digest
+
+    def _computed(self) -> str:
+        with self.path.open("rb") as stream:
+            digest = hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()
+        if WeightFile.at(self.path) != self:
+            raise ChangedFileError(
+                f"{self.path} changed while it was read, so it does not identify the model: wait "
+                "until it is complete, and load the model again"
+            )
         return digest
+
+    def _warn(self, error: OSError) -> None:
+        logger.warning(
+            "Cannot keep the digest of %s, which is computed again next time: %s", self.path, error
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class WeightFiles:
-    """All files with a checkpoint's weights, at one moment."""
+    """All files with a checkpoint's weights, at one moment.
 
+    Args:
+        source: Folder or hub id.
+        commit: Commit of the hub. None for a folder.
+        folder: Folder with the files or links to them.
+        names: Names of the files in the checkpoint.
+        files: The files, in the order of their names.
+        index: The file that lists them. None: there is one file.
+    """
+
+    source: str
+    commit: str | None
+    folder: Path
+    names: tuple[str, ...]
     files: tuple[WeightFile, ...]
+    index: WeightFile | None = None
 
     @classmethod
     def of(cls, source: str, commit: str | None = None) -> WeightFiles | None:
@@ -89,22 +139,29 @@ class WeightFiles:
 
         Raises:
             OSError: A file cannot be read or downloaded.
-            ValueError: The index of a split checkpoint is damaged.
+            ValueError: The config or the index of a split checkpoint is damaged.
         """
+        config = _file(source, "config.json", commit)
+        if config is not None and "transformers_weights" in json.loads(config.read_bytes()):
+            return None
         for name in _NAMES:
             if (path := _file(source, name, commit)) is not None:
-                return cls((WeightFile.at(path),))
+                return cls(source, commit, path.parent, (name,), (WeightFile.at(path),))
             if (index := _file(source, f"{name}.index.json", commit)) is not None:
-                paths = [_file(source, shard, commit, required=True) for shard in _shards(index)]
-                return cls(tuple(WeightFile.at(path) for path in paths if path is not None))
+                listing = WeightFile.at(index)
+                names = _shards(index)
+                paths = [_file(source, shard, commit, required=True) for shard in names]
+                files = tuple(WeightFile.at(path) for path in paths if path is not None)
+                return cls(source, commit, index.parent, names, files, listing)
         return None
 
     @property
     def is_current(self) -> bool:
-        """Whether no file was changed, replaced or removed since."""
+        """Whether no file was changed, replaced or removed since, and no link or index leads to
+        another file."""
         try:
-            return all(WeightFile.at(file.path) == file for file in self.files)
-        except OSError:
+            return WeightFiles.of(self.source, self.commit) == self
+        except (OSError, ValueError):
             return False
 
     def digests(self) -> list[str]:
@@ -114,6 +171,7 @@ class WeightFiles:
         could replace the model itself.
 
         Raises:
+            ChangedFileError: A file changed.
             OSError: A file cannot be read.
         """
         with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
@@ -131,11 +189,11 @@ def _file(source: str, name: str, commit: str | None, *, required: bool = False)
     return None if path is None else Path(path)
 
 
-def _shards(index: Path) -> Sequence[str]:
+def _shards(index: Path) -> tuple[str, ...]:
     """Names of the files of a split checkpoint."""
     try:
         shards: dict[str, str] = json.loads(index.read_bytes())["weight_map"]
-        return sorted({str(name) for name in shards.values()})
+        return tuple(sorted({str(name) for name in shards.values()}))
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"{index} is damaged: expected an object 'weight_map'") from error
 
@@ -150,7 +208,7 @@ def _place(path: Path) -> Path | None:
 
 
 def _kept(place: Path | None, key: dict[str, object]) -> str | None:
-    """The digest that was kept for a file; None if there is none for this size and time."""
+    """The digest that was kept for a file; None if there is none for this state of the file."""
     try:
         kept = json.loads(place.read_bytes()) if place is not None else None
     except (OSError, ValueError):

@@ -13,6 +13,7 @@ from pydantic.dataclasses import dataclass
 
 from blockattn_rag.engine.find_recipe import AUTO, resolve_recipe
 from blockattn_rag.engine.recipe import Recipe
+from blockattn_rag.errors import ServingError
 from blockattn_rag.kv.quantization import KVDtype
 from blockattn_rag.model.checkpoint import CheckpointModel
 from blockattn_rag.server.profile import ModelProfile, profile_of
@@ -31,6 +32,7 @@ def _check_size(size: str) -> str:
 
 
 _Size = Annotated[str, AfterValidator(_check_size)]
+_Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
 @dataclass(config=STRICT, frozen=True, slots=True, kw_only=True)
@@ -55,6 +57,9 @@ class ServingConfig:
         recognize: Whether the routes for OpenAI clients find stored passages in plain text.
             ``"system"``: also in system messages.
         kv_dtype: Format in which this server stores blocks.
+        fingerprint: Fingerprint that each process must find. ``serve`` passes it, so that a model
+            that changes while the server starts is refused. None: not compared.
+        recipe_digest: Digest of the recipe that each process must find. None: not compared.
     """
 
     store: str
@@ -70,6 +75,8 @@ class ServingConfig:
     recognize: StrictBool | Literal["system"] = False
     load_deadline_s: Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)] = 10.0
     kv_dtype: KVDtype = "model"
+    fingerprint: _Digest | None = None
+    recipe_digest: _Digest | None = None
 
     @field_validator("store")
     @classmethod
@@ -109,7 +116,9 @@ class ServingConfig:
             )
         return secret
 
-    def profile_of(self, model: str, dtype: torch.dtype) -> tuple[ModelProfile, Recipe]:
+    def profile_of(
+        self, model: str, dtype: torch.dtype, revision: str | None = None
+    ) -> tuple[ModelProfile, Recipe]:
         """Profile of a model that vLLM runs, and the recipe in it.
 
         Every process of a server calls this when it starts, and gets the same result. No weights
@@ -118,17 +127,31 @@ class ServingConfig:
         Args:
             model: Folder or hub id.
             dtype: Type in which vLLM computes.
+            revision: Revision of the hub.
 
         Raises:
             UnsupportedModelError: The model cannot run in block mode.
             ValueError: The recipe is missing or damaged, does not belong to the model, or cannot be
                 served.
+            ServingError: The model or the recipe is not the one of ``fingerprint`` and
+                ``recipe_digest``.
         """
-        checkpoint = CheckpointModel(model, dtype)
+        checkpoint = CheckpointModel(model, dtype, revision)
         recipe = resolve_recipe(
             self.recipe, checkpoint, open_store(self.store), can_recompute=False
         )
-        return profile_of(checkpoint, recipe), recipe
+        profile = profile_of(checkpoint, recipe)
+        for what, found, expected in (
+            ("model", profile.fingerprint, self.fingerprint),
+            ("recipe", recipe.digest, self.recipe_digest),
+        ):
+            if expected is not None and found != expected:
+                raise ServingError(
+                    f"The {what} of this process ({found[:12]}) differs from the one that the "
+                    f"server was started with ({expected[:12]}): its files changed, or options of "
+                    "vLLM choose another; start the server again"
+                )
+        return profile, recipe
 
     @property
     def private_bytes(self) -> int:

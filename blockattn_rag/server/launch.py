@@ -159,6 +159,7 @@ def vllm_command(
     connector: Mapping[str, Any],
     host: str,
     port: int,
+    revision: str | None = None,
     options: Sequence[str] = (),
 ) -> list[str]:
     """Command that starts vLLM's API server.
@@ -178,6 +179,7 @@ def vllm_command(
     return [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
         *("--model", model, "--served-model-name", name, "--dtype", dtype),
+        *(("--revision", revision) if revision is not None else ()),
         *("--host", host, "--port", str(port), "--enable-prompt-tokens-details"),
         *("--structured-outputs-config", json.dumps(STRUCTURED_OUTPUTS)),
         *(word for pair in pairs for word in pair),
@@ -265,7 +267,7 @@ class VllmServer:
         """Stop the server with SIGTERM, and end what is left of its process group after
         ``STOP_S``."""
         if self._process.poll() is None:
-            self._log(f"stopping vLLM, which takes up to {STOP_S:.0f} s while requests are running")
+            self._log(f"Stopping vLLM, which takes up to {STOP_S:.0f} s while requests are running")
         self._process.terminate()
         try:
             self._process.wait(STOP_S)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import constants
 from transformers import AutoModelForCausalLM
 
 from blockattn_rag import Recipe
 from blockattn_rag.app.serving import Served
-from blockattn_rag.errors import UnsupportedModelError
+from blockattn_rag.engine.recipe_files import RECIPE_FILE
+from blockattn_rag.errors import ServingError, UnsupportedModelError
 from blockattn_rag.model import BlockModel
 from blockattn_rag.server.config import ServingConfig
 from blockattn_rag.server.profile import profile_of
@@ -40,13 +43,45 @@ def recipe_text(served: Served) -> Any:
 def test_options_give_the_profile_of_the_model(served: Served) -> None:
     options = served.options()
     assert (options.source, options.dtype) == (served.model, "float32")
-    assert options.connector == {"store": served.store, "recipe": "head:4"}
+    assert options.connector == {
+        "store": served.store,
+        "recipe": "head:4",
+        "fingerprint": load(served).fingerprint,
+    }
     config = ServingConfig.parse(options.connector)
     profile, _ = config.profile_of(options.source, torch.float32)
     assert profile == profile_of(load(served), Recipe("head:4"))
     assert replace(served, dtype="bfloat16").options().dtype == "bfloat16"
     more = replace(served, namespace="team", kv_dtype="int8").options().connector
     assert (more["namespace"], more["kv_dtype"]) == ("team", "int8")
+
+
+def test_a_hub_id_is_served_at_its_commit(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repository = tmp_path / "hub" / "models--some--model"
+    shutil.copytree(served.model, repository / "snapshots" / ("c" * 40))
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("c" * 40)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    options = replace(served, model="some/model").options()
+    assert (options.source, options.revision) == ("some/model", "c" * 40)
+    assert served.options().revision is None
+
+
+def test_a_process_with_another_model_or_recipe_is_refused(served: Served, tmp_path: Path) -> None:
+    recipe_of(load(served)).save(tmp_path / "recipe")
+    options = replace(served, recipe="auto").options()
+    config = ServingConfig.parse(options.connector)
+    config.profile_of(options.source, torch.float32)
+    other = ServingConfig.parse({**options.connector, "recipe": "head:3"})
+    with pytest.raises(ServingError, match=r"The recipe of this process .* differs from the one"):
+        other.profile_of(options.source, torch.float32)
+    config = ServingConfig.parse({**served.options().connector})
+    tiny_model(seed=1).save_pretrained(served.model)
+    with pytest.raises(ServingError, match=r"The model of this process .* differs from the one"):
+        config.profile_of(options.source, torch.float32)
 
 
 def test_weights_are_not_loaded(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,6 +108,9 @@ def test_a_recipe_with_an_adapter_is_copied(served: Served, tmp_path: Path) -> N
     recipe.save(tmp_path / "recipe")
     folder = recipe_text(served)
     assert Path(folder).is_relative_to(tmp_path / "home")
+    (Path(folder) / RECIPE_FILE).unlink()  # a process died while writing it
+    assert recipe_text(served) == folder
+    assert Recipe.load(folder) == recipe
     recipe_of(load(served), size=0.3).save(tmp_path / "recipe")
     assert recipe_text(served) != folder
     assert Recipe.load(folder) == recipe

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import logging
 import os
@@ -167,6 +168,25 @@ def test_it_is_dequantised_once_and_found_by_its_bytes(
     assert resolve_name(moved) == resolve_name(file) == folder
     monkeypatch.setenv("HOME", str(tmp_path))
     assert resolve_name("~/elsewhere.gguf") == folder
+
+
+def test_a_file_is_hashed_once_until_it_changes(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names: list[str] = []
+    compute = hashlib.file_digest
+
+    def file_digest(stream: Any, digest: Any) -> Any:
+        names.append(stream.name)
+        return compute(stream, digest)
+
+    monkeypatch.setattr(hashlib, "file_digest", file_digest)
+    first = resolve_name(file)
+    assert resolve_name(file) == first
+    assert names == [str(file)]
+    write(file, seed=1)
+    assert resolve_name(file) != first
+    assert len(names) == 2
 
 
 def test_what_cannot_be_read_is_named_and_leaves_nothing(tmp_path: Path) -> None:

@@ -55,6 +55,20 @@ def test_sixteen_bit_weights_become_float32_on_the_cpu_unless_asked_for(tmp_path
     assert load_model(tmp_path, device="cpu", dtype=torch.float16).dtype == torch.float16
 
 
+@pytest.mark.parametrize("options", [{}, {"device_map": "cpu"}, {"device_map": {"": "cpu"}}])
+def test_auto_reads_float32_files_unrounded_on_the_cpu(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    shared_tiny_llama().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+    loaded = load_model(tmp_path, device="cpu", **options).state_dict()
+    assert all(
+        torch.equal(weight, loaded[name])
+        for name, weight in shared_tiny_llama().state_dict().items()
+    )
+
+
 def test_the_mark_of_block_fine_tuning_survives_saving(tmp_path: Path) -> None:
     model = copy.deepcopy(shared_tiny_llama())
     model.config.block_attention = {"version": 1}

@@ -104,3 +104,10 @@ def test_model_that_cannot_be_measured_is_refused_with_the_reason(
     monkeypatch.setattr(miniature, "_built", fail)
     with pytest.raises(UnsupportedModelError, match=r"measured without its weights .*the cause"):
         profile_config(AutoConfig.for_model("llama"), torch.float32)
+
+
+def test_config_without_head_size_is_refused() -> None:
+    config = AutoConfig.for_model("llama")
+    config.head_dim, config.num_attention_heads = None, 0
+    with pytest.raises(UnsupportedModelError, match="does not give the size of heads"):
+        profile_config(config, torch.float32)

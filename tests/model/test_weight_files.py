@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import json
 import os
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,8 @@ import pytest
 import torch
 from huggingface_hub import constants
 
-from blockattn_rag.model import BlockModel
+from blockattn_rag.model import BlockModel, loading
+from blockattn_rag.model.checkpoint import CheckpointModel
 from blockattn_rag.model.weight_files import WeightFile, WeightFiles
 from tests.models import shared_tiny_llama, tiny_tokenizer
 
@@ -112,11 +115,57 @@ def test_a_touched_file_is_hashed_again(saved: Path, hashed: list[str]) -> None:
     assert len(hashed) == 3
 
 
+def test_a_file_with_the_time_and_size_of_another_is_hashed_again(saved: Path) -> None:
+    path = saved / WEIGHTS
+    before, stat = WeightFile.at(path), path.stat()
+    digest = before.digest()
+    with path.open("r+b") as stream:  # in place
+        stream.seek(-1, os.SEEK_END)
+        last = stream.read(1)[0]
+        stream.seek(-1, os.SEEK_END)
+        stream.write(bytes([last ^ 1]))
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert WeightFile.at(path) == before
+    assert WeightFile.at(path).digest() != digest
+
+
+def test_a_changed_mode_changes_no_fingerprint(saved: Path, hashed: list[str]) -> None:
+    first, model = load(saved).fingerprint, load(saved)
+    (saved / WEIGHTS).chmod(0o600)
+    assert model.fingerprint == load(saved).fingerprint == first
+    assert hashed == [WEIGHTS] * 2
+
+
+def test_processes_hash_a_file_once(saved: Path, hashed: list[str]) -> None:
+    file = WeightFile.at(saved / WEIGHTS)
+    with ThreadPoolExecutor(8) as pool:  # locks exclude threads, too
+        assert len({*pool.map(lambda _: file.digest(), range(8))}) == 1
+    assert hashed == [WEIGHTS]
+
+
+def test_a_file_that_changes_while_it_is_hashed_does_not_identify_a_model(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compute = hashlib.file_digest
+
+    def file_digest(stream: Any, digest: Any) -> Any:
+        os.utime(stream.name, ns=(1, 1))
+        return compute(stream, digest)
+
+    monkeypatch.setattr(hashlib, "file_digest", file_digest)
+    model, checkpoint = load(saved), CheckpointModel(saved, torch.float32)
+    assert model.fingerprint == BlockModel(shared_tiny_llama(), tiny_tokenizer()).fingerprint
+    os.utime(saved / WEIGHTS, ns=(2, 2))
+    with pytest.raises(OSError, match=r"model\.safetensors changed while it was read"):
+        _ = checkpoint.fingerprint
+    assert not [*(saved.parent / "home" / "digests").glob("*.json")]
+
+
 @pytest.mark.parametrize("damage", [b"", b"[]", b'{"digest": 1}', b"\xff"])
 def test_a_damaged_record_is_ignored(saved: Path, hashed: list[str], damage: bytes) -> None:
     file = WeightFile.at(saved / WEIGHTS)
     digest = file.digest()
-    (record,) = (saved.parent / "home" / "digests").iterdir()
+    (record,) = (saved.parent / "home" / "digests").glob("*.json")
     record.write_bytes(damage)
     assert file.digest() == digest
     assert len(hashed) == 2
@@ -137,6 +186,27 @@ def test_files_that_changed_after_loading_do_not_identify_the_model(saved: Path)
     assert load(saved).fingerprint != model.fingerprint
 
 
+def test_a_link_that_leads_elsewhere_after_loading_does_not_identify_the_model(
+    saved: Path,
+) -> None:
+    save(with_other_weight(), saved.parent / "v2")
+    current = saved.parent / "current"
+    current.symlink_to(saved)
+    model = load(current)
+    current.unlink()
+    current.symlink_to(saved.parent / "v2")
+    assert model.fingerprint == BlockModel(shared_tiny_llama(), tiny_tokenizer()).fingerprint
+
+
+def test_an_index_that_changes_is_noticed(tmp_path: Path) -> None:
+    split = save(shared_tiny_llama(), tmp_path / "split", max_shard_size="20KB")
+    files = files_of(split)
+    assert files.is_current
+    index = split / "model.safetensors.index.json"
+    index.write_text(index.read_text() + " ")
+    assert not files.is_current
+
+
 def test_changed_weights_are_identified_by_their_tensors(saved: Path) -> None:
     ready = load(shared_tiny_llama(), tokenizer=saved).fingerprint  # type: ignore[arg-type]
     assert ready != load(saved).fingerprint
@@ -145,26 +215,68 @@ def test_changed_weights_are_identified_by_their_tensors(saved: Path) -> None:
     assert load(saved, attn_implementation="eager").fingerprint == load(saved).fingerprint
 
 
-def test_a_snapshot_of_the_hub_has_the_fingerprint_of_its_files(
-    saved: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def main(saved: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file with the commit of some/model in a cache of the hub. Two commits are in the cache:
+    ccc..., which is the newest and has the files of ``saved``, and ddd..., with other weights."""
     cache = saved.parent / "hub"
     repository = cache / "models--some--model"
     shutil.copytree(saved, repository / "snapshots" / ("c" * 40))
+    save(with_other_weight(), repository / "snapshots" / ("d" * 40))
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text("c" * 40)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr("transformers.utils.hub.TRANSFORMERS_CACHE", str(cache), raising=False)
+    return repository / "refs" / "main"
+
+
+def test_a_snapshot_of_the_hub_has_the_fingerprint_of_its_files(saved: Path, main: Path) -> None:
     model = load("some/model")
     assert model._files is not None
     assert model.fingerprint == load(saved).fingerprint
+    main.write_text("d" * 40)
+    assert load("some/model").fingerprint != model.fingerprint
+    assert load("some/model", revision="c" * 40).fingerprint == model.fingerprint
+
+
+def test_a_branch_that_moves_while_a_model_is_loaded_changes_nothing(
+    saved: Path, main: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = loading.load_model
+
+    def load_model(*arguments: Any, **options: Any) -> Any:
+        model = loaded(*arguments, **options)
+        main.write_text("d" * 40)  # after the weights, and before the names of their files
+        return model
+
+    checkpoint = CheckpointModel("some/model", torch.float32)
+    monkeypatch.setattr(loading, "load_model", load_model)
+    model = load("some/model")
+    assert main.read_text() == "d" * 40
+    expected = load(saved).fingerprint
+    assert model.fingerprint == checkpoint.fingerprint == expected
 
 
 def test_weights_in_other_files_have_no_digest(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "weights.gguf").write_bytes(b"")
     assert WeightFiles.of(str(tmp_path)) is None
+
+
+def test_weights_in_a_file_that_the_config_names_have_no_digest(saved: Path) -> None:
+    (saved / WEIGHTS).rename(saved / "other.safetensors")
+    save(with_other_weight(), saved.parent / "other")
+    shutil.copy(saved.parent / "other" / WEIGHTS, saved)
+    config = json.loads((saved / "config.json").read_text())
+    config["transformers_weights"] = "other.safetensors"
+    (saved / "config.json").write_text(json.dumps(config))
+    model = load(saved)
+    assert torch.equal(
+        model.hf_model.state_dict()["model.layers.1.mlp.down_proj.weight"],
+        shared_tiny_llama().state_dict()["model.layers.1.mlp.down_proj.weight"],
+    )
+    assert model._files is None
 
 
 @pytest.mark.parametrize("index", ["[]", "{", '{"weight_map": []}'])

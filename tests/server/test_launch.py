@@ -53,11 +53,12 @@ def test_the_command_has_the_connector_and_vllm_s_options_come_last() -> None:
         connector={"store": "2026", "profile": "p.json"},
         host="::",
         port=9000,
+        revision="c" * 40,
         options=["--served-model-name", "other"],
     )
     pairs = dict(itertools.pairwise(command))
     assert pairs["--model"] == "/models/llama"
-    assert pairs["--dtype"] == "bfloat16"
+    assert (pairs["--dtype"], pairs["--revision"]) == ("bfloat16", "c" * 40)
     assert (pairs["--host"], pairs["--port"]) == ("::", "9000")
     assert pairs["--kv-transfer-config.kv_connector"] == '"BlockAttentionConnector"'
     assert pairs["--kv-transfer-config.kv_role"] == '"kv_both"'
@@ -182,7 +183,7 @@ def test_server_stops_fully(start: Start, vllm: FakeVllm, port: int, log: list[s
     with start() as server:
         server.wait_until_healthy("127.0.0.1", port, lambda _: None)
     vllm.assert_ended()
-    assert [line.partition(",")[0] for line in log] == ["the log of the fake", "stopping vLLM"]
+    assert [line.partition(",")[0] for line in log] == ["the log of the fake", "Stopping vLLM"]
     require_port("127.0.0.1", port)
 
 

@@ -97,12 +97,13 @@ def serve(
     served = _served(model, store, db, recipe, dtype)
     with _ending_on_signals():
         with waiting(f"reading {served.model}"):
-            found = served.options()
+            options = served.options()
         command = launch.vllm_command(
-            found.source,
+            options.source,
             name=served.model,
-            dtype=found.dtype,
-            connector={**found.connector, **({"recognize": True} if recognize else {})},
+            dtype=options.dtype,
+            revision=options.revision,
+            connector={**options.connector, **({"recognize": True} if recognize else {})},
             host=host,
             port=port,
             options=ctx.args,

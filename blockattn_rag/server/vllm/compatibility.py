@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm.config import VllmConfig, get_current_vllm_config_or_none
+from vllm.model_executor.model_loader.weight_utils import filter_files_not_needed_for_inference
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -14,6 +14,8 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from blockattn_rag.errors import ServingError
+from blockattn_rag.model.loading import commit_of, load_config, weight_files
+from blockattn_rag.model.quantized import quantization_of
 from blockattn_rag.server.config import ServingConfig
 from blockattn_rag.server.profile import ModelProfile
 
@@ -22,18 +24,20 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("blockattn_rag")
 
-_LOAD_FORMATS = ("auto", "hf", "safetensors", "fastsafetensors", "pt", "npcache", "runai_streamer")
+_LOAD_FORMATS = ("auto", "hf", "safetensors")
 """Formats that load the weights of the checkpoint's files, unchanged."""
+_MISTRAL = "consolidated"
+"""Start of the names of files that vLLM loads instead of others if the format is ``auto``."""
 
 
 def check_engine(
     engine: VllmConfig, cache: KVCacheConfig, config: ServingConfig, profile: ModelProfile
 ) -> None:
     """Check that this engine gives exact answers in block mode."""
-    found = [*_transfer(engine), *_parallel(engine, config), *_model(engine, profile)]
-    found += [*_cache(engine, cache, config)]
-    if found:
-        raise ServingError("Block mode is not possible on this engine: " + "; ".join(found))
+    reasons = [*_transfer(engine), *_parallel(engine, config), *_model(engine, profile)]
+    reasons += [*_weights(engine), *_cache(engine, cache, config)]
+    if reasons:
+        raise ServingError("Block mode is not possible on this engine: " + "; ".join(reasons))
     speculative = engine.speculative_config
     if speculative is not None and speculative.method not in ("ngram", "suffix"):
         logger.warning(
@@ -78,21 +82,17 @@ def _model(engine: VllmConfig, profile: ModelProfile) -> Iterator[str]:
     model = engine.model_config
     if model.use_mla:
         yield "the model has latent attention (MLA), whose cache contains no keys"
-    if model.revision is not None and not Path(model.model).is_dir():
+    for name in ("hf_overrides", "model_class_overrides"):
+        if value := getattr(model, name, None):
+            option = name.replace("_", "-")
+            yield (
+                f"{name} is {value!r}, which may change keys and values, but not the fingerprint; "
+                f"change the config in the model's folder instead, and remove --{option}"
+            )
+    if model.hf_config_path not in (None, model.model):
         yield (
-            f"revision is {model.revision!r}, but the blocks of another revision would be loaded; "
-            "download this one, and pass its folder as the model"
-        )
-    in_checkpoint = getattr(model.hf_config, "quantization_config", None)
-    if model.quantization is not None and in_checkpoint is None:
-        yield (
-            f"quantization is {model.quantization!r}, which changes the weights while they are "
-            "loaded, so that their files do not identify them; serve a quantized checkpoint"
-        )
-    if (found := engine.load_config.load_format) not in _LOAD_FORMATS:
-        yield (
-            f"load_format is {found!r}, whose weights are not those of the checkpoint's files; set "
-            "--load-format auto"
+            f"hf_config_path is {model.hf_config_path!r}, but the fingerprint is that of the "
+            "model's own config; remove --hf-config-path"
         )
     text = model.hf_text_config
     for name, expected in (
@@ -102,12 +102,54 @@ def _model(engine: VllmConfig, profile: ModelProfile) -> Iterator[str]:
         if getattr(text, name, expected) != expected:
             yield (
                 f"the engine's model has {name} {getattr(text, name)}, but the config of "
-                f"{profile.name} says {expected}; remove --hf-overrides"
+                f"{profile.name} says {expected}; report the model"
             )
     if model.max_model_len > profile.max_positions:
         yield (
             f"max_model_len is {model.max_model_len}, but the model's keys are exact only for "
             f"{profile.max_positions} positions; set --max-model-len {profile.max_positions}"
+        )
+
+
+def _weights(engine: VllmConfig) -> Iterator[str]:
+    """vLLM must load the files that were hashed, and no others."""
+    model, load = engine.model_config, engine.load_config
+    commit = commit_of(model.model, model.revision)
+    if model.quantization and not quantization_of(load_config(model.model, revision=commit)):
+        yield (
+            f"quantization is {model.quantization!r}, which changes the weights while they are "
+            "loaded, so that their files do not identify them; serve a quantized checkpoint"
+        )
+    if load.load_format not in _LOAD_FORMATS:
+        yield (
+            f"load_format is {load.load_format!r}, whose weights may not be those of the "
+            "checkpoint's files; set --load-format auto"
+        )
+        return
+    if load.download_dir is not None and commit is not None:
+        yield (
+            f"download_dir is {load.download_dir!r}, but the files in the hub's cache were hashed; "
+            "set the environment variable HF_HUB_CACHE instead"
+        )
+        return
+    if (hashed := weight_files(model.model, commit)) is None:
+        return  # no profile can be made
+    names = {path.name for path in hashed.folder.glob("*.safetensors")}
+    if load.load_format == "auto" and any(name.startswith(_MISTRAL) for name in names):
+        yield (
+            f"{hashed.folder} contains {_MISTRAL}*.safetensors, which vLLM would load instead of "
+            f"{', '.join(hashed.names)}; set --load-format safetensors"
+        )
+        return
+    if names and hashed.index is not None:
+        names &= {*hashed.names}  # vLLM skips files that the index does not list
+    if not names:
+        files = [path.name for path in hashed.folder.glob("*.bin")]
+        names = {*filter_files_not_needed_for_inference(files)}
+    if names != {*hashed.names}:
+        yield (
+            f"vLLM would load {', '.join(sorted(names))} in {hashed.folder}, but transformers "
+            f"loads {', '.join(hashed.names)}; move the other files away"
         )
 
 

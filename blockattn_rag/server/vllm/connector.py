@@ -42,7 +42,7 @@ class BlockAttentionConnector(KVConnectorBase_V1):
         super().__init__(vllm_config, role, kv_cache_config)
         config = ServingConfig.parse(self._kv_transfer_config.kv_connector_extra_config)
         model = vllm_config.model_config
-        profile, recipe = config.profile_of(model.model, model.dtype)
+        profile, recipe = config.profile_of(model.model, model.dtype, model.revision)
         check_engine(vllm_config, kv_cache_config, config, profile)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None

@@ -3,6 +3,9 @@
 vLLM's attention layers do not know the module that rotates their keys, and a connector is not given
 the model. vLLM makes these modules with ``get_rope``, once for each layout, and keeps them in
 ``_ROPE_DICT``. So they are run here, on random keys at two positions.
+
+This finds a layout that vLLM does not have, such as one of another base or scaling. It does not
+find layers that use each other's layouts, because vLLM does not record which layer uses which.
 """
 
 from __future__ import annotations
@@ -37,15 +40,33 @@ def check_rotations(profile: ModelProfile, layers: Iterable[int]) -> None:
         if not layout.rotates or (layer.key_size, layer.rotary) in checked:
             continue
         checked.add((layer.key_size, layer.rotary))
-        ropes = [rope for rope in _ROPE_DICT.values() if rope.head_size == layer.key_size]
-        errors = {_shown(rope): _error(rope, layout, profile) for rope in ropes}
-        if not errors or min(errors.values()) > _tolerance(profile.torch_dtype):
-            found = [f"{name}, which differs by {error:.2g}" for name, error in errors.items()]
+        if not _ROPE_DICT:
             raise ServingError(
-                f"Layer {index}: vLLM rotates keys by {'; '.join(found) or 'no module'}, expected "
+                f"Layer {index}: vLLM has no rotary embeddings of its own for {profile.name}, so "
+                "the rotation of keys cannot be checked; its transformers backend is not "
+                "supported: remove --model-impl, or use a model that vLLM implements"
+            )
+        ropes = [
+            rope
+            for rope in _ROPE_DICT.values()
+            if getattr(rope, "head_size", layer.key_size) == layer.key_size
+        ]
+        others = []
+        for rope in ropes:
+            try:
+                error = _error(rope, layout, layer.key_size, profile)
+            except (AttributeError, TypeError, StopIteration) as cause:  # another signature
+                others.append(f"{_shown(rope)}, which cannot be run ({cause!r})")
+                continue
+            if error <= _tolerance(profile.torch_dtype):
+                break
+            others.append(f"{_shown(rope)}, which differs by {error:.2g}")
+        else:
+            raise ServingError(
+                f"Layer {index}: vLLM rotates keys by {'; '.join(others) or 'no module'}, expected "
                 f"{layout.pairing} pairs of {layout.rotary_dim} dimensions with frequencies from "
                 f"{layout.frequencies.max():.4g} to {layout.frequencies.min():.4g} from the config "
-                f"of {profile.name}; remove --hf-overrides, or report the model"
+                f"of {profile.name}; report the model"
             )
 
 
@@ -53,24 +74,23 @@ def _tolerance(dtype: torch.dtype) -> float:
     return _TOLERANCE.get(dtype, _TOLERANCE_OF_16_BITS)
 
 
-def _error(rope: Any, layout: RotaryLayout, profile: ModelProfile) -> float:
+def _error(rope: Any, layout: RotaryLayout, size: int, profile: ModelProfile) -> float:
     """Largest error of keys that ``layout`` moves, compared with those that vLLM rotates."""
     generator = torch.Generator().manual_seed(0)
-    keys = torch.randn(_TOKENS, rope.head_size, generator=generator).to(profile.torch_dtype)
+    keys = torch.randn(_TOKENS, size, generator=generator).to(profile.torch_dtype)
     limit = profile.max_positions - 1
-    at_zero = _rotated(rope, keys, 0).float()
+    offsets = {min(offset, limit) for offset in _OFFSETS}
+    at_zero, *rotated = [_rotated(rope, keys, offset).float() for offset in (0, *offsets)]
     return max(
-        relative_error(
-            shift_positions(at_zero[None], offset, layout)[0], _rotated(rope, keys, offset).float()
-        )
-        for offset in {min(offset, limit) for offset in _OFFSETS}
+        relative_error(shift_positions(at_zero[None], offset, layout)[0], keys)
+        for offset, keys in zip(offsets, rotated, strict=True)
     )
 
 
 @torch.inference_mode()
 def _rotated(rope: Any, keys: Tensor, position: int) -> Tensor:
     """Keys ``[tokens, head_size]`` of one head, all rotated for one position, on the CPU."""
-    device = rope.cos_sin_cache.device
+    device = next(rope.buffers()).device
     positions = torch.full((len(keys),), position, dtype=torch.int64, device=device)
     # vLLM's kernels write to their arguments.
     queries, own = keys.to(device, copy=True), keys.to(device, copy=True)
@@ -79,5 +99,7 @@ def _rotated(rope: Any, keys: Tensor, position: int) -> Tensor:
 
 
 def _shown(rope: Any) -> str:
-    pairs = "half" if rope.is_neox_style else "interleaved"
-    return f"{type(rope).__name__} ({pairs} pairs of {rope.rotary_dim}, base {rope.base})"
+    neox = getattr(rope, "is_neox_style", True)  # some classes have no other style
+    pairs = "half" if neox else "interleaved"
+    dims, base = (getattr(rope, name, "unknown") for name in ("rotary_dim", "base"))
+    return f"{type(rope).__name__} ({pairs} pairs of {dims}, base {base})"

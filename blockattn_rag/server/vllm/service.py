@@ -78,7 +78,7 @@ class Service:
         self._unparsed_chats = copy.copy(self._chats)
         if self._unparsed_chats is not None:
             self._unparsed_chats.parser_cls = None  # this package parses the answers
-        self._tokenizer_name: str = engine_client.model_config.tokenizer
+        self._model_config = engine_client.model_config
 
     @classmethod
     def of(cls, engine_client: Any, state: Any) -> Service:
@@ -101,7 +101,7 @@ class Service:
                 "engine (--data-parallel-external-lb), or set private_memory '0'"
             )
         model = engine_client.model_config
-        profile, _ = config.profile_of(model.model, model.dtype)
+        profile, _ = config.profile_of(model.model, model.dtype, model.revision)
         return cls(engine_client, state, config, profile)
 
     def info(self, headers: Headers) -> ServerInfo:
@@ -271,7 +271,8 @@ class Service:
     def _prompts(self) -> Prompts:
         """Renderer of prompts. Raises ServingError if the tokenizer is not the profile's."""
         try:
-            tokenizer = load_tokenizer(self._tokenizer_name)
+            model = self._model_config
+            tokenizer = load_tokenizer(model.tokenizer, revision=model.tokenizer_revision)
         except (OSError, ValueError) as error:
             raise ServingError(f"The server cannot load its tokenizer: {error}") from error
         if self._chats is not None and self._chats.chat_template is not None:
@@ -280,7 +281,7 @@ class Service:
         if prompts.fingerprint != self._profile.tokenizer:
             raise ServingError(
                 f"The server's tokenizer ({prompts.fingerprint[:12]}) differs from the profile's "
-                f"({self._profile.tokenizer[:12]}); make the profile again from the served model"
+                f"({self._profile.tokenizer[:12]}); remove --tokenizer"
             )
         return prompts
 
