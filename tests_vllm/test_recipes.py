@@ -30,7 +30,7 @@ ENGINES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def recipe(reference: Reference) -> Recipe:
-    return recipe_of(reference.model, size=0.05)
+    return recipe_of(reference.model, size=0.1)
 
 
 @pytest.fixture(scope="module")
