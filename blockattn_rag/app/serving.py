@@ -104,9 +104,9 @@ class Served:
                 "own"
             )
         if dtype == AUTO_SETTING:
-            own = getattr(load_config(self.model, revision=commit), "dtype", None)
-            found = own if torch.cuda.is_available() else None
-            dtype = str(found or torch.float32).removeprefix("torch.")
+            config = load_config(self.model, revision=commit)
+            own = getattr(config, "dtype", None) if torch.cuda.is_available() else None
+            dtype = str(own or torch.float32).removeprefix("torch.")
         if dtype not in DTYPES:
             raise ValueError(f"Unknown dtype {dtype!r}: expected one of {', '.join(DTYPES)}")
         return dtype
