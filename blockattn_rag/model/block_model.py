@@ -360,7 +360,18 @@ class BlockModel(TunedModel):
             grammars: Grammar of each answer. Default: the grammar of ``sampling`` for all.
             on_failure: Callback for a row whose grammar fails; receives the row's index and the
                 error. ``on_tokens`` must then end the row. Default: the error ends the batch.
+
+        Raises:
+            ValueError: the model has sliding windows, and final blocks of different lengths follow
+                a cache: their windows would include the padding before shorter ones.
         """
+        lengths = {len(final) for _, final in prompts}
+        if cache is not None and self.profile.has_windows and len(lengths) > 1:
+            raise ValueError(
+                f"Found final blocks of {min(lengths)} to {max(lengths)} tokens in a batch, but "
+                f"{self.name} has sliding windows, which requires equal lengths. Generate one by "
+                "one, or without a cache."
+            )
         grammars = [sampling.grammar] * len(prompts) if grammars is None else grammars
         ends_loops = decoding.takes_likeliest(self.hf_model, sampling)
         matchers = [self.rules.matcher(one, ends_loops=ends_loops) for one in grammars]

@@ -51,7 +51,7 @@ from blockattn_rag.model.kinds import (
 )
 from blockattn_rag.model.probe import LOGITS, AttentionProfile, probe_cache, vocabulary_size
 
-OTHER_ATTENTION = "multi-head latent attention, or attention code of its own"
+OTHER_ATTENTION = "multi-head latent attention, or layers, masks or attention code of its own"
 """What models without relay attention have, in messages."""
 
 _PREFIX = "blockattn_relay_"

@@ -103,6 +103,30 @@ def test_recomputed_tokens_equal_a_dense_forward(
         assert relative_error(found, logits) <= EXACT
 
 
+@pytest.mark.parametrize("kind", WINDOWED)
+@pytest.mark.parametrize("assembly", ASSEMBLIES)
+def test_batches_may_have_contexts_but_not_final_blocks_of_different_lengths(
+    kind: str, assembly: Literal["relay", "copy"]
+) -> None:
+    model, options = new_model(kind), Sampling(max_new_tokens=3)
+    contexts = encoded(model, BLOCKS), encoded(model, BLOCKS[1:2])
+    finals = [FINAL_IDS, FINAL_IDS[::-1]]
+    prompts = [(c.token_ids, ids) for c, ids in zip(contexts, finals, strict=True)]
+    cache = model.cache_for(*contexts, assembly=assembly)
+    assert model.generate_batch(prompts, options, cache=cache) == [
+        model.generate(*prompt, options, cache=model.cache_for(context, assembly=assembly))
+        for prompt, context in zip(prompts, contexts, strict=True)
+    ]
+    prompts[1] = prompts[1][0], FINAL_IDS[:5]
+    cache = model.cache_for(*contexts, assembly=assembly)
+    with pytest.raises(ValueError, match="final blocks of 5 to 12 tokens"):
+        model.generate_batch(prompts, options, cache=cache)
+    # Without a cache, padding comes first, where no window of a token includes it.
+    assert model.generate_batch(prompts, options) == [
+        model.generate(*prompt, options) for prompt in prompts
+    ]
+
+
 def test_tokens_are_chosen_by_the_layers_that_see_all_passages() -> None:
     assert measured_layers(new_model("windows")) == [5]
     assert measured_layers(new_model("windows only")) == [2]
