@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from blockattn_rag.errors import (
     CorruptEntryError,
@@ -31,7 +32,7 @@ from blockattn_rag.server.vllm.scheduler import UNSAVED
 from blockattn_rag.server.vllm.service import Service
 from blockattn_rag.store import DirectoryStore
 from blockattn_rag.store.tier import CircuitBreaker
-from tests_vllm.reference import Reference
+from tests_vllm.reference import MODEL, Reference
 
 
 class Client:
@@ -347,7 +348,8 @@ def test_several_engines_keep_no_private_blocks(
     config = SimpleNamespace(
         kv_transfer_config=transfer, parallel_config=SimpleNamespace(**parallel | changed)
     )
-    client = SimpleNamespace(vllm_config=config)
+    model = SimpleNamespace(model=MODEL, dtype=torch.float32, revision=None)
+    client = SimpleNamespace(vllm_config=config, model_config=model)
     monkeypatch.setattr(Service, "__init__", lambda *_: None)
     with pytest.raises(ServingError, match="private_memory '0'") if is_refused else nullcontext():
         Service.of(client, SimpleNamespace())
