@@ -132,7 +132,7 @@ def test_a_block_that_stays_in_memory_is_kept_in_int8(
 class Client:
     """The engine as the API server's process has it."""
 
-    model_config = SimpleNamespace(max_model_len=2048, tokenizer=MODEL)
+    model_config = SimpleNamespace(max_model_len=2048, tokenizer=MODEL, tokenizer_revision=None)
     vllm_config = SimpleNamespace(structured_outputs_config=SimpleNamespace(backend="auto"))
 
     def __init__(self, engine: Engine) -> None:

@@ -61,7 +61,9 @@ def service_of(
         openai_serving_chat=chat,
     )
     client: Any = Client(reference, store)
-    client.model_config = SimpleNamespace(max_model_len=2048, tokenizer=MODEL)
+    client.model_config = SimpleNamespace(
+        max_model_len=2048, tokenizer=MODEL, tokenizer_revision=None
+    )
     backend = SimpleNamespace(backend="guidance")
     client.vllm_config = SimpleNamespace(structured_outputs_config=backend)
     given = reference.options(store=str(store.path), **{"recognize": True, **options})
