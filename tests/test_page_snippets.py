@@ -38,7 +38,7 @@ KNOWN = {
     "structured_output": {"served_llm"},
 }
 KNOWN["agents"] |= {"engine", "prompt", "names", "ChatBlockAttention"}
-# Packages that the page tells to install, and this project does not use.
+# Packages that the commands of the page install, and this project does not use.
 FOREIGN = {"openinference", "opentelemetry"}
 # Pages whose blocks need a server. That of structured output needs one that forces a tool call,
 # which `FakeServer` does not.

@@ -27,7 +27,7 @@ def write_samples(questions: Sequence[EvaluationSample], path: Path, count: int)
 
     The first question of a context comes with passages drawn from its own distractors. These are
     the gold passages of other questions, which become the further questions: they share the
-    prefill. Each epoch draws and orders passages anew. Deterministic.
+    prefill. Each epoch draws other passages in another order. Deterministic.
 
     Args:
         questions: Questions with distractors from gold passages of each other.

@@ -99,9 +99,9 @@ class Served:
         dtype = self.dtype
         if dtype in WEIGHTS:
             raise ValueError(
-                f"dtype={dtype!r} quantizes the weights in this process, but vLLM loads them "
-                "itself; serve a quantized checkpoint of the model instead, with a database of its "
-                "own"
+                f"Found dtype={dtype!r}, which quantizes the weights in this process, but vLLM "
+                "loads them itself; serve a quantized checkpoint of the model instead, with a "
+                "database of its own"
             )
         if dtype == AUTO_SETTING:
             config = load_config(self.model, revision=commit)

@@ -105,13 +105,18 @@ def attend_plain(
     """Reference kernel in float32. The other kernels are tested against it."""
     scores = (query.float() @ key.float().mT).mul_(scale)
     if cap is not None:
-        # Not in place, because the gradient needs the hyperbolic tangents.
-        scores = scores.div_(cap).tanh_() * cap
+        scores = capped(scores, cap)
     if mask is not None:
         scores = scores.masked_fill_(~mask, -math.inf)
     lse = scores.logsumexp(dim=-1)
     weights = (scores - lse.clamp_min(LEAST_LSE).unsqueeze(-1)).exp()
     return Partial(weights @ value.float(), lse)
+
+
+def capped(scores: Tensor, cap: float) -> Tensor:
+    """Scores with a soft cap: ``cap * tanh(score / cap)``. Overwrites ``scores``."""
+    # The product is not in place, because the gradient needs the hyperbolic tangents.
+    return scores.div_(cap).tanh_() * cap
 
 
 def attend_fused(
@@ -197,7 +202,7 @@ def single_softmax(
     scores = [torch.bmm(query, key.mT) for query, key in zip(queries, keys, strict=True)]
     joined = torch.cat(scores, dim=-1).mul_(scale)
     if cap is not None:
-        joined.div_(cap).tanh_().mul_(cap)
+        joined = capped(joined, cap)
     counts = [key.shape[1] for key in keys]
     if sinks is not None:
         joined = torch.cat([joined, sinks.unsqueeze(-1)], dim=-1)

@@ -20,7 +20,7 @@ from blockattn_rag.model.loading import (
     weight_files,
 )
 from blockattn_rag.model.miniature import profile_config
-from blockattn_rag.model.multimodal import text_class
+from blockattn_rag.model.multimodal import keep_settings, text_class
 from blockattn_rag.model.probe import AttentionProfile
 from blockattn_rag.model.tuning import TunedModel
 from blockattn_rag.prompts.tokenization import BlockTokenizer
@@ -85,7 +85,5 @@ def _as_loaded(config: Any) -> Any:
     is_alone = getattr(loads_text, "config_class", None) is type(text) or text_class(text)
     if text is config or not is_alone:
         return config
-    for name in ("block_attention", "quantization_config"):
-        if (value := getattr(config, name, None)) is not None:
-            setattr(text, name, value)
+    keep_settings(config, text)
     return text

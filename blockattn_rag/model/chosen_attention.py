@@ -14,6 +14,7 @@ from blockattn_rag.attention.kernels import (
     attend,
     attend_causal,
     attend_plain,
+    capped,
     fold_heads,
     fold_sinks,
     kernel_for,
@@ -137,9 +138,7 @@ class ChosenAttention:
         # Keys that all queries see need no mask.
         seen = self._chosen[start] - first if window is None else 0
         keys = self._keys[first + seen : first + key.shape[2]]
-        visible = places >= keys
-        if window is not None:
-            visible &= places - keys < window
+        visible = _visible(places, keys, window)
         folded, mask = fold_heads(query, visible[None, None], key.shape[1])
         result = attend(folded, key[:, :, seen:], value[:, :, seen:], scale, mask, cap)
         if seen:
@@ -196,9 +195,10 @@ class MeasuredAttention(ChosenAttention):
             folded = fold_heads(query[:, :, start:end].float(), None, key.shape[1])[0]
             scores = folded @ keys[..., : before + end] * scale
             if cap is not None:
-                scores = cap * (scores / cap).tanh()
+                scores = capped(scores, cap)
             scores = scores.unflatten(2, (-1, end - start))
-            hidden = self._hidden(start, end, self._windows[layer])
+            places, seen = self._places[start:end, None], self._keys[: before + end]
+            hidden = ~_visible(places, seen, self._windows[layer])
             weights = scores.masked_fill_(hidden, -math.inf).softmax(-1)
             if sinks is not None:
                 own = sinks.float().view(key.shape[1], -1, 1)
@@ -209,9 +209,8 @@ class MeasuredAttention(ChosenAttention):
             outputs.append(output.reshape(*query.shape[:2], end - start, -1))
         return torch.cat(outputs, dim=2)
 
-    def _hidden(self, start: int, end: int, window: int | None) -> Tensor:
-        """Keys that the tokens from ``start`` to ``end`` after the context do not see."""
-        places = self._places[start:end, None]
-        keys = self._keys[: len(self.total) + end]
-        hidden = places < keys
-        return hidden if window is None else hidden | (places - keys >= window)
+
+def _visible(places: Tensor, keys: Tensor, window: int | None) -> Tensor:
+    """Whether tokens at ``places`` ``[tokens, 1]`` see the keys at ``keys`` ``[keys]``."""
+    visible = places >= keys
+    return visible if window is None else visible & (places - keys < window)

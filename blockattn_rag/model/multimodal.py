@@ -28,9 +28,16 @@ def auto_class(config: Any) -> Any:
 
 
 def text_class(config: Any) -> type[PreTrainedModel] | None:
-    """Class of the causal language model that a text config describes. None if there is none."""
+    """Class of the causal language model that a text config describes. None if it has no class."""
     mappings: Any = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
     return next((mapping[type(config)] for mapping in mappings if type(config) in mapping), None)
+
+
+def keep_settings(config: Any, text: Any) -> None:
+    """Copy to a text config what a multimodal config says about the weights of both."""
+    for name in ("block_attention", "quantization_config"):
+        if (value := getattr(config, name, None)) is not None:
+            setattr(text, name, value)
 
 
 def language_model(loaded: PreTrainedModel) -> PreTrainedModel:
@@ -70,9 +77,7 @@ def _alone(loaded: PreTrainedModel, kind: type[PreTrainedModel]) -> PreTrainedMo
     if any(tensor.is_meta for tensor in alone.parameters()):
         raise ValueError(f"{kind.__name__} has weights that {type(loaded).__name__} does not have")
     alone.config.name_or_path = source.config.name_or_path
-    for name in ("block_attention", "quantization_config"):
-        if (value := getattr(source.config, name, None)) is not None:
-            setattr(alone.config, name, value)
+    keep_settings(source.config, alone.config)
     for name in ("hf_quantizer", "is_quantized", "quantization_method"):
         if hasattr(source, name):
             setattr(alone, name, getattr(source, name))

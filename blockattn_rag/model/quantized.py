@@ -113,7 +113,8 @@ def loading_arguments(
     if dtype in WEIGHTS:
         if settings:
             raise ValueError(
-                f"dtype={dtype!r} quantizes weights at load, but {name} is quantized already, with "
+                f"Found dtype={dtype!r}, which quantizes weights at load, but {name} is quantized "
+                "already, with "
                 f"{settings.get('quant_method')}; leave dtype out"
             )
         return {"device_map": device, **_quantized_at_load(str(dtype))}
@@ -134,7 +135,9 @@ def _quantized_at_load(weights: str) -> dict[str, Any]:
     package = "torchao" if weights == "int8" else "bitsandbytes"
     for needed in ("accelerate", package):
         if importlib.util.find_spec(needed) is None:
-            raise ImportError(f"dtype={weights!r} needs {missing_extra(needed, 'quantized')}")
+            raise ImportError(
+                f"Loading with dtype={weights!r} needs {missing_extra(needed, 'quantized')}"
+            )
     # Computed in bfloat16: in float32, torchao converts all weights for each token, which takes ten
     # times as long, and bitsandbytes rounds to bfloat16 anyway on processors that have it.
     dtype = torch.bfloat16

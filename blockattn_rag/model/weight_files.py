@@ -207,10 +207,10 @@ def _place(path: Path) -> Path | None:
     return folder / "digests" / f"{hashlib.sha256(os.fsencode(path)).hexdigest()[:32]}.json"
 
 
-def _kept(place: Path | None, key: dict[str, object]) -> str | None:
-    """The digest that was kept for a file; None if there is none for this state of the file."""
+def _kept(place: Path, key: dict[str, object]) -> str | None:
+    """The digest that was kept for this state of a file. None: it was not computed yet."""
     try:
-        kept = json.loads(place.read_bytes()) if place is not None else None
+        kept = json.loads(place.read_bytes())
     except (OSError, ValueError):
         return None
     if not isinstance(kept, dict) or not isinstance(digest := kept.pop("digest", None), str):
