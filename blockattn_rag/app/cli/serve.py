@@ -85,7 +85,7 @@ def serve(
 ) -> None:
     """Serve a model with vLLM, which reuses the stored passages. Ctrl-C stops it.
 
-    Options of vLLM follow after --, such as -- --max-model-len 8192. The command waits until the
+    Pass options of vLLM after --, such as -- --max-model-len 8192. The command waits until the
     server is ready, checks its answers, and prints its address. The API key, if any, is read from
     VLLM_API_KEY.
     """
