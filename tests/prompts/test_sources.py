@@ -38,9 +38,9 @@ def test_text_between_a_mark_and_its_end_is_a_passage(text: str, expected: list[
 
 def test_only_text_of_messages_is_split() -> None:
     text = f'<source id="1">{A}</source>'
-    for origin in ("conversation", "system"):
-        assert passages(text, origin) == [A]
-    kept = [Span(text, origin) for origin in ("template", "answer", "passage", "altered")]
+    assert passages(text, "conversation") == passages(text, "system") == [A]
+    others: tuple[Origin, ...] = ("template", "answer", "passage", "altered")
+    kept = [Span(text, origin) for origin in others]
     assert marked_sources(kept) == tuple(kept)
 
 
