@@ -51,7 +51,7 @@ PATHS: Mapping[str, Mapping[str, Any]] = {
     # An explicit `do_sample=False` turns off the repetition guard, which the answers of models with
     # random weights would trigger.
     path: {"mode": mode, "do_sample": False}
-    for path, mode in {"full": "full", "copy": "block", "relay": "block", "floor": "block"}.items()
+    for path, mode in {"full": "full", "block": "block", "copy": "block", "relay": "block", "floor": "block"}.items()
 }
 """Options of calls on each path. On the floor path, the prompt is the question without context."""
 
