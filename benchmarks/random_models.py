@@ -21,8 +21,8 @@ from blockattn_rag.model.loading import default_device
 from blockattn_rag.prompts.blocks import Block, BlockPrompt
 
 Kind = Literal["plain", "latent", "hybrid"]
-"""Kind of attention: that of a Llama, multi-head latent attention, or attention in every fourth layer
-and a recurrent state in the others."""
+"""Layers of a model: those of a Llama, layers with multi-head latent attention, or layers with a
+recurrent state and, as every fourth or last one, with attention."""
 
 
 def random_llama(
@@ -78,7 +78,11 @@ def _config(kind: Kind, shape: str, max_tokens: int) -> Any:
     if kind == "hybrid":
         states = {"linear_num_key_heads": heads, "linear_num_value_heads": heads}
         states |= {"linear_key_head_dim": size, "linear_value_head_dim": size}
-        return Qwen3_5TextConfig(**sizes, **states)
+        layers = sizes["num_hidden_layers"]
+        every = min(4, layers)
+        types = ["linear_attention"] * (every - 1) + ["full_attention"]
+        types = [types[layer % every] for layer in range(layers)]
+        return Qwen3_5TextConfig(**sizes, **states, layer_types=types)
     del sizes["head_dim"], sizes["num_key_value_heads"]
     ranks = {"kv_lora_rank": 4 * size, "q_lora_rank": 4 * size}
     parts = {"qk_nope_head_dim": size, "qk_rope_head_dim": size // 2, "v_head_dim": size}

@@ -22,6 +22,7 @@ from efficiency import (
     columns,
     measure_batch,
     measure_decode,
+    measure_kinds,
     measure_memory,
     measure_recompute,
     measure_shared,
@@ -29,14 +30,14 @@ from efficiency import (
     measure_windows,
 )
 from measuring import in_turns, peak_bytes
-from random_models import counting_tokenizer, random_llama, random_prompt
+from random_models import Kind, counting_tokenizer, random_llama, random_prompt
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 SIZES: dict[str, Any] = {"question_tokens": 4, "repeats": 1}
 
 
-def tiny_engine(window: int | None = None) -> BlockAttentionEngine:
-    model = random_llama("tiny", max_tokens=256, device="cpu", window=window)
+def tiny_engine(window: int | None = None, kind: Kind = "plain") -> BlockAttentionEngine:
+    model = random_llama("tiny", max_tokens=256, device="cpu", window=window, kind=kind)
     return BlockAttentionEngine.from_pretrained(
         model, tokenizer=counting_tokenizer(512), resident_bytes=0
     )
@@ -171,6 +172,21 @@ def test_windows_are_measured_beside_a_model_without() -> None:
     table = columns("windows", [row])
     assert next(iter(table)) == "context"
     assert list(table)[-1] == "quotient"
+
+
+def test_kinds_of_layers_are_measured_by_the_number_of_passages() -> None:
+    engines = {"latent": tiny_engine(kind="latent"), "hybrid": tiny_engine(kind="hybrid")}
+    assert engines["latent"].model.supports_relay
+    assert engines["hybrid"].model.profile.has_states
+    rows = measure_kinds(engines, [48], passages=[1, 3], head_tokens=4, **SIZES)
+    assert [(row["kind"], row["passages"]) for row in rows] == [
+        ("latent", 1), ("latent", 3), ("hybrid", 1), ("hybrid", 3),
+    ]  # fmt: skip
+    assert all(row["full_over_block"] == row["full_s"] / row["block_s"] for row in rows)
+    assert ["copy_s" in row for row in rows] == [True, True, False, False]
+    # Two layers, each with a latent of 32 and a rotary key of 4 numbers, in float32.
+    assert rows[0]["bytes_per_token"] == 2 * (32 + 4) * 4
+    assert columns("kinds", rows)["passages"] == ["1", "3", "1", "3"]
 
 
 @pytest.mark.parametrize("measured", ["batch", "ingest", "memory"])

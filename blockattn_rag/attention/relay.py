@@ -100,12 +100,10 @@ class RelayPlan:
         self._blocks = contexts, layouts, device
         self._tables: dict[tuple[int, int | None], SegmentTable] = {}
 
-    def table(self, tokens: int, reads: LayerReads) -> SegmentTable:
-        """Segments for a layer, in forwards of so many tokens."""
-        # Latents are joined with their keys in any case.
-        is_joined = tokens == 1 or reads.latent is not None
-        limit = self._joins.decode_tokens if is_joined else self._joins.prefill_tokens
-        key = limit, reads.window
+    def table(self, tokens: int, window: int | None = None) -> SegmentTable:
+        """Segments for layers with this window, in forwards of so many tokens."""
+        limit = self._joins.decode_tokens if tokens == 1 else self._joins.prefill_tokens
+        key = limit, window
         if key not in self._tables:
             self._tables[key] = SegmentTable(*self._blocks, *key)
         return self._tables[key]
@@ -137,11 +135,11 @@ class RelayPlan:
             Attention output ``[B, H, tokens, D]`` in the query's dtype.
         """
         batch, heads, tokens, _ = query.shape
-        reads = self._layers[layer]
-        place, _, latent = reads
+        place, window, latent = self._layers[layer]
         folded, mask = fold_heads(query, tail_mask, tail_key.shape[1])
         asked = folded if latent is None else latent.queries(query)
-        table = self.table(tokens, reads)
+        # Latents are joined with their rotary keys: once, for the question and its answer.
+        table = self.table(tokens if latent is None else 1, window)
         groups = asked.shape[2] // tokens * (batch // table.num_requests)
         views = table.views(tail_key.shape[2] - tokens, tokens, groups)
         rows = None if sinks is None else fold_sinks(sinks, tokens, tail_key.shape[1])
