@@ -53,8 +53,8 @@ PATHS: Mapping[str, Mapping[str, Any]] = {
     path: {"mode": "full" if path == "full" else "block", "do_sample": False}
     for path in ("full", "copy", "relay", "block", "floor")
 }
-"""Options of calls on each path. ``block``: the path that the engine chooses. ``floor``: the prompt is
-the question without context."""
+"""Options of calls on each path. ``block``: the path that the engine chooses. ``floor``: the prompt
+without its context."""
 
 
 def paths_of(engine: BlockAttentionEngine) -> list[str]:

@@ -12,7 +12,6 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -52,7 +51,13 @@ from blockattn_rag.model.kinds import (
     seen_attention,
     storing,
 )
-from blockattn_rag.model.probe import LOGITS, AttentionProfile, probe_cache, vocabulary_size
+from blockattn_rag.model.probe import (
+    LOGITS,
+    AttentionProfile,
+    check_ready,
+    probe_cache,
+    vocabulary_size,
+)
 
 OTHER_ATTENTION = "layers, masks or attention code of its own"
 """What models without relay attention have, in messages."""
@@ -243,12 +248,10 @@ def is_plain(hf_model: PreTrainedModel, profile: AttentionProfile) -> bool:
 
 def layer_windows(kinds: Sequence[LayerKind]) -> dict[int, int | None]:
     """Sliding window of each layer with attention, in tokens. None: no window."""
-    return {layer: window for layer, (_, window, _) in _reads(kinds).items()}
+    return {layer: window for layer, (_, window, _) in _reads(kinds, {}).items()}
 
 
-def _reads(
-    kinds: Sequence[LayerKind], latents: Mapping[int, LatentMap] = MappingProxyType({})
-) -> dict[int, LayerReads]:
+def _reads(kinds: Sequence[LayerKind], latents: Mapping[int, LatentMap]) -> dict[int, LayerReads]:
     """What each layer reads of a block, if it attends to keys and values, or to known latents."""
     places = {layer: place for place, layer in enumerate(storing(kinds))}
     reads = {}
@@ -277,6 +280,7 @@ def _latent_maps(hf_model: PreTrainedModel, profile: AttentionProfile) -> dict[i
     }
     if not ranks:
         return {}
+    check_ready(hf_model)
     cache, tokens = new_cache(hf_model.config), max(ranks.values())
     for index, outline in outlines.items():
         keys, values = (

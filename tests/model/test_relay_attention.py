@@ -20,7 +20,7 @@ from blockattn_rag.kv.rope import relative_error
 from blockattn_rag.model import BlockModel, EncodeRequest
 from blockattn_rag.model.relay_attention import enable_relay
 from blockattn_rag.model.sampling import Sampling
-from tests.model.miniatures import new_model
+from tests.model.miniatures import model_of_kinds, new_model
 from tests.models import tiny_model, tiny_tokenizer
 
 LENGTHS = (24, 1, 17, 30)
@@ -188,9 +188,16 @@ def test_the_probe_notices_queries_that_are_not_rotated(monkeypatch: pytest.Monk
     assert not BlockModel(tiny_model("llama"), tiny_tokenizer()).supports_relay
 
 
-def test_latents_are_read_without_expanding_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = new_model("latent")
+@pytest.mark.parametrize("kind", ["latent", "latent, interleaved", "latent and state"])
+def test_latent_attention_takes_the_relay_path(kind: str) -> None:
+    model = model_of_kinds(kind)
     assert model.choose_assembly("auto", 5) == "relay"
+    assert model.choose_assembly("auto", 5000) == "copy"
+
+
+def test_latents_are_read_without_expanding_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of_kinds("latent")
+    assert model.supports_relay
     context, expanded = encoded(model, BLOCKS), []
 
     def counted(module: Any, latents: Tensor, keys: Tensor) -> Any:
