@@ -8,20 +8,19 @@
     python benchmarks/efficiency.py ingest --lengths 64,128,512
     python benchmarks/efficiency.py recompute --lengths 1000,2000,4000,8000 --layers 4
     python benchmarks/efficiency.py windows --lengths 4096 --layers 6
-    python benchmarks/efficiency.py kinds --lengths 4096 --layers 4
+    python benchmarks/efficiency.py passages --lengths 4096 --layers 4 --kind hybrid
     python benchmarks/efficiency.py decode --lengths 4096 --layers 4 --kind latent
 
 ``ttft``: time to first token. ``decode``: time per token. ``batch``: time to the first tokens of a
 batch. ``memory``: peak memory of a request. ``shared``: tokens per second of requests that share a
 system prompt (RelayAttention). ``ingest``: tokens per second of encoding blocks. ``recompute``:
 time to first token by the share of the tokens that is recomputed. ``windows``: time to first token
-of a model with sliding windows beside one without. ``kinds``: time to first token by kind of
-attention and number of passages. The result is printed as JSON.
+of a model with sliding windows beside one without. ``passages``: time to first token by
+number of passages. The result is printed as JSON.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import random
@@ -29,7 +28,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import torch
 import typer
@@ -59,7 +58,7 @@ from blockattn_rag.prompts import BlockPrompt
 
 Row = Mapping[str, Any]
 Measured = Literal[
-    "ttft", "decode", "batch", "memory", "shared", "ingest", "recompute", "windows", "kinds"
+    "ttft", "decode", "batch", "memory", "shared", "ingest", "recompute", "windows", "passages"
 ]
 WINDOW = 512
 SHARES = (0.0, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0)
@@ -478,8 +477,8 @@ def measure_windows(
     return rows
 
 
-def measure_kinds(
-    engines: Mapping[str, BlockAttentionEngine],
+def measure_passages(
+    engine: BlockAttentionEngine,
     lengths: Sequence[int],
     *,
     passages: Sequence[int] = (1, 3, 6),
@@ -487,46 +486,45 @@ def measure_kinds(
     question_tokens: int = 50,
     repeats: int = 3,
 ) -> list[dict[str, Any]]:
-    """Measure the time to first token of several models by the number of passages, in turns.
+    """Measure the time to first token by the number of passages, in turns.
 
     Args:
-        engines: Engines by name; see ``measure_ttft``.
+        engine: See ``measure_ttft``.
         lengths: Tokens of all passages together, at least one for each.
         passages: Numbers of passages of equal length.
         head_tokens: Tokens of a block before the passages, whose states a hybrid model starts from.
         question_tokens, repeats: See ``measure_ttft``.
 
     Returns:
-        One row for each engine, length and number of passages: ``kind`` (the engine's name),
-        ``length``, ``passages``; ``full_s``, ``block_s`` and, for models with latent attention,
-        ``copy_s`` (median, seconds), with minimum and maximum; ``full_over_block``,
-        ``full_over_copy``; and ``bytes_per_token``.
+        One row for each length and number of passages: ``length``, ``passages``, ``full_s``,
+        ``block_s`` and, for models with latent attention, ``copy_s`` (median, seconds), with
+        minimum and maximum, ``full_over_block``, ``full_over_copy``, and ``bytes_per_token``.
     """
     check_sizes(**{"the shortest passage": min(lengths) // max(passages)})
-    rows = []
-    for (name, engine), length in itertools.product(engines.items(), lengths):
-        model = engine.model
-        vocabulary, paths = model.config.vocab_size, ["block"]
-        if any(kind.attention == "latent" for kind in model.profile.kinds):
-            paths.append("copy")
-        head = random_prompt(head_tokens, head_tokens, 1, vocabulary, seed=-1).context
+    model, paths = engine.model, ["block"]
+    if any(kind.attention == "latent" for kind in model.profile.kinds):
+        paths.append("copy")
+    engines = {path: on_path(engine, path) for path in paths}
+    vocabulary, rows = model.config.vocab_size, []
+    head = random_prompt(head_tokens, head_tokens, 1, vocabulary, seed=-1).context
+    for length in lengths:
         ways: dict[str, Callable[[], float]] = {}
         for count in passages:
             prompt = random_prompt(length, -(-length // count), question_tokens, vocabulary)
             prompt = BlockPrompt((*head, *prompt.context), prompt.final)
             engine.generate(prompt, max_new_tokens=1)
             ways["full"] = partial(_ttft, engine, prompt, "full")
-            for path in paths:
-                on = on_path(engine, path)
-                ways[f"{path} {count}"] = partial(_ttft, on, prompt, path)
+            for path, one in engines.items():
+                ways[f"{path} {count}"] = partial(_ttft, one, prompt, path)
         times = in_turns(ways, repeats)
-        full = {key: value for key, value in times.items() if key.startswith("full")}
         for count in passages:
-            row = {"kind": name, "length": length, "passages": count, **full}
-            for path in paths:
-                ends = ("_s", "_min_s", "_max_s")
-                row |= {f"{path}{end}": times[f"{path} {count}{end}"] for end in ends}
-                row[f"full_over_{path}"] = row["full_s"] / row[f"{path}_s"]
+            row: dict[str, Any] = {"length": length, "passages": count}
+            for path, way in {
+                "full": "full",
+                **{path: f"{path} {count}" for path in paths},
+            }.items():
+                row |= {f"{path}{end}": times[f"{way}{end}"] for end in ("_s", "_min_s", "_max_s")}
+            row |= {f"full_over_{path}": row["full_s"] / row[f"{path}_s"] for path in paths}
             rows.append(row | {"bytes_per_token": model.bytes_per_token})
     return rows
 
@@ -591,16 +589,13 @@ def columns(measured: Measured, rows: Sequence[Row]) -> dict[str, list[str]]:
             found[f"full/relay, {name}"] = ratios
         found["quotient"] = [f"{row['windowed_over_plain']:.2f}" for row in rows]
         return found
-    if measured == "kinds":
-        found = {
-            "layers": [row["kind"] for row in rows],
-            "passages": [str(row["passages"]) for row in rows],
-        }
-        for path in ("full", "copy", "block"):
-            found[path] = [duration(r[f"{path}_s"]) if f"{path}_s" in r else "" for r in rows]
-        for path in ("copy", "block"):
-            name = f"full_over_{path}"
-            found[f"full/{path}"] = [f"{row[name]:.1f}" if name in row else "" for row in rows]
+    if measured == "passages":
+        found = {name: [f"{row[name]:,}" for row in rows] for name in ("length", "passages")}
+        paths = [path for path in ("full", "copy", "block") if f"{path}_s" in rows[0]]
+        for path in paths:
+            found[path] = [duration(row[f"{path}_s"]) for row in rows]
+        for path in paths[1:]:
+            found[f"full/{path}"] = [f"{row[f'full_over_{path}']:.1f}" for row in rows]
         found["bytes per token"] = [f"{row['bytes_per_token']:,}" for row in rows]
         return found
     if measured == "recompute":
@@ -690,20 +685,17 @@ def main(
         rows = measure_ingest(engine.model, sizes, **options)
     elif measured == "windows":
         rows = measure_windows(engine, _engine(made(window=WINDOW), layers), sizes, **options)
-    elif measured == "kinds":
-        others = {name: made(kind=name) for name in get_args(Kind) if name != kind}
-        engines = {name: _engine(one, layers) for name, one in others.items()}
-        rows = measure_kinds({kind: engine, **engines}, sizes, **options)
     else:
         measures: Mapping[str, Callable[..., list[dict[str, Any]]]] = {
             "ttft": measure_ttft,
             "decode": measure_decode,
             "memory": measure_memory,
             "recompute": measure_recompute,
+            "passages": measure_passages,
         }
         rows = measures[measured](engine, sizes, **options)
     device = engine.model.device
-    data = {"model": model, "dtype": dtype, "device": str(device), **options}
+    data = {"model": model, "kind": kind, "dtype": dtype, "device": str(device), **options}
     data["layers"] = loaded.config.num_hidden_layers
     print(json.dumps({**data, "rows": rows, "machine": machine(device)}))
 

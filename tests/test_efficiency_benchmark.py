@@ -22,8 +22,8 @@ from efficiency import (
     columns,
     measure_batch,
     measure_decode,
-    measure_kinds,
     measure_memory,
+    measure_passages,
     measure_recompute,
     measure_shared,
     measure_ttft,
@@ -174,19 +174,25 @@ def test_windows_are_measured_beside_a_model_without() -> None:
     assert list(table)[-1] == "quotient"
 
 
-def test_kinds_of_layers_are_measured_by_the_number_of_passages() -> None:
-    engines = {"latent": tiny_engine(kind="latent"), "hybrid": tiny_engine(kind="hybrid")}
-    assert engines["latent"].model.supports_relay
-    assert engines["hybrid"].model.profile.has_states
-    rows = measure_kinds(engines, [48], passages=[1, 3], head_tokens=4, **SIZES)
-    assert [(row["kind"], row["passages"]) for row in rows] == [
-        ("latent", 1), ("latent", 3), ("hybrid", 1), ("hybrid", 3),
-    ]  # fmt: skip
-    assert all(row["full_over_block"] == row["full_s"] / row["block_s"] for row in rows)
-    assert ["copy_s" in row for row in rows] == [True, True, False, False]
-    # Two layers, each with a latent of 32 and a rotary key of 4 numbers, in float32.
-    assert rows[0]["bytes_per_token"] == 2 * (32 + 4) * 4
-    assert columns("kinds", rows)["passages"] == ["1", "3", "1", "3"]
+def test_first_tokens_are_measured_by_the_number_of_passages() -> None:
+    engine = tiny_engine(kind="latent")
+    assert engine.model.supports_relay
+    rows = measure_passages(engine, [48], passages=[1, 3], head_tokens=4, **SIZES)
+    assert [row["passages"] for row in rows] == [1, 3]
+    for row in rows:
+        assert row["full_over_block"] == row["full_s"] / row["block_s"]
+        assert row["full_over_copy"] == row["full_s"] / row["copy_s"]
+        # Two layers, each with a latent of 32 and a rotary key of 4 numbers, in float32.
+        assert row["bytes_per_token"] == 2 * (32 + 4) * 4
+    assert columns("passages", rows)["passages"] == ["1", "3"]
+
+
+def test_a_hybrid_model_starts_from_the_state_of_the_head() -> None:
+    engine = tiny_engine(kind="hybrid")
+    assert engine.model.profile.has_states
+    (row,) = measure_passages(engine, [48], passages=[3], head_tokens=4, **SIZES)
+    assert "copy_s" not in row
+    assert list(columns("passages", [row]))[2:4] == ["full", "block"]
 
 
 @pytest.mark.parametrize("measured", ["batch", "ingest", "memory"])
