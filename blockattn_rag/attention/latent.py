@@ -39,7 +39,7 @@ class LatentMap(NamedTuple):
     def outputs(self, part: Partial) -> Partial:
         """Attention to values ``[B, H, T, V]``, from attention to ``latent_states``."""
         heads, rank, _ = self.value.shape
-        output, lse = (states.squeeze(1).unflatten(1, (heads, -1)) for states in part)
+        output, lse = (torch.unflatten(one.squeeze(1), 1, (heads, -1)) for one in part)
         latents = output[..., -rank:].to(self.value.dtype)
         return Partial((latents @ self.value).float(), lse)
 
