@@ -149,7 +149,8 @@ class RelayPlan:
             pairs = zip(table.rotated(place, folded), states, strict=True)
             read = [(turned, seen) for turned, seen in pairs if seen is not None]
             read.append((folded[0], (tail_key[0], tail_value[0])))
-            output = single_softmax(*zip(*read, strict=True), scale, cap, rows)
+            queries, visible = zip(*read, strict=True)
+            output = single_softmax(queries, visible, scale, cap, rows)
         else:
             parts = _segment_parts(table, place, asked, states, views, scale, cap)
             if latent is not None and parts:

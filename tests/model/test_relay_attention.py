@@ -204,8 +204,8 @@ def test_latents_are_read_without_expanding_them(monkeypatch: pytest.MonkeyPatch
         expanded.append(latents.shape[2])
         return original(module, latents, keys)
 
-    attention = type(model.hf_model.model.layers[0].self_attn)  # type: ignore[union-attr]
-    original = attention.expand_kv  # type: ignore[union-attr]
+    attention = type(model.hf_model.model.layers[0].self_attn)
+    original = attention.expand_kv
     monkeypatch.setattr(attention, "expand_kv", counted)
     cache = model.cache_for(context, assembly="relay")
     model.next_logits(torch.tensor([FINAL_IDS]), cache)
