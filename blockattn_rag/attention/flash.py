@@ -63,7 +63,7 @@ def exact_kernels(device: torch.device, dtype: torch.dtype, size: int) -> dict[s
 
 def elapsed_s(work: Callable[[], object], device: torch.device) -> float:
     """Least seconds of several runs on a GPU."""
-    times_s = []
+    times_s: list[float] = []
     make: Any = torch.cuda.Event
     with torch.cuda.device(device):
         for _ in range(7):  # the first ones compile kernels
@@ -173,12 +173,12 @@ def _is_exact(
         if is_causal:
             seen = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
             scores = scores.masked_fill(~seen, -torch.inf)
-        error = (output - scores.softmax(-1) @ value).abs().max() / value.abs().max()
+        of_output = (output - scores.softmax(-1) @ value).abs().max() / value.abs().max()
         of_lse = (lse - scores.logsumexp(-1)).abs().max()
-        if not (error <= 2 * torch.finfo(dtype).eps and of_lse <= 1e-3):
+        if not (of_output <= 2 * torch.finfo(dtype).eps and of_lse <= 1e-3):
             _logger.warning(
                 "%s is not used: its output is off by %.2g, its log-sum-exp by %.2g",
-                *(name, float(error), float(of_lse)),
+                *(name, float(of_output), float(of_lse)),
             )
             return False
     return True

@@ -103,8 +103,8 @@ def flash_attn_2(
 ) -> Any:
     """``flash_attn.flash_attn_func``. States are ``[B, tokens, heads, D]``."""
     assert (dropout_p, softcap, alibi_slopes) == (0.0, 0.0, None)
-    states = (one.transpose(1, 2) for one in (q, k, v))
-    output, lse = flash_attention(*states, softmax_scale, causal, window_size)
+    query, key, value = (one.transpose(1, 2) for one in (q, k, v))
+    output, lse = flash_attention(query, key, value, softmax_scale, causal, window_size)
     output = output.transpose(1, 2)
     return (output, lse, None) if return_attn_probs else output
 
