@@ -164,7 +164,7 @@ def flash_attn_4(
     return found[0], found[1] if return_lse else None
 
 
-FLASH_PACKAGES = {
+FLASH_PACKAGES: dict[str, tuple[str, Any]] = {
     "FlashAttention 2": ("flash_attn", flash_attn_2),
     "FlashAttention 3": ("flash_attn_interface", flash_attn_3),
     "FlashAttention 4": ("flash_attn.cute", flash_attn_4),
