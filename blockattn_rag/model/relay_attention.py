@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-import sys
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -23,7 +23,6 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from blockattn_rag.attention.device_relay import DeviceRelay
 from blockattn_rag.attention.kernels import attend_causal, takes_flash
@@ -48,6 +47,7 @@ from blockattn_rag.model.kinds import (
     SeenAttention,
     in_order,
     new_cache,
+    own_attention,
     seen_attention,
     storing,
 )
@@ -72,7 +72,8 @@ def enable_relay(hf_model: PreTrainedModel) -> None:
     original = hf_model.config._attn_implementation
     if original.startswith(_PREFIX):
         return
-    name = _PREFIX + original
+    # transformers would take a name with "flash" or a slash for one of its own kernels.
+    name = _PREFIX + re.sub("flash|/", "_", original)
     AttentionInterface.register(name, _attention_function(original))
     AttentionMaskInterface.register(name, _mask_function(original))
     hf_model.set_attn_implementation(name)
@@ -120,11 +121,8 @@ def _attention_function(original: str) -> Any:
     ) -> tuple[Tensor, Tensor | None]:
         own = _running_attention()
         if own is None:
-            # For ``eager``, transformers calls the function in the model's own source file.
-            home = sys.modules[type(module).__module__]
-            eager: Any = getattr(home, "eager_attention_forward", None)
-            forward = ALL_ATTENTION_FUNCTIONS.get_interface(original, eager)
-            return forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+            states = query, key, value, attention_mask
+            return own_attention(original, module, *states, scaling=scaling, **kwargs)
         scale = 1 / math.sqrt(query.shape[-1]) if scaling is None else scaling
         index: Any = module.layer_idx
         mask = tail_mask(attention_mask, query, key) if own.takes_mask else None
