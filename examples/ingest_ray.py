@@ -17,6 +17,7 @@ die, and repeats their batches. Needs `pip install "ray[data]"` besides this pac
 from __future__ import annotations
 
 import argparse
+import os
 from typing import Any
 
 import ray
@@ -51,7 +52,9 @@ def main() -> None:
     parser.add_argument("passages", help="JSON lines with the field `text`")
     parser.add_argument("handles", help="Folder for the results")
     parser.add_argument("--server", action="append", help="Address of a server; repeat it")
-    parser.add_argument("--journal", help="Folder that records what the servers have stored")
+    parser.add_argument(
+        "--journal", type=os.path.abspath, help="Folder that records what the servers have stored"
+    )
     parser.add_argument("--model", help="Instead of servers: the model that each worker loads")
     parser.add_argument("--store", help="Store of --model, such as s3://bucket/kv")
     parser.add_argument("--workers", type=int, help="Default: one for each server, or 1")
