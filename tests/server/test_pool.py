@@ -146,6 +146,19 @@ def test_an_error_on_every_server_ends_the_run() -> None:
     assert servers[0].sent == servers[1].sent == TEXTS[:1]
 
 
+def test_a_request_is_sent_to_a_server_once() -> None:
+    def fail(sent: int) -> None:
+        if sent > 1:
+            pytest.fail("The request was sent to the same server again")
+        raise ServingError("The store is full")
+
+    failing, stopped = StubServer("a", set(), before=fail), StubServer("b", set())
+    stopped.stop()
+    with pytest.raises(ServingError, match=r"The store is full|Cannot reach b"):
+        ServerPool([failing, stopped]).encode(TEXTS[:1])
+    assert failing.sent == TEXTS[:1]
+
+
 def test_a_run_without_healthy_servers_ends() -> None:
     servers = [StubServer(name, set()) for name in "ab"]
     for server in servers:
