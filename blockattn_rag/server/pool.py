@@ -10,7 +10,7 @@ import secrets
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -148,7 +148,7 @@ class ServerPool:
 
     def _answers(
         self, bodies: Iterable[EncodeBody]
-    ) -> Iterator[tuple[str, EncodeBody, EncodeAnswer]]:
+    ) -> Generator[tuple[str, EncodeBody, EncodeAnswer], None, None]:
         """Send each body to a server, and to others if that one fails.
 
         Yields the address of the server, the body, and the answer.

@@ -13,7 +13,7 @@ import pytest
 from blockattn_rag.errors import ServingError
 from blockattn_rag.prompts.blocks import handle_of
 from blockattn_rag.server import ServerPool, pool
-from blockattn_rag.server.protocol import EncodeAnswer, EncodeBody, ServerInfo
+from blockattn_rag.server.protocol import EncodeAnswer, EncodeBody, Outcome, ServerInfo
 
 TEXTS = [f"Passage {number}." for number in range(20)]
 INFO = ServerInfo(
@@ -66,7 +66,7 @@ class StubServer:
         self.check()
         found = [text in self._store for text in body.texts]
         self._store.update(body.texts)
-        outcomes = ("found" if there else "encoded" for there in found)
+        outcomes: list[Outcome] = ["found" if there else "encoded" for there in found]
         return EncodeAnswer(tuple(outcomes), found.count(False), 8 * found.count(False))
 
     def is_stored(self, text: str) -> bool:
@@ -89,9 +89,8 @@ def test_servers_share_the_passages() -> None:
     ]
     ticks: list[tuple[int, int]] = []
     stats = ServerPool(servers).encode(TEXTS, on_progress=lambda *tick: ticks.append(tick))
-    assert (stats.computed, stats.reused, stats.computed_tokens, stats.stored_bytes) == (
-        *(20, 0, 20, 160),
-    )
+    assert (stats.computed, stats.reused) == (20, 0)
+    assert (stats.computed_tokens, stats.stored_bytes) == (20, 160)
     assert sorted(servers[0].sent + servers[1].sent) == sorted(TEXTS)
     assert servers[0].sent
     assert servers[1].sent
