@@ -29,8 +29,8 @@ def test_what_is_not_given_has_a_default() -> None:
     assert config.nearer_tiers(PROFILE, Share.of(PROFILE)) == ["memory:8GiB"]
 
 
-@pytest.mark.parametrize("option", [False, True, "system"])
-def test_recognition_has_three_settings(option: Any) -> None:
+@pytest.mark.parametrize("option", [False, True, "system", "sources"])
+def test_recognition_has_four_settings(option: Any) -> None:
     assert ServingConfig.parse(GIVEN | {"recognize": option}).recognize == option
 
 
