@@ -119,13 +119,14 @@ class SeenAttention(NamedTuple):
     """What the attention of a layer sees in a forward.
 
     Args:
-        keys: The keys. Layers that share keys see the same tensor.
+        keys, values: The keys and values. Layers that share keys see the same tensor.
         sees: Whether a query sees a key, by their positions and the layer's mask. None: unknown.
         settings: Names of the settings of scores that the model passes: ``"softcap"`` and
             ``"s_aux"`` (attention sinks).
     """
 
     keys: Tensor
+    values: Tensor
     sees: Callable[[int, int], bool] | None
     settings: frozenset[str]
 
@@ -159,7 +160,7 @@ def seen_attention(hf_model: PreTrainedModel) -> Iterator[dict[int, SeenAttentio
                 attention_mask, sees = attention_mask if own is made else own, function
                 break
         settings = frozenset(n for n in ("softcap", "s_aux") if kwargs.get(n) is not None)
-        seen[module.layer_idx] = SeenAttention(key, sees, settings)
+        seen[module.layer_idx] = SeenAttention(key, value, sees, settings)
         # For ``eager``, transformers calls the function in the model's own source file.
         home = sys.modules[type(module).__module__]
         eager: Any = getattr(home, "eager_attention_forward", None)

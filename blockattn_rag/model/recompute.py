@@ -132,8 +132,10 @@ def choose_tokens(
 
 
 def can_recompute(model: BlockModel) -> bool:
-    """Whether all layers have attention that relay computes, and none has a state."""
-    return model.supports_relay and not model.profile.has_states
+    """Whether relay computes the attention of all layers, and none has latents or a state."""
+    profile = model.profile
+    has_latents = any(kind.attention == "latent" for kind in profile.kinds)
+    return not (has_latents or profile.has_states) and model.supports_relay
 
 
 def check_can_recompute(model: BlockModel) -> None:
@@ -145,8 +147,8 @@ def check_can_recompute(model: BlockModel) -> None:
         )
     if not can_recompute(model):
         raise UnsupportedModelError(
-            f"{model.name} cannot recompute tokens: it has {OTHER_ATTENTION}; use a recipe with "
-            "recompute=0"
+            f"{model.name} cannot recompute tokens: it has multi-head latent attention, or "
+            f"{OTHER_ATTENTION}; use a recipe with recompute=0"
         )
 
 

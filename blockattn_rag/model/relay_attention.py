@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,6 +27,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from blockattn_rag.attention.device_relay import DeviceRelay
 from blockattn_rag.attention.kernels import attend_causal, takes_flash
+from blockattn_rag.attention.latent import LatentMap
 from blockattn_rag.attention.relay import JoinLimits, LayerReads, RelayPlan
 from blockattn_rag.kv.context import Context, place
 from blockattn_rag.kv.rope import relative_error
@@ -45,13 +46,20 @@ from blockattn_rag.model.kinds import (
     PLAIN,
     LayerKind,
     SeenAttention,
+    in_order,
     new_cache,
     seen_attention,
     storing,
 )
-from blockattn_rag.model.probe import LOGITS, AttentionProfile, probe_cache, vocabulary_size
+from blockattn_rag.model.probe import (
+    LOGITS,
+    AttentionProfile,
+    check_ready,
+    probe_cache,
+    vocabulary_size,
+)
 
-OTHER_ATTENTION = "multi-head latent attention, or layers, masks or attention code of its own"
+OTHER_ATTENTION = "layers, masks or attention code of its own"
 """What models without relay attention have, in messages."""
 
 _PREFIX = "blockattn_relay_"
@@ -181,7 +189,9 @@ def last_logits(
     return out.logits[0, -count:]
 
 
-def relay_is_exact(hf_model: PreTrainedModel, profile: AttentionProfile) -> bool:
+def relay_is_exact(
+    hf_model: PreTrainedModel, profile: AttentionProfile, reads: Mapping[int, LayerReads]
+) -> bool:
     """Enable relay attention, and test whether its logits equal those of the copy path.
 
     Models whose layers, masks, soft caps or attention sinks differ from what relay attention
@@ -189,14 +199,14 @@ def relay_is_exact(hf_model: PreTrainedModel, profile: AttentionProfile) -> bool
 
     Raises the same errors as ``check_ready``.
     """
-    kinds, reads = profile.kinds, _reads(profile.kinds)
+    kinds = profile.kinds
     if not all(index in reads or kind.attention == "none" for index, kind in enumerate(kinds)):
         return False
     seen = _seen(hf_model)
     # Older transformers cache nothing for shared layers, so that they have no kind.
     if seen.keys() != reads.keys():
         return False
-    for index, (_, window) in reads.items():
+    for index, (_, window, _) in reads.items():
         is_unknown = seen[index].sees is None and not profile.has_windows
         if not (is_unknown or seen[index].has_window(window)):
             return False
@@ -208,7 +218,7 @@ def relay_is_exact(hf_model: PreTrainedModel, profile: AttentionProfile) -> bool
     joins = JoinLimits(prefill_tokens=0, decode_tokens=0)
 
     def relay() -> ContextCache:
-        return relay_cache(hf_model, [context], profile, joins)
+        return relay_cache(hf_model, [context], profile, reads, joins)
 
     return _equals_copies(hf_model, profile, context, final, relay)
 
@@ -238,30 +248,72 @@ def is_plain(hf_model: PreTrainedModel, profile: AttentionProfile) -> bool:
 
 def layer_windows(kinds: Sequence[LayerKind]) -> dict[int, int | None]:
     """Sliding window of each layer with attention, in tokens. None: no window."""
-    return {layer: window for layer, (_, window) in _reads(kinds).items()}
+    return {layer: window for layer, (_, window, _) in _reads(kinds, {}).items()}
 
 
-def _reads(kinds: Sequence[LayerKind]) -> dict[int, LayerReads]:
-    """What each layer reads of a block, if it attends to keys and values that a block has."""
+def _reads(kinds: Sequence[LayerKind], latents: Mapping[int, LatentMap]) -> dict[int, LayerReads]:
+    """What each layer reads of a block, if it attends to keys and values, or to known latents."""
     places = {layer: place for place, layer in enumerate(storing(kinds))}
     reads = {}
     for index, kind in enumerate(kinds):
         source = index if kind.source is None else kind.source
-        if kinds[source].is_attention:
-            reads[index] = LayerReads(places[source], kinds[source].window)
+        if kinds[source].is_attention or source in latents:
+            window = kinds[source].window
+            reads[index] = LayerReads(places[source], window, latents.get(source))
     return reads
+
+
+def measured_reads(hf_model: PreTrainedModel, profile: AttentionProfile) -> dict[int, LayerReads]:
+    """What each layer reads of a block, by its index. Layers without attention, and those that
+    relay attention cannot compute, are left out."""
+    return _reads(profile.kinds, _latent_maps(hf_model, profile))
+
+
+def _latent_maps(hf_model: PreTrainedModel, profile: AttentionProfile) -> dict[int, LatentMap]:
+    """Maps of the layers with latents: the keys and values that they compute from unit vectors."""
+    kinds = profile.kinds
+    outlines = dict(zip(storing(kinds), profile.layer_outlines, strict=True))
+    ranks = {
+        index: latents.size
+        for index, (_, latents) in outlines.items()
+        if kinds[index].attention == "latent" and not kinds[index].has_state
+    }
+    if not ranks:
+        return {}
+    check_ready(hf_model)
+    cache, tokens = new_cache(hf_model.config), max(ranks.values())
+    for index, outline in outlines.items():
+        keys, values = (
+            torch.zeros(1, heads, tokens, size, dtype=dtype, device=hf_model.device)
+            for heads, size, dtype in outline
+        )
+        if index in ranks:
+            values.diagonal(dim1=2, dim2=3).fill_(1)
+        cache.update(*in_order(kinds[index], keys, values), index)
+    with seen_attention(hf_model) as seen:
+        last_logits(hf_model, torch.zeros(1, 1, dtype=torch.long), cache, 1)
+    maps = {}
+    for index, rank in ranks.items():
+        if index in seen:
+            rotary = outlines[index][0].size
+            keys, values = (states[0, :, :rank] for states in seen[index][:2])
+            maps[index] = LatentMap(keys[..., :-rotary].clone(), values.clone())
+    return maps
 
 
 def relay_cache(
     hf_model: PreTrainedModel,
     contexts: Sequence[Context],
     profile: AttentionProfile,
+    reads: Mapping[int, LayerReads],
     joins: JoinLimits | None = None,
 ) -> RelayCache:
-    """New cache that reads the contexts' blocks in place. States are not set."""
-    layers, own = _reads(profile.kinds), new_cache(hf_model.config).layers
-    plan = RelayPlan(contexts, profile.layouts, hf_model.device, joins=joins, layers=layers)
-    return RelayCache(plan, own, profile.kinds)
+    """New cache that reads the contexts' blocks in place. States are not set.
+
+    ``reads``: As ``measured_reads`` returns them.
+    """
+    plan = RelayPlan(contexts, profile.layouts, hf_model.device, joins=joins, layers=reads)
+    return RelayCache(plan, new_cache(hf_model.config).layers, profile.kinds)
 
 
 def graph_runner(hf_model: PreTrainedModel, profile: AttentionProfile) -> GraphRunner | None:
