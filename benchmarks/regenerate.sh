@@ -53,3 +53,4 @@ python benchmarks/draw_gain.py
 python benchmarks/draw_card.py
 python benchmarks/capture_demo.py
 python benchmarks/kill_ingestion.py --kills 20 > benchmarks/results/kill-ingestion.json
+python benchmarks/many_servers.py > benchmarks/results/many-servers.json
