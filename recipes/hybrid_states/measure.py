@@ -48,7 +48,7 @@ def right_answers(
 
 def measure(out: Path, samples: int, seed: int) -> Iterator[dict[str, Any]]:
     """A row for each model, way to treat states and kind of question: ``accuracy`` with ``low`` and
-    ``high`` (95 % bootstrap interval), and ``difference`` from the same model's full mode, paired by
+    ``high`` (95 % bootstrap interval), and ``difference`` from the model in full mode, paired by
     question, with ``difference_low`` and ``difference_high``."""
     tokenizer = load_tokenizer("bundled")
     questions = {kind: held_out_prompts(tokenizer, kind, PASSAGES, samples, seed) for kind in KINDS}
