@@ -16,11 +16,11 @@ from transformers import PreTrainedTokenizerFast, Qwen3_5ForCausalLM
 
 from blockattn_rag.files import write_json
 from blockattn_rag.lab.evaluation.metrics import bootstrap_mean
-from blockattn_rag.model.loading import load_tokenizer
-from recipes.hybrid_states.model import sink_of
+from blockattn_rag.model.loading import load_model, load_tokenizer
+from recipes.hybrid_states.model import build_model, sink_of
 from recipes.hybrid_states.prompts import KINDS, Prompt, held_out_prompts
 from recipes.hybrid_states.states import Treatment, collate
-from recipes.hybrid_states.train import PROMOTE, STAGES, answer_logits
+from recipes.hybrid_states.train import PROMOTE, STAGES, answer_logits, load_weights
 
 PASSAGES = 5
 BATCH = 10
@@ -52,8 +52,9 @@ def measure(out: Path, samples: int, seed: int) -> Iterator[dict[str, Any]]:
     question, with ``difference_low`` and ``difference_high``."""
     tokenizer = load_tokenizer("bundled")
     questions = {kind: held_out_prompts(tokenizer, kind, PASSAGES, samples, seed) for kind in KINDS}
+    model = build_model(load_model("bundled", device="cpu", dtype=torch.float32)).eval()
     for trained in STAGES:
-        model = Qwen3_5ForCausalLM.from_pretrained(out / trained, attn_implementation="eager")
+        load_weights(model, out, trained)
         full: dict[str, list[float]] = {}
         for treatment, promote in ways(trained):
             for kind, prompts in questions.items():

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3_5ForCausalLM
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 
@@ -73,12 +74,33 @@ def build_model(base: LlamaForCausalLM, seed: int = 0) -> Qwen3_5ForCausalLM:
     return model
 
 
+def attention_of(base: LlamaForCausalLM) -> Callable[[Tensor], list[tuple[Tensor, Tensor]]]:
+    """A function from ids ``[b, n]`` to the inputs and outputs ``[b, n, hidden]`` of each attention
+    layer."""
+    found: list[tuple[Tensor, Tensor]] = []
+    for layer in base.model.layers:
+        layer.self_attn.register_forward_hook(
+            lambda _, __, kwargs, outputs: found.append((kwargs["hidden_states"], outputs[0])),
+            with_kwargs=True,
+        )
+
+    @torch.no_grad()
+    def traced(ids: Tensor) -> list[tuple[Tensor, Tensor]]:
+        found.clear()
+        base.model(input_ids=ids, use_cache=False)
+        return list(found)
+
+    return traced
+
+
 def _copy_norm(norm: Any, other: Any) -> None:
     norm.weight.copy_(other.weight - 1)  # Qwen3.5 scales by 1 + weight
 
 
 def _copy_attention(attention: Any, other: Any) -> None:
-    """Copy the projections. The new gate of the outputs is one half, so outputs are doubled."""
+    """Copy the projections. The new gate of the outputs is one half, so outputs are doubled. Norms
+    of queries and keys, which would make all heads equally sharp, are removed."""
+    attention.q_norm = attention.k_norm = nn.Identity()
     queries = attention.q_proj.weight.unflatten(0, (-1, 2, attention.head_dim))
     queries[:, 0] = other.q_proj.weight.unflatten(0, (-1, attention.head_dim))
     queries[:, 1] = 0

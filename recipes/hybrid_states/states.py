@@ -160,7 +160,7 @@ def hidden_states(model: Qwen3_5ForCausalLM, batch: Batch) -> Tensor:
 def _state_layers(model: Qwen3_5ForCausalLM, batch: Batch) -> Iterator[None]:
     mixers = [layer.linear_attn for layer in model.model.layers if hasattr(layer, "linear_attn")]
     for mixer in mixers:
-        mixer.forward = partial(_mix, mixer, batch)
+        mixer.forward = partial(mix, mixer, batch)
     try:
         yield
     finally:
@@ -168,7 +168,7 @@ def _state_layers(model: Qwen3_5ForCausalLM, batch: Batch) -> Iterator[None]:
             del mixer.forward
 
 
-def _mix(mixer: Any, batch: Batch, hidden_states: Tensor, **_: Any) -> Tensor:
+def mix(mixer: Any, batch: Batch, hidden_states: Tensor, **_: Any) -> Tensor:
     """Forward of a gated delta network, as in transformers, but run by run."""
     flat = hidden_states.flatten(0, 1)
     inputs = _with_padding(mixer.in_proj_qkv(flat))
