@@ -26,7 +26,7 @@ from recipes.hybrid_states.model import attention_of, build_model, sink_of
 from recipes.hybrid_states.prompts import Prompt, PromptWriter
 from recipes.hybrid_states.states import Batch, Treatment, collate, hidden_states, mix
 
-IMITATION, FULL, BLOCK = 120, 200, 80
+IMITATION, FULL, BLOCK = 120, 450, 80
 """Optimizer steps of the stages; ``BLOCK`` for each way to treat states."""
 
 IMITATION_RATE, FULL_RATE, BLOCK_RATE = 3e-3, 1e-3, 3e-4

@@ -10,7 +10,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3_5ForCa
 from recipes.hybrid_states import measure, train
 from recipes.hybrid_states.model import ATTENTION, STATE, build_model
 from recipes.hybrid_states.prompts import KINDS, held_out_prompts
-from recipes.hybrid_states.train import main, train_stage
+from recipes.hybrid_states.train import imitation_loss, main, task_loss, train_stage
 
 
 @pytest.fixture(autouse=True)
@@ -18,6 +18,10 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train, "TOKENS_PER_STEP", 100)
     monkeypatch.setattr(measure, "PASSAGES", 2)
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+
+
+def _quiet(_: str) -> None:
+    pass
 
 
 def test_model_has_two_layers_of_each_kind(model: Qwen3_5ForCausalLM) -> None:
@@ -36,26 +40,45 @@ def test_questions_are_repeatable_and_mark_the_answer(tokenizer: PreTrainedToken
         assert text.endswith(".<|end|>")
 
 
+def test_imitation_brings_state_layers_closer_to_attention(
+    model: Qwen3_5ForCausalLM,
+    bundled: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    tmp_path: Path,
+) -> None:
+    loss = imitation_loss(model, tokenizer, bundled)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    first = loss(0).item()
+    assert train_stage(model, loss, 10, 3e-3, tmp_path / "imitation.pt", log=_quiet)
+    assert loss(0).item() < 0.95 * first
+    after = model.state_dict()
+    changed = {name for name, tensor in before.items() if not torch.equal(tensor, after[name])}
+    assert changed
+    assert all("linear_attn" in name for name in changed)
+
+
 def test_an_interrupted_stage_ends_with_the_same_weights(
     bundled: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
+    def run(model: Qwen3_5ForCausalLM, file: str, **options: float) -> bool:
+        loss = task_loss(model, tokenizer, "last")
+        return train_stage(model, loss, 2, 1e-3, tmp_path / file, log=_quiet, **options)
+
     models = [build_model(bundled) for _ in range(3)]
-    ignore = lambda _: None  # noqa: E731
-    assert train_stage(models[0], tokenizer, "last", 2, tmp_path / "once.pt", log=ignore)
-    parts = tmp_path / "parts.pt"
-    assert not train_stage(models[1], tokenizer, "last", 2, parts, until=0.0, log=ignore)
-    assert train_stage(models[2], tokenizer, "last", 2, parts, log=ignore)
-    whole, resumed = (model.state_dict() for model in (models[0], models[2]))
-    assert all(torch.equal(tensor, resumed[name]) for name, tensor in whole.items())
-    before = build_model(bundled).state_dict()
-    assert not torch.equal(whole["lm_head.weight"], before["lm_head.weight"])
+    assert run(models[0], "once.pt")
+    assert not run(models[1], "parts.pt", until=0.0)
+    assert run(models[2], "parts.pt")
+    complete, interrupted, resumed = (model.state_dict() for model in models)
+    assert all(torch.equal(tensor, resumed[name]) for name, tensor in complete.items())
+    assert not torch.equal(complete["lm_head.weight"], interrupted["lm_head.weight"])
 
 
 def test_every_model_is_trained_and_every_treatment_is_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    main(tmp_path / "out", full_steps=2, block_steps=2)
-    main(tmp_path / "out", full_steps=2, block_steps=2)  # nothing is left to do
+    main(tmp_path / "out", minutes=0, smoke=True)
+    assert "again to continue" in capsys.readouterr().out
+    main(tmp_path / "out", smoke=True)
     output = tmp_path / "rows.json"
     capsys.readouterr()
     measure.main(tmp_path / "out", samples=2, output=output)
