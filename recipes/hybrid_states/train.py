@@ -26,10 +26,10 @@ from recipes.hybrid_states.model import attention_of, build_model, sink_of
 from recipes.hybrid_states.prompts import Prompt, PromptWriter
 from recipes.hybrid_states.states import Batch, Treatment, collate, hidden_states, mix
 
-IMITATION, FULL, BLOCK = 120, 450, 80
+IMITATION, FULL, BLOCK = 120, 450, 70
 """Optimizer steps of the stages; ``BLOCK`` for each way to treat states."""
 
-IMITATION_RATE, FULL_RATE, BLOCK_RATE = 3e-3, 1e-3, 3e-4
+IMITATION_RATE, FULL_RATE, BLOCK_RATE = 3e-3, 1e-3, 7e-4
 TOKENS_PER_STEP = 450
 PROMOTE = 1
 STAGES: tuple[Treatment, ...] = ("full", "head", "last", "composed")
