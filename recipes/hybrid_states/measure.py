@@ -53,7 +53,7 @@ def measure(out: Path, samples: int, seed: int) -> Iterator[dict[str, Any]]:
     tokenizer = load_tokenizer("bundled")
     questions = {kind: held_out_prompts(tokenizer, kind, PASSAGES, samples, seed) for kind in KINDS}
     model = build_model(load_model("bundled", device="cpu", dtype=torch.float32)).eval()
-    for trained in STAGES:
+    for trained in (stage for stage in STAGES if (out / f"{stage}.pt").exists()):
         load_weights(model, out, trained)
         full: dict[str, list[float]] = {}
         for treatment, promote in ways(trained):
