@@ -31,7 +31,7 @@ test: $(VENV)/.test lint  ## ruff, mypy, pytest
 test-quantized: $(VENV)/.quantized  ## quantized weights; transformers imports these packages in every process, so they are apart
 	$(OFFLINE) PYTHONPATH=$(abspath $(VENV)/quantized) OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/model/test_quantized_weights.py tests/model/test_gguf.py $(PYTEST)
 
-test-recipes: $(VENV)/.test  ## the tests of how the bundled model was made
+test-recipes: $(VENV)/.test  ## the tests of how the bundled model and a hybrid model were trained
 	$(OFFLINE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest recipes $(PYTEST)
 
 test-vllm: $(VLLM_VENV)/.test  ## the connector in vLLM on a CPU, in an environment of its own

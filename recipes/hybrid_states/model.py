@@ -1,0 +1,120 @@
+"""The tiny hybrid model: Qwen3.5's layers, two of attention and two gated delta networks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3_5ForCausalLM
+from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
+
+from blockattn_rag.prompts.sinks import sink_ids
+from blockattn_rag.prompts.tokenization import BlockTokenizer
+
+STATE, ATTENTION = "linear_attention", "full_attention"
+LAYERS = (STATE, ATTENTION, STATE, ATTENTION)
+SINK = "head:4"
+"""The fixed head that passages are encoded after."""
+
+_SHARED = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+)
+
+
+def sink_of(tokenizer: PreTrainedTokenizerFast) -> list[int]:
+    """Token ids of the sink."""
+    return sink_ids(SINK, BlockTokenizer(tokenizer))
+
+
+def build_model(base: LlamaForCausalLM, seed: int = 0) -> Qwen3_5ForCausalLM:
+    """A hybrid model of the bundled model's shape that starts from the bundled model's embeddings,
+    norms, MLPs and attention layers. Its gated delta networks are random."""
+    own = base.config
+    config = Qwen3_5TextConfig(
+        **{name: getattr(own, name) for name in _SHARED},
+        layer_types=list(LAYERS),
+        linear_num_key_heads=4,
+        linear_num_value_heads=4,
+        linear_key_head_dim=32,
+        linear_value_head_dim=32,
+        rope_parameters={
+            **own.rope_parameters,
+            "partial_rotary_factor": 1.0,
+            "mrope_section": [own.head_dim // 2, 0, 0],
+        },
+        attn_implementation="eager",
+    )
+    torch.manual_seed(seed)
+    model = Qwen3_5ForCausalLM(config)
+    with torch.no_grad():
+        model.model.embed_tokens.weight.copy_(base.model.embed_tokens.weight)
+        model.lm_head.weight.copy_(base.lm_head.weight)
+        _copy_norm(model.model.norm, base.model.norm)
+        for layer, other in zip(model.model.layers, base.model.layers, strict=True):
+            layer.mlp.load_state_dict(other.mlp.state_dict())
+            _copy_norm(layer.input_layernorm, other.input_layernorm)
+            _copy_norm(layer.post_attention_layernorm, other.post_attention_layernorm)
+            if hasattr(layer, "linear_attn"):
+                _set_state_layer(layer.linear_attn)
+            else:
+                _copy_attention(layer.self_attn, other.self_attn)
+    return model
+
+
+def attention_of(base: LlamaForCausalLM) -> Callable[[Tensor], list[tuple[Tensor, Tensor]]]:
+    """A function from ids ``[b, n]`` to the inputs and outputs ``[b, n, hidden]`` of each attention
+    layer."""
+    found: list[tuple[Tensor, Tensor]] = []
+    for layer in base.model.layers:
+        layer.self_attn.register_forward_hook(
+            lambda _, __, kwargs, outputs: found.append((kwargs["hidden_states"], outputs[0])),
+            with_kwargs=True,
+        )
+
+    @torch.no_grad()
+    def traced(ids: Tensor) -> list[tuple[Tensor, Tensor]]:
+        found.clear()
+        base.model(input_ids=ids, use_cache=False)
+        return list(found)
+
+    return traced
+
+
+def _copy_norm(norm: Any, other: Any) -> None:
+    norm.weight.copy_(other.weight - 1)  # Qwen3.5 scales by 1 + weight
+
+
+def _copy_attention(attention: Any, other: Any) -> None:
+    """Copy the projections. The new gate of the outputs is one half, so outputs are doubled. Norms
+    of queries and keys, which would make all heads equally sharp, are removed."""
+    attention.q_norm = attention.k_norm = nn.Identity()
+    queries = attention.q_proj.weight.unflatten(0, (-1, 2, attention.head_dim))
+    queries[:, 0] = other.q_proj.weight.unflatten(0, (-1, attention.head_dim))
+    queries[:, 1] = 0
+    attention.k_proj.weight.copy_(other.k_proj.weight)
+    attention.v_proj.weight.copy_(other.v_proj.weight)
+    attention.o_proj.weight.copy_(2 * other.o_proj.weight)
+
+
+def _set_state_layer(mixer: Any) -> None:
+    """Initialize a gated delta network as flash-linear-attention does: it remembers 1 to 1,000
+    tokens or more. With transformers' own start, most heads forget within a token."""
+    steps = torch.exp(torch.empty_like(mixer.dt_bias).uniform_(math.log(1e-3), math.log(0.1)))
+    mixer.dt_bias.copy_(steps + torch.log(-torch.expm1(-steps)))
+    for projection in (mixer.in_proj_qkv, mixer.in_proj_z):
+        nn.init.normal_(projection.weight, std=projection.in_features**-0.5)
+    nn.init.normal_(mixer.conv1d.weight, std=0.3)
+    mixer.conv1d.weight[:, 0, -1] += 0.7  # reads mostly the token itself
