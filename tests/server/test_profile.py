@@ -27,8 +27,9 @@ def test_a_profile_computes_bytes_and_layouts() -> None:
         tokenizer="1" * 64,
         name="a name",
         dtype="bfloat16",
-        layers=(LayerProfile(2, 8, 6, 1), LayerProfile(1, 8, 8, 0)),
+        layers=(LayerProfile(2, 8, 6, 1, 0), LayerProfile(1, 8, 8, 0, 2)),
         rotary=(Rotary("half", ()), Rotary("interleaved", (1.0, 0.5))),
+        hidden_layers=3,
         vocab_size=10,
         max_positions=20,
     )
@@ -148,5 +149,5 @@ def test_a_checkpoint_with_other_layers_is_refused(tmp_path: Path) -> None:
     config = AutoConfig.for_model("qwen3_5_text", num_hidden_layers=4, vocab_size=264)
     config.save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedModelError, match=r"other kinds than attention \(state\)"):
+    with pytest.raises(UnsupportedModelError, match=r"a state \(3 state, 1 attention\)"):
         profile_of(CheckpointModel(tmp_path, torch.float32))

@@ -10,6 +10,9 @@ from vllm.model_executor.model_loader.weight_utils import filter_files_not_neede
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
+    KVCacheSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
 
@@ -20,10 +23,12 @@ from blockattn_rag.server.config import ServingConfig
 from blockattn_rag.server.profile import ModelProfile
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 logger = logging.getLogger("blockattn_rag")
 
+_SPECS = (FullAttentionSpec, SlidingWindowSpec, MLAAttentionSpec)
+"""Caches of layers that keep a page for each token, or for each token of a window."""
 _LOAD_FORMATS = ("auto", "hf", "safetensors")
 """Formats that load the weights of the checkpoint's files, unchanged."""
 _MISTRAL = "consolidated"
@@ -80,8 +85,6 @@ def _parallel(engine: VllmConfig, config: ServingConfig) -> Iterator[str]:
 
 def _model(engine: VllmConfig, profile: ModelProfile) -> Iterator[str]:
     model = engine.model_config
-    if model.use_mla:
-        yield "the model has latent attention (MLA), whose cache contains no keys"
     for name in ("hf_overrides", "model_class_overrides"):
         if value := getattr(model, name, None):
             option = name.replace("_", "-")
@@ -96,7 +99,7 @@ def _model(engine: VllmConfig, profile: ModelProfile) -> Iterator[str]:
         )
     text = model.hf_text_config
     for name, expected in (
-        ("num_hidden_layers", profile.num_layers),
+        ("num_hidden_layers", profile.hidden_layers),
         ("vocab_size", profile.vocab_size),
     ):
         if getattr(text, name, expected) != expected:
@@ -153,14 +156,16 @@ def _weights(engine: VllmConfig) -> Iterator[str]:
         )
 
 
+def _layer_specs(spec: KVCacheSpec) -> Iterable[KVCacheSpec]:
+    return spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else (spec,)
+
+
 def _cache(engine: VllmConfig, cache: KVCacheConfig, config: ServingConfig) -> Iterator[str]:
-    specs = [group.kv_cache_spec for group in cache.kv_cache_groups]
-    if len(specs) != 1 or not isinstance(specs[0], FullAttentionSpec | UniformTypeKVCacheSpecs):
-        kinds = ", ".join(type(spec).__name__ for spec in specs)
+    specs = [spec for group in cache.kv_cache_groups for spec in _layer_specs(group.kv_cache_spec)]
+    if others := {type(spec).__name__ for spec in specs if type(spec) not in _SPECS}:
         yield (
-            f"the cache has {len(specs)} groups ({kinds}), expected one that keeps all tokens; set "
-            "--disable-hybrid-kv-cache-manager, or use a model without recurrent layers and with "
-            "at least one layer without a sliding window"
+            f"the cache has layers of {', '.join(sorted(others))}, expected "
+            f"{', '.join(spec.__name__ for spec in _SPECS)}; use another model"
         )
     dtype = engine.cache_config.cache_dtype
     as_computed = ("auto", str(engine.model_config.dtype).removeprefix("torch."))

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 from vllm.distributed import get_pp_group, get_tp_group
 from vllm.model_executor.models.utils import extract_layer_index
 
@@ -31,10 +30,10 @@ from blockattn_rag.server.vllm.metrics import (
     WorkerReport,
     count_loads,
 )
-from blockattn_rag.server.vllm.pages import LayerPages
+from blockattn_rag.server.vllm.pages import KVGroup, LayerPages
 from blockattn_rag.server.vllm.rotations import check_rotations
 from blockattn_rag.server.vllm.saver import BlockSaver
-from blockattn_rag.server.vllm.scheduler import Load, Orders, Save
+from blockattn_rag.server.vllm.scheduler import Load, Orders
 from blockattn_rag.store import MemoryStore, TieredStore, open_store
 
 logger = logging.getLogger("blockattn_rag")
@@ -48,10 +47,9 @@ are only in that tier fail meanwhile."""
 
 @dataclass(slots=True)
 class Done:
-    """Ids of requests whose blocks were stored or loaded in a step. vLLM expects failed requests in
+    """Ids of requests whose blocks were loaded in a step. vLLM expects failed requests in
     ``loaded``, too."""
 
-    saved: set[str] = field(default_factory=set)
     loaded: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
 
@@ -77,13 +75,13 @@ class WorkerSide:
         self,
         config: ServingConfig,
         profile: ModelProfile,
-        page_tokens: int,
+        groups: Mapping[str, KVGroup],
         adapter: Correction | None = None,
     ) -> None:
         self._config = config
         self._adapter = adapter
         self._profile = profile
-        self._page_tokens = page_tokens
+        self._groups = groups
         self._pages: list[LayerPages] = []
         self._loading: dict[str, _Loading] = {}
         self._done = Done()
@@ -94,17 +92,24 @@ class WorkerSide:
     def register(self, layers: Mapping[str, Any]) -> None:
         """Register the attention layers of this rank, by name, and open its stores."""
         config, profile = self._config, self._profile
-        by_index = {extract_layer_index(name): layer for name, layer in layers.items()}
+        by_index = {
+            extract_layer_index(name): (layer, self._groups[name])
+            for name, layer in layers.items()
+            if getattr(layer, "kv_sharing_target_layer_name", None) is None
+        }
         # Draft layers of speculative decoding follow the layers of the model.
-        indices = sorted(index for index in by_index if index < profile.num_layers)
+        indices = sorted(index for index in by_index if index < profile.hidden_layers)
         pipe, group = get_pp_group(), get_tp_group()
-        own = _own_layers(indices, pipe.world_size, profile.num_layers)
+        own = _own_layers(indices, pipe.world_size, profile)
         share = Share.of(profile, group.rank_in_group, group.world_size, own)
         self._share = share
-        self._pages = [LayerPages(by_index[index]) for index in indices]
-        for index, pages in zip(indices, self._pages, strict=True):
-            _check_layer(index, pages, by_index[index], share, profile)
-        check_rotations(profile, share.layers)
+        interleaved = check_rotations(profile, own)
+        self._pages = []
+        for place, index in zip(own, indices, strict=True):
+            layer, page_group = by_index[index]
+            pages = LayerPages(layer, page_group, interleaves_keys=place in interleaved)
+            _check_layer(place, pages, layer, share, profile)
+            self._pages.append(pages)
         if config.encodes:
             for place, pages in enumerate(self._pages):
                 pages.share_layout(self._pages[:place])
@@ -126,19 +131,29 @@ class WorkerSide:
         for request_id in orders.refused:
             self._fail(request_id)
         for save in orders.saves:  # before loads, which may need a block that stays in memory
-            self._save(save)
+            self._encoder.save(save)
         for load in orders.loads:
             self._start(load)
         if orders.is_idle and self._loading:
             futures = [loading.blocks for loading in self._loading.values()]
             wait(futures, _NAP_S, FIRST_COMPLETED)
 
-    def done(self) -> Done:
+    def copy(self, orders: Orders) -> None:
+        """Copy what encoding requests computed in a step, after the model ran."""
+        for copy in orders.copies:
+            self._encoder.copy(copy)
+
+    def done(self, ended: Iterable[str] = ()) -> Done:
         """End a step: write loaded blocks to pages.
+
+        Args:
+            ended: Ids of requests that ended.
 
         Returns:
             The requests completed since the last call.
         """
+        if self._pages and self._saver is not None:
+            self._saver.forget(ended)
         for request_id in [key for key, loading in self._loading.items() if loading.blocks.done()]:
             self._finish(self._loading.pop(request_id))
         done, self._done = self._done, Done()
@@ -196,29 +211,30 @@ class WorkerSide:
             PlacedBlock(_on(device, kv), one.start, one.start)
             for one, kv in zip(wanted, blocks, strict=True)
         ]
-        skipped = order.computed - wanted[0].start  # tokens of the first block
-        slots = self._slots(order.pages, order.plan.context_tokens)[order.computed :]
-        angles: Angles = {}
-        for index, pages in enumerate(self._pages):
-            layout = self._profile.layouts[self._share.layers[index]]
-            keys, values = joined_states(placed, index, layout, angles)
-            pages.write(keys[:, skipped:], values[:, skipped:], slots)
+        for group in {pages.group for pages in self._pages}:
+            start = max(order.computed, group.first_token(order.pages))
+            tokens = range(start, order.plan.context_tokens)
+            if not tokens:
+                continue
+            slots = group.slots(order.pages, tokens, device)
+            read = [block for block in placed if block.start + block.kv.num_tokens > start]
+            skipped = start - read[0].start  # tokens of the first block
+            angles: Angles = {}
+            for index, pages in enumerate(self._pages):
+                if pages.group == group:
+                    layout = self._profile.layouts[self._share.layers[index]]
+                    keys, values = joined_states(read, index, layout, angles)
+                    pages.write(keys[:, skipped:], values[:, skipped:], slots)
 
-    def _save(self, save: Save) -> None:
+    @property
+    def _encoder(self) -> BlockSaver:
         if self._saver is None:
             raise ServingError("This server encodes nothing, but was asked to save a block")
-        self._saver.save(save, self._slots(save.pages, len(save.token_ids)))
-        self._done.saved.add(save.request_id)
+        return self._saver
 
     def _fail(self, request_id: str) -> None:
         self._done.loaded.add(request_id)
         self._done.failed.add(request_id)
-
-    def _slots(self, pages: Sequence[int], tokens: int) -> Tensor:
-        device = self._pages[0].device
-        starts = torch.tensor(pages, dtype=torch.int64, device=device) * self._page_tokens
-        places = torch.arange(self._page_tokens, device=device)
-        return (starts[:, None] + places).flatten()[:tokens]
 
 
 def _on(device: torch.device, kv: BlockKV) -> BlockKV:
@@ -230,32 +246,32 @@ def _on(device: torch.device, kv: BlockKV) -> BlockKV:
     return kv.with_tensors([[t.to(device, non_blocking=True) for t in layer] for layer in layers])
 
 
-def _own_layers(indices: Sequence[int], ranks: int, num_layers: int) -> range:
-    """Consecutive layers of a pipeline-parallel rank; without pipeline parallelism, all layers."""
-    found = range(indices[0], indices[-1] + 1) if indices else range(0)
-    if list(found) != list(indices) or (ranks == 1 and len(found) != num_layers):
+def _own_layers(indices: Sequence[int], ranks: int, profile: ModelProfile) -> range:
+    """Layers of the profile on a pipeline-parallel rank, from the indices of the layers of the
+    model that have pages. Without pipeline parallelism: all layers."""
+    expected = [layer.index for layer in profile.layers]
+    own = range(len(expected))
+    if ranks > 1 and indices and indices[0] in expected:
+        start = expected.index(indices[0])
+        own = own[start : start + len(indices)]
+    if not indices or expected[own.start : own.stop] != list(indices):
         raise ServingError(
-            f"Found attention layers {list(indices)}, expected consecutive ones: block mode does "
-            "not support models with layers that have no keys and values"
+            f"vLLM stores keys and values of layers {list(indices)}, but {profile.name} has them "
+            f"in layers {expected}; report the model"
         )
-    return found
+    return own
 
 
 def _check_layer(
-    index: int, pages: LayerPages, layer: Any, share: Share, profile: ModelProfile
+    place: int, pages: LayerPages, layer: Any, share: Share, profile: ModelProfile
 ) -> None:
-    """Raise ServingError for a layer whose pages differ from the profile, or are shared."""
-    told, heads = profile.layers[index], share.heads[share.layers.index(index)]
+    """Raise ServingError for a layer whose pages differ from the profile."""
+    told, heads = profile.layers[place], share.heads[share.layers.index(place)]
     expected = (len(heads), told.key_size, told.value_size)
     if pages.sizes != expected:
         raise ServingError(
-            f"Layer {index} has (heads, key size, value size) {pages.sizes}, expected {expected} "
-            f"from the config of {profile.name}"
-        )
-    if getattr(layer, "kv_sharing_target_layer_name", None) is not None:
-        raise ServingError(
-            f"Layer {index} shares the keys and values of another layer, which block mode in vLLM "
-            "does not support"
+            f"Layer {told.index} has (heads, key size, value size) {pages.sizes}, expected "
+            f"{expected} from the config of {profile.name}"
         )
     if not hasattr(layer.impl, "do_kv_cache_update"):
         raise ServingError(
