@@ -19,7 +19,9 @@ from blockattn_rag.errors import UnsupportedModelError
 from blockattn_rag.kv.quantization import KVDtype
 from blockattn_rag.kv.rope import Pairing, RotaryLayout
 from blockattn_rag.model.probe import StateOutline
+from blockattn_rag.model.recompute import tokens_to_recompute
 from blockattn_rag.prompts.sinks import NO_SINK, sink_ids
+from blockattn_rag.server.plan import BlockPlan
 
 DTYPES = {
     "float32": torch.float32,
@@ -81,6 +83,7 @@ class ModelProfile:
     sink_ids: tuple[int, ...] = ()
     adapter: str = ""
     promote: int = 0
+    recompute: float = 0.0
     block_tuned: bool = False
 
     @property
@@ -89,11 +92,15 @@ class ModelProfile:
 
     @property
     def recipe(self) -> RecipeOutline:
-        return RecipeOutline(self.sink, self.adapter, self.promote)
+        return RecipeOutline(self.sink, self.adapter, self.promote, self.recompute)
 
     @property
     def torch_dtype(self) -> torch.dtype:
         return DTYPES[self.dtype]
+
+    def recomputed_tokens(self, plan: BlockPlan) -> int:
+        """Number of tokens to recompute for a prompt."""
+        return tokens_to_recompute(plan.lengths, plan.may_change, self.recompute)
 
     @cached_property
     def layouts(self) -> tuple[RotaryLayout, ...]:
@@ -132,11 +139,6 @@ def profile_of(model: AnyModel, recipe: Recipe | None = None) -> ModelProfile:
             f"Found recipe {recipe}, but a server rotates keys to their positions in the prompt; "
             "pass a recipe with positions='reordered'"
         )
-    if recipe.recompute:
-        raise ValueError(
-            f"Found recipe {recipe}, but a server cannot recompute tokens of passages; pass a "
-            "recipe with recompute=0, for example with promote=1"
-        )
     attention = model.profile
     if other := {str(kind) for kind in attention.kinds if not kind.is_attention}:
         raise UnsupportedModelError(
@@ -174,5 +176,6 @@ def profile_of(model: AnyModel, recipe: Recipe | None = None) -> ModelProfile:
         sink_ids=tuple(sink_ids(recipe.sink, model.tokenizer)),
         adapter=recipe.encoding[1],
         promote=recipe.promote,
+        recompute=recipe.recompute,
         block_tuned=model.is_block_tuned,
     )

@@ -47,10 +47,10 @@ class BlockAttentionConnector(KVConnectorBase_V1):
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if role == KVConnectorRole.SCHEDULER:
-            self._scheduler = SchedulerSide(config, profile)
+            self._scheduler = SchedulerSide(config, profile, vllm_config.parallel_config.world_size)
         else:
             page_tokens = vllm_config.cache_config.block_size
-            self._worker = WorkerSide(config, profile, page_tokens, recipe.adapter)
+            self._worker = WorkerSide(config, profile, page_tokens, recipe.adapter, vllm_config)
 
     @property
     def requires_kv_delivery(self) -> bool:

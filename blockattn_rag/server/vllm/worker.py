@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import logging
 import time
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.config import VllmConfig
 from vllm.distributed import get_pp_group, get_tp_group
 from vllm.model_executor.models.utils import extract_layer_index
 
@@ -26,12 +29,14 @@ from blockattn_rag.server.profile import ModelProfile
 from blockattn_rag.server.shares import Share, open_share
 from blockattn_rag.server.vllm.metrics import (
     Counters,
+    Ended,
     Fetch,
     ServingStats,
     WorkerReport,
     count_loads,
 )
 from blockattn_rag.server.vllm.pages import LayerPages
+from blockattn_rag.server.vllm.recomputing import Recomputer
 from blockattn_rag.server.vllm.rotations import check_rotations
 from blockattn_rag.server.vllm.saver import BlockSaver
 from blockattn_rag.server.vllm.scheduler import Load, Orders, Save
@@ -57,6 +62,19 @@ class Done:
 
 
 @dataclass(frozen=True, slots=True)
+class _Loaded:
+    """A load that has ended on this rank, and waits for the others before tokens are recomputed.
+
+    Args:
+        order: None: it failed.
+    """
+
+    order: Load | None
+    int8_blocks: int
+    since: float
+
+
+@dataclass(frozen=True, slots=True)
 class _Loading:
     """Running load: its order, and the blocks with tokens that are not in the pages yet."""
 
@@ -79,15 +97,19 @@ class WorkerSide:
         profile: ModelProfile,
         page_tokens: int,
         adapter: Correction | None = None,
+        engine: VllmConfig | None = None,
     ) -> None:
         self._config = config
         self._adapter = adapter
+        self._engine = engine
         self._profile = profile
         self._page_tokens = page_tokens
         self._pages: list[LayerPages] = []
         self._loading: dict[str, _Loading] = {}
         self._done = Done()
         self._fetches: dict[str, Fetch] = {}
+        self._ended: dict[str, Ended] = {}
+        self._waiting: dict[str, _Loaded] = {}
         self._loaded = LoaderStats()
         self.stats = Counters()
 
@@ -105,9 +127,13 @@ class WorkerSide:
         for index, pages in zip(indices, self._pages, strict=True):
             _check_layer(index, pages, by_index[index], share, profile)
         check_rotations(profile, share.layers)
-        if config.encodes:
+        if config.encodes or profile.recompute:
             for place, pages in enumerate(self._pages):
                 pages.share_layout(self._pages[:place])
+        self._recomputer = None
+        if profile.recompute and self._engine is not None:
+            own_layers = [by_index[index] for index in indices]
+            self._recomputer = Recomputer(own_layers, self._pages, self._engine)
         home = open_store(config.store)
         tiers = config.nearer_tiers(profile, share)
         self._store = TieredStore(*tiers, open_share(home, share, profile), pause_s=_PAUSE_S)
@@ -127,6 +153,8 @@ class WorkerSide:
             self._fail(request_id)
         for save in orders.saves:  # before loads, which may need a block that stays in memory
             self._save(save)
+        for request_id, is_used in orders.ended.items():
+            self._recompute(request_id, is_used=is_used)
         for load in orders.loads:
             self._start(load)
         if orders.is_idle and self._loading:
@@ -147,10 +175,11 @@ class WorkerSide:
     def report(self) -> WorkerReport | None:
         """Report on the time since the last call; None if nothing happened."""
         unsaved = self._saver.unsaved() if self._pages and self._saver is not None else {}
-        if not self._fetches and not unsaved:
+        if not self._fetches and not unsaved and not self._ended:
             return None
         fetches, self._fetches = self._fetches, {}
-        return WorkerReport(fetches, unsaved)
+        ended, self._ended = self._ended, {}
+        return WorkerReport(fetches, unsaved, ended)
 
     def counted(self) -> ServingStats | None:
         """Counts since the last call; None if nothing was counted."""
@@ -175,18 +204,52 @@ class WorkerSide:
 
     def _finish(self, loading: _Loading) -> None:
         """Write the blocks of a completed load to their pages, or fail the request."""
-        request_id = loading.order.request_id
+        request_id, order = loading.order.request_id, loading.order
+        recomputes = self._profile.recomputed_tokens(order.plan) > 0
         try:
             blocks = loading.blocks.result()
         except LoadError as error:
             logger.warning("Request %s fails: %s", request_id, error)
-            self._fail(request_id)
+            if recomputes:
+                self._end(request_id, _Loaded(None, 0, loading.since))
+            else:
+                self._fail(request_id)
             return
         seconds = time.monotonic() - loading.since
-        self._write(loading.order, loading.wanted, blocks)
+        self._write(order, loading.wanted, blocks)
         quantised = sum(kv.scales is not None for kv in blocks)
+        if recomputes:
+            self._end(request_id, _Loaded(order, quantised, loading.since))
+            return
         self._fetches[request_id] = Fetch(seconds, quantised)
         self._done.loaded.add(request_id)
+
+    def _end(self, request_id: str, loaded: _Loaded) -> None:
+        """Report the end of a load to the scheduler, which then orders ``_recompute``."""
+        self._waiting[request_id] = loaded
+        self._ended[request_id] = Ended(1, int(loaded.order is None))
+
+    def _recompute(self, request_id: str, *, is_used: bool) -> None:
+        """Complete a request whose load has ended on all ranks: recompute its tokens."""
+        loaded = self._waiting.pop(request_id)
+        if loaded.order is None:
+            self._fail(request_id)
+            return
+        self._done.loaded.add(request_id)
+        if not is_used or self._recomputer is None:
+            return
+        plan = loaded.order.plan
+        chosen = self._recomputer.recompute(
+            loaded.order.token_ids,
+            self._slots(loaded.order.pages, plan.context_tokens),
+            plan.lengths,
+            plan.may_change,
+            self._profile.recomputed_tokens(plan),
+        )
+        ends = [bisect_left(chosen, end) for end in accumulate(plan.lengths)]
+        recomputed = tuple(end - start for start, end in pairwise([0, *ends]))
+        seconds = time.monotonic() - loaded.since
+        self._fetches[request_id] = Fetch(seconds, loaded.int8_blocks, recomputed)
 
     def _write(self, order: Load, wanted: Sequence[BlockId], blocks: Sequence[BlockKV]) -> None:
         """Write blocks to the slots after the computed tokens. Pages of computed tokens are not
