@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,9 @@ from vllm.v1.request import Request, RequestStatus
 
 from blockattn_rag.prompts.blocks import STORED
 from blockattn_rag.server.config import ServingConfig
+from blockattn_rag.server.keys import is_salt, salt
 from blockattn_rag.server.plan import BlockPlan
+from blockattn_rag.server.vllm.metrics import Ended, WorkerReport
 from blockattn_rag.server.vllm.scheduler import UNSAVED, SchedulerSide
 from tests_vllm.engines import sampling_of
 from tests_vllm.reference import Reference
@@ -25,6 +28,7 @@ def step_of(**scheduled: int) -> Any:
     return SimpleNamespace(
         total_num_scheduled_tokens=sum(scheduled.values()),
         num_scheduled_tokens=scheduled,
+        preempted_req_ids=None,
         kv_connector_block_state=SimpleNamespace(resolve_block_ids=lambda _: ([3, 4], [0, 5])),
     )
 
@@ -109,3 +113,42 @@ def test_refused_request_is_forgotten(reference: Reference) -> None:
     request.status = RequestStatus.FINISHED_ERROR
     assert scheduler.finished(request) is None
     assert scheduler.promised(request, 0) == (0, False)
+
+
+def recomputing(reference: Reference, ranks: int = 1) -> SchedulerSide:
+    config = ServingConfig.parse(reference.options())
+    return SchedulerSide(config, replace(reference.profile, recompute=0.5), ranks)
+
+
+def test_requests_with_recomputed_tokens_share_no_pages(reference: Reference) -> None:
+    scheduler = recomputing(reference)
+    requests = [request_of(COMPLETE, cache_salt="own") for _ in range(2)]
+    salts = []
+    for request in requests:
+        scheduler.add(request)
+        salts.append(request.cache_salt)
+    shared = salt(BlockPlan("complete", (2, 2), keep=(STORED,) * 2), reference.profile, "own")
+    assert len({*salts, shared}) == 3
+    assert all(map(is_salt, salts))
+    step: Any = SimpleNamespace(total_num_scheduled_tokens=0, preempted_req_ids={"r"})
+    scheduler.orders(step)
+    assert requests[1].cache_salt not in salts  # or it would find its own recomputed pages
+    assert is_salt(requests[1].cache_salt)
+
+
+def test_tokens_are_recomputed_once_all_ranks_have_loaded(reference: Reference) -> None:
+    scheduler = recomputing(reference, ranks=2)
+    scheduler.add(request_of(COMPLETE))
+
+    def ordered(ended: dict[str, Ended]) -> dict[str, bool]:
+        report: Any = SimpleNamespace(kv_connector_worker_meta=WorkerReport(ended=ended))
+        scheduler.take(report)
+        return scheduler.orders(NOTHING).ended
+
+    assert ordered({"r": Ended(1, 0)}) == {}
+    assert ordered({"r": Ended(1, 0)}) == {"r": True}
+    assert ordered({"r": Ended(1, 1)}) == {}
+    assert ordered({"r": Ended(1, 0)}) == {"r": False}  # one rank has no blocks
+    assert ordered({"aborted": Ended(2, 0)}) == {"aborted": False}
+    both = WorkerReport(ended={"r": Ended(1, 0)}).aggregate(WorkerReport(ended={"r": Ended(1, 1)}))
+    assert both.ended == {"r": Ended(2, 1)}

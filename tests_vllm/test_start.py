@@ -56,6 +56,13 @@ def cache_of(*specs: Any) -> KVCacheConfig:
     return KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=groups)
 
 
+def change(engine: Any, changed: dict[str, Any]) -> None:
+    """Set options of an engine, by the names of their parts."""
+    for place, value in changed.items():
+        *part, name = place.split(".")
+        setattr(getattr(engine, part[0]) if part else engine, name, value)
+
+
 def test_an_engine_of_the_profiles_model_is_accepted(reference: Reference) -> None:
     config = ServingConfig.parse(reference.options())
     check_engine(engine_of(), cache_of(FULL), config, reference.profile)
@@ -83,11 +90,29 @@ def test_unsuitable_engines_are_refused(
 ) -> None:
     config = ServingConfig.parse(reference.options())
     engine = engine_of(transfer)
-    for place, value in changed.items():
-        part, name = place.split(".")
-        setattr(getattr(engine, part), name, value)
+    change(engine, changed)
     with pytest.raises(ServingError, match=message):
         check_engine(engine, cache_of(FULL), config, reference.profile)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"parallel_config.pipeline_parallel_size": 2}, "pipeline_parallel_size is 2"),
+        ({"lora_config": object()}, "enable_lora is set"),
+        ({"cache_config.cache_dtype": "fp8_e4m3"}, "the cache stores fp8_e4m3"),
+    ],
+)
+def test_engines_that_cannot_recompute_are_refused_if_a_recipe_does(
+    reference: Reference, changed: dict[str, Any], message: str
+) -> None:
+    config = ServingConfig.parse(reference.options(read_only=True, private_memory="0"))
+    engine, cache, profile = engine_of(), cache_of(FULL), replace(reference.profile, recompute=0.1)
+    check_engine(engine, cache, config, profile)
+    change(engine, changed)
+    check_engine(engine, cache, config, reference.profile)
+    with pytest.raises(ServingError, match=f"{message}; tokens are not recomputed.*'fast'"):
+        check_engine(engine, cache, config, profile)
 
 
 @pytest.mark.parametrize(

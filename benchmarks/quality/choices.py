@@ -159,7 +159,7 @@ def _chosen(
         layers = range(int(candidate.layers * num_layers), num_layers)
         received = attention_to_context(model, context, final, layers=layers)
     received[first] = torch.inf
-    return choose_tokens(received, context, [False] + [True] * (len(lengths) - 1), count)
+    return choose_tokens(received, lengths, [False] + [True] * (len(lengths) - 1), count)
 
 
 def _first_tokens(lengths: Sequence[int], count: int) -> list[int]:

@@ -81,7 +81,6 @@ class Served:
             open_store(self.store),
             self.folder,
             stock=self.stock,
-            can_recompute=False,
         )
         profile = profile_of(model, recipe)
         connector = {

@@ -138,9 +138,7 @@ class ServingConfig:
                 ``recipe_digest``.
         """
         checkpoint = CheckpointModel(model, dtype, revision)
-        recipe = resolve_recipe(
-            self.recipe, checkpoint, open_store(self.store), can_recompute=False
-        )
+        recipe = resolve_recipe(self.recipe, checkpoint, open_store(self.store))
         profile = profile_of(checkpoint, recipe)
         for what, found, expected in (
             ("model", profile.fingerprint, self.fingerprint),

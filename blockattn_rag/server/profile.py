@@ -20,7 +20,9 @@ from blockattn_rag.kv.quantization import KVDtype
 from blockattn_rag.kv.rope import Pairing, RotaryLayout
 from blockattn_rag.model.kinds import storing, summary
 from blockattn_rag.model.probe import StateOutline
+from blockattn_rag.model.recompute import tokens_to_recompute
 from blockattn_rag.prompts.sinks import NO_SINK, sink_ids
+from blockattn_rag.server.plan import BlockPlan
 
 DTYPES = {
     "float32": torch.float32,
@@ -94,6 +96,7 @@ class ModelProfile:
     sink_ids: tuple[int, ...] = ()
     adapter: str = ""
     promote: int = 0
+    recompute: float = 0.0
     block_tuned: bool = False
 
     @property
@@ -102,11 +105,15 @@ class ModelProfile:
 
     @property
     def recipe(self) -> RecipeOutline:
-        return RecipeOutline(self.sink, self.adapter, self.promote)
+        return RecipeOutline(self.sink, self.adapter, self.promote, self.recompute)
 
     @property
     def torch_dtype(self) -> torch.dtype:
         return DTYPES[self.dtype]
+
+    def recomputed_tokens(self, plan: BlockPlan) -> int:
+        """Number of tokens to recompute for a prompt."""
+        return tokens_to_recompute(plan.lengths, plan.may_change, self.recompute)
 
     @cached_property
     def layouts(self) -> tuple[RotaryLayout, ...]:
@@ -144,11 +151,6 @@ def profile_of(model: AnyModel, recipe: Recipe | None = None) -> ModelProfile:
         raise ValueError(
             f"Found recipe {recipe}, but a server rotates keys to their positions in the prompt; "
             "pass a recipe with positions='reordered'"
-        )
-    if recipe.recompute:
-        raise ValueError(
-            f"Found recipe {recipe}, but a server cannot recompute tokens of passages; pass a "
-            "recipe with recompute=0, for example with promote=1"
         )
     attention = model.profile
     if attention.has_states:
@@ -193,5 +195,6 @@ def profile_of(model: AnyModel, recipe: Recipe | None = None) -> ModelProfile:
         sink_ids=tuple(sink_ids(recipe.sink, model.tokenizer)),
         adapter=recipe.encoding[1],
         promote=recipe.promote,
+        recompute=recipe.recompute,
         block_tuned=model.is_block_tuned,
     )

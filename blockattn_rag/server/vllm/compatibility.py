@@ -33,6 +33,7 @@ _LOAD_FORMATS = ("auto", "hf", "safetensors")
 """Formats that load the weights of the checkpoint's files, unchanged."""
 _MISTRAL = "consolidated"
 """Start of the names of files that vLLM loads instead of others if the format is ``auto``."""
+_NOT_RECOMPUTED = "tokens are not recomputed on it; use a recipe with recompute=0, such as 'fast'"
 
 
 def check_engine(
@@ -41,6 +42,8 @@ def check_engine(
     """Check that this engine gives exact answers in block mode."""
     reasons = [*_transfer(engine), *_parallel(engine, config), *_model(engine, profile)]
     reasons += [*_weights(engine), *_cache(engine, cache, config)]
+    if profile.recompute:
+        reasons += [f"{reason}; {_NOT_RECOMPUTED}" for reason in _recomputation(engine)]
     if reasons:
         raise ServingError("Block mode is not possible on this engine: " + "; ".join(reasons))
     speculative = engine.speculative_config
@@ -114,6 +117,21 @@ def _model(engine: VllmConfig, profile: ModelProfile) -> Iterator[str]:
         )
 
 
+def _recomputation(engine: VllmConfig) -> Iterator[str]:
+    """Tokens are recomputed by a forward pass of the connector's own."""
+    model, parallel = engine.model_config, engine.parallel_config
+    if parallel.pipeline_parallel_size > 1:
+        yield f"pipeline_parallel_size is {parallel.pipeline_parallel_size}"
+    if parallel.data_parallel_size > 1 and model.is_moe:
+        yield f"data_parallel_size is {parallel.data_parallel_size} for a mixture of experts"
+    if engine.lora_config is not None:
+        yield "enable_lora is set"
+    if (dtype := engine.cache_config.cache_dtype) not in _as_computed(engine):
+        yield f"the cache stores {dtype}"
+    if model.uses_mrope:
+        yield "the model has multimodal rotary positions (M-RoPE)"
+
+
 def _weights(engine: VllmConfig) -> Iterator[str]:
     """vLLM must load the files that were hashed, and no others."""
     model, load = engine.model_config, engine.load_config
@@ -168,10 +186,14 @@ def _cache(engine: VllmConfig, cache: KVCacheConfig, config: ServingConfig) -> I
             f"{', '.join(spec.__name__ for spec in _SPECS)}; use another model"
         )
     dtype = engine.cache_config.cache_dtype
-    as_computed = ("auto", str(engine.model_config.dtype).removeprefix("torch."))
-    if dtype not in as_computed and config.encodes:
+    if dtype not in _as_computed(engine) and config.encodes:
         yield (
             f"the cache stores {dtype}, but blocks are saved as the model computes them; set "
             "--kv-cache-dtype auto, or read_only and private_memory '0', and encode on another "
             "server"
         )
+
+
+def _as_computed(engine: VllmConfig) -> tuple[str, str]:
+    """Names of the type in which the model computes keys and values."""
+    return "auto", str(engine.model_config.dtype).removeprefix("torch.")

@@ -49,14 +49,14 @@ class BlockAttentionConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if role == KVConnectorRole.SCHEDULER:
-            self._scheduler = SchedulerSide(config, profile)
+            self._scheduler = SchedulerSide(config, profile, vllm_config.parallel_config.world_size)
         else:
             groups = {
                 name: KVGroup(index, group.kv_cache_spec.block_size)
                 for index, group in enumerate(kv_cache_config.kv_cache_groups)
                 for name in group.layer_names
             }
-            self._worker = WorkerSide(config, profile, groups, recipe.adapter)
+            self._worker = WorkerSide(config, profile, groups, recipe.adapter, vllm_config)
 
     @property
     def requires_kv_delivery(self) -> bool:

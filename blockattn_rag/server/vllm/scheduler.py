@@ -6,6 +6,7 @@ The scheduler's thread serves every request, so nothing here waits for a network
 from __future__ import annotations
 
 import logging
+import secrets
 import uuid
 from collections import OrderedDict
 from dataclasses import dataclass, field, replace
@@ -21,7 +22,7 @@ from blockattn_rag.server.plan import BlockPlan, parse_plan
 from blockattn_rag.server.profile import ModelProfile
 from blockattn_rag.server.protocol import FIELD
 from blockattn_rag.server.served_blocks import ServedBlocks
-from blockattn_rag.server.vllm.metrics import Counters, WorkerReport
+from blockattn_rag.server.vllm.metrics import Counters, Ended, WorkerReport
 from blockattn_rag.server.vllm.pages import PageTables
 
 if TYPE_CHECKING:
@@ -110,6 +111,7 @@ class Orders(KVConnectorMetadata):
 
     Args:
         refused: Ids of requests that must fail. The reasons are already logged.
+        ended: Requests whose load has ended on all ranks, and whether to recompute their tokens.
         is_idle: The model computes nothing in this step, so workers may wait for loads.
     """
 
@@ -117,23 +119,31 @@ class Orders(KVConnectorMetadata):
     copies: list[Copy] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
+    ended: dict[str, bool] = field(default_factory=dict)
     is_idle: bool = False
 
 
 @dataclass(slots=True)
 class _Request:
-    """State of a request in block mode."""
+    """State of a request in block mode.
+
+    Args:
+        unshared: The request, if its tokens are recomputed, so that it must not share its pages.
+    """
 
     plan: BlockPlan | None
     served: ServedBlocks
+    unshared: Request | None = None
 
 
 class SchedulerSide:
     """Tracks requests in block mode and writes the orders for the workers."""
 
-    def __init__(self, config: ServingConfig, profile: ModelProfile) -> None:
+    def __init__(self, config: ServingConfig, profile: ModelProfile, ranks: int = 1) -> None:
         self._config = config
         self._profile = profile
+        self._ranks = ranks
+        self._ended: dict[str, Ended] = {}
         self._secret = config.tenant_secret
         self._requests: dict[str, _Request] = {}
         self._encoding: dict[str, Request] = {}
@@ -169,12 +179,21 @@ class SchedulerSide:
             self._refuse(request, str(error))
             return
         all_local = ServedBlocks(len(plan.lengths), 0, plan.context_tokens)  # until `allocated`
+        if plan.op == "complete" and self._profile.recomputed_tokens(plan):
+            self._requests[request.request_id] = _Request(plan, all_local, request)
+            self._separate(request, plan)
+            return
         self._requests[request.request_id] = _Request(plan, all_local)
         if plan.op == "encode":
             # Each token must be computed, because the cache may lack those outside a window.
             request.skip_reading_prefix_cache = True
             self._encoding[request.request_id] = request
         _set_salt(request, salt(plan, self._profile, request.cache_salt))
+
+    def _separate(self, request: Request, plan: BlockPlan) -> None:
+        """Give a request pages that no other request shares, and that it does not find again: they
+        contain tokens that were recomputed for its question."""
+        _set_salt(request, salt(plan, self._profile, secrets.token_hex()))
 
     def _refuse(self, request: Request, why: str) -> None:
         logger.warning("Request %s is refused: %s", request.request_id, why)
@@ -213,6 +232,10 @@ class SchedulerSide:
         """Orders for the workers in this step."""
         orders, self._orders = self._orders, Orders()
         orders.is_idle = step.total_num_scheduled_tokens == 0
+        for request_id in step.preempted_req_ids or ():
+            known = self._requests.get(request_id)
+            if known is not None and known.plan is not None and known.unshared is not None:
+                self._separate(known.unshared, known.plan)
         for request_id, request in self._encoding.items():
             start = request.num_computed_tokens
             end = start + step.num_scheduled_tokens.get(request_id, 0)
@@ -229,8 +252,18 @@ class SchedulerSide:
         for request_id, fetch in report.fetches.items():
             if (known := self._requests.get(request_id)) is not None:
                 known.served = replace(
-                    known.served, fetch_s=fetch.seconds, int8_blocks=fetch.int8_blocks
+                    known.served,
+                    fetch_s=fetch.seconds,
+                    int8_blocks=fetch.int8_blocks,
+                    recomputed=[*fetch.recomputed],
                 )
+        for request_id, end in report.ended.items():
+            total = end.plus(self._ended.pop(request_id, Ended()))
+            if total.ranks < self._ranks:
+                self._ended[request_id] = total
+            else:  # an aborted request needs no recomputed tokens, but keeps its pages until now
+                is_used = request_id in self._requests and not total.failures
+                self._orders.ended[request_id] = is_used
         self._unsaved.update(report.unsaved)
         while len(self._unsaved) > _MAX_UNSAVED:  # their requests are long gone
             self._unsaved.popitem(last=False)
@@ -253,6 +286,7 @@ class SchedulerSide:
         self.stats.count("answers")
         self.stats.count("loaded_tokens", known.served.loaded_tokens)
         self.stats.count("local_tokens", known.served.local_tokens)
+        self.stats.count("recomputed_tokens", sum(known.served.recomputed))
         return known.served.to_dict()
 
     def _check(self, request: Request, plan: BlockPlan) -> None:

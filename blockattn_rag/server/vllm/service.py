@@ -114,6 +114,7 @@ class Service:
             sink=profile.sink,
             adapter=profile.adapter,
             promote=profile.promote,
+            recompute=profile.recompute,
             block_tuned=profile.block_tuned,
             models=self._requests.model_names,
             max_tokens=self.max_tokens,
@@ -233,7 +234,8 @@ class Service:
             prepared = self._requests.block_mode(request, prompt, headers)
             encoded = await self._ensure(prepared.blocks)
             again = partial(self._ensure, prepared.blocks, thorough=True)
-            ticket = Ticket(prepared.plan, again, encoded)
+            keys = [block.key for block in prepared.blocks]
+            ticket = Ticket(prepared.plan, again, encoded, keys)
         CURRENT.set(ticket)
         answer = await create(request, raw_request)
         if isinstance(answer, AsyncGenerator):

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 import time
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
+from vllm.config import VllmConfig
 from vllm.distributed import get_pp_group, get_tp_group
 from vllm.model_executor.models.utils import extract_layer_index
 
@@ -25,12 +28,14 @@ from blockattn_rag.server.profile import ModelProfile
 from blockattn_rag.server.shares import Share, open_share
 from blockattn_rag.server.vllm.metrics import (
     Counters,
+    Ended,
     Fetch,
     ServingStats,
     WorkerReport,
     count_loads,
 )
 from blockattn_rag.server.vllm.pages import KVGroup, LayerPages
+from blockattn_rag.server.vllm.recomputing import Recomputer
 from blockattn_rag.server.vllm.rotations import check_rotations
 from blockattn_rag.server.vllm.saver import BlockSaver
 from blockattn_rag.server.vllm.scheduler import Load, Orders
@@ -52,6 +57,19 @@ class Done:
 
     loaded: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """A load that has ended on this rank, and waits for the others before tokens are recomputed.
+
+    Args:
+        order: None: it failed.
+    """
+
+    order: Load | None
+    int8_blocks: int
+    since: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,15 +95,19 @@ class WorkerSide:
         profile: ModelProfile,
         groups: Mapping[str, KVGroup],
         adapter: Correction | None = None,
+        engine: VllmConfig | None = None,
     ) -> None:
         self._config = config
         self._adapter = adapter
+        self._engine = engine
         self._profile = profile
         self._groups = groups
         self._pages: list[LayerPages] = []
         self._loading: dict[str, _Loading] = {}
         self._done = Done()
         self._fetches: dict[str, Fetch] = {}
+        self._ended: dict[str, Ended] = {}
+        self._waiting: dict[str, _Loaded] = {}
         self._loaded = LoaderStats()
         self.stats = Counters()
 
@@ -110,9 +132,13 @@ class WorkerSide:
             pages = LayerPages(layer, page_group, interleaves_keys=place in interleaved)
             _check_layer(place, pages, layer, share, profile)
             self._pages.append(pages)
-        if config.encodes:
+        if config.encodes or profile.recompute:
             for place, pages in enumerate(self._pages):
                 pages.share_layout(self._pages[:place])
+        self._recomputer = None
+        if profile.recompute and self._engine is not None:
+            own_layers = [by_index[index][0] for index in indices]
+            self._recomputer = Recomputer(own_layers, self._pages, self._engine)
         home = open_store(config.store)
         tiers = config.nearer_tiers(profile, share)
         self._store = TieredStore(*tiers, open_share(home, share, profile), pause_s=_PAUSE_S)
@@ -132,6 +158,8 @@ class WorkerSide:
             self._fail(request_id)
         for save in orders.saves:  # before loads, which may need a block that stays in memory
             self._encoder.save(save)
+        for request_id, is_used in orders.ended.items():
+            self._recompute(request_id, is_used=is_used)
         for load in orders.loads:
             self._start(load)
         if orders.is_idle and self._loading:
@@ -162,10 +190,11 @@ class WorkerSide:
     def report(self) -> WorkerReport | None:
         """Report on the time since the last call; None if nothing happened."""
         unsaved = self._saver.unsaved() if self._pages and self._saver is not None else {}
-        if not self._fetches and not unsaved:
+        if not self._fetches and not unsaved and not self._ended:
             return None
         fetches, self._fetches = self._fetches, {}
-        return WorkerReport(fetches, unsaved)
+        ended, self._ended = self._ended, {}
+        return WorkerReport(fetches, unsaved, ended)
 
     def counted(self) -> ServingStats | None:
         """Counts since the last call; None if nothing was counted."""
@@ -190,18 +219,55 @@ class WorkerSide:
 
     def _finish(self, loading: _Loading) -> None:
         """Write the blocks of a completed load to their pages, or fail the request."""
-        request_id = loading.order.request_id
+        request_id, order = loading.order.request_id, loading.order
+        recomputes = self._profile.recomputed_tokens(order.plan) > 0
         try:
             blocks = loading.blocks.result()
         except LoadError as error:
             logger.warning("Request %s fails: %s", request_id, error)
-            self._fail(request_id)
+            if recomputes:
+                self._end(request_id, _Loaded(None, 0, loading.since))
+            else:
+                self._fail(request_id)
             return
         seconds = time.monotonic() - loading.since
-        self._write(loading.order, loading.wanted, blocks)
+        self._write(order, loading.wanted, blocks)
         quantised = sum(kv.scales is not None for kv in blocks)
+        if recomputes:
+            self._end(request_id, _Loaded(order, quantised, loading.since))
+            return
         self._fetches[request_id] = Fetch(seconds, quantised)
         self._done.loaded.add(request_id)
+
+    def _end(self, request_id: str, loaded: _Loaded) -> None:
+        """Report the end of a load to the scheduler, which then orders ``_recompute``."""
+        self._waiting[request_id] = loaded
+        self._ended[request_id] = Ended(1, int(loaded.order is None))
+
+    def _recompute(self, request_id: str, *, is_used: bool) -> None:
+        """Complete a request whose load has ended on all ranks: recompute its tokens."""
+        loaded = self._waiting.pop(request_id)
+        if loaded.order is None:
+            self._fail(request_id)
+            return
+        self._done.loaded.add(request_id)
+        if not is_used or self._recomputer is None:
+            return
+        plan = loaded.order.plan
+        chosen = self._recomputer.recompute(
+            loaded.order.token_ids,
+            # The only group, because no layer has a window.
+            self._pages[0].group.slots(
+                loaded.order.pages, range(plan.context_tokens), self._pages[0].device
+            ),
+            plan.lengths,
+            plan.may_change,
+            self._profile.recomputed_tokens(plan),
+        )
+        ends = [bisect_left(chosen, end) for end in accumulate(plan.lengths)]
+        recomputed = tuple(end - start for start, end in pairwise([0, *ends]))
+        seconds = time.monotonic() - loaded.since
+        self._fetches[request_id] = Fetch(seconds, loaded.int8_blocks, recomputed)
 
     def _write(self, order: Load, wanted: Sequence[BlockId], blocks: Sequence[BlockKV]) -> None:
         """Write blocks to the slots after the computed tokens. Pages of computed tokens are not
