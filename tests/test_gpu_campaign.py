@@ -68,7 +68,7 @@ def test_steps_share_the_time_and_continue_from_earlier_records(
 def test_a_wrong_rotation_fails_the_first_case(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = correctness.rotate_into
+    right: Any = vars(correctness)["rotate_into"]
 
     def wrong_after_16_keys(out: Any, *rest: Any) -> None:
         right(out, *rest)

@@ -116,7 +116,7 @@ def recomputed(campaign: Campaign, model: BlockModel, *, length: int, block: int
         answer = engine.generate(prompt, max_new_tokens=1, do_sample=False, **options)
         return answer.stats.ttft_s
 
-    ways = {
+    ways: dict[str, Callable[[], float]] = {
         "full": partial(ttft_s, mode="full"),
         "block": ttft_s,
         "recompute": partial(ttft_s, recipe=Recipe(recompute=RECOMPUTE)),
@@ -140,7 +140,7 @@ def forward(
         path: partial(elapsed_s, partial(prompt.answer, model, path), model.device)
         for path in (*paths, "floor")
     }
-    row = in_turns(ways, repeats(campaign, length))
+    row: Record = in_turns(ways, repeats(campaign, length))
     row |= {"length": length, "block_tokens": block, "ceilings": campaign.ceilings._asdict()}
     for path in ways:
         row[f"{path}_limit_s"] = limit_s(model, campaign.ceilings, path, length)

@@ -50,9 +50,9 @@ def flash_attn_varlen_func(
     outputs = []
     rows = zip(pairwise(cu_seqlens_q.tolist()), pairwise(cu_seqlens_k.tolist()), strict=True)
     for queries, keys in rows:
-        parts = q[slice(*queries)], k[slice(*keys)], v[slice(*keys)]
+        parts = q[None, slice(*queries)], k[None, slice(*keys)], v[None, slice(*keys)]
         settings = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes
-        outputs.append(flash_attn_2(*(part[None] for part in parts), *settings)[0])
+        outputs.append(flash_attn_2(*parts, *settings)[0])
     return torch.cat(outputs)
 
 
