@@ -59,11 +59,6 @@ LARGE: dict[str, tuple[str, dict[str, Any], list[tuple[int, int]]]] = {
     ),
     "latent": ("deepseek_v3", {"num_hidden_layers": 61}, [(1, 64)] * 61),
     "shared layers": ("gemma3n_text", {}, [(2, 256)] * 20),
-    "shared layers and other heads": (
-        "gemma4_text",
-        {"num_kv_shared_layers": 10},
-        ([(4, 256)] * 5 + [(4, 512)]) * 3 + [(4, 256)] * 2,
-    ),
 }  # fmt: skip
 
 

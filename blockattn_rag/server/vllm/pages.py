@@ -109,17 +109,14 @@ class LayerPages:
         pages = slots[::tokens] // tokens
         found = self._layer.kv_cache[pages].flatten(1)[:, self._measured()]
         keys, values = found.tensor_split([tokens * heads * key_size], dim=1)
-        keys = keys.reshape(-1, heads, key_size)
-        if self._interleaves_keys:
-            keys = keys.unflatten(-1, (-1, 2)).mT.flatten(-2)
         return (
-            keys[: len(slots)].transpose(0, 1).contiguous(),
+            keys.reshape(-1, heads, key_size)[: len(slots)].transpose(0, 1).contiguous(),
             values.reshape(-1, heads, value_size)[: len(slots)].transpose(0, 1).contiguous(),
         )
 
     def _measured(self) -> Tensor:
         """Index into the flat page for each element of keys ``[tokens, heads, size]``, then
-        values."""
+        values. Includes the order of the dimensions in which ``write`` stores keys."""
         if self._places is None:
             self._places = _measure(self)
         return self._places
