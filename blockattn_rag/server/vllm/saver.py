@@ -198,7 +198,7 @@ class BlockSaver:
         return list(zip(whole[::2], whole[1::2], strict=True))
 
 
-def _joined(parts: Sequence[States]) -> States:
+def _joined(parts: States) -> tuple[Tensor, Tensor]:
     """Keys and values of consecutive tokens of a layer, as one."""
     keys, values = (torch.cat(states, 1) for states in zip(*parts, strict=True))
     return keys, values
