@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import logging
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from blockattn_rag.model.quantized import WEIGHTS
 from blockattn_rag.server.profile import DTYPES, profile_of
 from blockattn_rag.store import open_store
 from blockattn_rag.store.urls import check_no_credentials
+
+logger = logging.getLogger("blockattn_rag")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,8 +62,12 @@ class Served:
             folder=path.resolve(),
         )
 
-    def options(self) -> ServerOptions:
+    def options(self, hindrance: str | None = None) -> ServerOptions:
         """Options that vLLM serves the model with.
+
+        Args:
+            hindrance: Option of vLLM with which tokens cannot be recomputed. An automatic recipe
+                then recomputes none, with a warning; other recipes are refused by vLLM's workers.
 
         Checks that the model and its recipe can be served, without loading the weights. Their files
         are hashed, unless that was done before.
@@ -82,6 +89,9 @@ class Served:
             self.folder,
             stock=self.stock,
         )
+        if recipe.recompute and hindrance and self.recipe == AUTO_SETTING:
+            logger.warning("No tokens are recomputed, because %s does not allow it", hindrance)
+            recipe = replace(recipe, recompute=0.0)
         profile = profile_of(model, recipe)
         connector = {
             "store": self.store,

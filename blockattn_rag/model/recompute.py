@@ -141,11 +141,13 @@ def choose_tokens(
 
 def can_recompute(model: BlockModel | CheckpointModel) -> bool:
     """Whether relay computes the attention of all layers, and none has latents or a state. Of a
-    model that vLLM runs: whether each layer attends to keys and values of its own, and none has a
-    window, outside of which vLLM keeps no pages."""
+    model that vLLM runs: whether each layer attends to keys and values of its own, none has a
+    window, outside of which vLLM keeps no pages, and positions are not multimodal (M-RoPE)."""
     kinds = model.profile.kinds
     if isinstance(model, CheckpointModel):
-        return all(kind.is_attention and kind.window is None for kind in kinds)
+        rotary = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
+        is_plain = all(kind.is_attention and kind.window is None for kind in kinds)
+        return is_plain and "mrope_section" not in rotary
     has_latents = any(kind.attention == "latent" for kind in kinds)
     return not (has_latents or model.profile.has_states) and model.supports_relay
 
@@ -158,7 +160,8 @@ def check_can_recompute(model: BlockModel | CheckpointModel) -> None:
             "compute tokens one after the other; use a recipe with recompute=0, such as promote=1"
         )
     if not can_recompute(model):
-        windows = "sliding windows, " if isinstance(model, CheckpointModel) else ""
+        is_served = isinstance(model, CheckpointModel)
+        windows = "sliding windows, multimodal positions, " if is_served else ""
         raise UnsupportedModelError(
             f"{model.name} cannot recompute tokens here: it has {windows}multi-head latent "
             f"attention, or {OTHER_ATTENTION}; use a recipe with recompute=0"

@@ -132,3 +132,14 @@ def test_adapters_are_refused(served: Served) -> None:
     (Path(served.model) / "adapter_config.json").write_text('{"base_model_name_or_path": "x"}')
     with pytest.raises(UnsupportedModelError, match="merge it into its base"):
         replace(served, dtype="float32").options()
+
+
+def test_an_automatic_recipe_recomputes_nothing_where_vllm_cannot(
+    served: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    auto = replace(served, recipe="auto")
+    assert recipe_text(auto) == "head+recompute:0.1"
+    assert auto.options("--enable-lora").connector["recipe"] == "head"
+    assert "because --enable-lora does not allow it" in caplog.text
+    named = replace(served, recipe="head+recompute:0.1")
+    assert named.options("--enable-lora").connector["recipe"] == "head+recompute:0.1"

@@ -17,6 +17,7 @@ from blockattn_rag.server import launch
 from blockattn_rag.server.launch import (
     VllmServer,
     check_options,
+    prevents_recomputing,
     require_port,
     vllm_command,
     vllm_environment,
@@ -252,3 +253,13 @@ def test_kills_a_server_after_sigterm(log: list[str], monkeypatch: pytest.Monkey
             pass
     assert server._process.returncode == -9
     assert log[-1].startswith("vLLM did not stop within")
+
+
+def test_options_that_prevent_recomputing_are_named(tmp_path: Path) -> None:
+    assert prevents_recomputing(["--max-model-len", "64", "--enforce-eager"]) is None
+    assert prevents_recomputing(["--enable_lora"]) == "--enable-lora"
+    assert prevents_recomputing(["--pipeline-parallel-size=2"]) == "--pipeline-parallel-size"
+    assert prevents_recomputing(["-pp", "2"]) == "-pp"
+    file = tmp_path / "vllm.yaml"
+    file.write_text("kv_cache_dtype: fp8\n")
+    assert prevents_recomputing(["--config", str(file)]) == "--kv-cache-dtype"

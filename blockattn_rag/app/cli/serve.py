@@ -105,7 +105,7 @@ def serve(
     recognition = {"recognize": "sources" if sources else True} if sources or recognize else {}
     with _ending_on_signals():
         with waiting(f"reading {served.model}"):
-            options = served.options()
+            options = served.options(launch.prevents_recomputing(ctx.args))
         command = launch.vllm_command(
             options.source,
             name=served.model,
