@@ -1,4 +1,4 @@
-"""Measure fidelity, bytes and time of quantised keys and values.
+"""Measure fidelity, bytes and time of quantized keys and values.
 
     python benchmarks/kv_precision.py --data nq_rag.jsonl.gz --output kv.jsonl --recipe head:4
 
@@ -101,7 +101,7 @@ def prepare(engines: Mapping[str, BlockAttentionEngine], prompt: BlockPrompt) ->
         for key in list(plain.store.keys()):
             kv = plain.store.get(key)
             if kv is not None and engine is not plain:
-                engine.store.put(key, kv.quantised() if name == "int8" else kv)
+                engine.store.put(key, kv.quantized() if name == "int8" else kv)
 
 
 def compare(

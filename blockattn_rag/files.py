@@ -34,7 +34,7 @@ _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.tmp")
 
 
 def temporary_name(path: Path) -> Path:
-    """Unused hidden file name in the folder of ``path``; ``is_temporary`` recognises it."""
+    """Unused hidden file name in the folder of ``path``; ``is_temporary`` recognizes it."""
     return path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
 
 

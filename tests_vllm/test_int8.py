@@ -69,7 +69,7 @@ def test_encodes_int8_as_local(reference: Reference, engine: Engine, store: Dire
     case = reference.case(TELLING[0])
     encode(engine, reference, store, case)
     for ids in case.blocks:
-        kv, own = store.get(reference.key(ids)), reference.encoded(ids).quantised()
+        kv, own = store.get(reference.key(ids)), reference.encoded(ids).quantized()
         assert kv is not None
         assert kv.scales is not None
         assert kv.nbytes == own.nbytes == reference.profile.block_bytes(len(ids), "int8")

@@ -89,7 +89,7 @@ def test_entries_in_int8_are_shared_out_beside_others(reference: Reference, tens
     store = DirectoryStore(reference.store)
     fresh = [ids for ids in case.blocks[1:] if reference.key(ids) not in store]
     for ids in fresh[::2]:
-        store.put(reference.key(ids), reference.encoded(ids).quantised())
+        store.put(reference.key(ids), reference.encoded(ids).quantized())
     said = tensor.block(reference.stored(case))
     assert said.blocks is not None
     assert said.blocks["int8_blocks"] == len(fresh[::2]) > 0

@@ -45,7 +45,7 @@ ADVICE = (
            "a Triton kernel for rotating queries and merging parts."),
     Advice("attention", 0.4, "Attention dominates: a kernel that splits keys among processors "
            "if few of them are busy; else fewer bytes (int8 keys and values)."),
-    Advice("matrix products", 0.7, "Weights dominate: at their limit only quantised weights or "
+    Advice("matrix products", 0.7, "Weights dominate: at their limit only quantized weights or "
            "larger batches help; above it, look at the shapes of the products."),
 )  # fmt: skip
 

@@ -163,11 +163,11 @@ class RelayPlan:
 def _takes_one_softmax(table: SegmentTable, query: Tensor, value: Tensor) -> bool:
     """Whether ``single_softmax`` can replace the kernels.
 
-    Only for one request on the CPU in float32, without gradients or quantised blocks. Other dtypes
+    Only for one request on the CPU in float32, without gradients or quantized blocks. Other dtypes
     would round the scores, and other devices have faster kernels. Gradients need the tensors that
-    ``single_softmax`` overwrites, and quantised blocks would all be dequantised in memory at once.
+    ``single_softmax`` overwrites, and quantized blocks would all be dequantized in memory at once.
     """
-    if len(query) > 1 or not table.is_one_each or table.is_dequantised or not query.is_cpu:
+    if len(query) > 1 or not table.is_one_each or table.is_dequantized or not query.is_cpu:
         return False
     if not query.dtype == value.dtype == torch.float32:
         return False

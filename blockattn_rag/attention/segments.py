@@ -50,7 +50,7 @@ class Reader(NamedTuple):
 class Segment(Context):
     """Blocks that occur in the same requests at the same distances from each other.
 
-    A single block is read in place; if it is quantised, it is dequantised on every read. Several
+    A single block is read in place; if it is quantized, it is dequantized on every read. Several
     blocks, and rotary keys and latents, are joined into one tensor per layer, on the layer's first
     read.
 
@@ -64,8 +64,8 @@ class Segment(Context):
     _joined: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     @property
-    def is_dequantised(self) -> bool:
-        """Whether every call of ``states`` dequantises into new tensors."""
+    def is_dequantized(self) -> bool:
+        """Whether every call of ``states`` dequantizes into new tensors."""
         return len(self.blocks) == 1 and self.blocks[0].kv.scales is not None
 
     def states(
@@ -83,7 +83,7 @@ class Segment(Context):
 def segments_of(contexts: Sequence[Context], tokens: int) -> list[Segment]:
     """Segments of all distinct blocks. Blocks with fewer than ``tokens`` tokens are joined."""
     # Keyed by digest, because two requests may each have loaded the same block from disk. The flag
-    # separates a quantised copy from an unquantised one.
+    # separates a quantized copy from an unquantized one.
     readers: dict[tuple[str, bool], tuple[BlockKV, list[Reader]]] = {}
     for request, context in enumerate(contexts):
         for kv, start, shift in context.blocks:
@@ -192,7 +192,7 @@ class SegmentTable:
             lengths = [context.num_tokens for context in contexts]
             self._windows = [_Window(segment, lengths, window) for segment in self.segments]
         self._views: tuple[tuple[int, int, int], list[View]] | None = None
-        self.is_dequantised = any(segment.is_dequantised for segment in self.segments)
+        self.is_dequantized = any(segment.is_dequantized for segment in self.segments)
         # With one request and no repeated block, partial results need no sorting.
         self.is_one_each = self.num_requests == 1 and len(requests) == len(self.segments)
         # A segment's keys start at position 0 instead of `shift`. Moving the queries back by
@@ -217,7 +217,7 @@ class SegmentTable:
 
         ``are_latents``: Whether they are rotary keys and latents; see ``latent_states``.
 
-        An iterator, so that dequantised blocks are never all in memory at once.
+        An iterator, so that dequantized blocks are never all in memory at once.
         """
         for segment, (first, _) in zip(self.segments, views, strict=True):
             if self.is_one_each and first >= segment.num_tokens:

@@ -182,7 +182,7 @@ class BlockFetcher:
         if spec.adapter is not None:
             encoded = spec.adapter.corrected(encoded, self._model.profile.layouts)
         if self.kv_dtype == "int8":
-            encoded = encoded.quantised()
+            encoded = encoded.quantized()
         handle, namespace = joined_handles(spec.handles), spec.namespaces[0]
         return replace(encoded, digest=spec.digest, handle=handle, namespace=namespace)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from blockattn_rag.kv.quantization import KVScales, dequantise, quantise
+from blockattn_rag.kv.quantization import KVScales, dequantize, quantize
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -19,14 +19,14 @@ class BlockKV:
 
     Args:
         keys: Keys per layer, ``[num_kv_heads, num_tokens, head_dim]``, rotated for positions
-            ``0..num_tokens-1``. In the model's dtype, or int8 if quantised.
+            ``0..num_tokens-1``. In the model's dtype, or int8 if quantized.
         values: Values per layer, shaped like the keys except for the head size.
         token_ids: Token ids ``[num_tokens]``, int64, on the CPU. Compared on every cache hit.
         fingerprint: Identity of the model, tokenizer and dtype that computed the block.
         digest: ``token_digest`` of the block.
         handle: ``Block.handle`` of each text with these tokens, as ``joined_handles`` returns them.
             ``store gc`` uses it to find the entries of a passage.
-        scales: Quantisation scales of the keys and values. None: the block is not quantised.
+        scales: Quantization scales of the keys and values. None: the block is not quantized.
         namespace: Tenant that the block is stored for; see ``store.namespaces``.
     """
 
@@ -42,7 +42,7 @@ class BlockKV:
     def states(self, layer: int, *, exact_keys: bool = False) -> tuple[Tensor, Tensor]:
         """A layer's keys and values in the model's dtype.
 
-        A quantised block is dequantised into new tensors. With ``exact_keys``, its keys are
+        A quantized block is dequantized into new tensors. With ``exact_keys``, its keys are
         returned in float32, so that a caller that rotates them rounds only once, afterwards.
         """
         keys, values = self.stored(layer)
@@ -51,17 +51,17 @@ class BlockKV:
             return keys, values
         keys_dtype = torch.float32 if exact_keys else scales.dtype
         return (
-            dequantise(keys, scales.keys[layer], keys_dtype),
-            dequantise(values, scales.values[layer], scales.dtype),
+            dequantize(keys, scales.keys[layer], keys_dtype),
+            dequantize(values, scales.values[layer], scales.dtype),
         )
 
     def stored(self, layer: int) -> tuple[Tensor, Tensor]:
-        """A layer's keys and values as stored: int8 if the block is quantised."""
+        """A layer's keys and values as stored: int8 if the block is quantized."""
         return self.keys[layer], self.values[layer]
 
     def tensors(self, layer: int) -> tuple[Tensor, ...]:
         """A layer's keys and values as stored, followed by their scales if the block is
-        quantised."""
+        quantized."""
         of_scales = self.scales and (self.scales.keys[layer], self.scales.values[layer])
         return self.keys[layer], self.values[layer], *(of_scales or ())
 
@@ -76,8 +76,8 @@ class BlockKV:
             token_ids=self.token_ids.clone(),
         )
 
-    def quantised(self) -> BlockKV:
-        """This block quantised to int8; the block itself if it already is.
+    def quantized(self) -> BlockKV:
+        """This block quantized to int8; the block itself if it already is.
 
         Raises:
             ValueError: the keys and values have different dtypes.
@@ -85,7 +85,7 @@ class BlockKV:
         if self.scales is not None:
             return self
         states = [self.states(layer) for layer in range(self.num_layers)]
-        keys, values, scales = quantise(*zip(*states, strict=True))
+        keys, values, scales = quantize(*zip(*states, strict=True))
         return replace(self, keys=keys, values=values, scales=scales)
 
     @property

@@ -73,9 +73,9 @@ def assemble(
 
     Yields:
         Keys re-encoded by each block's shift, and values, both
-        ``[num_kv_heads, tokens + room, head_dim]`` in the blocks' dtype. Keys of quantised blocks
-        are dequantised, rotated, and then rounded once. The stored tensors are never modified.
-        Without room, a context of one block that is neither shifted nor quantised yields the stored
+        ``[num_kv_heads, tokens + room, head_dim]`` in the blocks' dtype. Keys of quantized blocks
+        are dequantized, rotated, and then rounded once. The stored tensors are never modified.
+        Without room, a context of one block that is neither shifted nor quantized yields the stored
         tensors themselves.
     """
     angles: Angles = {}
@@ -95,7 +95,7 @@ def joined_states(
     joined = _joined(keys, 0)
     if layout not in angles:
         angles[layout] = _angles(blocks, layout, joined.device)
-    # Keys of quantised blocks are in float32 here, and are rounded once, after the rotation.
+    # Keys of quantized blocks are in float32 here, and are rounded once, after the rotation.
     scales = next((b.kv.scales for b in blocks if b.kv.scales is not None), None)
     dtype = joined.dtype if scales is None else scales.dtype
     if not room and not joined.is_cuda:  # one tensor and one pass fewer

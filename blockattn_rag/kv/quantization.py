@@ -1,4 +1,4 @@
-"""Quantisation of keys and values to int8.
+"""Quantization of keys and values to int8.
 
 Symmetric: ``x ~ q * scale`` with ``q`` from -127 to 127. Keys have one scale per channel of a
 block, because a few key channels are far larger than the others; values have one scale per token
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 KVDtype = Literal["model", "int8"]
-"""``model``: keys and values in the model's dtype. ``int8``: quantised when they are computed."""
+"""``model``: keys and values in the model's dtype. ``int8``: quantized when they are computed."""
 
 STEPS = 127
 """Steps from 0 to the largest magnitude. -128 is unused, so that the range is symmetric."""
@@ -48,7 +48,7 @@ class KVScales:
     Args:
         keys: Scales of the keys per layer, ``[K, 1, D]``, float32.
         values: Scales of the values per layer, ``[K, n, 1]``, float32.
-        dtype: Dtype of the keys and values before quantisation and after dequantisation.
+        dtype: Dtype of the keys and values before quantization and after dequantization.
     """
 
     keys: tuple[Tensor, ...]
@@ -56,10 +56,10 @@ class KVScales:
     dtype: torch.dtype
 
 
-def quantise(
+def quantize(
     keys: Sequence[Tensor], values: Sequence[Tensor]
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], KVScales]:
-    """Quantise a block's keys and values to int8.
+    """Quantize a block's keys and values to int8.
 
     NaN and infinity propagate to the scales, so that a later check for finite numbers detects them.
 
@@ -76,20 +76,20 @@ def quantise(
     kinds = {states.dtype for states in (*keys, *values)}
     if len(kinds) != 1 or not all(kind.is_floating_point for kind in kinds):
         raise ValueError(
-            f"Expected keys and values of one floating-point type to quantise, found "
+            f"Expected keys and values of one floating-point type to quantize, found "
             f"{sorted(map(str, kinds))}"
         )
-    key_codes, key_scales = zip(*(_quantised(k, _KEY_DIM) for k in keys), strict=True)
-    value_codes, value_scales = zip(*(_quantised(v, _VALUE_DIM) for v in values), strict=True)
+    key_codes, key_scales = zip(*(_quantized(k, _KEY_DIM) for k in keys), strict=True)
+    value_codes, value_scales = zip(*(_quantized(v, _VALUE_DIM) for v in values), strict=True)
     return key_codes, value_codes, KVScales(key_scales, value_scales, kinds.pop())
 
 
-def dequantise(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+def dequantize(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """``codes * scale``, computed in float32 and rounded once to ``dtype``."""
     return codes.float().mul_(scale).to(dtype)
 
 
-def _quantised(states: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+def _quantized(states: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     """int8 tensor of the same shape, and its scales, whose size along ``dim`` is 1."""
     exact = states.float()
     scale = (exact.abs().amax(dim, keepdim=True) / STEPS).clamp_min_(LEAST_SCALE)

@@ -128,7 +128,7 @@ class Correction:
 
     def applied(self, kv: BlockKV, layouts: Sequence[RotaryLayout]) -> BlockKV:
         """Apply the correction to a block, but keep its digest. Used in training, because gradients
-        flow to the layers' tensors. An int8 block is dequantised to the model's dtype."""
+        flow to the layers' tensors. An int8 block is dequantized to the model's dtype."""
         states = [
             self._apply(index, *kv.states(index), layout) for index, layout in enumerate(layouts)
         ]

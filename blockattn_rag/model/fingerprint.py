@@ -244,6 +244,6 @@ def _parts(tensor: Tensor) -> list[Tensor]:
     if tensor.layout != torch.strided:
         return [tensor.to_dense()]
     if not _is_plain(tensor) and hasattr(tensor, "__tensor_flatten__"):
-        names, _ = tensor.__tensor_flatten__()  # a tensor subclass of a quantisation library
+        names, _ = tensor.__tensor_flatten__()  # a tensor subclass of a quantization library
         return [part for name in names for part in _parts(getattr(tensor, name))]
     return [tensor]

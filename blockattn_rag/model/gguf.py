@@ -1,4 +1,4 @@
-"""GGUF files: dequantised once into a folder that transformers can load."""
+"""GGUF files: dequantized once into a folder that transformers can load."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ logger = logging.getLogger("blockattn_rag.model.gguf")
 
 SMOLLM2 = "smollm2"
 _SHARD_BYTES = 1 << 30
-"""Weights that are dequantised before they are written."""
+"""Weights that are dequantized before they are written."""
 # Errors that the GGUF reader raises for damaged or unsupported files.
 _UNREADABLE = (
     *(ValueError, LookupError, TypeError, AttributeError, OverflowError, NotImplementedError),
@@ -50,7 +50,7 @@ def is_gguf(path: Path) -> bool:
     return path.suffix.lower() == ".gguf" and not path.is_dir()
 
 
-def dequantised(file: Path) -> Path:
+def dequantized(file: Path) -> Path:
     """Convert a GGUF file to a folder with the float32 model, its config and its tokenizer.
 
     The first conversion takes seconds to minutes. The folder is kept in ``state_folder()``, named
@@ -68,7 +68,7 @@ def dequantised(file: Path) -> Path:
     state = stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino
     folder = state_folder() / "gguf" / _digest(file.resolve(), state)
     if not folder.is_dir():
-        _dequantise(file, folder)
+        _dequantize(file, folder)
     return folder
 
 
@@ -79,13 +79,13 @@ def _digest(file: Path, state: tuple[int, ...]) -> str:  # noqa: ARG001 - part o
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def _dequantise(file: Path, folder: Path) -> None:
+def _dequantize(file: Path, folder: Path) -> None:
     for package in ("gguf", "accelerate"):  # transformers imports them to read GGUF files
         if importlib.util.find_spec(package) is None:
             raise ImportError(f"Reading {file.name} needs {missing_extra(package, 'gguf')}")
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary_name(folder)
-    logger.info("Dequantising %s into %s. Later runs skip this step.", file.name, folder)
+    logger.info("Dequantizing %s into %s. Later runs skip this step.", file.name, folder)
     try:
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
         tokenizer.save_pretrained(temporary)

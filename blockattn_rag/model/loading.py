@@ -15,7 +15,7 @@ from transformers.utils.hub import resolve_revision
 
 from blockattn_rag.hub import existing_model, hub_errors
 from blockattn_rag.lazy import missing_extra
-from blockattn_rag.model.gguf import SMOLLM2, dequantised, is_gguf, smollm2
+from blockattn_rag.model.gguf import SMOLLM2, dequantized, is_gguf, smollm2
 from blockattn_rag.model.miniature import check_architecture
 from blockattn_rag.model.multimodal import auto_class, language_model
 from blockattn_rag.model.quantized import (
@@ -52,7 +52,7 @@ _INSTALL_SMOLLM2 = (
 def resolve_name(model: str | Path) -> str:
     """Resolve ``"bundled"``, ``"smollm2"`` or a GGUF file to a path. Other names stay unchanged.
 
-    A GGUF file is dequantised on first use (``gguf.dequantised``).
+    A GGUF file is dequantized on first use (``gguf.dequantized``).
 
     Raises:
         FileNotFoundError: a path does not exist, a folder contains no model, or one of the two
@@ -64,7 +64,7 @@ def resolve_name(model: str | Path) -> str:
         model = smollm2()
     folder = Path(model).expanduser()
     if is_gguf(folder):
-        return str(dequantised(folder))
+        return str(dequantized(folder))
     existing_model(str(model))
     if folder.is_dir() and not any((folder / name).is_file() for name in _MODEL_FILES):
         raise FileNotFoundError(
@@ -74,7 +74,7 @@ def resolve_name(model: str | Path) -> str:
     if not folder.exists() and (meant := get_close_matches(str(model), SHORT_NAMES, 1, 0.8)):
         raise FileNotFoundError(
             f"Found no model {str(model)!r}; did you mean {meant[0]!r}? Pass the folder of a local "
-            "model, or the full hub id, such as 'organisation/name'"
+            "model, or the full hub id, such as 'organization/name'"
         )
     return os.path.expanduser(model)
 

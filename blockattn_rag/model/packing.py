@@ -89,7 +89,7 @@ def _can_pack(module: nn.Module) -> TypeGuard[nn.Linear]:
 
 
 def _is_plain(weight: Tensor) -> bool:
-    """Whether a weight is a plain float32 tensor on the CPU. Quantised subclasses are not plain."""
+    """Whether a weight is a plain float32 tensor on the CPU. Quantized subclasses are not plain."""
     is_float = weight.is_cpu and weight.dtype == torch.float32 and not weight.is_inference()
     return is_float and type(weight) in (Tensor, nn.Parameter)
 

@@ -33,7 +33,7 @@ class FoundToken(NamedTuple):
 
 
 def private_encoder(tokenizer: Any) -> RustEncoder | PythonEncoder:
-    """Create a thread-safe encoder with the current behaviour of ``tokenizer``.
+    """Create a thread-safe encoder with the current behavior of ``tokenizer``.
 
     Raises:
         UnsupportedModelError: The tokenizer cannot be copied.
@@ -74,8 +74,8 @@ class RustEncoder:
         digest: sha256 of everything that determines token ids.
     """
 
-    def __init__(self, serialised: str) -> None:
-        self._parsing = Tokenizer.from_str(serialised)
+    def __init__(self, serialized: str) -> None:
+        self._parsing = Tokenizer.from_str(serialized)
         # Callers set these for batches. They must not change the digest or the ids.
         self._parsing.no_truncation()
         self._parsing.no_padding()
@@ -129,7 +129,7 @@ class RustEncoder:
             for token_id, (start, end) in zip(ids, offsets, strict=True)
             if token_id in self._control
             and end - start > 1
-            and self._control[token_id] in self._opening.normalised(text[start:end])
+            and self._control[token_id] in self._opening.normalized(text[start:end])
         ]
 
 
@@ -164,7 +164,7 @@ class _Plain:
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
         return [self._blanks.get(i, i) for i in encoding.ids], encoding.offsets
 
-    def normalised(self, text: str) -> str:
+    def normalized(self, text: str) -> str:
         normalizer = self._tokenizer.normalizer
         return text if normalizer is None else str(normalizer.normalize_str(text))
 

@@ -109,7 +109,7 @@ class ShareStore(KVStore):
         self.home = home
         self.share = share
         self._profile = profile
-        layouts = (_layout(profile, 1, quantised) for quantised in (False, True))
+        layouts = (_layout(profile, 1, quantized) for quantized in (False, True))
         self._head_bytes = max(layout.most_header_bytes for layout in layouts) + _IDS_BYTES
 
     def __repr__(self) -> str:
@@ -162,13 +162,13 @@ class ShareStore(KVStore):
         return self.share.cut(found)
 
 
-def _layout(profile: ModelProfile, num_tokens: int, quantised: bool) -> Layout:
-    dtype = torch.int8 if quantised else profile.torch_dtype
+def _layout(profile: ModelProfile, num_tokens: int, quantized: bool) -> Layout:
+    dtype = torch.int8 if quantized else profile.torch_dtype
     shapes = (
         LayerShape(layer.kv_heads, layer.key_size, layer.value_size, dtype, dtype)
         for layer in profile.layers
     )
-    return Layout(num_tokens, tuple(shapes), quantised)
+    return Layout(num_tokens, tuple(shapes), quantized)
 
 
 def _other_shape(key: str) -> FingerprintMismatchError:

@@ -1,4 +1,4 @@
-"""Both frameworks behind one interface, for tests of behaviour that they share."""
+"""Both frameworks behind one interface, for tests of behavior that they share."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def test_attention_to_latents_is_attention_to_what_they_expand_to(
 ) -> None:
     blocks = blocks_of([40, 1, 17, 60])
     if kv_dtype == "int8":
-        blocks = [kv.quantised() for kv in blocks]
+        blocks = [kv.quantized() for kv in blocks]
     contexts = [place([blocks[i] for i in order]) for order in orders]
     layers = {7: LayerReads(1, latent=maps_of(1))}
     device, limits = torch.get_default_device(), JoinLimits(joined, joined)

@@ -233,7 +233,7 @@ def test_one_float32_request_takes_one_softmax(monkeypatch: pytest.MonkeyPatch) 
     assert not takes_one(one * 2, rows=2)
     assert not takes_one([place([*blocks, blocks[0]])])
     assert not takes_one([place(half)], dtype=torch.float16)
-    assert not takes_one([place([kv.quantised() for kv in half])], dtype=torch.float16)
+    assert not takes_one([place([kv.quantized() for kv in half])], dtype=torch.float16)
     with torch.enable_grad():
         assert not takes_one(one)
     with torch.autocast(torch.get_default_device().type):

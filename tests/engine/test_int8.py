@@ -105,7 +105,7 @@ def test_figures_go_through_json(model: BlockModel) -> None:
 
 
 def test_nothing_is_rounded_twice(model: BlockModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An adapter changes what the model computes, which is then quantised."""
+    """An adapter changes what the model computes, which is then quantized."""
     store, recipe = MemoryStore(1 << 26), recipe_of(model, sink="none")
     BlockAttentionEngine(model, store, kv_dtype="int8").encode([A])
     changed: list[BlockKV] = []
@@ -122,7 +122,7 @@ def test_nothing_is_rounded_twice(model: BlockModel, monkeypatch: pytest.MonkeyP
     assert [kv.scales for kv in changed] == [None]
     fetcher = BlockFetcher(model, MemoryStore(1 << 26))
     plain = fetch(fetcher, blocks, recipe=recipe).blocks[1]
-    expected = plain.quantised()
+    expected = plain.quantized()
     for layer in range(found.num_layers):
         pairs = zip(found.tensors(layer), expected.tensors(layer), strict=True)
         assert all(torch.equal(*pair) for pair in pairs)

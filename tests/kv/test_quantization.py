@@ -27,7 +27,7 @@ def kv_of(keys: Tensor, values: Tensor) -> BlockKV:
 
 
 def budget(states: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """How far dequantised states may be from the states: quantisation, and one rounding."""
+    """How far dequantized states may be from the states: quantization, and one rounding."""
     info = torch.finfo(dtype)
     largest = states.double().abs() + scale.double()
     rounding = largest * info.eps / 2 + info.smallest_normal * info.eps
@@ -41,8 +41,8 @@ def scales_of(kv: BlockKV) -> KVScales:
 
 
 def check(kv: BlockKV) -> BlockKV:
-    """Quantise a block of one layer; its numbers are within the budget."""
-    made, scales = kv.quantised(), scales_of(kv.quantised())
+    """Quantize a block of one layer; its numbers are within the budget."""
+    made, scales = kv.quantized(), scales_of(kv.quantized())
     pairs = zip(kv.states(0), made.states(0), (scales.keys[0], scales.values[0]), strict=True)
     for states, back, scale in pairs:
         assert back.dtype == states.dtype
@@ -90,7 +90,7 @@ def test_numbers_of_float16_stay_finite() -> None:
     states = torch.full((1, 3, 2), torch.finfo(torch.float16).max, dtype=torch.float16)
     states[:, 1] = torch.finfo(torch.float16).tiny / 512
     check(kv_of(states, -states))
-    assert torch.equal(kv_of(states, -states).quantised().states(0)[0][:, 0], states[:, 0])
+    assert torch.equal(kv_of(states, -states).quantized().states(0)[0][:, 0], states[:, 0])
 
 
 def test_zeros_stay_zeros() -> None:
@@ -103,7 +103,7 @@ def test_zeros_stay_zeros() -> None:
 def test_what_is_not_finite_does_not_become_finite(bad: float) -> None:
     states = torch.ones(1, 3, 4)
     states[0, 1, 2] = bad
-    made = kv_of(states, states).quantised()
+    made = kv_of(states, states).quantized()
     keys, values = made.states(0)
     assert not scales_of(made).keys[0].isfinite().all()
     assert not keys[0, 1, 2].isfinite()
@@ -112,22 +112,22 @@ def test_what_is_not_finite_does_not_become_finite(bad: float) -> None:
     assert values[:, [0, 2]].isfinite().all()
 
 
-def test_quantising_twice_changes_nothing() -> None:
-    one = block(5, 1).quantised()
-    assert one.quantised() is one
+def test_quantizing_twice_changes_nothing() -> None:
+    one = block(5, 1).quantized()
+    assert one.quantized() is one
 
 
 def test_keys_of_several_number_types_are_refused() -> None:
     one = block(3, 1)
     with pytest.raises(ValueError, match=r"of one floating-point type .* found .*float16.*float32"):
-        replace(one, keys=tuple(t.half() for t in one.keys)).quantised()
+        replace(one, keys=tuple(t.half() for t in one.keys)).quantized()
     with pytest.raises(ValueError, match=r"found \['torch.int8'\]"):
-        replace(one.quantised(), scales=None).quantised()
+        replace(one.quantized(), scales=None).quantized()
 
 
-def test_figures_of_a_quantised_block() -> None:
+def test_figures_of_a_quantized_block() -> None:
     one = block(3, 1)
-    made = one.quantised()
+    made = one.quantized()
     layers, heads, tokens, size = 3, 2, 3, 8
     assert made.nbytes == layers * heads * (2 * tokens * size + 4 * size + 4 * tokens)
     assert made.token_outline == one.token_outline
@@ -142,7 +142,7 @@ def test_keys_before_they_are_rounded() -> None:
         values=tuple(t.bfloat16() for t in block(3, 1).values),
     )
     assert all(t.dtype == torch.bfloat16 for t in one.states(0, exact_keys=True))
-    made = one.quantised()
+    made = one.quantized()
     keys, values = made.states(0, exact_keys=True)
     assert (keys.dtype, values.dtype) == (torch.float32, torch.bfloat16)
     assert torch.equal(keys, made.keys[0] * scales_of(made).keys[0])
@@ -150,7 +150,7 @@ def test_keys_before_they_are_rounded() -> None:
 
 
 def test_a_copy_has_scales_of_its_own() -> None:
-    one = block(3, 1).quantised()
+    one = block(3, 1).quantized()
     copy = one.copy_to(torch.device("cpu"))
     for layer in range(one.num_layers):
         assert len(one.tensors(layer)) == 4

@@ -44,7 +44,7 @@ def test_an_int8_block_has_the_planned_size(family: str) -> None:
     model = BlockModel(tiny_model(family), tiny_tokenizer())
     [[kv]] = model.encode([EncodeRequest([*range(30)], "", "")])
     planned = footprint(model.config, torch.float32, "int8")
-    assert planned.block_bytes(30) == kv.quantised().nbytes
+    assert planned.block_bytes(30) == kv.quantized().nbytes
     assert footprint(model.config, torch.float32).block_bytes(30) == kv.nbytes
 
 
@@ -62,7 +62,7 @@ def test_int8_takes_half_the_bytes_from_disk_and_some_reading() -> None:
     codes = 2 * layers * heads * channels * 512
     assert found.passage_bytes == codes + layers * heads * 4 * (512 + channels)
     assert found.passage_bytes / (64 << 20) == pytest.approx(0.51, abs=0.001)
-    read = 4 * found.passage_bytes + 2 * 4 * (64 << 20)  # dequantised: written, and read again
+    read = 4 * found.passage_bytes + 2 * 4 * (64 << 20)  # dequantized: written, and read again
     memory, disk = found.tiers
     assert memory.ttft_s == pytest.approx((found.footprint.weight_bytes + read) / 1e10)
     assert disk.ttft_s == pytest.approx(memory.ttft_s + 4 * found.passage_bytes / 1e9)

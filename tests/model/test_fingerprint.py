@@ -114,7 +114,7 @@ def test_another_tokenizer_has_another_fingerprint(model: Any) -> None:
     assert fingerprint(model, BlockTokenizer(tiny_tokenizer(bos=False))) != ORIGINAL
 
 
-def quantised(seed: int) -> Any:
+def quantized(seed: int) -> Any:
     """A model with int8 weights in one layer that are no parameters."""
     model = copy.deepcopy(shared_tiny_llama())
     torch.manual_seed(seed)
@@ -127,11 +127,11 @@ def quantised(seed: int) -> Any:
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_packed_int8_weights_count() -> None:
     if torch.backends.quantized.supported_engines == ["none"]:
-        pytest.skip("this PyTorch has no quantised kernels")
-    one, other = quantised(1), quantised(2)
+        pytest.skip("this PyTorch has no quantized kernels")
+    one, other = quantized(1), quantized(2)
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
     assert fingerprint(one) != fingerprint(other)
-    assert fingerprint(one) == fingerprint(quantised(1))
+    assert fingerprint(one) == fingerprint(quantized(1))
 
 
 class Extra(nn.Module):

@@ -148,7 +148,7 @@ def test_its_passages_are_reused(file: Path) -> None:
     assert engine.model.name == str(file)
 
 
-def test_it_is_dequantised_once_and_found_by_its_bytes(
+def test_it_is_dequantized_once_and_found_by_its_bytes(
     file: Path,
     tmp_path: Path,
     home: Path,
@@ -157,14 +157,14 @@ def test_it_is_dequantised_once_and_found_by_its_bytes(
 ) -> None:
     with caplog.at_level(logging.INFO, "blockattn_rag"):
         folder = resolve_name(file)
-    message = f"Dequantising tiny.gguf into {folder}. Later runs skip this step."
+    message = f"Dequantizing tiny.gguf into {folder}. Later runs skip this step."
     assert [one.getMessage() for one in caplog.records] == [message]
     assert Path(folder).is_relative_to(home)
     moved = shutil.copy(file, tmp_path / "elsewhere.gguf")
     other = tmp_path / "other.gguf"
     write(other, seed=1)
     assert resolve_name(other) != folder
-    monkeypatch.setattr(ours, "_dequantise", None)
+    monkeypatch.setattr(ours, "_dequantize", None)
     assert resolve_name(moved) == resolve_name(file) == folder
     monkeypatch.setenv("HOME", str(tmp_path))
     assert resolve_name("~/elsewhere.gguf") == folder

@@ -122,14 +122,14 @@ def test_other_layers_and_types_are_left_alone() -> None:
     class Other(nn.Linear):
         pass
 
-    class Quantised(torch.Tensor):
-        """Says that it is float32, as quantised weights do."""
+    class Quantized(torch.Tensor):
+        """Says that it is float32, as quantized weights do."""
 
-    replaced, quantised = a_layer(), a_layer()
-    quantised.weight = nn.Parameter(torch.Tensor._make_subclass(Quantised, quantised.weight.data))
-    assert quantised.weight.dtype == torch.float32
+    replaced, quantized = a_layer(), a_layer()
+    quantized.weight = nn.Parameter(torch.Tensor._make_subclass(Quantized, quantized.weight.data))
+    assert quantized.weight.dtype == torch.float32
     replaced.forward = lambda input: input  # type: ignore[method-assign]
-    for module in (Other(57, 83), a_layer().bfloat16(), replaced, quantised, nn.Conv1d(3, 3, 1)):
+    for module in (Other(57, 83), a_layer().bfloat16(), replaced, quantized, nn.Conv1d(3, 3, 1)):
         assert pack_linears(module) == 0
 
 

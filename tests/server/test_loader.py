@@ -138,9 +138,9 @@ def test_what_the_tenant_has_not_comes_from_where_tenants_share(loader: Make) ->
     assert store.asked == [[BLOCKS[0].keys[0], BLOCKS[1].keys[0]], [BLOCKS[1].keys[1]]]
 
 
-def test_a_quantised_block_is_of_the_model_s_shape(loader: Make) -> None:
+def test_a_quantized_block_is_of_the_model_s_shape(loader: Make) -> None:
     store = MemoryStore(1 << 20)
-    kv = kv_of(BLOCKS[0]).quantised()
+    kv = kv_of(BLOCKS[0]).quantized()
     store.put(kv.key, kv)
     (found,) = loader(store).start(BLOCKS[:1]).result()
     assert found.scales is not None

@@ -137,7 +137,7 @@ def test_a_rank_that_does_not_exist_is_refused() -> None:
 
 
 @given(
-    kvs(FLOATS[:3]).flatmap(lambda kv: st.sampled_from([kv, kv.quantised()])),
+    kvs(FLOATS[:3]).flatmap(lambda kv: st.sampled_from([kv, kv.quantized()])),
     st.sampled_from([1, 2, 3, 4, 8]),
     st.sampled_from([1, 2, 3]),
 )
@@ -220,9 +220,9 @@ def test_a_share_holds_no_more_memory_than_it_tells(home: KVStore) -> None:
         make_profile(dtype="bfloat16"),
     ],
 )
-@pytest.mark.parametrize("quantised", [False, True])
-def test_refuses_other_shapes(home: KVStore, profile: ModelProfile, quantised: bool) -> None:
-    kv = make_kv(tokens=40, quantised=quantised)
+@pytest.mark.parametrize("quantized", [False, True])
+def test_refuses_other_shapes(home: KVStore, profile: ModelProfile, quantized: bool) -> None:
+    kv = make_kv(tokens=40, quantized=quantized)
     home.put(kv.key, kv)
     store = ShareStore(home, Share.of(profile, 1, 2), profile)
     with pytest.raises(FingerprintMismatchError, match="of another shape or dtype"):
@@ -244,12 +244,12 @@ class Counting:
         return getattr(self.backend, name)
 
 
-@pytest.mark.parametrize("quantised", [False, True])
+@pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("more_heads", [0, 1])
 @pytest.mark.parametrize("tokens", [1, 7, 1000])
-def test_share_takes_two_requests(quantised: bool, more_heads: int, tokens: int) -> None:
+def test_share_takes_two_requests(quantized: bool, more_heads: int, tokens: int) -> None:
     obstore = pytest.importorskip("obstore.store")
-    kv = make_kv(layers=40, heads=8, tokens=tokens, more_heads=more_heads, quantised=quantised)
+    kv = make_kv(layers=40, heads=8, tokens=tokens, more_heads=more_heads, quantized=quantized)
     profile = profile_of_block(kv)
     backend = Counting(obstore.MemoryStore())
     home = ObjectStore("memory://kv", backend=backend)  # type: ignore[arg-type]
@@ -260,7 +260,7 @@ def test_share_takes_two_requests(quantised: bool, more_heads: int, tokens: int)
         found = ShareStore(home, share, profile).get(kv.key)
         assert found is not None
         assert same(found, share.cut(kv))
-        assert backend.asked <= (3 if quantised else 2)  # scales are a range of their own
+        assert backend.asked <= (3 if quantized else 2)  # scales are a range of their own
 
 
 # -- damage ----------------------------------------------------------------------------------------
@@ -286,9 +286,9 @@ def flip(folder: DirectoryStore, key: str, byte: int) -> None:
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("quantised", [False, True])
-def test_reports_damage(ranges: MaintainedStore, folder: DirectoryStore, quantised: bool) -> None:
-    kv, other = (make_kv(name, tokens=40, quantised=quantised) for name in ("one", "other"))
+@pytest.mark.parametrize("quantized", [False, True])
+def test_reports_damage(ranges: MaintainedStore, folder: DirectoryStore, quantized: bool) -> None:
+    kv, other = (make_kv(name, tokens=40, quantized=quantized) for name in ("one", "other"))
     for one in (kv, other):
         ranges.put(one.key, one)
     flip(folder, kv.key, -1)  # the values of the last head

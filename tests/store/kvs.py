@@ -42,7 +42,7 @@ def make_kv(
     fingerprint: str = "f" * 64,
     more_heads: int = 0,
     namespace: str = "",
-    quantised: bool = False,
+    quantized: bool = False,
 ) -> BlockKV:
     """KV named ``name``; with ``more_heads``, the last layer's shape differs from the others'."""
     seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little")
@@ -60,7 +60,7 @@ def make_kv(
         handle=digest[:32],
         namespace=namespace,
     )
-    return kv.quantised() if quantised else kv
+    return kv.quantized() if quantized else kv
 
 
 def same(a: BlockKV, b: BlockKV) -> bool:
@@ -102,5 +102,5 @@ def kvs(dtypes: Sequence[torch.dtype] = DTYPES) -> st.SearchStrategy[BlockKV]:
     )
 
 
-def quantised_kvs() -> st.SearchStrategy[BlockKV]:
-    return kvs(FLOATS[:3]).map(lambda kv: kv.quantised())
+def quantized_kvs() -> st.SearchStrategy[BlockKV]:
+    return kvs(FLOATS[:3]).map(lambda kv: kv.quantized())

@@ -177,7 +177,7 @@ def test_store_evicts_like_an_lru_list(
 
 
 def test_host_store_keeps_copies() -> None:
-    for kv in (make_kv(), make_kv(quantised=True)):
+    for kv in (make_kv(), make_kv(quantized=True)):
         store, host = MemoryStore(1 << 20), MemoryStore(1 << 20, on_host=True)
         for one in (store, host):
             one.put(kv.key, kv)

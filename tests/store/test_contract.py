@@ -36,7 +36,7 @@ def test_put_blocks_are_read_listed_and_counted(any_store: KVStore) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int8])
 def test_every_dtype_is_preserved(any_store: KVStore, dtype: torch.dtype) -> None:
     int8 = dtype == torch.int8
-    kv = make_kv(dtype=torch.float32 if int8 else dtype, quantised=int8, more_heads=1)
+    kv = make_kv(dtype=torch.float32 if int8 else dtype, quantized=int8, more_heads=1)
     any_store.put(kv.key, kv)
     assert same(got(any_store, kv.key), kv)
 

@@ -23,7 +23,7 @@ from blockattn_rag.store.checks import DTYPES, check_storable, is_finite
 from blockattn_rag.store.format import decode, encode
 from blockattn_rag.store.header import FormatError, read_header
 from blockattn_rag.store.layout import Layout
-from tests.store.kvs import kvs, make_kv, quantised_kvs, same
+from tests.store.kvs import kvs, make_kv, quantized_kvs, same
 
 FORMAT_PAGE = Path(__file__).parents[2] / "docs" / "format.md"
 
@@ -106,7 +106,7 @@ GOLDEN_INT8_DATA = bytes.fromhex(
 )
 
 
-@given(kvs() | quantised_kvs())
+@given(kvs() | quantized_kvs())
 @settings(deadline=None)
 def test_decode_returns_the_encoded_block(kv: BlockKV) -> None:
     decoded = from_bytes(encode(kv))
@@ -134,7 +134,7 @@ def test_golden_int8_entry() -> None:
 
 @pytest.mark.parametrize("head_dim", [3, 4])
 def test_decoded_states_are_contiguous_views(head_dim: int) -> None:
-    for kv in (make_kv(head_dim=head_dim), make_kv(head_dim=head_dim, quantised=True)):
+    for kv in (make_kv(head_dim=head_dim), make_kv(head_dim=head_dim, quantized=True)):
         raw = torch.frombuffer(bytearray(encode(kv)), dtype=torch.uint8)
         found = decode(raw)
         assert found is not None
@@ -145,7 +145,7 @@ def test_decoded_states_are_contiguous_views(head_dim: int) -> None:
 
 
 def test_decode_reads_unaligned_bytes() -> None:
-    for kv in (make_kv(), make_kv(more_heads=1), make_kv(quantised=True)):
+    for kv in (make_kv(), make_kv(more_heads=1), make_kv(quantized=True)):
         raw = torch.frombuffer(bytearray(b"x" + encode(kv)), dtype=torch.uint8)
         found = decode(raw[1:])
         assert found is not None
@@ -158,7 +158,7 @@ def test_encode_accepts_non_contiguous_tensors() -> None:
     assert same(from_bytes(encode(transposed)), kv)
 
 
-@given(kvs() | quantised_kvs())
+@given(kvs() | quantized_kvs())
 @settings(deadline=None)
 def test_header_describes_the_block_within_its_size_limit(kv: BlockKV) -> None:
     content, layout = encode(kv), Layout.of(kv)
@@ -174,9 +174,9 @@ def test_header_of_an_8b_model_is_small() -> None:
 
 
 @pytest.mark.parametrize("more_heads", [0, 1])
-@pytest.mark.parametrize("quantised", [False, True])
-def test_documented_code_reads_entry(tmp_path: Path, more_heads: int, quantised: bool) -> None:
-    kv = make_kv(more_heads=more_heads, dtype=torch.bfloat16, quantised=quantised)
+@pytest.mark.parametrize("quantized", [False, True])
+def test_documented_code_reads_entry(tmp_path: Path, more_heads: int, quantized: bool) -> None:
+    kv = make_kv(more_heads=more_heads, dtype=torch.bfloat16, quantized=quantized)
     path = tmp_path / "entry.safetensors"
     path.write_bytes(encode(kv))
     about, token_ids, found = documented("read_block")(path)
@@ -197,7 +197,7 @@ def test_documented_code_reads_entry(tmp_path: Path, more_heads: int, quantised:
 
 def test_documented_code_detects_damage(tmp_path: Path) -> None:
     path = tmp_path / "entry.safetensors"
-    content = encode(make_kv(quantised=True))
+    content = encode(make_kv(quantized=True))
     end = 8 + int.from_bytes(content[:8], "little")
     for position in (end - 1, end, end + 40, len(content) - 1):
         damaged = bytearray(content)
@@ -404,7 +404,7 @@ def test_refuses_nonfinite(value: float, name: str, dtype: torch.dtype, more_hea
 @pytest.mark.parametrize("scale", [torch.nan, torch.inf, 3e38])
 @pytest.mark.parametrize("of_keys", [True, False])
 def test_refuses_nonfinite_scales(scale: float, of_keys: bool) -> None:
-    kv = make_kv(quantised=True)
+    kv = make_kv(quantized=True)
     assert kv.scales is not None
     scales = kv.scales.keys if of_keys else kv.scales.values
     scales[1][1, 0, 0] = scale
@@ -516,7 +516,7 @@ def test_check_storable_refuses_malformed_blocks(change: dict[str, Any], message
     ],
 )
 def test_check_storable_refuses_invalid_int8_blocks(change: dict[str, Any], message: str) -> None:
-    kv = make_kv(quantised=True)
+    kv = make_kv(quantized=True)
     check_storable(kv)
     if change.get("scales") is torch.int32:
         change = {"scales": replace(kv.scales, dtype=torch.int32)}  # type: ignore[type-var]

@@ -18,7 +18,7 @@ from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.store import DirectoryStore, MaintainedStore, ObjectStore
 from blockattn_rag.store.format import decode_part, encode, ranges
 from blockattn_rag.store.header import Header, header_end, parse_header
-from tests.store.kvs import FLOATS, kvs, make_kv, quantised_kvs, same
+from tests.store.kvs import FLOATS, kvs, make_kv, quantized_kvs, same
 
 obstore = pytest.importorskip("obstore.store")
 
@@ -184,7 +184,7 @@ def part_of(kv: BlockKV, layers: Mapping[int, range]) -> tuple[Any, ...]:
     return header, layers, torch.tensor(list(taken), dtype=torch.uint8)
 
 
-@given(kvs(FLOATS) | quantised_kvs(), st.data())
+@given(kvs(FLOATS) | quantized_kvs(), st.data())
 def test_part_has_the_chosen_heads_and_layers(kv: BlockKV, data: st.DataObject) -> None:
     layers = sorted(data.draw(st.sets(st.integers(0, kv.num_layers - 1), min_size=1)))
     least = min(keys.shape[0] for keys in kv.keys)

@@ -118,7 +118,7 @@ def test_unreadable_blocks_are_refused() -> None:
         BlockKV((kv.keys[0].float(),), kv.values, kv.token_ids, "", "", ""),
         BlockKV((transposed,), kv.values, kv.token_ids, "", "", ""),
         BlockKV((random(2, 6, 16, seed=1)[:, 1:],), kv.values, kv.token_ids, "", "", ""),
-        kv.quantised(),
+        kv.quantized(),
     ]
     assert [relay.reads(place([kv, other])) for other in others] == [False] * 4
     assert not relay.reads(place([kv] * 2048))
@@ -382,7 +382,7 @@ def test_a_long_answer_does_not_keep_its_memory(model: BlockModel) -> None:
 def test_int8_blocks_are_copied(monkeypatch: pytest.MonkeyPatch, model: BlockModel) -> None:
     vars(model)["has_causal_kernel"] = True
     plain = context_of(model, 12)
-    small = place([plain.blocks[0].kv.quantised()])
+    small = place([plain.blocks[0].kv.quantized()])
     assert model.choose_assembly("auto", 5, [plain]) == "relay"
     assert model.choose_assembly("auto", 5, [small]) == "copy"
     assert model.choose_assembly("auto", 5, [plain, small]) == "relay"

@@ -47,7 +47,7 @@ _EXTRA_OF = {
 }
 """The extra that installs each module."""
 _DEQUANTISING = "blockattn_rag.model.gguf"
-"""The logger that reports when a GGUF file is dequantised."""
+"""The logger that reports when a GGUF file is dequantized."""
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as in shells: 128 + SIGINT."""
 
@@ -158,7 +158,7 @@ def options(
     logger = logging.getLogger("blockattn_rag")
     usual = logging.INFO if verbose else logging.WARNING
     logger.setLevel(logging.DEBUG if debug else usual)
-    # Dequantising a file takes minutes on its first use, so its start is always logged.
+    # Dequantizing a file takes minutes on its first use, so its start is always logged.
     logging.getLogger(_DEQUANTISING).setLevel(logging.DEBUG if debug else logging.INFO)
     logger.propagate = False  # a handler that another package installs would print it again
     if not any(isinstance(handler, _ToStderr) for handler in logger.handlers):
@@ -168,7 +168,7 @@ def options(
 class _ToStderr(logging.Handler):
     """Prints the package's log on stderr.
 
-    Warnings of ``app.rag`` and the start of dequantising are shown as notes. A handler on the root
+    Warnings of ``app.rag`` and the start of dequantizing are shown as notes. A handler on the root
     logger would print the logs of some libraries twice.
     """
 

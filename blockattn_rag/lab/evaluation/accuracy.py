@@ -72,7 +72,7 @@ class ModeResult:
 
     Args:
         difference: Accuracy minus full mode's accuracy, paired by question.
-        agreement: Share of questions with the same normalised output as in full mode.
+        agreement: Share of questions with the same normalized output as in full mode.
         cut_off: Number of answers that ended at ``max_new_tokens`` or at the end of the context
             window.
         stats: Sums over all questions. All times are 0.

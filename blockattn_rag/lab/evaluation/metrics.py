@@ -29,7 +29,7 @@ def normalize_answer(text: str) -> str:
 
 
 def contains_answer(output: str, answers: Sequence[str]) -> float:
-    """1.0 if any gold answer occurs in the output, both normalised, else 0.0.
+    """1.0 if any gold answer occurs in the output, both normalized, else 0.0.
 
     The accuracy metric of Block-Attention (Ma et al. 2025, section 3.1), and ``best_subspan_em`` of
     Liu et al. 2023. It compares characters, not words: "7" occurs in "1970".
@@ -39,7 +39,7 @@ def contains_answer(output: str, answers: Sequence[str]) -> float:
 
 
 def exact_match(output: str, answers: Sequence[str]) -> float:
-    """1.0 if the output equals any gold answer, both normalised, else 0.0."""
+    """1.0 if the output equals any gold answer, both normalized, else 0.0."""
     found = normalize_answer(output)
     return float(any(normalize_answer(answer) == found for answer in answers))
 

@@ -67,7 +67,7 @@ class BlockSaver:
         self._share = share
         self._home = home
         self._kept = kept
-        self._quantises = kv_dtype == "int8"
+        self._quantizes = kv_dtype == "int8"
         self._writes = WriteQueue(QUEUE_BYTES)
         self._counters = counters
         self._adapter = adapter and share.cut_adapter(adapter)
@@ -145,7 +145,7 @@ class BlockSaver:
         """Keep a share in memory, where loads of this and of later steps find it."""
         try:
             check_finite(kv, "to memory")
-            kept = kv.quantised() if self._quantises else kv
+            kept = kv.quantized() if self._quantizes else kv
             self._kept.put(kv.key, kept)
         except (StoreError, ValueError) as error:
             self._count_failure(request_id, str(error))
@@ -154,7 +154,7 @@ class BlockSaver:
 
     def _store(self, request_id: str, key: str, kv: BlockKV) -> None:
         try:
-            stored = kv.quantised() if self._quantises else kv
+            stored = kv.quantized() if self._quantizes else kv
             self._home.put(key, stored)
         except (StoreError, ValueError) as error:
             self._count_failure(request_id, str(error))

@@ -232,11 +232,11 @@ class WorkerSide:
             return
         seconds = time.monotonic() - loading.since
         self._write(order, loading.wanted, blocks)
-        quantised = sum(kv.scales is not None for kv in blocks)
+        quantized = sum(kv.scales is not None for kv in blocks)
         if recomputes:
-            self._end(request_id, _Loaded(order, quantised, loading.since))
+            self._end(request_id, _Loaded(order, quantized, loading.since))
             return
-        self._fetches[request_id] = Fetch(seconds, quantised)
+        self._fetches[request_id] = Fetch(seconds, quantized)
         self._done.loaded.add(request_id)
 
     def _end(self, request_id: str, loaded: _Loaded) -> None:

