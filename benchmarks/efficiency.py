@@ -8,12 +8,15 @@
     python benchmarks/efficiency.py ingest --lengths 64,128,512
     python benchmarks/efficiency.py recompute --lengths 1000,2000,4000,8000 --layers 4
     python benchmarks/efficiency.py windows --lengths 4096 --layers 6
+    python benchmarks/efficiency.py passages --lengths 4096 --layers 4 --kind hybrid
+    python benchmarks/efficiency.py decode --lengths 4096 --layers 4 --kind latent
 
 ``ttft``: time to first token. ``decode``: time per token. ``batch``: time to the first tokens of a
 batch. ``memory``: peak memory of a request. ``shared``: tokens per second of requests that share a
 system prompt (RelayAttention). ``ingest``: tokens per second of encoding blocks. ``recompute``:
 time to first token by the share of the tokens that is recomputed. ``windows``: time to first token
-of a model with sliding windows beside one without. The result is printed as JSON.
+of a model with sliding windows beside one without. ``passages``: time to first token by
+number of passages. The result is printed as JSON.
 """
 
 from __future__ import annotations
@@ -41,7 +44,7 @@ from measuring import (
     peak_bytes,
     store_contexts,
 )
-from random_models import counting_tokenizer, random_llama, random_prompt
+from random_models import Kind, counting_tokenizer, random_llama, random_prompt
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -54,7 +57,9 @@ from blockattn_rag.model.loading import load_model
 from blockattn_rag.prompts import BlockPrompt
 
 Row = Mapping[str, Any]
-Measured = Literal["ttft", "decode", "batch", "memory", "shared", "ingest", "recompute", "windows"]
+Measured = Literal[
+    "ttft", "decode", "batch", "memory", "shared", "ingest", "recompute", "windows", "passages"
+]
 WINDOW = 512
 SHARES = (0.0, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0)
 
@@ -472,6 +477,58 @@ def measure_windows(
     return rows
 
 
+def measure_passages(
+    engine: BlockAttentionEngine,
+    lengths: Sequence[int],
+    *,
+    passages: Sequence[int] = (1, 3, 6),
+    head_tokens: int = 32,
+    question_tokens: int = 50,
+    repeats: int = 3,
+) -> list[dict[str, Any]]:
+    """Measure the time to first token by the number of passages, in turns.
+
+    Args:
+        engine: See ``measure_ttft``.
+        lengths: Tokens of all passages together, at least one for each.
+        passages: Numbers of passages of equal length.
+        head_tokens: Tokens of a block before the passages, whose states a hybrid model starts from.
+        question_tokens, repeats: See ``measure_ttft``.
+
+    Returns:
+        One row for each length and number of passages: ``length``, ``passages``, ``full_s``,
+        ``block_s`` and, for models with latent attention, ``copy_s`` (median, seconds), with
+        minimum and maximum, ``full_over_block``, ``full_over_copy``, and ``bytes_per_token``.
+    """
+    check_sizes(**{"the shortest passage": min(lengths) // max(passages)})
+    model, paths = engine.model, ["block"]
+    if any(kind.attention == "latent" for kind in model.profile.kinds):
+        paths.append("copy")
+    engines = {path: on_path(engine, path) for path in paths}
+    vocabulary, rows = model.config.vocab_size, []
+    head = random_prompt(head_tokens, head_tokens, 1, vocabulary, seed=-1).context
+    for length in lengths:
+        ways: dict[str, Callable[[], float]] = {}
+        for count in passages:
+            prompt = random_prompt(length, -(-length // count), question_tokens, vocabulary)
+            prompt = BlockPrompt((*head, *prompt.context), prompt.final)
+            engine.generate(prompt, max_new_tokens=1)
+            ways["full"] = partial(_ttft, engine, prompt, "full")
+            for path, one in engines.items():
+                ways[f"{path} {count}"] = partial(_ttft, one, prompt, path)
+        times = in_turns(ways, repeats)
+        for count in passages:
+            row: dict[str, Any] = {"length": length, "passages": count}
+            for path, way in {
+                "full": "full",
+                **{path: f"{path} {count}" for path in paths},
+            }.items():
+                row |= {f"{path}{end}": times[f"{way}{end}"] for end in ("_s", "_min_s", "_max_s")}
+            row |= {f"full_over_{path}": row["full_s"] / row[f"{path}_s"] for path in paths}
+            rows.append(row | {"bytes_per_token": model.bytes_per_token})
+    return rows
+
+
 def _requests(model: BlockModel, size: int, count: int) -> list[EncodeRequest]:
     draw, vocabulary = random.Random(size), model.config.vocab_size
     lengths = [draw.randint(max(1, size // 2), size + size // 2) for _ in range(count)]
@@ -531,6 +588,15 @@ def columns(measured: Measured, rows: Sequence[Row]) -> dict[str, list[str]]:
             ratios = [f"{row[f'{name}_full_over_relay']:.1f}" for row in rows]
             found[f"full/relay, {name}"] = ratios
         found["quotient"] = [f"{row['windowed_over_plain']:.2f}" for row in rows]
+        return found
+    if measured == "passages":
+        found = {name: [f"{row[name]:,}" for row in rows] for name in ("length", "passages")}
+        paths = [path for path in ("full", "copy", "block") if f"{path}_s" in rows[0]]
+        for path in paths:
+            found[path] = [duration(row[f"{path}_s"]) for row in rows]
+        for path in paths[1:]:
+            found[f"full/{path}"] = [f"{row[f'full_over_{path}']:.1f}" for row in rows]
+        found["bytes per token"] = [f"{row['bytes_per_token']:,}" for row in rows]
         return found
     if measured == "recompute":
         by_share = {
@@ -598,13 +664,14 @@ def main(
     repeats: Annotated[int, typer.Option(help="Timed runs; medians are reported.")] = 3,
     dtype: Annotated[str, typer.Option(help="Type of the weights.")] = "float32",
     layers: Annotated[int | None, typer.Option(help="Keep only the first layers.")] = None,
+    kind: Annotated[Kind, typer.Option(help="Kind of attention of a shape.")] = "plain",
 ) -> None:
     """Measure one time, rate or size, and print the result as JSON."""
     # The warning about missing block fine-tuning does not matter for random weights.
     logging.getLogger("blockattn_rag").setLevel(logging.ERROR)
     sizes, batches = _numbers(lengths), _numbers(batch_sizes)
     made = partial(random_llama, model, max_tokens=max(sizes) + 256, dtype=dtype)
-    loaded = made() if model in SHAPES else load_model(model, dtype=dtype)
+    loaded = made(kind=kind) if model in SHAPES else load_model(model, dtype=dtype)
     engine = _engine(loaded, layers)
     options: dict[str, Any] = {} if measured == "memory" else {"repeats": repeats}
     if block_tokens is not None:
@@ -624,10 +691,11 @@ def main(
             "decode": measure_decode,
             "memory": measure_memory,
             "recompute": measure_recompute,
+            "passages": measure_passages,
         }
         rows = measures[measured](engine, sizes, **options)
     device = engine.model.device
-    data = {"model": model, "dtype": dtype, "device": str(device), **options}
+    data = {"model": model, "kind": kind, "dtype": dtype, "device": str(device), **options}
     data["layers"] = loaded.config.num_hidden_layers
     print(json.dumps({**data, "rows": rows, "machine": machine(device)}))
 
@@ -639,8 +707,10 @@ def _engine(hf_model: Any, layers: int | None) -> BlockAttentionEngine:
         hf_model.config.num_hidden_layers = layers
         if getattr(hf_model.config, "layer_types", None):
             hf_model.config.layer_types = hf_model.config.layer_types[:layers]
+    is_hybrid = "linear_attention" in (getattr(hf_model.config, "layer_types", None) or ())
     return BlockAttentionEngine.from_pretrained(
         hf_model,
+        recipe=Recipe(promote=1) if is_hybrid else Recipe(),
         tokenizer=counting_tokenizer(hf_model.config.vocab_size),
         store=MemoryStore(1 << 40),
         resident_bytes=0,  # a repeated question is computed again

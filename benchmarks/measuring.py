@@ -50,10 +50,11 @@ def in_turns(
 PATHS: Mapping[str, Mapping[str, Any]] = {
     # An explicit `do_sample=False` turns off the repetition guard, which the answers of models with
     # random weights would trigger.
-    path: {"mode": mode, "do_sample": False}
-    for path, mode in {"full": "full", "copy": "block", "relay": "block", "floor": "block"}.items()
+    path: {"mode": "full" if path == "full" else "block", "do_sample": False}
+    for path in ("full", "copy", "relay", "block", "floor")
 }
-"""Options of calls on each path. On the floor path, the prompt is the question without context."""
+"""Options of calls on each path. ``block``: the path that the engine chooses. ``floor``: the prompt
+without its context."""
 
 
 def paths_of(engine: BlockAttentionEngine) -> list[str]:

@@ -180,7 +180,7 @@ def measure(family: str) -> Row | None:
     difference = _error(block_model, has_relay=has_relay)
     profile = block_model.profile
     how = "relay" if has_relay else "copy"
-    if any(kind.attention == "latent" for kind in profile.kinds):
+    if has_relay and any(kind.attention == "latent" for kind in profile.kinds):
         how = "latent"
     if profile.has_states:
         how = "hybrid"
@@ -301,7 +301,7 @@ per token, and how exact block mode is.
 |---|---|
 | relay | attention reads stored blocks in place; see [positions](concepts.md#positions). A layer with a sliding window reads no block outside of it. Soft caps, attention sinks, and layers that share keys and values are included |
 | copy | blocks are rotated and joined for each request: the model has attention code of its own |
-| latent | multi-head latent attention: the latent and its rotary key are stored, and only the key is rotated (copy) |
+| latent | multi-head latent attention: the latent and its rotary key are stored, and only the key is rotated. Attention reads latents without expanding them ([how](architecture.md#attention), [times](benchmarks.md#kinds-of-layers)) |
 | hybrid | some layers have a recurrent or convolution state: see [hybrid models](concepts.md#hybrid-models) |
 
 Some models scale a query by its position: Ministral 3 from 16,384 tokens on. The final block and recomputed tokens are scaled for their

@@ -1,22 +1,28 @@
-"""Llama shapes with random weights, a tokenizer of numbered words, and random prompts."""
+"""Models with random weights, a tokenizer of numbered words, and random prompts."""
 
 from __future__ import annotations
 
 import random
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
+    MiniCPM3Config,
     MinistralConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
+    Qwen3_5TextConfig,
 )
 
 from blockattn_rag.lab.planning import SHAPES, floating_type, shape_config
 from blockattn_rag.model.loading import default_device
 from blockattn_rag.prompts.blocks import Block, BlockPrompt
+
+Kind = Literal["plain", "latent", "hybrid"]
+"""Layers of a model: those of a Llama, layers with multi-head latent attention, or layers with a
+recurrent state and, as every fourth or last one, with attention."""
 
 
 def random_llama(
@@ -27,8 +33,9 @@ def random_llama(
     dtype: str = "float32",
     seed: int = 0,
     window: int | None = None,
+    kind: Kind = "plain",
 ) -> PreTrainedModel:
-    """Create a Llama with random weights, which is as fast and as large as a trained model.
+    """Create a model with random weights, which is as fast and as large as a trained one.
 
     Args:
         shape: Key of ``SHAPES``.
@@ -37,11 +44,13 @@ def random_llama(
         dtype: Name of a torch floating type.
         seed: Random seed of the weights.
         window: Sliding window in tokens, for five of six layers, as in Gemma 3. None: no windows.
+        kind: Layers of the shape's sizes. ``"latent"``: as in MiniCPM3. ``"hybrid"``: as in
+            Qwen3.5. Windows require ``"plain"``.
     """
     if shape not in SHAPES:
         raise ValueError(f"Unknown shape {shape!r}: expected one of {', '.join(SHAPES)}.")
-    kind = floating_type(dtype)
-    config = shape_config(shape, max_position_embeddings=max_tokens)
+    number = floating_type(dtype)
+    config: Any = shape_config(shape, max_position_embeddings=max_tokens)
     if window is not None:  # a Llama with types of layers
         types = ["sliding_attention"] * 5 + ["full_attention"]
         layers = range(config.num_hidden_layers)
@@ -52,13 +61,32 @@ def random_llama(
             sliding_window=window,
             layer_types=[types[layer % len(types)] for layer in layers],
         )
+    if kind != "plain":
+        config = _config(kind, shape, max_tokens)
     # Without end and padding tokens, every answer has its full length and no padding.
     config.bos_token_id = config.eos_token_id = config.pad_token_id = None
     with torch.random.fork_rng(), torch.device(default_device() if device == "auto" else device):
         torch.manual_seed(seed)
         factory: Any = AutoModelForCausalLM
-        model: PreTrainedModel = factory.from_config(config, dtype=kind).eval()
+        model: PreTrainedModel = factory.from_config(config, dtype=number).eval()
     return model
+
+
+def _config(kind: Kind, shape: str, max_tokens: int) -> Any:
+    sizes = {**SHAPES[shape], "max_position_embeddings": max_tokens}
+    heads, size = sizes["num_attention_heads"], sizes["head_dim"]
+    if kind == "hybrid":
+        states = {"linear_num_key_heads": heads, "linear_num_value_heads": heads}
+        states |= {"linear_key_head_dim": size, "linear_value_head_dim": size}
+        layers = sizes["num_hidden_layers"]
+        every = min(4, layers)
+        types = ["linear_attention"] * (every - 1) + ["full_attention"]
+        types = [types[layer % every] for layer in range(layers)]
+        return Qwen3_5TextConfig(**sizes, **states, layer_types=types)
+    del sizes["head_dim"], sizes["num_key_value_heads"]
+    ranks = {"kv_lora_rank": 4 * size, "q_lora_rank": 4 * size}
+    parts = {"qk_nope_head_dim": size, "qk_rope_head_dim": size // 2, "v_head_dim": size}
+    return MiniCPM3Config(**sizes, **ranks, **parts, num_key_value_heads=heads)
 
 
 def counting_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:

@@ -50,7 +50,9 @@ def table(name: str, data: Mapping[str, Any]) -> str:
     where = (
         f"{machine['accelerator'] or machine['processor']}, {threads} thread{'s'[: threads - 1]}"
     )
-    what = f"{data['model']} shape, {data['dtype']} on {data['device']}"
+    kind = data.get("kind", "plain")
+    layers = "" if kind == "plain" else f" with {data['layers']} {kind} layers"
+    what = f"{data['model']} shape{layers}, {data['dtype']} on {data['device']}"
     how = "Counted." if name == "memory" else "Medians."
     return f"{lines}\n*{what}; {where}; {versions}. {how}*\n"
 

@@ -93,6 +93,7 @@ class FakeServer:
             sink=profile.sink,
             adapter=profile.adapter,
             promote=profile.promote,
+            recompute=profile.recompute,
             block_tuned=profile.block_tuned,
             models=(name,),
             max_tokens=model.max_context_tokens,

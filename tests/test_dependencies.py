@@ -44,6 +44,9 @@ EXTRA_OF = {
 # Modules of packages that the gate does not install: the package to install, and who says so.
 NOT_INSTALLED = {
     "fastapi": "fastapi",
+    "flash_attn.cute": "flash-attn-4",
+    "flash_attn": "flash-attn",
+    "flash_attn_interface": "flash-attn-3",
     "prometheus_client": "prometheus-client",
     "triton": "triton",
     "llama_index.embeddings.huggingface": "llama-index-embeddings-huggingface",
@@ -55,8 +58,8 @@ NOT_INSTALLED = {
 # Imported where a user names a HuggingFace embedding, takes a picture of the demo's page, or
 # compares with llama.cpp; the error message or the script's docstring says what to install.
 ASKED_FOR_BY_MESSAGE = {"llama-cpp-python", "llama-index-embeddings-huggingface", "playwright"}
-# PyTorch brings it where it has CUDA; `kv.rope` does without.
-OPTIONAL_OF_TORCH = {"triton"}
+# The package works without them. PyTorch brings Triton where it has CUDA.
+OPTIONAL = {"triton", "flash-attn-3"}
 # Declared though no file imports them: what they are there for.
 NEEDED_UNIMPORTED = {
     "bitsandbytes": "transformers imports it to quantize weights to 4 bits",
@@ -147,7 +150,7 @@ def without(found: dict[str, set[str]], allowed: set[str]) -> dict[str, set[str]
 
 
 def test_what_the_package_imports_is_declared() -> None:
-    assert without(users(FILES), USED | ASKED_FOR_BY_MESSAGE | OPTIONAL_OF_TORCH) == {}
+    assert without(users(FILES), USED | ASKED_FOR_BY_MESSAGE | OPTIONAL) == {}
 
 
 def test_what_is_declared_is_imported_by_the_package() -> None:
@@ -162,7 +165,7 @@ def test_every_part_is_imported_with_the_base_and_its_own_extra_alone() -> None:
         extra = next(
             (name for prefix, name in EXTRA_OF.items() if path.as_posix().startswith(prefix)), None
         )
-        allowed = BASE | OPTIONAL_OF_TORCH | (declared(EXTRAS[extra]) if extra else set())
+        allowed = BASE | OPTIONAL | (declared(EXTRAS[extra]) if extra else set())
         assert without(users([file], at_import=True), allowed) == {}
 
 

@@ -23,20 +23,21 @@ from efficiency import (
     measure_batch,
     measure_decode,
     measure_memory,
+    measure_passages,
     measure_recompute,
     measure_shared,
     measure_ttft,
     measure_windows,
 )
 from measuring import in_turns, peak_bytes
-from random_models import counting_tokenizer, random_llama, random_prompt
+from random_models import Kind, counting_tokenizer, random_llama, random_prompt
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 SIZES: dict[str, Any] = {"question_tokens": 4, "repeats": 1}
 
 
-def tiny_engine(window: int | None = None) -> BlockAttentionEngine:
-    model = random_llama("tiny", max_tokens=256, device="cpu", window=window)
+def tiny_engine(window: int | None = None, kind: Kind = "plain") -> BlockAttentionEngine:
+    model = random_llama("tiny", max_tokens=256, device="cpu", window=window, kind=kind)
     return BlockAttentionEngine.from_pretrained(
         model, tokenizer=counting_tokenizer(512), resident_bytes=0
     )
@@ -171,6 +172,27 @@ def test_windows_are_measured_beside_a_model_without() -> None:
     table = columns("windows", [row])
     assert next(iter(table)) == "context"
     assert list(table)[-1] == "quotient"
+
+
+def test_first_tokens_are_measured_by_the_number_of_passages() -> None:
+    engine = tiny_engine(kind="latent")
+    assert engine.model.supports_relay
+    rows = measure_passages(engine, [48], passages=[1, 3], head_tokens=4, **SIZES)
+    assert [row["passages"] for row in rows] == [1, 3]
+    for row in rows:
+        assert row["full_over_block"] == row["full_s"] / row["block_s"]
+        assert row["full_over_copy"] == row["full_s"] / row["copy_s"]
+        # Two layers, each with a latent of 32 and a rotary key of 4 numbers, in float32.
+        assert row["bytes_per_token"] == 2 * (32 + 4) * 4
+    assert columns("passages", rows)["passages"] == ["1", "3"]
+
+
+def test_a_hybrid_model_starts_from_the_state_of_the_head() -> None:
+    engine = tiny_engine(kind="hybrid")
+    assert engine.model.profile.has_states
+    (row,) = measure_passages(engine, [48], passages=[3], head_tokens=4, **SIZES)
+    assert "copy_s" not in row
+    assert list(columns("passages", [row]))[2:4] == ["full", "block"]
 
 
 @pytest.mark.parametrize("measured", ["batch", "ingest", "memory"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,9 @@ from llama_index.core import Settings
 
 import blockattn_rag.langchain as langchain
 import blockattn_rag.llama_index as llama_index
+from blockattn_rag import Block, handle_of
 from blockattn_rag.model import BlockModel
+from blockattn_rag.prompts.formats import BLANK_LINE
 from blockattn_rag.server.protocol import ENCODE
 from tests.fake_server import CHATS, FakeServer
 from tests.processes import run_file
@@ -42,6 +45,31 @@ def test_an_example_answers_by_a_server(server: FakeServer, name: str) -> None:
     assert done.status == 0, done.stderr
     assert done.stdout.splitlines()[0] == ANSWER
     assert len(server.bodies(ENCODE)) == len(server.bodies(CHATS)) == 1
+
+
+@pytest.mark.timeout(600)
+def test_the_ray_example_encodes_on_several_servers(server: FakeServer, tmp_path: Path) -> None:
+    if not installed("ray"):
+        pytest.skip("needs ray[data]")
+    texts = [f"The height of Tower {number} is {number} metres." for number in range(300)]
+    lines = "\n".join(json.dumps({"number": n, "text": text}) for n, text in enumerate(texts))
+    passages, handles = tmp_path / "passages.jsonl", tmp_path / "handles"
+    passages.write_text(lines, encoding="utf-8")
+    environment = {"NO_PROXY": "127.0.0.1", "RAY_USAGE_STATS_ENABLED": "0"}
+    with FakeServer(server.engine.model, server.engine.store, name="bundled").listening() as second:
+        servers = ("--server", server.url, "--server", second.url)
+        example = EXAMPLES / "ingest_ray.py"
+        names = (str(passages), str(handles), "--journal", "journal")
+        done = run_file(example, *names, *servers, folder=tmp_path, environment=environment)
+        assert done.status == 0, done.stderr
+        assert server.bodies(ENCODE) + second.bodies(ENCODE)
+    assert [*(tmp_path / "journal").iterdir()]
+    files = handles.glob("*.json*")
+    rows = [json.loads(line) for path in files for line in path.read_text().splitlines()]
+    assert {row["number"]: row["kv_handle"] for row in rows} == {
+        number: handle_of(text) for number, text in enumerate(texts)
+    }
+    assert all(server.engine.contains(Block(text, BLANK_LINE)) for text in texts)
 
 
 @pytest.fixture

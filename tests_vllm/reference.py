@@ -76,13 +76,18 @@ class Case(NamedTuple):
 
 
 class Reference:
-    """The local engine, a directory store, and the profile of its model."""
+    """The local engine, a directory store, and the profile of its model.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        name: Folder of the model.
+    """
+
+    def __init__(self, folder: Path, name: str = MODEL) -> None:
         self.folder = folder
+        self.name = name
         self.store = folder / "kv"
         self.engine = BlockAttentionEngine.from_pretrained(
-            MODEL, store=self.store, dtype="float32", device="cpu"
+            name, store=self.store, dtype="float32", device="cpu"
         )
         self.model: BlockModel = self.engine._model
         self.profile: ModelProfile = profile_of(self.model)

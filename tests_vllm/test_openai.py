@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -19,6 +21,7 @@ from blockattn_rag.store import DirectoryStore
 from tests_vllm.reference import Reference
 from tests_vllm.server import CHATS, COMPLETIONS, KEY, NAME, Server, serving
 
+FRONT_ENDS = json.loads((Path(__file__).parents[1] / "tests/front_ends.json").read_text())
 SECRET = "a long secret of this server"
 GREEDY = {"temperature": 0, "max_tokens": 24}
 
@@ -48,7 +51,7 @@ def server(reference: Reference) -> Iterator[Server]:
         *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
         environment={"TENANT_SECRET": SECRET},
         tenant_secret_env="TENANT_SECRET",
-        recognize=True,
+        recognize="sources",
     )
 
 
@@ -241,6 +244,16 @@ def test_tenants_recognize_own(reference: Reference, server: Server) -> None:
     other = answered(server, plain, **tenant)
     assert other["blockattn"] == {"mode": "full"}
     assert other["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+@pytest.mark.parametrize("name", FRONT_ENDS)
+def test_sources_of_a_front_end_are_reused_in_the_next_turn(server: Server, name: str) -> None:
+    tenant = {"x-tenant-id": re.sub(r"\W+", "-", name)}
+    first, second = ({"messages": messages, **GREEDY} for messages in FRONT_ENDS[name])
+    reports = [answered(server, body, **tenant)["blockattn"] for body in (first, second, second)]
+    assert [report["hits"] + report["misses"] for report in reports] == [4, 4, 4]
+    assert (reports[0]["hits"], reports[2]["misses"]) == (0, 0)
+    assert reports[1]["misses"] in (1, 2, 3)  # the new source; in some, the head and the marks
 
 
 def test_documents_are_refused_where_vllm_sees_media_and_would_ignore_them(server: Server) -> None:

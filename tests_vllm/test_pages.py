@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from blockattn_rag.errors import ServingError
-from blockattn_rag.server.vllm.pages import LayerPages
+from blockattn_rag.server.vllm.pages import KVGroup, LayerPages
 
 PAGES, HEADS, TOKENS, KEY, VALUE = 6, 2, 16, 8, 4
+GROUP = KVGroup(0, TOKENS)
 
 
 class Backend:
@@ -52,7 +53,7 @@ def layer_of(backend: Backend, dtype: torch.dtype = torch.bfloat16) -> Any:
 @pytest.mark.parametrize("tokens", [1, TOKENS, 2 * TOKENS + 3])
 def test_what_was_written_is_read(dtype: torch.dtype, tokens: int) -> None:
     layer = layer_of(Backend(), dtype)
-    pages = LayerPages(layer)
+    pages = LayerPages(layer, GROUP)
     table = torch.tensor([4, 1, 3])
     slots = (table[:, None] * TOKENS + torch.arange(TOKENS)).flatten()[:tokens]
     keys = torch.randn(HEADS, tokens, KEY).to(dtype)
@@ -67,7 +68,7 @@ def test_what_was_written_is_read(dtype: torch.dtype, tokens: int) -> None:
 
 def test_layers_that_store_alike_are_measured_once() -> None:
     backend = Backend()
-    first, second = LayerPages(layer_of(backend)), LayerPages(layer_of(backend))
+    first, second = LayerPages(layer_of(backend), GROUP), LayerPages(layer_of(backend), GROUP)
     first.share_layout([])
     second._layer.impl = SimpleNamespace()  # which could not be measured
     with pytest.raises(AttributeError):
@@ -79,9 +80,58 @@ def test_layers_that_store_alike_are_measured_once() -> None:
 
 def test_a_backend_that_changes_what_it_stores_is_refused() -> None:
     with pytest.raises(ServingError, match="changes the keys and values that it stores"):
-        LayerPages(layer_of(Backend(rounds=True))).share_layout([])
+        LayerPages(layer_of(Backend(rounds=True)), GROUP).share_layout([])
 
 
 def test_a_cache_of_eight_bits_is_refused() -> None:
     with pytest.raises(ServingError, match="--kv-cache-dtype auto"):
-        LayerPages(layer_of(Backend(), torch.float8_e4m3fn)).share_layout([])
+        LayerPages(layer_of(Backend(), torch.float8_e4m3fn), GROUP).share_layout([])
+
+
+class LatentBackend:
+    """vLLM's reference backend for latent attention: a latent and a rotary key for each token."""
+
+    def do_kv_cache_update(
+        self, latent: Tensor, key: Tensor, kv_cache: Tensor, slots: Tensor, dtype: str, scale: float
+    ) -> None:
+        assert (dtype, scale) == ("auto", 1.0)
+        kv_cache.view(-1, VALUE + KEY)[slots] = torch.cat([latent, key.squeeze(1)], dim=1)
+
+
+def latent_layer() -> Any:
+    return SimpleNamespace(
+        impl=LatentBackend(),
+        num_kv_heads=1,
+        head_size=VALUE + KEY,
+        kv_lora_rank=VALUE,
+        kv_cache=torch.zeros(PAGES, TOKENS, VALUE + KEY),
+        kv_cache_dtype="auto",
+        _k_scale=1.0,
+    )
+
+
+@pytest.mark.parametrize("interleaves", [False, True])
+def test_latent_and_rotary_key_are_read_as_written(interleaves: bool) -> None:
+    layer = latent_layer()
+    pages = LayerPages(layer, GROUP, interleaves_keys=interleaves)
+    assert pages.sizes == (1, KEY, VALUE)
+    pages.share_layout([])
+    keys, latents = torch.randn(1, 3, KEY), torch.randn(1, 3, VALUE)
+    slots = torch.arange(3) + TOKENS
+    pages.write(keys, latents, slots)
+    stored = layer.kv_cache[1, :3, VALUE:]
+    expected = keys[0, :, [0, 4, 1, 5, 2, 6, 3, 7]] if interleaves else keys[0]
+    assert torch.equal(stored, expected)
+    found_keys, found_latents = pages.read(slots)
+    assert torch.equal(found_keys, keys)
+    assert torch.equal(found_latents, latents)
+
+
+def test_groups_have_their_own_tables_and_page_sizes() -> None:
+    tables = [[7, 2], [0, 0, 9, 4]]
+    full, windowed = KVGroup(0, 8), KVGroup(1, 4)
+    assert [group.first_token(tables) for group in (full, windowed)] == [0, 8]
+    assert KVGroup(0, 4).first_token([[0, 0]]) == 8  # no token has a page
+    device = torch.device("cpu")
+    assert full.slots(tables, range(6, 11), device).tolist() == [62, 63, 16, 17, 18]
+    assert windowed.slots(tables, range(9, 14), device).tolist() == [37, 38, 39, 16, 17]

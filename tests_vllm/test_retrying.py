@@ -162,3 +162,9 @@ def test_a_grammar_that_failed_is_told_and_not_tried_again() -> None:
 def test_requests_of_full_mode_are_left_alone() -> None:
     client = Client([LOST])
     assert asked(client, None) == [LOST]
+
+
+def test_recomputed_tokens_of_encoded_blocks_count_once() -> None:
+    ending = end(ServedBlocks(3, 9, 0, recomputed=[0, 3, 4]).to_dict())
+    said = asked(Client([ending]), Ticket(PLAN, _one_encoded, {"b": 5}, ["a", "b", "c"]))
+    assert ServedBlocks.from_dict(said[-1].kv_transfer_params).recomputed == [0, 0, 4]

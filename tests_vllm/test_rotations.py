@@ -47,8 +47,9 @@ def profile(*rotaries: Rotary) -> ModelProfile:
         tokenizer="e" * 64,
         name="made-up",
         dtype="float32",
-        layers=tuple(LayerProfile(2, SIZE, SIZE, place) for place in range(len(rotaries))),
+        layers=tuple(LayerProfile(2, SIZE, SIZE, place, place) for place in range(len(rotaries))),
         rotary=rotaries,
+        hidden_layers=len(rotaries),
         vocab_size=264,
         max_positions=4096,
     )
@@ -141,3 +142,14 @@ def test_a_module_that_cannot_be_run_is_named(ropes: dict[Any, Any], has_buffer:
         check_rotations(profile(rotary()), range(1))
     make()
     check_rotations(profile(rotary()), range(1))
+
+
+def test_latent_keys_may_be_interleaved_in_vllm() -> None:
+    make(neox=False)
+    halves = profile(rotary())
+    with pytest.raises(ServingError, match="interleaved pairs of 64"):
+        check_rotations(halves, range(1))
+    latent = replace(halves, layers=(replace(halves.layers[0], is_latent=True),))
+    assert check_rotations(latent, range(1)) == {0}
+    as_stored = replace(latent, rotary=(rotary(pairing="interleaved"),))
+    assert check_rotations(as_stored, range(1)) == set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,14 +12,28 @@ from vllm.v1.request import Request, RequestStatus
 
 from blockattn_rag.prompts.blocks import STORED
 from blockattn_rag.server.config import ServingConfig
+from blockattn_rag.server.keys import is_salt, salt
 from blockattn_rag.server.plan import BlockPlan
+from blockattn_rag.server.vllm.metrics import Ended, WorkerReport
 from blockattn_rag.server.vllm.scheduler import UNSAVED, SchedulerSide
 from tests_vllm.engines import sampling_of
 from tests_vllm.reference import Reference
 
 ENCODE = BlockPlan("encode", (5,), keep=(STORED,)).to_dict()
 COMPLETE = BlockPlan("complete", (2, 2), keep=(STORED,) * 2).to_dict()
-NOTHING: Any = SimpleNamespace(total_num_scheduled_tokens=0)
+
+
+def step_of(**scheduled: int) -> Any:
+    """A step that computes so many tokens of requests."""
+    return SimpleNamespace(
+        total_num_scheduled_tokens=sum(scheduled.values()),
+        num_scheduled_tokens=scheduled,
+        preempted_req_ids=None,
+        kv_connector_block_state=SimpleNamespace(resolve_block_ids=lambda _: ([3, 4], [0, 5])),
+    )
+
+
+NOTHING = step_of()
 
 
 def scheduler_of(reference: Reference, **options: Any) -> SchedulerSide:
@@ -43,8 +58,27 @@ def test_saves_whole_requests(reference: Reference, status: RequestStatus, is_sa
     request = request_of(ENCODE)
     scheduler.add(request)
     request.status = status
-    assert scheduler.finished(request, [3]) == (is_saved, None)
-    assert [one.pages for one in scheduler.orders(NOTHING).saves] == [[3]] * is_saved
+    assert scheduler.finished(request) is None
+    saves = scheduler.orders(NOTHING).saves
+    assert [save.token_ids for save in saves] == [[5, 6, 7, 8, 9]] * is_saved
+
+
+def test_each_chunk_of_a_block_is_copied(reference: Reference) -> None:
+    scheduler = scheduler_of(reference)
+    request = request_of(ENCODE)
+    scheduler.add(request)
+    assert request.skip_reading_prefix_cache  # pages outside a window are not in the cache
+    copied = []
+    for computed, scheduled in ((0, 2), (2, 0), (2, 3), (5, 1), (0, 4), (4, 1)):
+        request.num_computed_tokens = computed
+        copied += scheduler.orders(step_of(r=scheduled, other=1)).copies
+    assert [copy.tokens for copy in copied] == [
+        *(range(2), range(2, 5)),  # the token after the prompt is no part of the block
+        *(range(4), range(4, 5)),  # again after a preemption
+    ]
+    assert copied[0].pages == ([3, 4], [0, 5])
+    scheduler.finished(request)
+    assert scheduler.orders(step_of(r=1)).copies == []
 
 
 @pytest.mark.parametrize(
@@ -68,7 +102,7 @@ def test_what_block_mode_cannot_do_fails_by_a_load_that_never_ends_well(
     scheduler.allocated(request, pages, 1)  # type: ignore[arg-type]
     assert scheduler.orders(NOTHING).refused == ["r"]
     request.status = RequestStatus.FINISHED_ERROR
-    assert scheduler.finished(request, [3]) == (False, None)
+    assert scheduler.finished(request) is None
 
 
 def test_refused_request_is_forgotten(reference: Reference) -> None:
@@ -77,5 +111,44 @@ def test_refused_request_is_forgotten(reference: Reference) -> None:
     scheduler.add(request)
     assert scheduler.promised(request, 0) == (1, True)  # it is refused
     request.status = RequestStatus.FINISHED_ERROR
-    assert scheduler.finished(request, [3]) == (False, None)
+    assert scheduler.finished(request) is None
     assert scheduler.promised(request, 0) == (0, False)
+
+
+def recomputing(reference: Reference, ranks: int = 1) -> SchedulerSide:
+    config = ServingConfig.parse(reference.options())
+    return SchedulerSide(config, replace(reference.profile, recompute=0.5), ranks)
+
+
+def test_requests_with_recomputed_tokens_share_no_pages(reference: Reference) -> None:
+    scheduler = recomputing(reference)
+    requests = [request_of(COMPLETE, cache_salt="own") for _ in range(2)]
+    salts = []
+    for request in requests:
+        scheduler.add(request)
+        salts.append(request.cache_salt)
+    shared = salt(BlockPlan("complete", (2, 2), keep=(STORED,) * 2), reference.profile, "own")
+    assert len({*salts, shared}) == 3
+    assert all(map(is_salt, salts))
+    step: Any = SimpleNamespace(total_num_scheduled_tokens=0, preempted_req_ids={"r"})
+    scheduler.orders(step)
+    assert requests[1].cache_salt not in salts  # or it would find its own recomputed pages
+    assert is_salt(requests[1].cache_salt)
+
+
+def test_tokens_are_recomputed_once_all_ranks_have_loaded(reference: Reference) -> None:
+    scheduler = recomputing(reference, ranks=2)
+    scheduler.add(request_of(COMPLETE))
+
+    def ordered(ended: dict[str, Ended]) -> dict[str, bool]:
+        report: Any = SimpleNamespace(kv_connector_worker_meta=WorkerReport(ended=ended))
+        scheduler.take(report)
+        return scheduler.orders(NOTHING).ended
+
+    assert ordered({"r": Ended(1, 0)}) == {}
+    assert ordered({"r": Ended(1, 0)}) == {"r": True}
+    assert ordered({"r": Ended(1, 1)}) == {}
+    assert ordered({"r": Ended(1, 0)}) == {"r": False}  # one rank has no blocks
+    assert ordered({"aborted": Ended(2, 0)}) == {"aborted": False}
+    both = WorkerReport(ended={"r": Ended(1, 0)}).aggregate(WorkerReport(ended={"r": Ended(1, 1)}))
+    assert both.ended == {"r": Ended(2, 1)}

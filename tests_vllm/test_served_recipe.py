@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,8 +20,9 @@ OPTIONS: dict[str, Any] = {"max_new_tokens": 24, "min_new_tokens": 24}
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
 def recipe(request: pytest.FixtureRequest, reference: Reference) -> Recipe:
-    """As many passages are promoted as the server has ranks."""
-    return recipe_of(reference.model, size=0.05, promote=request.param)
+    """As many passages are promoted as the server has ranks. One rank also recomputes tokens."""
+    recipe = recipe_of(reference.model, size=0.05, promote=request.param)
+    return replace(recipe, recompute=0.3 if request.param == 1 else 0.0)
 
 
 @pytest.fixture(scope="module")

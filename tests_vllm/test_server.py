@@ -315,7 +315,7 @@ def test_logs_hold_nothing_that_was_sent(reference: Reference, server: Server, p
 def test_what_fails_in_a_step_is_shown_without_tokens(reference: Reference) -> None:
     case = reference.case(2)
     plan = BlockPlan("complete", case.lengths)
-    orders = Orders([Load("one", plan, case.ids, [7], 0)], [Save("two", plan, case.ids, [8])])
+    orders = Orders([Load("one", plan, case.ids, [[7]], 0)], saves=[Save("two", plan, case.ids)])
     told = f"{prepare_object_to_dump(orders)} {orders}"
     assert "one" in told
     assert str(case.ids[:4])[1:-1] not in told

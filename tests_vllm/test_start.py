@@ -6,7 +6,6 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,10 +13,14 @@ import torch
 from vllm.config import KVTransferConfig, VllmConfig, set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    MambaSpec,
+    MLAAttentionSpec,
     SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
 )
 
 from blockattn_rag.errors import ServingError
@@ -29,6 +32,11 @@ from tests_vllm.reference import MODEL, Reference
 FULL = FullAttentionSpec(block_size=128, num_kv_heads=2, head_size=64, dtype=torch.float32)
 SLIDING = SlidingWindowSpec(
     block_size=128, num_kv_heads=2, head_size=64, dtype=torch.float32, sliding_window=64
+)
+LATENT = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=576, dtype=torch.float32)
+STATE = MambaSpec(block_size=128, shapes=((4, 4),), dtypes=(torch.float32,))
+CHUNKED = ChunkedLocalAttentionSpec(
+    block_size=128, num_kv_heads=2, head_size=64, dtype=torch.float32, attention_chunk_size=64
 )
 
 
@@ -46,6 +54,13 @@ def engine_of(transfer: dict[str, Any] | None = None, **changed: Any) -> VllmCon
 def cache_of(*specs: Any) -> KVCacheConfig:
     groups = [KVCacheGroupSpec(["model.layers.0.self_attn.attn"], spec) for spec in specs]
     return KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
+def change(engine: Any, changed: dict[str, Any]) -> None:
+    """Set options of an engine, by the names of their parts."""
+    for place, value in changed.items():
+        *part, name = place.split(".")
+        setattr(getattr(engine, part[0]) if part else engine, name, value)
 
 
 def test_an_engine_of_the_profiles_model_is_accepted(reference: Reference) -> None:
@@ -75,11 +90,29 @@ def test_unsuitable_engines_are_refused(
 ) -> None:
     config = ServingConfig.parse(reference.options())
     engine = engine_of(transfer)
-    for place, value in changed.items():
-        part, name = place.split(".")
-        setattr(getattr(engine, part), name, value)
+    change(engine, changed)
     with pytest.raises(ServingError, match=message):
         check_engine(engine, cache_of(FULL), config, reference.profile)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"parallel_config.pipeline_parallel_size": 2}, "pipeline_parallel_size is 2"),
+        ({"lora_config": object()}, "enable_lora is set"),
+        ({"cache_config.cache_dtype": "fp8_e4m3"}, "the cache stores fp8_e4m3"),
+    ],
+)
+def test_engines_that_cannot_recompute_are_refused_if_a_recipe_does(
+    reference: Reference, changed: dict[str, Any], message: str
+) -> None:
+    config = ServingConfig.parse(reference.options(read_only=True, private_memory="0"))
+    engine, cache, profile = engine_of(), cache_of(FULL), replace(reference.profile, recompute=0.1)
+    check_engine(engine, cache, config, profile)
+    change(engine, changed)
+    check_engine(engine, cache, config, reference.profile)
+    with pytest.raises(ServingError, match=f"{message}; tokens are not recomputed.*'fast'"):
+        check_engine(engine, cache, config, profile)
 
 
 @pytest.mark.parametrize(
@@ -134,10 +167,22 @@ def test_reading_needs_less_than_encoding(reference: Reference) -> None:
         check_engine(engine, cache_of(FULL), keeps, reference.profile)
 
 
-@pytest.mark.parametrize("specs", [(FULL, SLIDING), (SLIDING,), ()])
-def test_partial_caches_are_refused(reference: Reference, specs: tuple[Any, ...]) -> None:
+@pytest.mark.parametrize(
+    "specs", [(FULL, SLIDING), (SLIDING, FULL, SLIDING), (SLIDING,), (LATENT,)]
+)
+def test_groups_of_attention_layers_are_accepted(
+    reference: Reference, specs: tuple[Any, ...]
+) -> None:
     config = ServingConfig.parse(reference.options())
-    with pytest.raises(ServingError, match=f"the cache has {len(specs)} groups"):
+    check_engine(engine_of(), cache_of(*specs), config, reference.profile)
+    uniform = UniformTypeKVCacheSpecs(block_size=128, kv_cache_specs={"a": specs[0]})
+    check_engine(engine_of(), cache_of(uniform), config, reference.profile)
+
+
+@pytest.mark.parametrize("specs", [(FULL, STATE), (CHUNKED,)])
+def test_layers_of_other_kinds_are_refused(reference: Reference, specs: tuple[Any, ...]) -> None:
+    config = ServingConfig.parse(reference.options())
+    with pytest.raises(ServingError, match=f"the cache has layers of {type(specs[-1]).__name__}"):
         check_engine(engine_of(), cache_of(*specs), config, reference.profile)
 
 
@@ -146,16 +191,6 @@ def test_another_model_than_the_profiles_is_refused(reference: Reference) -> Non
     other = replace(reference.profile, vocab_size=5000)
     with pytest.raises(ServingError, match="vocab_size 1202"):
         check_engine(engine_of(), cache_of(FULL), config, other)
-
-
-def test_latent_attention_is_refused(reference: Reference) -> None:
-    config = ServingConfig.parse(reference.options())
-    engine = engine_of()
-    names = ("dtype", "model", "revision", "quantization", "hf_config_path", "hf_text_config")
-    shown = {name: getattr(engine.model_config, name) for name in names}
-    engine.model_config = SimpleNamespace(**shown, use_mla=True, max_model_len=64)  # type: ignore[assignment]
-    with pytest.raises(ServingError, match="latent attention"):
-        check_engine(engine, cache_of(FULL), config, reference.profile)
 
 
 def test_a_connector_among_others_is_refused(reference: Reference) -> None:

@@ -1,37 +1,39 @@
-"""Run one step of the GPU campaign; ``campaign.sh`` runs all of them."""
+"""Run steps of the GPU campaign; ``campaign.sh`` chooses the interpreter and the folders."""
 
 from __future__ import annotations
 
 import logging
 import os
 import sys
+from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
 sys.path.append(str(Path(__file__).parents[1]))
-from harness import DONE, STEPS, Campaign
+from harness import COMMANDS, STEPS, Campaign
 from report import write_report
-
-Step = Literal["correctness", "first_token", "shared_prompt", "transfer", "profiling", "report"]
 
 
 def main(
-    step: Annotated[Step, typer.Argument(help="The step to run.")],
+    names: Annotated[list[str], typer.Argument(help="Commands and steps to run, or report.")],
     out: Annotated[Path, typer.Option(help="Folder of the results.")],
     resume: Annotated[Path | None, typer.Option(help="Folder of earlier results.")] = None,
-    minutes: Annotated[float, typer.Option(help="Start no case after this many minutes.")] = 9.0,
+    minutes: Annotated[float, typer.Option(help="Start no case after this many minutes.")] = 5.0,
     dry: Annotated[bool, typer.Option(help="Use tiny shapes on the CPU, as a test.")] = False,
 ) -> None:
-    """Measure one step of the campaign, or write the report of all finished steps."""
+    """Measure steps of the campaign, and write the report of all finished steps."""
     # The warning about missing block fine-tuning does not matter for random weights.
     logging.getLogger("blockattn_rag").setLevel(logging.ERROR)
-    status = DONE
-    if step in STEPS:
-        campaign = Campaign(out, resume, dry, minutes)
-        status = campaign.run(step, import_module(step).cases(campaign))
+    chosen = [step for name in names for step in COMMANDS.get(name, (name,)) if step != "report"]
+    if unknown := set(chosen) - set(STEPS):
+        expected = ", ".join((*COMMANDS, *STEPS, "report"))
+        raise typer.BadParameter(f"Unknown step {unknown.pop()!r}: expected one of {expected}.")
+    campaign = Campaign(out, resume, dry)
+    steps = {step: partial(import_module(step).cases, campaign) for step in chosen}
+    status = campaign.run_all(steps, minutes)
     write_report(out, resume)
     raise typer.Exit(status)
 

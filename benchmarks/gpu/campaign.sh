@@ -2,16 +2,19 @@
 # Measure the package on one NVIDIA GPU: correctness, times against limits, and a profile.
 #
 #   benchmarks/gpu/campaign.sh wheels             # on a machine with network: collect missing packages
-#   benchmarks/gpu/campaign.sh setup STEP ...     # on the GPU machine, which may have none
-#   DRY=1 benchmarks/gpu/campaign.sh all          # tiny shapes on the CPU, to test the campaign itself
+#   benchmarks/gpu/campaign.sh setup first        # on the GPU machine, which may have none
+#   benchmarks/gpu/campaign.sh setup second       # at any later time, on an equal machine
+#   DRY=1 benchmarks/gpu/campaign.sh first second # tiny shapes on the CPU, to test the campaign
 #
-# STEP: correctness, first_token, shared_prompt, transfer, profiling, report, or all. A step starts
-# no measurement after MINUTES and continues where it stopped when it is run again. Results are
-# $OUT/STEP.jsonl and $OUT/report.md.
+# `first` runs the steps correctness and first_token, `second` runs graphs, kernel_times, profiling,
+# shared_prompt and transfer; each takes at most six minutes with MINUTES=5. Steps can also be
+# named one by one; `report` only writes the report. No measurement starts after MINUTES, and a
+# command continues where it stopped when it is run again. Results are $OUT/STEP.jsonl and
+# $OUT/report.md.
 #
 #   OUT             folder of the results (benchmarks/results/gpu)
 #   RESUME          folder of earlier results; what they have is not measured again
-#   MINUTES         of each step (9)
+#   MINUTES         of each command, set-up excluded (5)
 #   PYTHON          interpreter that has torch with CUDA (python3)
 #   PACKAGES        what `wheels` collects, in the versions of constraints.txt (transformers,
 #                   pydantic and what they need)
@@ -26,7 +29,6 @@ PYTHON=${PYTHON:-python3}
 WHEELS=${WHEELS:-.cache/gpu/wheels}
 SITE=$PWD/.cache/gpu/site
 MOST_MIB=64
-STEPS=(correctness first_token shared_prompt transfer profiling)
 
 export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 PYTHONUNBUFFERED=1
 # Contexts of very different lengths follow one another, which fragments a fixed pool.
@@ -67,24 +69,19 @@ setup() {
   if command -v nvidia-smi > /dev/null; then nvidia-smi; fi
 }
 
-step() {
-  local options=(--out "$OUT" --minutes "${MINUTES:-9}")
+steps() {
+  local options=(--out "$OUT" --minutes "${MINUTES:-5}")
   if [ -n "${RESUME:-}" ]; then options+=(--resume "$RESUME"); fi
   if [ -n "${DRY:-}" ]; then options+=(--dry); fi
-  "$PYTHON" benchmarks/gpu "$1" "${options[@]}" || status=$?
+  "$PYTHON" benchmarks/gpu "$@" "${options[@]}" || status=$?
 }
 
-[ $# -gt 0 ] || fail "expected wheels, setup, all, report or a step: ${STEPS[*]}"
-for name in "$@"; do
-  [[ " wheels setup all report ${STEPS[*]} " == *" $name "* ]] ||
-    fail "unknown step '$name': expected wheels, setup, all, report or one of ${STEPS[*]}"
-done
+[ $# -gt 0 ] || fail "expected wheels, setup, first, second, report or a step"
 status=0
 for name in "$@"; do
   case $name in
     wheels | setup) "$name" ;;
-    all) for one in "${STEPS[@]}"; do step "$one"; done ;;
-    *) step "$name" ;;
+    *) steps "$name" ;;
   esac
 done
 exit "$status"

@@ -1,13 +1,15 @@
 """Compare block mode on this device with a float64 oracle, for small random models.
 
-Each case is one model: a head size, a ratio of query heads to key-value heads, and a number type.
-Contexts have blocks of 1 to 8,192 tokens. The oracle is one dense forward pass with the block mask
-and the same weights in float64. The permitted error of a path is four times the rounding error of
-that forward pass in the model's own type, but at least 1e-4. Errors are relative to the largest
-logit.
+The first cases compare the rotation of keys on this device with float64. Each further case is one
+model: a head size, a ratio of query heads to key-value heads, and a number type; or a miniature
+with sliding windows, soft caps, attention sinks, shared, latent or state layers. Contexts have
+blocks of 1 to 8,192 tokens. The oracle is one dense forward pass with the block mask and the same
+weights in float64. The permitted error of a path is four times the rounding error of that forward
+pass in the model's own type, but at least 1e-4. Errors are relative to the largest logit.
 
 Recomputation is compared with such a forward pass in which the recomputed tokens follow the context
 once more. It is given the tokens that the model chose, because rounding can decide that choice.
+Miniatures recompute all tokens, which gives the logits of full attention.
 
 Answers are compared token by token, because rounding can decide near ties. The score of a greedy
 token may be lower than the oracle's best by twice the permitted error of the logits.
@@ -25,20 +27,39 @@ import torch
 from harness import Campaign, Case, Record, random_ids
 from random_models import counting_tokenizer
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from blockattn_rag import BlockAttentionEngine, Recipe
 from blockattn_rag.check.model import placed_context
 from blockattn_rag.check.oracle import RecipeOracle, block_mask
-from blockattn_rag.kv.rope import relative_error
+from blockattn_rag.kv.rope import Pairing, RotaryLayout, relative_error, rotate, rotate_into
 from blockattn_rag.lab.planning import floating_type
 from blockattn_rag.model import BlockModel
 from blockattn_rag.model.correction import NUM_PLACES, Correction, LayerCorrection
+from blockattn_rag.model.miniature import VOCABULARY as MINIATURE_VOCABULARY
+from blockattn_rag.model.miniature import miniature
 from blockattn_rag.model.probe import LOGITS
-from blockattn_rag.model.recompute import recompute
+from blockattn_rag.model.recompute import can_recompute, recompute
 from blockattn_rag.prompts.blocks import Block, BlockPrompt
 
 HEADS, VOCABULARY, FINAL_TOKENS, NEW_TOKENS = 8, 512, 12, 3
+KINDS: Mapping[str, tuple[str, Mapping[str, Any], Sequence[str]]] = {
+    "windows": ("gemma3_text", {}, ("bfloat16", "float32")),
+    "soft caps": ("gemma2", {"attn_logit_softcapping": 0.1}, ("bfloat16", "float32")),
+    "shared layers": ("gemma3n_text", {}, ("bfloat16", "float32")),
+    "states": ("qwen3_5_text", {}, ("bfloat16", "float32")),
+    "convolutions": ("lfm2", {"layer_types": ["conv", "full_attention"] * 16}, ("float32",)),
+    # Rounding to 16 bits could decide which experts compute a token.
+    "sinks": ("gpt_oss", {}, ("float32",)),
+    "latent": ("deepseek_v3", {}, ("float32",)),
+}
+"""Families of miniatures by kind, with values of their configs, and their number types."""
+
+ROTATIONS: Sequence[tuple[int, int]] = ((64, 64), (128, 128), (96, 48))
+"""Head sizes, and how many of their dimensions rotate."""
+
+ROTATED_TOKENS = (16, 17, 4096)
+
 INT8_ERROR = 0.05
 """Relative error of the logits that is additionally permitted for keys and values in 8 bits."""
 
@@ -58,9 +79,9 @@ GREEDY: Mapping[str, Any] = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
 class Sizes(NamedTuple):
     """Sizes of the cases: one model per head size, ratio and type, and one prompt per context."""
 
-    head_sizes: Sequence[int] = (64, 80, 96, 128, 256)
+    head_sizes: Sequence[int] = (128, 64, 80, 96, 256)  # as in SHAPES first
     ratios: Sequence[int] = (4, 1, 8, 2)  # LARGE_RATIO first, in case that time runs out
-    dtypes: Sequence[str] = ("float32", "bfloat16", "float16")
+    dtypes: Sequence[str] = ("bfloat16", "float32", "float16")
     contexts: Mapping[str, Sequence[int]] = {
         "tiny": (1, 1, 2, 3, 7, 1),
         "mixed": (16, 1, 64, 130, 511, 513),
@@ -74,7 +95,7 @@ class Sizes(NamedTuple):
     for new tokens."""
 
 
-DRY = Sizes((16,), (4,), ("float32", "bfloat16"), {"mixed": (16, 1, 7)}, ((16, 8),), (3, 1, 5))
+DRY = Sizes((16,), (4,), ("bfloat16", "float32"), {"mixed": (16, 1, 7)}, ((16, 8),), (3, 1, 5))
 SHARES = (0.1, 0.5, 1.0)
 """Shares of the tokens to recompute."""
 
@@ -83,28 +104,81 @@ LARGE, LARGE_RATIO = "large", 4
 
 
 def cases(campaign: Campaign) -> Iterator[Case]:
+    """The cases of the step, in order of importance."""
     sizes = DRY if campaign.dry else Sizes()
+    mixed = sizes.contexts["mixed"]
+    runs: dict[str, Callable[[], Iterator[Record]]] = {}
+    pairings: Sequence[Pairing] = ("half", "interleaved")
+    for pairing, dtype in itertools.product(pairings, sizes.dtypes):
+        runs[f"rotation, {pairing}, {dtype}"] = partial(rotations, campaign, pairing, dtype)
     for (size, ratio), dtype in itertools.product(sizes.recomputed, sizes.dtypes):
-        run = partial(recomputed, campaign, size, ratio, dtype, sizes.contexts["mixed"])
-        yield Case(f"recompute, head {size}, ratio {ratio}, {dtype}", partial(_judged, run))
-        run = partial(in_turns, campaign, size, ratio, dtype, sizes)
-        yield Case(f"turns, head {size}, ratio {ratio}, {dtype}", partial(_judged, run))
+        name = f"head {size}, ratio {ratio}, {dtype}"
+        runs[f"turns, {name}"] = partial(in_turns, campaign, size, ratio, dtype, sizes)
+        runs[f"recompute, {name}"] = partial(recomputed, campaign, size, ratio, dtype, mixed)
+    for kind, (_, _, dtypes) in KINDS.items():
+        for dtype in dtypes:
+            runs[f"{kind}, {dtype}"] = partial(of_kind, campaign, kind, dtype, mixed)
     for ratio, size, dtype in itertools.product(sizes.ratios, sizes.head_sizes, sizes.dtypes):
-
-        def measure(size: int = size, ratio: int = ratio, dtype: str = dtype) -> Record:
-            chosen = {
-                name: lengths
-                for name, lengths in sizes.contexts.items()
-                if name != LARGE or ratio == LARGE_RATIO
-            }
-            return _judged(partial(compare, campaign, size, ratio, dtype, chosen))
-
-        yield Case(f"head {size}, ratio {ratio}, {dtype}", measure)
+        chosen = {
+            name: lengths
+            for name, lengths in sizes.contexts.items()
+            if name != LARGE or ratio == LARGE_RATIO
+        }
+        name = f"head {size}, ratio {ratio}, {dtype}"
+        runs[name] = partial(compare, campaign, size, ratio, dtype, chosen)
+    for name, run in runs.items():
+        yield Case(name, partial(_judged, run))
 
 
 def _judged(compared: Callable[[], Iterator[Record]]) -> Record:
     rows = list(compared())
     return {"passed": all(row["error"] <= row["budget"] for row in rows), "rows": rows}
+
+
+def rotations(campaign: Campaign, pairing: Pairing, dtype: str) -> Iterator[Record]:
+    """One row per shape and type of the keys: the error of ``rotate_into`` on this device."""
+    kind, device = floating_type(dtype), campaign.device
+    generator = torch.Generator().manual_seed(0)
+    for (size, rotary), tokens in itertools.product(ROTATIONS, ROTATED_TOKENS):
+        layout = RotaryLayout(1 / torch.arange(1.0, rotary / 2 + 1), pairing)
+        cos, sin = layout.cos_sin(7 * torch.arange(tokens), device)
+        drawn = torch.randn(3, tokens, size, generator=generator)
+        for states in {kind, torch.float32}:  # keys of int8 blocks are in float32
+            keys = drawn.to(device, states)
+            out = torch.empty_like(keys, dtype=kind)
+            rotate_into(out, keys, cos, sin, layout)
+            expected = rotate(keys.double(), cos.double(), sin.double(), layout)
+            yield {
+                "context": f"{tokens} keys of {size} in {states}, {rotary} rotate",
+                "recipe": str(Recipe()),
+                "path": f"rotation, {pairing}",
+                "error": relative_error(out.double(), expected),
+                "budget": 2 * torch.finfo(kind).eps,
+            }
+
+
+def of_kind(campaign: Campaign, kind: str, dtype: str, lengths: Sequence[int]) -> Iterator[Record]:
+    """Rows of ``compare`` for a miniature, and of the recomputation of all tokens if it can."""
+    family, settings, _ = KINDS[kind]
+    hf_model: Any = miniature(AutoConfig.for_model(family, **settings))
+    exact_model = copy.deepcopy(hf_model).to(campaign.device).double()
+    exact_model.set_experts_implementation("eager")  # the others take no float64
+    exact = block_model(exact_model)
+    model = block_model(hf_model.to(campaign.device, floating_type(dtype)))
+    prompt = prompt_of(lengths, MINIATURE_VOCABULARY)
+    paths = ("relay", "copy") if model.supports_relay else ("copy",)
+    recipes = [Recipe(), Recipe(promote=1)]
+    everything = Block(" ".join(block.text for block in prompt.context))
+    full = BlockPrompt((everything,), prompt.final)
+    if can_recompute(model):
+        recipes.append(Recipe(recompute=1.0))
+    for recipe in recipes:
+        judged = (full, Recipe()) if recipe.recompute else (prompt, recipe)
+        judge = Judge(model, exact, *judged)
+        for path in paths:
+            engine = campaign.engine(model, recipe=recipe, **PATHS[path])
+            where = {"context": "mixed", "recipe": str(recipe), "path": path}
+            yield where | judge.logits(engine, 0.0, prompt)
 
 
 def compare(
@@ -237,17 +311,22 @@ class Judge:
         self, model: BlockModel, exact: BlockModel, prompt: BlockPrompt, recipe: Recipe
     ) -> None:
         self.prompt, self.recipe, self.exact = prompt, recipe, exact
-        self.answer = random_ids([NEW_TOKENS], VOCABULARY, seed=1)[0]
+        self.answer = random_ids([NEW_TOKENS], model.config.vocab_size, seed=1)[0]
         self.expected = RecipeOracle(exact, prompt, recipe).logits(self.answer[:-1])
         dense = RecipeOracle(model, prompt, recipe).logits(self.answer[:-1])
         self.rounding = relative_error(dense, self.expected)
         self.budget = max(LOGITS[torch.float32], ROUNDING * self.rounding)
 
-    def logits(self, engine: BlockAttentionEngine, extra: float) -> Record:
-        """Compare the logits of a given answer, with computed and then with reused blocks."""
+    def logits(
+        self, engine: BlockAttentionEngine, extra: float, prompt: BlockPrompt | None = None
+    ) -> Record:
+        """Compare the logits of a given answer, with computed and then with reused blocks.
+
+        ``prompt``: With other blocks of the same tokens. Default: the oracle's.
+        """
         errors = []
         for _ in range(2):
-            found = engine.answer_logits(self.prompt, self.answer, mode="block")
+            found = engine.answer_logits(prompt or self.prompt, self.answer, mode="block")
             errors.append(relative_error(found.float(), self.expected))
         return self._row(max(errors), extra)
 
@@ -301,13 +380,14 @@ def random_model(size: int, kv_heads: int, max_tokens: int, dtype: torch.dtype) 
 
 
 def block_model(hf_model: Any) -> BlockModel:
-    return BlockModel(hf_model, counting_tokenizer(VOCABULARY), pack_weights=False)
+    tokenizer = counting_tokenizer(hf_model.config.vocab_size)
+    return BlockModel(hf_model, tokenizer, pack_weights=False)
 
 
-def prompt_of(lengths: Sequence[int]) -> BlockPrompt:
+def prompt_of(lengths: Sequence[int], vocabulary: int = VOCABULARY) -> BlockPrompt:
     *context, final = (
         " ".join(f"t{token}" for token in ids)
-        for ids in random_ids([*lengths, FINAL_TOKENS], VOCABULARY)
+        for ids in random_ids([*lengths, FINAL_TOKENS], vocabulary)
     )
     return BlockPrompt(tuple(map(Block, context)), final)
 

@@ -9,7 +9,6 @@ the question. These cases are measured for each shape and context:
 * ``recompute``: the same with a tenth of the tokens recomputed for the question (the larger shape,
   up to 32,768 tokens), beside full mode and block mode.
 * ``forward``: placing the blocks and the forward pass of the question, timed with CUDA events.
-* ``assembly``: the copy path's part of it that joins and rotates keys and values.
 * ``decode``: the time of each token after the first.
 * ``memory``: the peak of the bytes that a request allocates.
 
@@ -21,13 +20,14 @@ rereads keys and values.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from efficiency import measure_decode, measure_memory, measure_ttft
-from harness import Campaign, Case, Ceilings, Record, elapsed_s, median_s, random_ids
+from harness import Campaign, Case, Ceilings, Record, elapsed_s, random_ids
 from measuring import in_turns
 from random_models import random_prompt
 from torch import Tensor
@@ -60,33 +60,32 @@ def cases(campaign: Campaign) -> Iterator[Case]:
     shapes, lengths, others = SHAPES, LENGTHS, OTHER_BLOCKS
     if campaign.dry:
         shapes, lengths, others = ("tiny",), (64,), (16,)
-    for shape in shapes:
+    # The longest contexts come last, because they take longest.
+    *_, longest = LENGTHS
+    order = sorted(itertools.product(shapes, lengths), key=lambda one: one[1] == longest)
+    for shape, length in order:
         model = partial(campaign.model, shape, max(LENGTHS) + 1024)
-        for length in lengths:
-            block = min(BLOCK_TOKENS, length // 2)
-            runs: dict[str, Callable[[BlockModel], Record]] = {
-                "forward": partial(forward, campaign, length=length, block=block),
-                "request": partial(request, campaign, length=length, block=block),
-                "recompute": partial(recomputed, campaign, length=length, block=block),
-                "assembly": partial(assembly, campaign, length=length, block=block),
-                "decode": partial(decode, campaign, length=length, block=block),
-                "memory": partial(memory, campaign, length=length, block=block),
-                # The other paths may fit in memory where a full prefill does not.
-                "forward, reuse": partial(
-                    forward, campaign, length=length, block=block, paths=REUSING
-                ),
-            }
-            if length != max(lengths):
-                del runs["forward, reuse"]
-            if shape != shapes[0] or length == max(LENGTHS):
-                del runs["recompute"]
-            if length == lengths[0]:
-                for other in others:
-                    runs[f"forward, blocks of {other}"] = partial(
-                        forward, campaign, length=length, block=other, paths=REUSING
-                    )
-            for name, run in runs.items():
-                yield Case(f"{shape}/{length}/{name}", partial(_on_model, run, model))
+        block = min(BLOCK_TOKENS, length // 2)
+        runs: dict[str, Callable[[BlockModel], Record]] = {
+            "forward": partial(forward, campaign, length=length, block=block),
+            "request": partial(request, campaign, length=length, block=block),
+            "recompute": partial(recomputed, campaign, length=length, block=block),
+            "decode": partial(decode, campaign, length=length, block=block),
+            "memory": partial(memory, campaign, length=length, block=block),
+            # The other paths may fit in memory where a full prefill does not.
+            "forward, reuse": partial(forward, campaign, length=length, block=block, paths=REUSING),
+        }
+        if length != max(lengths):
+            del runs["forward, reuse"]
+        if shape != shapes[0] or length == longest:
+            del runs["recompute"]
+        if length == lengths[0]:
+            for other in others:
+                runs[f"forward, blocks of {other}"] = partial(
+                    forward, campaign, length=length, block=other, paths=REUSING
+                )
+        for name, run in runs.items():
+            yield Case(f"{shape}/{length}/{name}", partial(_on_model, run, model))
 
 
 def _on_model(run: Callable[[BlockModel], Record], model: Callable[[], BlockModel]) -> Record:
@@ -117,7 +116,7 @@ def recomputed(campaign: Campaign, model: BlockModel, *, length: int, block: int
         answer = engine.generate(prompt, max_new_tokens=1, do_sample=False, **options)
         return answer.stats.ttft_s
 
-    ways = {
+    ways: dict[str, Callable[[], float]] = {
         "full": partial(ttft_s, mode="full"),
         "block": ttft_s,
         "recompute": partial(ttft_s, recipe=Recipe(recompute=RECOMPUTE)),
@@ -141,21 +140,11 @@ def forward(
         path: partial(elapsed_s, partial(prompt.answer, model, path), model.device)
         for path in (*paths, "floor")
     }
-    row = in_turns(ways, repeats(campaign, length))
+    row: Record = in_turns(ways, repeats(campaign, length))
     row |= {"length": length, "block_tokens": block, "ceilings": campaign.ceilings._asdict()}
     for path in ways:
         row[f"{path}_limit_s"] = limit_s(model, campaign.ceilings, path, length)
     return row | {"relay_over_copy": row["relay_s"] / row["copy_s"]}
-
-
-def assembly(campaign: Campaign, model: BlockModel, *, length: int, block: int) -> Record:
-    """The case ``assembly``: ``assembly_s``, and its limit by the bytes read and written."""
-    context = Prompt.drawn(model, length, block).context
-    joined = partial(model.cache_for, context, assembly="copy")
-    row = {"assembly_s": median_s(joined, model.device, repeats(campaign, length))}
-    moved = 2 * length * model.bytes_per_token
-    row["limit_s"] = moved / campaign.ceilings.bytes_per_s
-    return row | {"length": length, "block_tokens": block}
 
 
 def repeats(campaign: Campaign, length: int) -> int:
@@ -219,12 +208,33 @@ def memory(campaign: Campaign, model: BlockModel, *, length: int, block: int) ->
     return row | {"block_tokens": block, "weight_bytes": weight_bytes(model)}
 
 
-def limit_s(model: BlockModel, ceilings: Ceilings, path: str, length: int) -> float:
+def limit_s(
+    model: BlockModel,
+    ceilings: Ceilings,
+    path: str,
+    length: int,
+    question_tokens: int = QUESTION_TOKENS,
+) -> float:
     """Lower bound of the seconds to the first token."""
-    moved = weight_bytes(model) + TRAFFIC[path] * length * model.bytes_per_token
-    new, cached = QUESTION_TOKENS, length if path in REUSING else 0
+    sizes = weight_bytes(model), model.bytes_per_token
+    return path_limit_s(model.config, *sizes, ceilings, path, length, question_tokens)
+
+
+def path_limit_s(
+    config: Any,
+    weight_bytes: int,
+    token_bytes: int,
+    ceilings: Ceilings,
+    path: str,
+    length: int,
+    question_tokens: int = QUESTION_TOKENS,
+) -> float:
+    """``limit_s`` of a model of a config, with bytes of its weights, and of a token's keys and
+    values."""
+    moved = weight_bytes + TRAFFIC[path] * length * token_bytes
+    new, cached = question_tokens, length if path in REUSING else 0
     new += length if path == "full" else 0
-    flops = prefill_flops(model.config, new, cached)
+    flops = prefill_flops(config, new, cached)
     return max(moved / ceilings.bytes_per_s, flops / ceilings.flops_per_s)
 
 

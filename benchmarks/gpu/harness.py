@@ -1,7 +1,8 @@
 """Shared parts of the GPU campaign's steps: cases and their records, engines, and device timing.
 
-A step is a list of cases. Each finished case is written immediately as one JSON line of
-``<out>/<step>.jsonl``, so a killed step continues where it stopped. A record is::
+A command runs one or more steps, and a step is a list of cases. Each finished case is written
+immediately as one JSON line of ``<out>/<step>.jsonl``, so a killed command continues where it
+stopped. A record is::
 
     {"case": "8b/32768/forward", "machine": {...}, "dry": false, "seconds": 12.3,
      "result": {...}}             # or "out_of_memory": "...", or "error": "Traceback ..."
@@ -15,7 +16,7 @@ import statistics
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -31,7 +32,13 @@ from blockattn_rag.model import BlockModel
 from blockattn_rag.store import KVStore, MemoryStore
 
 Record = dict[str, Any]
-STEPS = ("correctness", "first_token", "shared_prompt", "transfer", "profiling")
+COMMANDS = {
+    "first": ("correctness", "first_token"),
+    "second": ("graphs", "kernel_times", "profiling", "shared_prompt", "transfer"),
+}
+"""Steps of each command, in order of importance."""
+
+STEPS = tuple(step for steps in COMMANDS.values() for step in steps)
 
 DONE, FAILED, UNFINISHED = 0, 1, 3
 """Exit statuses of a step. ``UNFINISHED``: time ran out; run the step again."""
@@ -60,14 +67,12 @@ class Campaign:
         out: Folder of the records.
         resume: Folder of an earlier run's records. Finished cases are taken from it.
         dry: Use tiny shapes, on the CPU, to test the campaign itself.
-        minutes: No case starts later than this.
     """
 
     out: Path
     resume: Path | None = None
     dry: bool = False
-    minutes: float = 9.0
-    _started_s: float = field(default_factory=time.monotonic)
+    _started_s: float = field(default_factory=lambda: time.monotonic())
     _model: tuple[str, BlockModel] | None = None
 
     @property
@@ -121,11 +126,26 @@ class Campaign:
         product_s = median_s(lambda: left @ right, self.device)
         return Ceilings(2 * size / copy_s, 2 * side**3 / product_s)
 
-    def run(self, step: str, cases: Iterable[Case]) -> int:
+    def run_all(self, steps: Mapping[str, Callable[[], Iterable[Case]]], minutes: float) -> int:
+        """Measure the cases of several steps; returns the exit status.
+
+        Each step can use its share of the time, and what those before it left. Steps that are not
+        finished then share the rest.
+        """
+        statuses = {}
+        for number, (step, cases) in enumerate(steps.items(), start=1):
+            statuses[step] = self.run(step, cases(), minutes * number / len(steps))
+        for step, cases in steps.items():
+            if statuses[step] == UNFINISHED:
+                statuses[step] = self.run(step, cases(), minutes)
+        return max(statuses.values(), default=DONE)
+
+    def run(self, step: str, cases: Iterable[Case], minutes: float) -> int:
         """Measure the cases of a step that have no record yet; returns the exit status.
 
-        Running out of memory is a result. After any other error, the step records it and continues,
-        unless the GPU has become unusable.
+        No case starts later than ``minutes`` after the campaign. Running out of memory is a result.
+        After any other error, the step records it and continues, unless the GPU has become
+        unusable.
         """
         here = json.loads(json.dumps(machine(self.device)))
         self.out.mkdir(parents=True, exist_ok=True)
@@ -136,14 +156,14 @@ class Campaign:
         status = DONE
         # Failed cases are repeated last: they may stop the step again.
         for case in sorted(cases, key=lambda case: case.name in earlier and case.name not in known):
-            record = known.get(case.name)
-            if record is None:
-                if time.monotonic() - self._started_s > 60 * self.minutes:
-                    say(f"{step}: {self.minutes:g} minutes are over; run it again to continue")
-                    return status or UNFINISHED
-                record = {"case": case.name, "machine": here, "dry": self.dry} | measured(case)
-                with file.open("a", encoding="utf-8") as lines:
-                    lines.write(json.dumps(record) + "\n")
+            if case.name in known:
+                continue
+            if time.monotonic() - self._started_s > 60 * minutes:
+                say(f"{step}: {minutes:g} minutes are over; run it again to continue")
+                return UNFINISHED
+            record = {"case": case.name, "machine": here, "dry": self.dry} | measured(case)
+            with file.open("a", encoding="utf-8") as lines:
+                lines.write(json.dumps(record) + "\n")
             outcome = outcome_of(record)
             say(f"{step}: {case.name}: {outcome} ({record['seconds']:.1f} s)")
             if not is_finished(record):

@@ -84,7 +84,7 @@ def correctness(results: Mapping[str, Record]) -> list[str]:
         for key, (ratio, row, case) in sorted(worst.items())
     ]
     heads = ("type", "path", "largest error", "budget", "of budget", "model", "context")
-    return [f"{len(results)} models.", "", *table(heads, rows)]
+    return [f"{len(results)} cases.", "", *table(heads, rows)]
 
 
 def first_token(results: Mapping[str, Record]) -> list[str]:
@@ -112,7 +112,7 @@ def first_token(results: Mapping[str, Record]) -> list[str]:
         lines += [title, "", *table((*named, *ways, "full / recompute"), rows)]
     rows = [
         (*what, duration(row["assembly_s"]), duration(row["limit_s"]))
-        for what, row in cases_of(results, "assembly")
+        for what, row in cases_of(results, "assembly")  # which `kernel_times` measures now
     ]
     if rows:
         title = "Joining and rotating keys and values, a part of copy:"
@@ -130,6 +130,32 @@ def first_token(results: Mapping[str, Record]) -> list[str]:
     ]
     heads = (*named, *PATHS[:3], "stored blocks")
     return [*lines, "Memory of one more request:", "", *table(heads, rows)]
+
+
+def graphs(results: Mapping[str, Record]) -> list[str]:
+    rows = []
+    for case, row in results.items():
+        shape, length, name = case.split("/")
+        times = duration(row["launches_s"]), duration(row["graphs_s"]), duration(row["limit_s"])
+        ratio = f"{row['launches_s'] / row['graphs_s']:.2f}" if row["has_graphs"] else "no graphs"
+        rows.append((shape, f"{int(length):,}", name, *times, ratio))
+    heads = ("shape", "context", "forward", "launches", "graphs", "limit", "launches / graphs")
+    return table(heads, rows)
+
+
+def kernel_times(results: Mapping[str, Record]) -> list[str]:
+    rows: list[Sequence[object]] = []
+    for case, row in results.items():
+        ends = ("_s", "_min_s", "_max_s")
+        names = [key[:-2] for key in row if key.endswith("_s") and not key.endswith(ends[1:])]
+        limit = row["limit_s"]
+        for name in names:
+            if name != "limit":
+                taken = row[f"{name}_s"]
+                times = f"{taken * 1e6:,.0f} µs", f"{limit * 1e6:,.0f} µs"
+                rows.append((case, name, *times, f"{taken / limit:.1f}"))
+    heads = ("case", "kernel", "time", "limit", "of limit")
+    return table(heads, rows)
 
 
 def over(row: Record, path: str) -> str:
@@ -211,6 +237,8 @@ def profiling(results: Mapping[str, Record]) -> list[str]:
 TABLES = {
     "correctness": correctness,
     "first_token": first_token,
+    "graphs": graphs,
+    "kernel_times": kernel_times,
     "shared_prompt": shared_prompt,
     "transfer": transfer,
     "profiling": profiling,

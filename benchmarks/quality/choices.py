@@ -20,7 +20,12 @@ from blockattn_rag.kv.context import Context
 from blockattn_rag.lab.evaluation.fidelity import full_answer
 from blockattn_rag.lab.evaluation.metrics import bootstrap_mean, bootstrap_ratio
 from blockattn_rag.model import BlockModel
-from blockattn_rag.model.recompute import attention_to_context, choose_tokens, with_recomputed
+from blockattn_rag.model.recompute import (
+    attention_to_context,
+    can_recompute,
+    choose_tokens,
+    with_recomputed,
+)
 from blockattn_rag.prompts.blocks import Span
 from blockattn_rag.prompts.chat_template import Message, chat_spans, has_chat_template
 from blockattn_rag.prompts.formats import CHAT, PromptFormat
@@ -93,7 +98,7 @@ CANDIDATES = {
 
 def names_for(model: BlockModel) -> list[str]:
     """Names of the candidates that a model supports."""
-    return [name for name, one in CANDIDATES.items() if model.supports_relay or not one.share]
+    return [name for name, one in CANDIDATES.items() if can_recompute(model) or not one.share]
 
 
 def compare(
@@ -154,7 +159,7 @@ def _chosen(
         layers = range(int(candidate.layers * num_layers), num_layers)
         received = attention_to_context(model, context, final, layers=layers)
     received[first] = torch.inf
-    return choose_tokens(received, context, [False] + [True] * (len(lengths) - 1), count)
+    return choose_tokens(received, lengths, [False] + [True] * (len(lengths) - 1), count)
 
 
 def _first_tokens(lengths: Sequence[int], count: int) -> list[int]:

@@ -21,7 +21,7 @@ from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.kv.context import Context, assemble, place
 from blockattn_rag.model import BlockModel, EncodeRequest
-from blockattn_rag.model.recompute import attention_to_context
+from blockattn_rag.model.recompute import attention_to_context, can_recompute
 from blockattn_rag.prompts.sinks import sink_ids
 
 NOTHING = "nothing"
@@ -70,7 +70,7 @@ def diagnose(
     full = _full(model, ids.context)
     attended = attended_in_full = -1
     passages = [index for index, block in enumerate(prompt.context) if block.is_passage]
-    if model.supports_relay:
+    if can_recompute(model):
         attended, attended_in_full = (
             _most_attended(model, context, ids.final, passages)
             for context in (found, _sliced(full, ids.context))

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+import torch
+
 from blockattn_rag.lab.evaluation.datasets import EvaluationPassage, EvaluationSample
 from blockattn_rag.lab.training.config import FinetuneConfig
 from blockattn_rag.lab.training.finetune import finetune
@@ -61,6 +63,12 @@ def _key(passage: EvaluationPassage) -> tuple[str, str]:
     return passage.title, passage.text
 
 
+def _has_fast_bfloat16() -> bool:
+    """Whether products in bfloat16 are at least as fast as in float32. They take 5 times as long on
+    a processor with AVX2 alone."""
+    return torch.cuda.is_available() or torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+
+
 def tune(model: str, data: Path, held_out: Path | None, output: Path, *, lora: bool) -> None:
     """Train one epoch of the contexts, each in both modes, 4 contexts per step.
 
@@ -78,7 +86,7 @@ def tune(model: str, data: Path, held_out: Path | None, output: Path, *, lora: b
             learning_rate=LORA_LEARNING_RATE if lora else LEARNING_RATE,
             batch_size=2 * _CONTEXTS_PER_STEP,
             warmup_steps=5,
-            bf16=True,
+            bf16=_has_fast_bfloat16(),
             eval_steps=25,
             save_steps=5,
         )

@@ -44,19 +44,21 @@ def source_of(llm: Any, expected: str, *others: Any) -> EngineSource | ServerSou
     return source
 
 
-def source_with(server: str | None, api_key: Any, **arguments: Any) -> EngineSource | ServerSource:
-    """Source of an ingestion step: a server, or an engine that ``arguments`` load."""
+def source_with(
+    server: str | Sequence[str] | None, api_key: Any, journal: Any, **arguments: Any
+) -> EngineSource | ServerSource:
+    """Source of an ingestion step: servers, or an engine that ``arguments`` load."""
     arguments = {name: value for name, value in arguments.items() if value is not None}
     if server is None:
-        if api_key is not None:
-            raise ValueError("api_key= is for server=; pass the address of the server, too")
+        if given := [n for n, v in (("api_key", api_key), ("journal", journal)) if v is not None]:
+            raise ValueError(f"{given[0]}= is for server=; pass the address of the server, too")
         return EngineSource(**arguments)
     if arguments:
         raise ValueError(
             f"A server has its own model, store and recipe: pass server= without "
             f"{', '.join(arguments)}"
         )
-    return ServerSource(server, api_key)
+    return ServerSource(server, api_key, journal)
 
 
 class EngineSource:

@@ -1,8 +1,9 @@
-"""Server as the source of ingestion steps, instead of an engine in this process."""
+"""Servers as the source of ingestion steps, instead of an engine in this process."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from blockattn_rag.engine.ingest import EncodeStats
@@ -11,35 +12,49 @@ from blockattn_rag.prompts.formats import BLANK_LINE
 
 
 class ServerSource:
-    """Server that encodes passages into its own store, with the methods of ``EngineSource``.
+    """Servers that encode passages into their store, with the methods of ``EngineSource``.
 
     Args:
-        api_key: API key of the server. It is neither part of ``fields`` nor pickled. Other
+        server: Address of a server, or addresses of several servers with one store.
+        api_key: API key of the servers. It is neither part of ``fields`` nor pickled. Other
             processes read it from the environment variable ``BLOCKATTN_RAG_API_KEY``.
+        journal: Folder of a journal (see ``ServerPool``).
+
+    Raises:
+        ValueError: An address is invalid, or there is none.
     """
 
     live_parts: Sequence[str] = ()
 
-    def __init__(self, url: str, api_key: str | None = None) -> None:
-        from blockattn_rag.server import ServerClient  # needs the extra `serving`
+    def __init__(
+        self,
+        server: str | Sequence[str],
+        api_key: str | None = None,
+        journal: str | Path | None = None,
+    ) -> None:
+        from blockattn_rag.server import ServerClient, ServerPool  # need the extra `serving`
 
-        self.client = ServerClient(url, api_key)
+        clients = [ServerClient(url, api_key) for url in _addresses(server)]
+        urls = [client.url for client in clients]
+        self._pool = ServerPool(clients, journal)
+        self._server = urls[0] if isinstance(server, str) else urls
+        self._journal = None if journal is None else str(journal)
 
     def fields(self) -> dict[str, Any]:
         """Arguments that create an equal source, without the API key."""
-        return {"server": self.client.url}
+        return {"server": self._server, "journal": self._journal}
 
     @property
     def lasting_store(self) -> str:
         """Location of the store, which other processes can reach."""
-        return self.client.url
+        return " ".join(_addresses(self._server))
 
     @property
     def storage(self) -> dict[str, Any]:
-        info = self.client.info
+        info = self._pool.info
         return {
             "fingerprint": info.fingerprint,
-            "store": self.client.url,
+            "store": self.lasting_store,
             "namespace": info.namespace,
             "encoding": [*info.recipe.encoding],
         }
@@ -52,7 +67,7 @@ class ServerSource:
             raise ValueError(
                 f"Found block_template={template}, but servers use {BLANK_LINE}; leave it out"
             )
-        return self.client.encode(texts, show_progress=show_progress)
+        return self._pool.encode(texts, show_progress=show_progress)
 
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> ServerSource:
         return self  # connections are shared, never copied
@@ -60,4 +75,8 @@ class ServerSource:
     __copy__ = __deepcopy__
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ServerSource, (self.client.url,)
+        return ServerSource, (self._server, None, self._journal)
+
+
+def _addresses(server: str | Sequence[str]) -> Sequence[str]:
+    return [server] if isinstance(server, str) else server

@@ -43,10 +43,10 @@ class Served:
     @classmethod
     def of_database(cls, path: Path) -> Served:
         manifest = require_manifest(path)
-        if manifest.server is not None:
+        if manifest.servers:
             raise DatabaseError(
-                f"{path} uses the server {manifest.server}, which has a model and a store of its "
-                "own; pass the MODEL and the --store to serve"
+                f"{path} uses the server {manifest.servers[0]}, which has a model and a store of "
+                "its own; pass the MODEL and the --store to serve"
             )
         return cls(
             model=manifest.model,
@@ -81,7 +81,6 @@ class Served:
             open_store(self.store),
             self.folder,
             stock=self.stock,
-            can_recompute=False,
         )
         profile = profile_of(model, recipe)
         connector = {

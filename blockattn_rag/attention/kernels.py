@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from blockattn_rag.attention.flash import aligned, fastest_flash
 from blockattn_rag.attention.merge import LEAST_LSE, Partial
 
 Kernel = Callable[[Tensor, Tensor, Tensor, float, Tensor | None], Partial]
@@ -88,7 +89,7 @@ def cuda_kernel_for(query: Tensor, mask: Tensor | None) -> Kernel:
 
 
 def takes_flash(device: torch.device, dtype: torch.dtype, size: int) -> bool:
-    """Whether PyTorch's flash kernel for CUDA handles heads of ``size`` numbers of ``dtype``."""
+    """Whether flash kernels for CUDA handle heads of ``size`` numbers of ``dtype``."""
     if device.type != "cuda" or dtype not in _HALF or size > 256 or size % 8:
         return False
     return torch.cuda.get_device_capability(device) >= (8, 0)
@@ -134,16 +135,14 @@ def attend_fused(
 def attend_flash(
     query: Tensor, key: Tensor, value: Tensor, scale: float, _: Tensor | None = None
 ) -> Partial:
-    """PyTorch's flash kernel for CUDA. Requires 16-bit types, no mask and ``N > 0``."""
-    query, key, value = map(_aligned, (query, key, value))
-    output, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
-        query, key, value, 0.0, False, False, scale=scale
-    )
+    """The fastest flash kernel for CUDA. Requires 16-bit types, no mask and ``N > 0``."""
+    kernel = fastest_flash(query.device, query.dtype, query.shape[-1])
+    output, lse = kernel(query, key, value, scale, False)
     return Partial(output.float(), lse)
 
 
 def attend_causal(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """Attention of the last tokens to all earlier tokens and themselves, by the flash kernel.
+    """Attention of the last tokens to all earlier tokens and themselves, by a flash kernel.
 
     Args:
         query: Queries of the last tokens, ``[B, H, tokens, D]``; see ``takes_flash``.
@@ -153,19 +152,15 @@ def attend_causal(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Te
     Returns:
         ``[B, H, tokens, D]``.
     """
-    query, key, value = map(_aligned, (query, key, value))
-    # With fewer queries than keys, "causal" aligns the last query with the last key.
-    output: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(
-        query, key, value, 0.0, query.shape[2] > 1, False, scale=scale
-    )[0]
-    return output
+    kernel = fastest_flash(query.device, query.dtype, query.shape[-1])
+    return kernel(query, key, value, scale, query.shape[2] > 1)[0]
 
 
 def attend_memory_efficient(
     query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None = None
 ) -> Partial:
     """PyTorch's memory-efficient kernel for CUDA. Requires ``N > 0``."""
-    query, key, value = map(_aligned, (query, key, value))
+    query, key, value = map(aligned, (query, key, value))
     bias = None
     if mask is not None:  # the kernel does not broadcast
         bias = _additive_mask(mask, query).expand(*query.shape[:3], -1)
@@ -238,16 +233,6 @@ def fold_sinks(sinks: Tensor, tokens: int, kv_heads: int) -> Tensor:
 def _with_whole_rows(states: Tensor) -> Tensor:
     """States with a contiguous last dimension, which the fused kernels assume."""
     return states if states.stride(-1) == 1 else states.contiguous()
-
-
-def _aligned(states: Tensor) -> Tensor:
-    """States whose rows all begin at a multiple of 16 bytes, which the CUDA kernels assume, even
-    along dimensions of length 1."""
-    *steps, last = states.stride()
-    begins = (step * states.itemsize % 16 for step in (*steps, states.storage_offset()))
-    if last == 1 and not any(begins):
-        return states
-    return states.clone(memory_format=torch.contiguous_format)
 
 
 def _additive_mask(mask: Tensor, query: Tensor) -> Tensor:

@@ -14,13 +14,14 @@ that share keys), ``T`` tail tokens, ``D`` head size.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from blockattn_rag.attention.kernels import attend, fold_heads, fold_sinks, single_softmax
+from blockattn_rag.attention.latent import LatentMap
 from blockattn_rag.attention.merge import Partial, merge, with_sinks
 from blockattn_rag.attention.segments import SegmentTable, View
 from blockattn_rag.kv.context import Context
@@ -59,10 +60,12 @@ class LayerReads(NamedTuple):
     Args:
         place: Index among the layers of the blocks.
         window: Sliding window in tokens. None: no window.
+        latent: Maps from the blocks' latents to keys and values. None: blocks have keys and values.
     """
 
     place: int
     window: int | None = None
+    latent: LatentMap | None = None
 
 
 class RelayPlan:
@@ -132,20 +135,26 @@ class RelayPlan:
             Attention output ``[B, H, tokens, D]`` in the query's dtype.
         """
         batch, heads, tokens, _ = query.shape
-        place, window = self._layers[layer]
+        place, window, latent = self._layers[layer]
         folded, mask = fold_heads(query, tail_mask, tail_key.shape[1])
-        table = self.table(tokens, window)
-        groups = folded.shape[2] // tokens * (batch // table.num_requests)
+        asked = folded if latent is None else latent.queries(query)
+        # Latents are joined with their rotary keys: once, for the question and its answer.
+        table = self.table(tokens if latent is None else 1, window)
+        groups = asked.shape[2] // tokens * (batch // table.num_requests)
         views = table.views(tail_key.shape[2] - tokens, tokens, groups)
         rows = None if sinks is None else fold_sinks(sinks, tokens, tail_key.shape[1])
-        if tokens == 1 and mask is None and _takes_one_softmax(table, folded, tail_value):
-            pairs = zip(table.rotated(place, folded), table.states(place, views), strict=True)
+        states = table.states(place, views, are_latents=latent is not None)
+        is_plain = tokens == 1 and mask is None and latent is None
+        if is_plain and _takes_one_softmax(table, folded, tail_value):
+            pairs = zip(table.rotated(place, folded), states, strict=True)
             read = [(turned, seen) for turned, seen in pairs if seen is not None]
             read.append((folded[0], (tail_key[0], tail_value[0])))
-            queries, states = zip(*read, strict=True)
-            output = single_softmax(queries, states, scale, cap, rows)
+            queries, visible = zip(*read, strict=True)
+            output = single_softmax(queries, visible, scale, cap, rows)
         else:
-            parts = _segment_parts(table, place, folded, views, scale, cap)
+            parts = _segment_parts(table, place, asked, states, views, scale, cap)
+            if latent is not None and parts:
+                parts = [latent.outputs(merge(parts))]
             tail = attend(folded, tail_key, tail_value, scale, mask, cap)
             output = with_sinks(merge([*parts, tail]) if parts else tail, rows)
         return output.reshape(batch, heads, tokens, -1).to(query.dtype)
@@ -169,6 +178,7 @@ def _segment_parts(
     table: SegmentTable,
     place: int,
     query: Tensor,
+    states: Iterable[tuple[Tensor, Tensor] | None],
     views: Sequence[View],
     scale: float,
     cap: float | None,
@@ -177,13 +187,12 @@ def _segment_parts(
     beams = len(query) // table.num_requests
     rotated = table.rotated(place, _groups_to_rows(query, beams))
     parts, start = [], 0
-    seen = zip(table.segments, views, table.states(place, views), strict=True)
-    for segment, view, states in seen:
+    for segment, view, pair in zip(table.segments, views, states, strict=True):
         pairs = len(segment.readers)
-        if states is not None:
+        if pair is not None:
             # One call for all pairs of a segment, so that its keys are read only once.
             rows = _groups_to_rows(rotated[start : start + pairs], pairs)
-            key, value = (tensor[None] for tensor in states)
+            key, value = (tensor[None] for tensor in pair)
             part = attend(rows, key, value, scale, view.mask, cap)
             parts.append(_rows_to_groups(part, pairs))
         start += pairs

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from blockattn_rag.attention.latent import latent_states
 from blockattn_rag.attention.merge import Partial
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.kv.context import Context, PlacedBlock, joined_states
@@ -50,7 +51,8 @@ class Segment(Context):
     """Blocks that occur in the same requests at the same distances from each other.
 
     A single block is read in place; if it is quantised, it is dequantised on every read. Several
-    blocks are joined into one tensor per layer, on the layer's first read.
+    blocks, and rotary keys and latents, are joined into one tensor per layer, on the layer's first
+    read.
 
     Args:
         blocks: Blocks, with their shifts and starts relative to the segment, in order of starts.
@@ -66,12 +68,15 @@ class Segment(Context):
         """Whether every call of ``states`` dequantises into new tensors."""
         return len(self.blocks) == 1 and self.blocks[0].kv.scales is not None
 
-    def states(self, layer: int, layout: RotaryLayout) -> tuple[Tensor, Tensor]:
+    def states(
+        self, layer: int, layout: RotaryLayout, *, are_latents: bool
+    ) -> tuple[Tensor, Tensor]:
         """Keys and values ``[K, N, D]``, with keys at positions relative to the segment."""
-        if len(self.blocks) == 1:
+        if len(self.blocks) == 1 and not are_latents:
             return self.blocks[0].kv.states(layer)
         if layer not in self._joined:
-            self._joined[layer] = joined_states(self.blocks, layer, layout, self._angles)
+            joined = joined_states(self.blocks, layer, layout, self._angles)
+            self._joined[layer] = latent_states(*joined) if are_latents else joined
         return self._joined[layer]
 
 
@@ -204,9 +209,13 @@ class SegmentTable:
         self._request_of = torch.tensor(requests, dtype=torch.long, device=device)
         self._slot_of = torch.tensor(slots, dtype=torch.long, device=device)
 
-    def states(self, layer: int, views: Sequence[View]) -> Iterator[tuple[Tensor, Tensor] | None]:
+    def states(
+        self, layer: int, views: Sequence[View], *, are_latents: bool
+    ) -> Iterator[tuple[Tensor, Tensor] | None]:
         """Keys and values ``[K, N, D]`` of each segment, from the first key that any query sees.
         None: no query sees a key, and partial results need no sorting.
+
+        ``are_latents``: Whether they are rotary keys and latents; see ``latent_states``.
 
         An iterator, so that dequantised blocks are never all in memory at once.
         """
@@ -214,7 +223,8 @@ class SegmentTable:
             if self.is_one_each and first >= segment.num_tokens:
                 yield None
             else:
-                key, value = segment.states(layer, self._layouts[layer])
+                layout = self._layouts[layer]
+                key, value = segment.states(layer, layout, are_latents=are_latents)
                 yield key[:, first:], value[:, first:]
 
     def rotated(self, layer: int, query: Tensor) -> Tensor:

@@ -220,19 +220,20 @@ def adapting(
     layouts: Sequence[RotaryLayout],
     layers: Sequence[int],
 ) -> Iterator[None]:
-    """Replace the model's attention within the ``with`` block."""
-    if adapter is None:
+    """Replace the model's attention within the ``with`` block, for an adapter, and if it takes no
+    mask, as Flash Attention."""
+    before = hf_model.config._attn_implementation
+    if adapter is None and before.endswith(("eager", "sdpa")):
         yield
         return
     places = {layer: place for place, layer in enumerate(layers or range(len(layouts)))}
     final = int(layout.block[-1])
     rows = layout.block == final
-    before = hf_model.config._attn_implementation
 
     def attention(
         module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, **kwargs: Any
     ) -> tuple[Tensor, None]:
-        groups, layer = query.shape[1] // key.shape[1], places[module.layer_idx]
+        groups = query.shape[1] // key.shape[1]
         scale = kwargs.get("scaling") or 1 / math.sqrt(query.shape[-1])
 
         def attend(key: Tensor, value: Tensor) -> Tensor:
@@ -249,8 +250,10 @@ def adapting(
             return weights @ values
 
         outputs = attend(key, value)
-        adapted = attend(*_adapted(adapter, layer, key, value, layout, layouts[layer]))
-        outputs[:, :, rows] = adapted[:, :, rows]
+        if adapter is not None:
+            layer = places[module.layer_idx]
+            adapted = attend(*_adapted(adapter, layer, key, value, layout, layouts[layer]))
+            outputs[:, :, rows] = adapted[:, :, rows]
         return outputs.to(query.dtype).transpose(1, 2).contiguous(), None
 
     AttentionInterface.register(_NAME, attention)

@@ -20,8 +20,7 @@ from blockattn_rag.model import BlockModel
 from blockattn_rag.model.checkpoint import CheckpointModel
 from blockattn_rag.model.gguf import is_gguf
 from blockattn_rag.model.loading import SHORT_NAMES
-from blockattn_rag.model.recompute import can_recompute as model_can_recompute
-from blockattn_rag.model.recompute import check_can_recompute
+from blockattn_rag.model.recompute import can_recompute, check_can_recompute
 from blockattn_rag.prompts.checkpoints import other_switches
 from blockattn_rag.prompts.sinks import sink_ids
 from blockattn_rag.store.base import KVStore
@@ -46,7 +45,6 @@ def resolve_recipe(
     folder: Path | None = None,
     *,
     stock: str = STOCK,
-    can_recompute: bool = True,
 ) -> Recipe:
     """Resolve the recipe of an engine.
 
@@ -55,7 +53,6 @@ def resolve_recipe(
             (``engine.outline``), or ``"auto"``. None means ``"auto"``.
         folder: Folder of the database that the store belongs to.
         stock: Settings of ``"auto"`` for a stock model without a recipe.
-        can_recompute: Whether ``"auto"`` may recompute tokens. Servers cannot.
 
     ``"auto"`` uses the first of these that exists:
 
@@ -64,7 +61,7 @@ def resolve_recipe(
     3. The folder ``recipe`` in the store's folder, next to the store's folder, or in the folder
        that the model was loaded from. A warning names it.
     4. A recipe shipped with the package for the model's fingerprint.
-    5. ``stock``, or ``"fast"`` if tokens cannot be recomputed. A warning says what it costs.
+    5. ``stock``, or ``"fast"`` if the model cannot recompute tokens. A warning says what it costs.
 
     Recipes for other models in places 2 and 3, and recipes in place 3 that are damaged or cannot be
     used, are skipped with a warning.
@@ -75,7 +72,7 @@ def resolve_recipe(
         TypeError: ``given`` has another type.
     """
     if given is None or given == AUTO:
-        return _automatic(model, store, folder, stock, can_recompute)
+        return _automatic(model, store, folder, stock)
     if isinstance(given, Recipe):
         recipe = given
     elif isinstance(given, str) and (named := Recipe.of_text(given)) is not None:
@@ -136,7 +133,7 @@ def check_fits(recipe: Recipe, model: AnyModel) -> None:
             f"{why} Use recipe='auto', or make a recipe for this model and dtype: {_repair(model)}."
         )
     sink_ids(recipe.sink, model.tokenizer)
-    if recipe.recompute and isinstance(model, BlockModel):
+    if recipe.recompute:
         check_can_recompute(model)
     if recipe.adapter:
         if any(kind.attention == "latent" for kind in model.profile.kinds):
@@ -159,9 +156,7 @@ def foreign(recipe: Recipe, model: AnyModel) -> str:
     )
 
 
-def _automatic(
-    model: AnyModel, store: KVStore, folder: Path | None, stock: str, can_recompute: bool
-) -> Recipe:
+def _automatic(model: AnyModel, store: KVStore, folder: Path | None, stock: str) -> Recipe:
     if model.is_block_tuned:
         trained: dict[str, Any] = {**model.tuned_with}
         recipe = Recipe(**trained, source="block-fine-tuned")
@@ -169,21 +164,19 @@ def _automatic(
             _warn_once(model, why)
         return recipe
     if (found := _found(model, store, folder)) is not None:
-        return found if can_recompute else replace(found, recompute=0.0)
-    recipe = stock_recipe(model, stock, can_recompute=can_recompute)
+        return found
+    recipe = stock_recipe(model, stock)
     _warn_once(model, _trade(model, recipe, folder))
     return recipe
 
 
-def stock_recipe(model: AnyModel, stock: str = STOCK, *, can_recompute: bool = True) -> Recipe:
-    """The recipe of a stock model without a recipe: ``stock``, or the best free settings if tokens
-    cannot be recomputed."""
+def stock_recipe(model: AnyModel, stock: str = STOCK) -> Recipe:
+    """The recipe of a stock model without a recipe: ``stock``, or the best free settings if it
+    cannot recompute tokens."""
     recipe = Recipe.of_text(stock)
     if recipe is None:
         raise ValueError(f"Invalid settings {stock!r}: expected {TEXT_FORMS}.")
-    if recipe.recompute and not (
-        can_recompute and isinstance(model, BlockModel) and model_can_recompute(model)
-    ):
+    if recipe.recompute and not can_recompute(model):
         recipe = Recipe(FREE_SINK)
     if model.profile.has_states and not recipe.promote:
         # State layers then see the last passage.

@@ -120,7 +120,7 @@ class Runner:
             stats,
             fetched.is_hit,
             may_change,
-            tokens_to_recompute(context, may_change, recipe.recompute),
+            tokens_to_recompute(context.lengths, may_change, recipe.recompute),
         )
 
     def _recomputed(self, prepared: Prepared, options: GenerateOptions) -> Prepared:

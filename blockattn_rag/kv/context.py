@@ -38,7 +38,12 @@ class Context:
 
     @property
     def num_tokens(self) -> int:
-        return sum(block.kv.num_tokens for block in self.blocks)
+        return sum(self.lengths)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Number of tokens of each block."""
+        return tuple(block.kv.num_tokens for block in self.blocks)
 
     @property
     def token_ids(self) -> list[int]:

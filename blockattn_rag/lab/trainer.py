@@ -118,7 +118,7 @@ class LabTrainer(Trainer):
     def check_finite(self) -> None:
         """Raise ``DivergedError`` if weights are not finite.
 
-        The last step may damage weights, but no loss is computed after it.
+        Called after training: no later loss would reveal weights that the last step damaged.
         """
         model: Any = self.model
         finite = torch.tensor(all(bool(p.isfinite().all()) for p in model.parameters()))

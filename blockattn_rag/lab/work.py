@@ -50,7 +50,7 @@ def interrupted_run(work: Path) -> dict[str, Any] | None:
 
 
 def check_resumable(work: Path, settings: Mapping[str, Any]) -> None:
-    """Check that a run with these settings may use a work folder."""
+    """Check that no other run uses a work folder, and that an interrupted one had the settings."""
     if (work / _LOCK).is_file():
         with _held(work):
             pass

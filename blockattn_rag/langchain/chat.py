@@ -393,4 +393,4 @@ class SourceProfile(UserDict[str, Any]):
         )
 
     def __bool__(self) -> bool:
-        return True  # the default would load the model for the length
+        return True  # without this method, bool() would call len(), which loads the model

@@ -32,7 +32,9 @@ class BlockKVTransformer(SourceFields, BaseDocumentTransformer):
         llm: Chat model, with or without bound options, whose model, store, template and recipe are
             shared, instead of the above.
         server: Address of a server that encodes the documents into its own store, such as
-            ``"http://gpu:8000"``, instead of the above.
+            ``"http://gpu:8000"``, or a list of servers with one store, instead of the above.
+        journal: Folder that records which server stored which passage; recorded passages are
+            skipped (see ``ServerPool``). Only with ``server``.
         api_key: API key of the server. It is not a field, so it is neither shown nor pickled.
             Default: ``BLOCKATTN_RAG_API_KEY`` of the environment.
         document_prompt: Prompt that formats one document. The chain must use the same prompt.
@@ -47,7 +49,8 @@ class BlockKVTransformer(SourceFields, BaseDocumentTransformer):
 
     apart: ClassVar[tuple[str, ...]] = ("engine", "llm", "api_key")
 
-    server: str | None = None
+    server: str | list[str] | None = None
+    journal: str | None = None
     document_prompt: DocumentPromptField = Field(default_factory=BlockDocumentPrompt)
     show_progress: bool = False
 
@@ -60,11 +63,12 @@ class BlockKVTransformer(SourceFields, BaseDocumentTransformer):
     def _source_of(
         cls, fields: dict[str, Any], arguments: dict[str, Any]
     ) -> EngineSource | ServerSource:
-        llm, server, api_key = (fields.pop(name, None) for name in ("llm", "server", "api_key"))
+        llm = fields.pop("llm", None)
+        served = [fields.pop(name, None) for name in ("server", "api_key", "journal")]
         if llm is None:
-            return source_with(server, api_key, **arguments)
+            return source_with(*served, **arguments)
         fields.setdefault("block_template", getattr(llm, "block_template", BLANK_LINE))
-        return source_of(llm, "ChatBlockAttention", server, api_key, *arguments.values())
+        return source_of(llm, "ChatBlockAttention", *served, *arguments.values())
 
     @property
     def stats(self) -> EncodeStats | None:

@@ -59,7 +59,9 @@ class BlockKVTransform(SourceComponent, TransformComponent):
         model_name, tokenizer_name, engine, kv_store, recipe: See ``BlockAttentionLLM``.
         model_kwargs, device_map: See ``BlockAttentionLLM``.
         server: Address of a server that encodes the nodes into its own store, such as
-            ``"http://gpu:8000"``, instead of the above.
+            ``"http://gpu:8000"``, or a list of servers with one store, instead of the above.
+        journal: Folder that records which server stored which passage; recorded passages are
+            skipped (see ``ServerPool``). Only with ``server``.
         api_key: API key of the server. Default: ``BLOCKATTN_RAG_API_KEY`` of the environment, which
             other processes use, too.
         llm: LLM whose model, store, template and recipe, or whose server, are shared, instead of
@@ -76,7 +78,12 @@ class BlockKVTransform(SourceComponent, TransformComponent):
         IngestionPipeline(transformations=[splitter, BlockKVTransform(llm=llm), embed_model])
     """
 
-    server: str | None = Field(default=None, description="Address of a server that encodes.")
+    server: str | list[str] | None = Field(
+        default=None, description="Address of a server that encodes, or several."
+    )
+    journal: str | None = Field(
+        default=None, description="Folder that records which server stored which passage."
+    )
     block_template: BlockTemplate = Field(description="Text around each passage.")
     show_progress: bool = Field(default=False, description="Show a progress bar.")
     hide_file_paths: bool = Field(
@@ -98,8 +105,9 @@ class BlockKVTransform(SourceComponent, TransformComponent):
         engine: BlockAttentionEngine | None = None,
         kv_store: KVStore | str | Path | None = None,
         recipe: RecipeLike | None = None,
-        server: str | None = None,
+        server: str | list[str] | None = None,
         api_key: str | None = None,
+        journal: str | Path | None = None,
         block_template: BlockTemplate | None = None,
         model_kwargs: dict[str, Any] | None = None,
         device_map: str = "auto",
@@ -117,9 +125,10 @@ class BlockKVTransform(SourceComponent, TransformComponent):
             "recipe": None if recipe == AUTO else recipe,
         }
         if llm is None:
-            source = source_with(server, api_key, **arguments)
+            source = source_with(server, api_key, journal, **arguments)
         else:
-            source = source_of(llm, "BlockAttentionLLM", server, api_key, *arguments.values())
+            others = (server, api_key, journal, *arguments.values())
+            source = source_of(llm, "BlockAttentionLLM", *others)
             block_template = block_template or getattr(llm, "block_template", None)
         fields = {**source.fields(), "block_template": block_template or BLANK_LINE}
         fields |= {"show_progress": show_progress, "hide_file_paths": hide_file_paths}

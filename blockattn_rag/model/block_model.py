@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from blockattn_rag.attention.relay import RELAY_FINAL_TOKENS
+from blockattn_rag.attention.relay import RELAY_FINAL_TOKENS, LayerReads
 from blockattn_rag.errors import GrammarError, UnsupportedModelError
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.kv.context import Assembly, Context
@@ -221,7 +221,14 @@ class BlockModel(TunedModel):
     def supports_relay(self) -> bool:
         """Whether relay attention is exact for this model, as measured on a short probe."""
         with self.lock:
-            return relay_attention.relay_is_exact(self.hf_model, self.profile)
+            exact = relay_attention.relay_is_exact
+            return exact(self.hf_model, self.profile, self._layer_reads)
+
+    @cached_property
+    def _layer_reads(self) -> dict[int, LayerReads]:
+        """What each layer reads of a block on the relay path, as measured."""
+        with self.lock:
+            return relay_attention.measured_reads(self.hf_model, self.profile)
 
     @cached_property
     def _is_plain(self) -> bool:
@@ -282,7 +289,7 @@ class BlockModel(TunedModel):
         if cache is None and not any(context.num_tokens for context in contexts):
             return None
         if cache is None and assembly == "relay":
-            cache = relay_attention.relay_cache(hf_model, contexts, profile)
+            cache = relay_attention.relay_cache(hf_model, contexts, profile, self._layer_reads)
         elif cache is None:
             cache = copied_cache(hf_model.config, contexts, profile.layouts, profile.kinds)
             if len(contexts) == 1 and self.has_causal_kernel:

@@ -97,9 +97,14 @@ class Correction:
                 "model: use the correction that was fitted to this model."
             )
         for index, (layer, (keys, values)) in enumerate(zip(self.layers, layers, strict=True)):
+            if keys.heads != values.heads:
+                raise ValueError(
+                    f"Layer {index} has {keys.heads} key heads and {values.heads} value heads, "
+                    "expected as many of both: use a recipe without an adapter."
+                )
             found = tuple(layer.bias.shape)
             expected = (keys.heads, NUM_PLACES, keys.size + values.size)
-            if found != expected or keys.heads != values.heads:
+            if found != expected:
                 raise ValueError(
                     f"The correction has the shape {found} in layer {index}, expected {expected} "
                     "for this model: use the correction that was fitted to this model."

@@ -119,13 +119,14 @@ class SeenAttention(NamedTuple):
     """What the attention of a layer sees in a forward.
 
     Args:
-        keys: The keys. Layers that share keys see the same tensor.
+        keys, values: The keys and values. Layers that share keys see the same tensor.
         sees: Whether a query sees a key, by their positions and the layer's mask. None: unknown.
         settings: Names of the settings of scores that the model passes: ``"softcap"`` and
             ``"s_aux"`` (attention sinks).
     """
 
     keys: Tensor
+    values: Tensor
     sees: Callable[[int, int], bool] | None
     settings: frozenset[str]
 
@@ -159,12 +160,8 @@ def seen_attention(hf_model: PreTrainedModel) -> Iterator[dict[int, SeenAttentio
                 attention_mask, sees = attention_mask if own is made else own, function
                 break
         settings = frozenset(n for n in ("softcap", "s_aux") if kwargs.get(n) is not None)
-        seen[module.layer_idx] = SeenAttention(key, sees, settings)
-        # For ``eager``, transformers calls the function in the model's own source file.
-        home = sys.modules[type(module).__module__]
-        eager: Any = getattr(home, "eager_attention_forward", None)
-        forward = ALL_ATTENTION_FUNCTIONS.get_interface(original, eager)
-        return forward(module, query, key, value, attention_mask, **kwargs)
+        seen[module.layer_idx] = SeenAttention(key, value, sees, settings)
+        return own_attention(original, module, query, key, value, attention_mask, **kwargs)
 
     def make_mask(*args: Any, **kwargs: Any) -> Any:
         # A mask that is left out could not be assigned to its layers.
@@ -184,6 +181,27 @@ def seen_attention(hf_model: PreTrainedModel) -> Iterator[dict[int, SeenAttentio
         yield seen
     finally:
         hf_model.set_attn_implementation(original)
+
+
+class _Changed:
+    """An object with other values of some attributes."""
+
+    def __init__(self, original: Any, **values: Any) -> None:
+        vars(self).update(values, _original=original)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)
+
+
+def own_attention(name: str, module: Any, *args: Any, **kwargs: Any) -> Any:
+    """Attention of a model's module by an implementation of transformers, whatever name the model's
+    config has now."""
+    # For ``eager``, transformers calls the function in the model's own source file.
+    eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    forward = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
+    if "flash" in name:  # it imports the package that the config names
+        module = _Changed(module, config=_Changed(module.config, _attn_implementation=name))
+    return forward(module, *args, **kwargs)
 
 
 def _is_part(mask: Any, made: Tensor) -> bool:

@@ -128,10 +128,10 @@ def profile_config(config: Any, dtype: torch.dtype) -> AttentionProfile:
     """
     config = config.get_text_config(decoder=True)
     sketch = check_architecture(config)
-    if sketch is not None and not all(kind.is_attention for kind in sketch.kinds):
-        return sketch  # of other layers, only the kinds are used: servers refuse them
+    if sketch is not None and sketch.has_states:
+        return sketch  # only the kinds are used: servers refuse models with states
     try:
-        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        size = _head_size(config)
     except (AttributeError, TypeError, ZeroDivisionError) as error:
         raise refusal(
             config, f"its config does not give the size of heads ({error!r}), as a server needs it"
@@ -154,6 +154,14 @@ def profile_config(config: Any, dtype: torch.dtype) -> AttentionProfile:
     raise refusal(
         config, f"its layers cannot be measured without its weights ({'; '.join(reasons)})"
     )
+
+
+def _head_size(config: Any) -> int:
+    """Size of a key: of the rotary key for latent attention, of some layer if they differ."""
+    fields = config.to_dict()  # attributes that differ by layer cannot be read
+    size = fields.get("qk_rope_head_dim") or fields.get("head_dim")
+    size = size or getattr(config, "head_dim", None)
+    return int(size or config.hidden_size // config.num_attention_heads)
 
 
 def _head_counts(config: Any, small: Mapping[str, Any]) -> dict[int, int]:
@@ -220,7 +228,7 @@ def _fit_sections(fields: dict[str, Any]) -> None:
 
 _HEADS_OR_GROUPS = r".*heads?|num_query_groups"
 _CACHED = re.compile(
-    rf"{_HEADS_OR_GROUPS}|.*head_?dim|.*d_head|dim_head|kv_channels|rotary_dim"
+    rf"{_HEADS_OR_GROUPS}|.*head_?dim|.*d_head|dim_head|kv_channels|rotary_dim|kv_lora_rank"
     r"|sliding_window|sliding_window_size|.*chunk_size|.*layers?|.*_period|.*_interval"
 )
 """Fields of a config that decide what attention caches."""

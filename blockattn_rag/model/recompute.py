@@ -11,7 +11,8 @@ ways to choose.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from itertools import compress
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.kv.context import Context, PlacedBlock
 from blockattn_rag.model.block_model import BlockModel
 from blockattn_rag.model.caches import ContextCache, copied_cache, running_with
+from blockattn_rag.model.checkpoint import CheckpointModel
 from blockattn_rag.model.chosen_attention import ChosenAttention, MeasuredAttention
 from blockattn_rag.model.encoding import logits_to_keep
 from blockattn_rag.model.probe import check_ready
@@ -34,10 +36,15 @@ from blockattn_rag.model.relay_attention import (
 )
 
 
-def tokens_to_recompute(context: Context, may_change: Sequence[bool], share: float) -> int:
-    """Number of tokens that ``recompute`` recomputes for any question."""
-    blocks = zip(context.blocks, may_change, strict=True)
-    return round(share * sum(block.kv.num_tokens for block, changes in blocks if changes))
+def tokens_to_recompute(lengths: Sequence[int], may_change: Sequence[bool], share: float) -> int:
+    """Number of tokens that ``recompute`` recomputes for any question.
+
+    Args:
+        lengths: Number of tokens of each context block.
+        may_change: Whether the tokens of each block may be chosen.
+        share: Share of these tokens.
+    """
+    return round(share * sum(compress(lengths, may_change)))
 
 
 @torch.no_grad()
@@ -66,12 +73,12 @@ def recompute(
         ValueError: the model is in training mode, or autocast is on.
     """
     check_ready(model.hf_model)
-    count = tokens_to_recompute(context, may_change, share)
+    count = tokens_to_recompute(context.lengths, may_change, share)
     if not count:
         return context, []
     cache = _copied(model, context)
     received = attention_to_context(model, context, final_ids, cache)
-    chosen = choose_tokens(received, context, may_change, count)
+    chosen = choose_tokens(received, context.lengths, may_change, count)
     return with_recomputed(model, context, chosen, cache), chosen
 
 
@@ -115,28 +122,35 @@ def _copied(model: BlockModel, context: Context) -> ContextCache:
 
 
 def choose_tokens(
-    received: Tensor, context: Context, may_change: Sequence[bool], count: int
+    received: Tensor, lengths: Sequence[int], may_change: Sequence[bool], count: int
 ) -> list[int]:
     """Indices of the tokens to recompute, in order: those that receive the most attention.
 
     Args:
         received: Attention that each token of the context receives, ``[tokens]`` float32.
+        lengths: Number of tokens of each context block.
         may_change: Whether the tokens of each block may be chosen.
         count: Number of tokens to choose.
     """
-    lengths = torch.tensor([block.kv.num_tokens for block in context.blocks], dtype=torch.int64)
-    allowed = torch.tensor(may_change).repeat_interleave(lengths).to(received.device)
+    tokens = torch.tensor(lengths, dtype=torch.int64)
+    allowed = torch.tensor(may_change).repeat_interleave(tokens).to(received.device)
     # Not `topk`, whose choice among equal scores differs between devices.
     ranked = received.masked_fill(~allowed, -1.0).sort(descending=True, stable=True).indices
     return sorted(ranked[:count].tolist())
 
 
-def can_recompute(model: BlockModel) -> bool:
-    """Whether all layers have attention that relay computes, and none has a state."""
-    return model.supports_relay and not model.profile.has_states
+def can_recompute(model: BlockModel | CheckpointModel) -> bool:
+    """Whether relay computes the attention of all layers, and none has latents or a state. Of a
+    model that vLLM runs: whether each layer attends to keys and values of its own, and none has a
+    window, outside of which vLLM keeps no pages."""
+    kinds = model.profile.kinds
+    if isinstance(model, CheckpointModel):
+        return all(kind.is_attention and kind.window is None for kind in kinds)
+    has_latents = any(kind.attention == "latent" for kind in kinds)
+    return not (has_latents or model.profile.has_states) and model.supports_relay
 
 
-def check_can_recompute(model: BlockModel) -> None:
+def check_can_recompute(model: BlockModel | CheckpointModel) -> None:
     """Raise UnsupportedModelError if a model cannot recompute tokens."""
     if model.profile.has_states:
         raise UnsupportedModelError(
@@ -144,9 +158,10 @@ def check_can_recompute(model: BlockModel) -> None:
             "compute tokens one after the other; use a recipe with recompute=0, such as promote=1"
         )
     if not can_recompute(model):
+        windows = "sliding windows, " if isinstance(model, CheckpointModel) else ""
         raise UnsupportedModelError(
-            f"{model.name} cannot recompute tokens: it has {OTHER_ATTENTION}; use a recipe with "
-            "recompute=0"
+            f"{model.name} cannot recompute tokens here: it has {windows}multi-head latent "
+            f"attention, or {OTHER_ATTENTION}; use a recipe with recompute=0"
         )
 
 
@@ -168,7 +183,7 @@ def attention_to_context(
         cache = _copied(model, context)
     enable_relay(model.hf_model)
     windows = layer_windows(model.profile.kinds)
-    layers = measured_layers(model) if layers is None else layers
+    layers = measured_layers(windows) if layers is None else layers
     before, after = context.num_tokens, len(final_ids)
     scores = MeasuredAttention(before, after, windows, layers, model.device)
     cache.attention = scores
@@ -179,10 +194,13 @@ def attention_to_context(
     return scores.total
 
 
-def measured_layers(model: BlockModel) -> list[int]:
+def measured_layers(windows: Mapping[int, int | None]) -> list[int]:
     """The last third of the layers without sliding windows, which hide most passages. If all layers
-    have windows: the last third of all layers."""
-    windows = layer_windows(model.profile.kinds)
+    have windows: the last third of all layers.
+
+    Args:
+        windows: Sliding window of each layer.
+    """
     layers = [layer for layer, window in windows.items() if window is None] or [*windows]
     return layers[2 * len(layers) // 3 :]
 

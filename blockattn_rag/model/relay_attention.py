@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import logging
 import math
-import sys
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,10 +23,10 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from blockattn_rag.attention.device_relay import DeviceRelay
 from blockattn_rag.attention.kernels import attend_causal, takes_flash
+from blockattn_rag.attention.latent import LatentMap
 from blockattn_rag.attention.relay import JoinLimits, LayerReads, RelayPlan
 from blockattn_rag.kv.context import Context, place
 from blockattn_rag.kv.rope import relative_error
@@ -45,13 +45,21 @@ from blockattn_rag.model.kinds import (
     PLAIN,
     LayerKind,
     SeenAttention,
+    in_order,
     new_cache,
+    own_attention,
     seen_attention,
     storing,
 )
-from blockattn_rag.model.probe import LOGITS, AttentionProfile, probe_cache, vocabulary_size
+from blockattn_rag.model.probe import (
+    LOGITS,
+    AttentionProfile,
+    check_ready,
+    probe_cache,
+    vocabulary_size,
+)
 
-OTHER_ATTENTION = "multi-head latent attention, or layers, masks or attention code of its own"
+OTHER_ATTENTION = "layers, masks or attention code of its own"
 """What models without relay attention have, in messages."""
 
 _PREFIX = "blockattn_relay_"
@@ -64,7 +72,8 @@ def enable_relay(hf_model: PreTrainedModel) -> None:
     original = hf_model.config._attn_implementation
     if original.startswith(_PREFIX):
         return
-    name = _PREFIX + original
+    # transformers would take a name with "flash" or a slash for one of its own kernels.
+    name = _PREFIX + re.sub("flash|/", "_", original)
     AttentionInterface.register(name, _attention_function(original))
     AttentionMaskInterface.register(name, _mask_function(original))
     hf_model.set_attn_implementation(name)
@@ -112,11 +121,8 @@ def _attention_function(original: str) -> Any:
     ) -> tuple[Tensor, Tensor | None]:
         own = _running_attention()
         if own is None:
-            # For ``eager``, transformers calls the function in the model's own source file.
-            home = sys.modules[type(module).__module__]
-            eager: Any = getattr(home, "eager_attention_forward", None)
-            forward = ALL_ATTENTION_FUNCTIONS.get_interface(original, eager)
-            return forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+            states = query, key, value, attention_mask
+            return own_attention(original, module, *states, scaling=scaling, **kwargs)
         scale = 1 / math.sqrt(query.shape[-1]) if scaling is None else scaling
         index: Any = module.layer_idx
         mask = tail_mask(attention_mask, query, key) if own.takes_mask else None
@@ -181,7 +187,9 @@ def last_logits(
     return out.logits[0, -count:]
 
 
-def relay_is_exact(hf_model: PreTrainedModel, profile: AttentionProfile) -> bool:
+def relay_is_exact(
+    hf_model: PreTrainedModel, profile: AttentionProfile, reads: Mapping[int, LayerReads]
+) -> bool:
     """Enable relay attention, and test whether its logits equal those of the copy path.
 
     Models whose layers, masks, soft caps or attention sinks differ from what relay attention
@@ -189,14 +197,14 @@ def relay_is_exact(hf_model: PreTrainedModel, profile: AttentionProfile) -> bool
 
     Raises the same errors as ``check_ready``.
     """
-    kinds, reads = profile.kinds, _reads(profile.kinds)
+    kinds = profile.kinds
     if not all(index in reads or kind.attention == "none" for index, kind in enumerate(kinds)):
         return False
     seen = _seen(hf_model)
     # Older transformers cache nothing for shared layers, so that they have no kind.
     if seen.keys() != reads.keys():
         return False
-    for index, (_, window) in reads.items():
+    for index, (_, window, _) in reads.items():
         is_unknown = seen[index].sees is None and not profile.has_windows
         if not (is_unknown or seen[index].has_window(window)):
             return False
@@ -208,7 +216,7 @@ def relay_is_exact(hf_model: PreTrainedModel, profile: AttentionProfile) -> bool
     joins = JoinLimits(prefill_tokens=0, decode_tokens=0)
 
     def relay() -> ContextCache:
-        return relay_cache(hf_model, [context], profile, joins)
+        return relay_cache(hf_model, [context], profile, reads, joins)
 
     return _equals_copies(hf_model, profile, context, final, relay)
 
@@ -238,30 +246,72 @@ def is_plain(hf_model: PreTrainedModel, profile: AttentionProfile) -> bool:
 
 def layer_windows(kinds: Sequence[LayerKind]) -> dict[int, int | None]:
     """Sliding window of each layer with attention, in tokens. None: no window."""
-    return {layer: window for layer, (_, window) in _reads(kinds).items()}
+    return {layer: window for layer, (_, window, _) in _reads(kinds, {}).items()}
 
 
-def _reads(kinds: Sequence[LayerKind]) -> dict[int, LayerReads]:
-    """What each layer reads of a block, if it attends to keys and values that a block has."""
+def _reads(kinds: Sequence[LayerKind], latents: Mapping[int, LatentMap]) -> dict[int, LayerReads]:
+    """What each layer reads of a block, if it attends to keys and values, or to known latents."""
     places = {layer: place for place, layer in enumerate(storing(kinds))}
     reads = {}
     for index, kind in enumerate(kinds):
         source = index if kind.source is None else kind.source
-        if kinds[source].is_attention:
-            reads[index] = LayerReads(places[source], kinds[source].window)
+        if kinds[source].is_attention or source in latents:
+            window = kinds[source].window
+            reads[index] = LayerReads(places[source], window, latents.get(source))
     return reads
+
+
+def measured_reads(hf_model: PreTrainedModel, profile: AttentionProfile) -> dict[int, LayerReads]:
+    """What each layer reads of a block, by its index. Layers without attention, and those that
+    relay attention cannot compute, are left out."""
+    return _reads(profile.kinds, _latent_maps(hf_model, profile))
+
+
+def _latent_maps(hf_model: PreTrainedModel, profile: AttentionProfile) -> dict[int, LatentMap]:
+    """Maps of the layers with latents: the keys and values that they compute from unit vectors."""
+    kinds = profile.kinds
+    outlines = dict(zip(storing(kinds), profile.layer_outlines, strict=True))
+    ranks = {
+        index: latents.size
+        for index, (_, latents) in outlines.items()
+        if kinds[index].attention == "latent" and not kinds[index].has_state
+    }
+    if not ranks:
+        return {}
+    check_ready(hf_model)
+    cache, tokens = new_cache(hf_model.config), max(ranks.values())
+    for index, outline in outlines.items():
+        keys, values = (
+            torch.zeros(1, heads, tokens, size, dtype=dtype, device=hf_model.device)
+            for heads, size, dtype in outline
+        )
+        if index in ranks:
+            values.diagonal(dim1=2, dim2=3).fill_(1)
+        cache.update(*in_order(kinds[index], keys, values), index)
+    with seen_attention(hf_model) as seen:
+        last_logits(hf_model, torch.zeros(1, 1, dtype=torch.long), cache, 1)
+    maps = {}
+    for index, rank in ranks.items():
+        if index in seen:
+            rotary = outlines[index][0].size
+            keys, values = (states[0, :, :rank] for states in seen[index][:2])
+            maps[index] = LatentMap(keys[..., :-rotary].clone(), values.clone())
+    return maps
 
 
 def relay_cache(
     hf_model: PreTrainedModel,
     contexts: Sequence[Context],
     profile: AttentionProfile,
+    reads: Mapping[int, LayerReads],
     joins: JoinLimits | None = None,
 ) -> RelayCache:
-    """New cache that reads the contexts' blocks in place. States are not set."""
-    layers, own = _reads(profile.kinds), new_cache(hf_model.config).layers
-    plan = RelayPlan(contexts, profile.layouts, hf_model.device, joins=joins, layers=layers)
-    return RelayCache(plan, own, profile.kinds)
+    """New cache that reads the contexts' blocks in place. States are not set.
+
+    ``reads``: As ``measured_reads`` returns them.
+    """
+    plan = RelayPlan(contexts, profile.layouts, hf_model.device, joins=joins, layers=reads)
+    return RelayCache(plan, new_cache(hf_model.config).layers, profile.kinds)
 
 
 def graph_runner(hf_model: PreTrainedModel, profile: AttentionProfile) -> GraphRunner | None:

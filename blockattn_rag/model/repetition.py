@@ -233,7 +233,7 @@ class JsonStrings:
 
     @property
     def text_must_end(self) -> bool:
-        """Whether the answer ends in text around JSON that repeats itself."""
+        """Whether the answer ends in text outside of JSON, and that text repeats itself."""
         return self._text_repeats and self._depth == 0
 
     def follow(self, ids: Sequence[int]) -> None:

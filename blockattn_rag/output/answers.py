@@ -69,7 +69,7 @@ def marks_thoughts(tokenizer: Any) -> bool:
 
 
 def has_no_thoughts(options: Mapping[str, Any]) -> bool:
-    """Whether the grammar of a call excludes thoughts before the answer."""
+    """Whether these options contain a grammar that excludes thoughts before the answer."""
     grammar = parse_grammar(options.get("response_format"), options.get("structured_outputs"))
     if grammar is None or grammar.kind == "structural_tag":
         return False

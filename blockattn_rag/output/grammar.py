@@ -23,7 +23,7 @@ class Grammar:
 
     Args:
         kind: Kind of ``text``, as vLLM names it.
-        text: JSON schema, regular expression, JSON list of texts, grammar, or structural tags in
+        text: JSON schema, regular expression, JSON list of choices, grammar, or structural tags in
             JSON.
     """
 

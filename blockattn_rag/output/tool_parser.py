@@ -104,7 +104,7 @@ class CallParser:
 
         Args:
             text: Text that the model generated, without control tokens.
-            token_ids: All its token ids.
+            token_ids: Token ids of the complete answer, including control tokens.
             start: Index in the text at which the answer starts, after the model's thoughts.
         """
         return _Reader(self, text, self._marks(text, token_ids, start)).read(start)

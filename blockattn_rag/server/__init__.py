@@ -8,7 +8,8 @@ from blockattn_rag.lazy import lazy_names
 
 if TYPE_CHECKING:
     from blockattn_rag.server.client import ServerClient
+    from blockattn_rag.server.pool import ServerPool
 
-__all__ = ["ServerClient"]
+__all__ = ["ServerClient", "ServerPool"]
 
 __getattr__, __dir__ = lazy_names(__name__, extra="serving", extra_packages=("httpx", "openai"))

@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import cached_property
 from typing import Any, Literal, cast
 from urllib.parse import urlsplit
@@ -15,11 +13,12 @@ from urllib.parse import urlsplit
 import httpx
 import openai
 
-from blockattn_rag.engine.ingest import EncodeStats, progress
+from blockattn_rag.engine.ingest import EncodeStats
 from blockattn_rag.engine.results import Mode, ReuseStats
 from blockattn_rag.errors import MissError, ProtocolError, ServingError
 from blockattn_rag.prompts.formats import CHAT
 from blockattn_rag.prompts.markers import wrap
+from blockattn_rag.server.pool import ServerPool
 from blockattn_rag.server.protocol import (
     ENCODE,
     FIELD,
@@ -34,10 +33,7 @@ from blockattn_rag.server.protocol import (
 API_KEY_VARIABLE = "BLOCKATTN_RAG_API_KEY"
 """Environment variable with the default API key."""
 
-_AT_ONCE = 8
-"""Concurrent requests. The server batches their passages."""
-
-_BATCH_PASSAGES, _BATCH_CHARACTERS = 32, 1 << 15
+_HEALTH, _CHECK_TIMEOUT_S = "/health", 30.0
 _COUNTS = ("hits", "misses", "reused_tokens", "computed_tokens")
 
 
@@ -89,6 +85,19 @@ class ServerClient:
         except ProtocolError as error:
             raise ServingError(f"{self.url}: {error}") from error
 
+    def check(self) -> ServerInfo:
+        """Check the server's health, and fetch its description again.
+
+        Raises:
+            ServingError: The server is unhealthy, or does not answer within 30 seconds; see
+                ``info``.
+        """
+        probe = ServerClient(self.url, self.openai.api_key, timeout_s=_CHECK_TIMEOUT_S, retries=0)
+        with probe.openai:
+            with probe._translated(_HEALTH):
+                probe.openai.get(self.url + _HEALTH, cast_to=httpx.Response)
+            return probe.info
+
     def check_markers(self) -> None:
         """Raise ServingError if the server would read this installation's markers as text."""
         if self.info.marker_key != marker_key_id():
@@ -119,35 +128,19 @@ class ServerClient:
             MissError: Passages are missing, and the server is read-only.
             ServingError: A request failed. No further requests are sent.
         """
-        started, stats = time.perf_counter(), EncodeStats()
-        bodies = [*_bodies(dict.fromkeys(text.strip() for text in texts))]
-        total = sum(map(_characters, bodies))
-        with (
-            ThreadPoolExecutor(_AT_ONCE, "blockattn-rag-encode") as threads,
-            progress(total, 0, show_progress, on_progress, unit="characters") as report,
-        ):
-            requests = [threads.submit(self._encode, body) for body in bodies]
-            try:
-                for body, request in zip(bodies, requests, strict=True):
-                    answer = request.result()
-                    stats = replace(
-                        stats,
-                        computed=stats.computed + answer.passages.count("encoded"),
-                        reused=stats.reused + answer.passages.count("found"),
-                        computed_tokens=stats.computed_tokens + answer.encoded_tokens,
-                        stored_bytes=stats.stored_bytes + answer.stored_bytes,
-                    )
-                    report(_characters(body))
-            finally:  # after an error or an interrupt
-                for request in requests:
-                    request.cancel()
-        return replace(stats, seconds=time.perf_counter() - started)
+        pool = ServerPool([self])
+        return pool.encode(texts, show_progress=show_progress, on_progress=on_progress)
 
     def is_stored(self, text: str) -> bool:
         """Whether a passage is stored. Raises ServingError if the server does not answer."""
-        return self._encode(EncodeBody((text,), only_look=True)).passages == ("found",)
+        return self.send(EncodeBody((text,), only_look=True)).passages == ("found",)
 
-    def _encode(self, body: EncodeBody) -> EncodeAnswer:
+    def send(self, body: EncodeBody) -> EncodeAnswer:
+        """Send one request to encode passages, or to look them up.
+
+        Raises:
+            MissError, ServingError: See ``encode``.
+        """
         fields = {"texts": body.texts, "only_look": body.only_look}
         answer = EncodeAnswer.from_dict(self._ask("POST", ENCODE, fields))
         if len(answer.passages) != len(body.texts):
@@ -318,20 +311,3 @@ def server_url(url: str) -> str:
         )
     path = parts.path.rstrip("/").removesuffix(OPENAI).removesuffix("/v1")
     return f"{parts.scheme}://{parts.netloc}{path}"
-
-
-def _bodies(texts: Iterable[str]) -> Iterator[EncodeBody]:
-    """Group texts into request bodies. A long text gets its own request."""
-    batch: list[str] = []
-    for text in texts:
-        size = sum(map(len, batch)) + len(text)
-        if batch and (len(batch) == _BATCH_PASSAGES or size > _BATCH_CHARACTERS):
-            yield EncodeBody(tuple(batch))
-            batch = []
-        batch.append(text)
-    if batch:
-        yield EncodeBody(tuple(batch))
-
-
-def _characters(body: EncodeBody) -> int:
-    return sum(map(len, body.texts))

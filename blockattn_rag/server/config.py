@@ -55,7 +55,8 @@ class ServingConfig:
         tenant_secret_env: Name of the environment variable with the secret that authenticates
             tenants. The secret itself is not an option, because engines log their options.
         recognize: Whether the routes for OpenAI clients find stored passages in plain text.
-            ``"system"``: also in system messages.
+            ``"system"``: also in system messages. ``"sources"``: as True, and what chat front ends
+            mark as sources is a passage, stored or not (``prompts/sources.py``).
         kv_dtype: Format in which this server stores blocks.
         fingerprint: Fingerprint that each process must find. ``serve`` passes it, so that a model
             that changes while the server starts is refused. None: not compared.
@@ -72,7 +73,7 @@ class ServingConfig:
     read_namespaces: tuple[Namespace, ...] = ()
     read_only: StrictBool = False
     tenant_secret_env: Annotated[str, Field(min_length=1)] | None = None
-    recognize: StrictBool | Literal["system"] = False
+    recognize: StrictBool | Literal["system", "sources"] = False
     load_deadline_s: Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)] = 10.0
     kv_dtype: KVDtype = "model"
     fingerprint: _Digest | None = None
@@ -137,9 +138,7 @@ class ServingConfig:
                 ``recipe_digest``.
         """
         checkpoint = CheckpointModel(model, dtype, revision)
-        recipe = resolve_recipe(
-            self.recipe, checkpoint, open_store(self.store), can_recompute=False
-        )
+        recipe = resolve_recipe(self.recipe, checkpoint, open_store(self.store))
         profile = profile_of(checkpoint, recipe)
         for what, found, expected in (
             ("model", profile.fingerprint, self.fingerprint),

@@ -24,6 +24,7 @@ from blockattn_rag.prompts.blocks import PRIVATE, Keep
 from blockattn_rag.server.protocol import FIELD, MOST_BLOCKS, PROTOCOL_VERSION
 from blockattn_rag.server.validation import (
     STRICT,
+    Count,
     Namespace,
     Positive,
     as_object,
@@ -46,6 +47,8 @@ class BlockPlan:
             prompt.
         keep: Where each block may be kept. Default: ``PRIVATE`` for all, so that the KV of text
             that a client did not mark as a passage never reaches the store.
+        fixed: Places of the blocks after the first that are not passages. Their tokens are never
+            recomputed, nor are those of the first block.
         opens_prompt: For ``encode``: whether the block opens a prompt, and so is encoded without
             sink and adapter.
     """
@@ -57,6 +60,7 @@ class BlockPlan:
         tuple[Keep, ...], Field(max_length=MOST_BLOCKS, fail_fast=True, validate_default=True)
     ] = ()
     opens_prompt: StrictBool = False
+    fixed: Annotated[tuple[Count, ...], Field(max_length=MOST_BLOCKS, fail_fast=True)] = ()
 
     @field_validator("lengths")
     @classmethod
@@ -80,6 +84,12 @@ class BlockPlan:
     @property
     def context_tokens(self) -> int:
         return sum(self.lengths)
+
+    @property
+    def may_change(self) -> tuple[bool, ...]:
+        """Whether the tokens of each block may be recomputed."""
+        fixed = {0, *self.fixed}
+        return tuple(place not in fixed for place in range(len(self.lengths)))
 
     def check_fits(self, num_prompt_tokens: int) -> None:
         """Raise ProtocolError if the blocks, and for answers one more token, exceed the prompt."""
@@ -105,6 +115,8 @@ class BlockPlan:
         }
         if {*self.keep} != {PRIVATE}:
             fields["keep"] = [[*keep] for keep in self.keep]
+        if self.fixed:
+            fields["fixed"] = list(self.fixed)
         if self.opens_prompt:
             fields["opens_prompt"] = True
         if secret is not None:

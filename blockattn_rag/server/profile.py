@@ -18,8 +18,11 @@ from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.errors import UnsupportedModelError
 from blockattn_rag.kv.quantization import KVDtype
 from blockattn_rag.kv.rope import Pairing, RotaryLayout
+from blockattn_rag.model.kinds import storing, summary
 from blockattn_rag.model.probe import StateOutline
+from blockattn_rag.model.recompute import tokens_to_recompute
 from blockattn_rag.prompts.sinks import NO_SINK, sink_ids
+from blockattn_rag.server.plan import BlockPlan
 
 DTYPES = {
     "float32": torch.float32,
@@ -32,12 +35,21 @@ DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class LayerProfile:
-    """Key-value heads of a layer, their sizes, and the layer's index in ``ModelProfile.rotary``."""
+    """Layer that stores keys and values.
+
+    Args:
+        kv_heads: Key-value heads.
+        key_size, value_size: Sizes of a head. For a latent layer: of its rotary key and its latent.
+        rotary: Index of the layer's rotary layout in ``ModelProfile.rotary``.
+        index: Index of the layer in the model.
+    """
 
     kv_heads: int
     key_size: int
     value_size: int
     rotary: int
+    index: int
+    is_latent: bool = False
 
     def outlines(self, dtype: torch.dtype) -> tuple[StateOutline, StateOutline]:
         sizes = (self.key_size, self.value_size)
@@ -63,6 +75,8 @@ class ModelProfile:
         tokenizer: ``BlockTokenizer.fingerprint``.
         name: Name of the model.
         dtype: Dtype of keys and values, one of ``DTYPES``.
+        layers: Layers that store keys and values.
+        hidden_layers: Number of all layers.
         vocab_size: Upper bound of token ids.
         max_positions: Maximum tokens of a prompt and its answer for which keys are exact.
         adapter: Digest of the adapter that is applied to these blocks; empty if there is none.
@@ -75,12 +89,14 @@ class ModelProfile:
     dtype: str
     layers: tuple[LayerProfile, ...]
     rotary: tuple[Rotary, ...]
+    hidden_layers: int
     vocab_size: int
     max_positions: int
     sink: str = NO_SINK
     sink_ids: tuple[int, ...] = ()
     adapter: str = ""
     promote: int = 0
+    recompute: float = 0.0
     block_tuned: bool = False
 
     @property
@@ -89,11 +105,15 @@ class ModelProfile:
 
     @property
     def recipe(self) -> RecipeOutline:
-        return RecipeOutline(self.sink, self.adapter, self.promote)
+        return RecipeOutline(self.sink, self.adapter, self.promote, self.recompute)
 
     @property
     def torch_dtype(self) -> torch.dtype:
         return DTYPES[self.dtype]
+
+    def recomputed_tokens(self, plan: BlockPlan) -> int:
+        """Number of tokens to recompute for a prompt."""
+        return tokens_to_recompute(plan.lengths, plan.may_change, self.recompute)
 
     @cached_property
     def layouts(self) -> tuple[RotaryLayout, ...]:
@@ -132,16 +152,11 @@ def profile_of(model: AnyModel, recipe: Recipe | None = None) -> ModelProfile:
             f"Found recipe {recipe}, but a server rotates keys to their positions in the prompt; "
             "pass a recipe with positions='reordered'"
         )
-    if recipe.recompute:
-        raise ValueError(
-            f"Found recipe {recipe}, but a server cannot recompute tokens of passages; pass a "
-            "recipe with recompute=0, for example with promote=1"
-        )
     attention = model.profile
-    if other := {str(kind) for kind in attention.kinds if not kind.is_attention}:
+    if attention.has_states:
         raise UnsupportedModelError(
-            f"{model.name} has layers of other kinds than attention ({', '.join(sorted(other))}), "
-            "which block mode supports in this process, but not on a server"
+            f"{model.name} has layers with a state ({summary(attention.kinds)}), which block mode "
+            "supports in this process, but not on a server"
         )
     kinds = {kind for _, _, kind in attention.token_outline}
     names = [name for name, dtype in DTYPES.items() if kinds == {dtype}]
@@ -156,8 +171,13 @@ def profile_of(model: AnyModel, recipe: Recipe | None = None) -> ModelProfile:
             rotary.append(layout)
     places = {id(layout): place for place, layout in enumerate(rotary)}
     layers = tuple(
-        LayerProfile(keys.heads, keys.size, values.size, places[id(layout)])
-        for (keys, values), layout in zip(attention.layer_outlines, attention.layouts, strict=True)
+        LayerProfile(
+            *(keys.heads, keys.size, values.size, places[id(layout)], index),
+            is_latent=attention.kinds[index].attention == "latent",
+        )
+        for (keys, values), layout, index in zip(
+            attention.layer_outlines, attention.layouts, storing(attention.kinds), strict=True
+        )
     )
     return ModelProfile(
         fingerprint=model.fingerprint,
@@ -168,11 +188,13 @@ def profile_of(model: AnyModel, recipe: Recipe | None = None) -> ModelProfile:
         rotary=tuple(
             Rotary(layout.pairing, tuple(layout.frequencies.tolist())) for layout in rotary
         ),
+        hidden_layers=len(attention.kinds),
         vocab_size=model.vocabulary_size,
         max_positions=attention.max_context_tokens,
         sink=recipe.sink,
         sink_ids=tuple(sink_ids(recipe.sink, model.tokenizer)),
         adapter=recipe.encoding[1],
         promote=recipe.promote,
+        recompute=recipe.recompute,
         block_tuned=model.is_block_tuned,
     )

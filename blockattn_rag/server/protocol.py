@@ -65,7 +65,8 @@ class ServerInfo:
     """Description of a server, from ``INFO``.
 
     Args:
-        fingerprint, tokenizer, sink, adapter, promote, block_tuned: See ``ModelProfile``.
+        fingerprint, tokenizer, sink, adapter, promote, recompute, block_tuned: See
+            ``ModelProfile``.
         models: Names of its models, the base model first.
         max_tokens: Maximum tokens of a prompt and its answer together.
         has_chat_template: Whether the model answers chats, not only completions.
@@ -77,6 +78,7 @@ class ServerInfo:
     sink: SinkName
     adapter: AdapterDigest
     promote: Count
+    recompute: Annotated[float, Field(ge=0, le=1)]
     block_tuned: StrictBool
     models: Annotated[tuple[_Name, ...], Field(min_length=1, max_length=MOST_BLOCKS)]
     max_tokens: Positive
@@ -87,7 +89,7 @@ class ServerInfo:
 
     @property
     def recipe(self) -> RecipeOutline:
-        return RecipeOutline(self.sink, self.adapter, self.promote)
+        return RecipeOutline(self.sink, self.adapter, self.promote, self.recompute)
 
     def to_dict(self) -> dict[str, Any]:
         return {"v": PROTOCOL_VERSION, **asdict(self)}

@@ -6,7 +6,7 @@ Importing this module does not load torch.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from blockattn_rag.errors import ProtocolError
@@ -18,14 +18,17 @@ class ServedBlocks:
     """Report on the context blocks of a request in block mode: loaded, cached or encoded.
 
     Args:
-        loaded_tokens: Context tokens loaded from a store.
+        loaded_tokens: Context tokens loaded from a store, also those that are then recomputed.
         local_tokens: Context tokens found in the engine's own cache.
         encoded: Blocks encoded for this request, because no store had them.
         encoded_tokens: Tokens of these encoded blocks.
         fetch_s: Seconds to load the blocks.
         int8_blocks: Blocks loaded in int8.
         cut_short: Whether a stop string ended the answer. The engine then reports nothing, so
-            ``loaded_tokens``, ``local_tokens``, ``fetch_s`` and ``int8_blocks`` are unknown and 0.
+            ``loaded_tokens``, ``local_tokens``, ``fetch_s`` and ``int8_blocks`` are unknown and 0,
+            and ``recomputed`` is empty.
+        recomputed: Recomputed tokens of each block, except of those encoded for this request. Empty
+            if there are none.
     """
 
     blocks: int
@@ -36,6 +39,7 @@ class ServedBlocks:
     fetch_s: float = 0.0
     int8_blocks: int = 0
     cut_short: bool = False
+    recomputed: list[int] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         """``kv_transfer_params`` of the answer."""
@@ -62,7 +66,7 @@ class ServedBlocks:
                 f"The engine answered from {self.blocks} blocks of {tokens} tokens, expected "
                 f"{len(lengths)} of {expected}"
             )
-        reused = expected - self.encoded_tokens
+        reused = expected - self.encoded_tokens - sum(self.recomputed)
         return {
             "hits": self.blocks - self.encoded,
             "misses": self.encoded,

@@ -73,9 +73,9 @@ class Layout:
 
     @property
     def most_header_bytes(self) -> int:
-        """Maximum size of the header in bytes, including its length field.
+        """Upper bound of the header's size in bytes, including its length field.
 
-        It does not depend on the length of the block, except for the digits of its sizes.
+        It does not depend on the number of tokens.
         """
         return 3072 + 8 * len(self.layers) + 256 * len(self.tensors)
 

@@ -52,7 +52,8 @@ def measure(out: Path, samples: int, seed: int) -> Iterator[dict[str, Any]]:
     question, with ``difference_low`` and ``difference_high``."""
     tokenizer = load_tokenizer("bundled")
     questions = {kind: held_out_prompts(tokenizer, kind, PASSAGES, samples, seed) for kind in KINDS}
-    model = build_model(load_model("bundled", device="cpu", dtype=torch.float32)).eval()
+    model = build_model(load_model("bundled", device="cpu", dtype=torch.float32))
+    model.train(False)
     for trained in (stage for stage in STAGES if (out / f"{stage}.pt").exists()):
         load_weights(model, out, trained)
         full: dict[str, list[float]] = {}

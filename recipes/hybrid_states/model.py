@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3_5ForCausalLM
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3_5ForCausalLM
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 
 from blockattn_rag.prompts.sinks import sink_ids
@@ -39,12 +39,13 @@ def sink_of(tokenizer: PreTrainedTokenizerFast) -> list[int]:
     return sink_ids(SINK, BlockTokenizer(tokenizer))
 
 
-def build_model(base: LlamaForCausalLM, seed: int = 0) -> Qwen3_5ForCausalLM:
+def build_model(base: PreTrainedModel, seed: int = 0) -> Qwen3_5ForCausalLM:
     """A hybrid model of the bundled model's shape that starts from the bundled model's embeddings,
     norms, MLPs and attention layers. Its gated delta networks are random."""
-    own = base.config
+    own: Any = base.config
+    settings: dict[str, Any] = {name: getattr(own, name) for name in _SHARED}
     config = Qwen3_5TextConfig(
-        **{name: getattr(own, name) for name in _SHARED},
+        **settings,
         layer_types=list(LAYERS),
         linear_num_key_heads=4,
         linear_num_value_heads=4,
@@ -55,8 +56,8 @@ def build_model(base: LlamaForCausalLM, seed: int = 0) -> Qwen3_5ForCausalLM:
             "partial_rotary_factor": 1.0,
             "mrope_section": [own.head_dim // 2, 0, 0],
         },
-        attn_implementation="eager",
     )
+    config._attn_implementation = "eager"
     torch.manual_seed(seed)
     model = Qwen3_5ForCausalLM(config)
     with torch.no_grad():
@@ -74,7 +75,7 @@ def build_model(base: LlamaForCausalLM, seed: int = 0) -> Qwen3_5ForCausalLM:
     return model
 
 
-def attention_of(base: LlamaForCausalLM) -> Callable[[Tensor], list[tuple[Tensor, Tensor]]]:
+def attention_of(base: PreTrainedModel) -> Callable[[Tensor], list[tuple[Tensor, Tensor]]]:
     """A function from ids ``[b, n]`` to the inputs and outputs ``[b, n, hidden]`` of each attention
     layer."""
     found: list[tuple[Tensor, Tensor]] = []

@@ -148,12 +148,13 @@ def collate(
 def hidden_states(model: Qwen3_5ForCausalLM, batch: Batch) -> Tensor:
     """Hidden states ``[b, n, hidden]`` after the last layer's norm."""
     with _state_layers(model, batch):
-        return model.model(
+        hidden: Tensor = model.model(
             input_ids=batch.ids,
             position_ids=batch.positions,
             attention_mask=batch.mask,
             use_cache=False,
         ).last_hidden_state
+    return hidden
 
 
 @contextmanager
@@ -183,9 +184,9 @@ def mix(mixer: Any, batch: Batch, hidden_states: Tensor, **_: Any) -> Tensor:
     )
     decay = -mixer.A_log.exp() * softplus(mixer.in_proj_a(flat) + mixer.dt_bias)
     outputs, _ = torch_chunk_gated_delta_rule(
-        query.unflatten(-1, (-1, mixer.head_k_dim)),
-        key.unflatten(-1, (-1, mixer.head_k_dim)),
-        value.unflatten(-1, (-1, mixer.head_v_dim)),
+        query.reshape(*query.shape[:2], -1, mixer.head_k_dim),
+        key.reshape(*key.shape[:2], -1, mixer.head_k_dim),
+        value.reshape(*value.shape[:2], -1, mixer.head_v_dim),
         g=_with_padding(decay)[batch.runs],
         beta=_with_padding(mixer.in_proj_b(flat).sigmoid())[batch.runs],
         chunk_size=CHUNK,
@@ -194,7 +195,8 @@ def mix(mixer: Any, batch: Batch, hidden_states: Tensor, **_: Any) -> Tensor:
     own = outputs.flatten(0, 1)[batch.source]
     gate = mixer.in_proj_z(flat).unflatten(-1, (-1, mixer.head_v_dim))
     normed = mixer.norm(own, gate).flatten(-2)
-    return mixer.out_proj(normed).view_as(hidden_states)
+    output: Tensor = mixer.out_proj(normed).view_as(hidden_states)
+    return output
 
 
 def _with_padding(rows: Tensor) -> Tensor:

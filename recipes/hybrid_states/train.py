@@ -19,7 +19,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from torch import Tensor, nn
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3_5ForCausalLM
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3_5ForCausalLM
 
 from blockattn_rag.model.loading import load_model, load_tokenizer
 from recipes.hybrid_states.model import attention_of, build_model, sink_of
@@ -73,7 +73,7 @@ def task_loss(
 
 
 def imitation_loss(
-    model: Qwen3_5ForCausalLM, tokenizer: PreTrainedTokenizerFast, base: LlamaForCausalLM
+    model: Qwen3_5ForCausalLM, tokenizer: PreTrainedTokenizerFast, base: PreTrainedModel
 ) -> Loss:
     """Error of the state layers' outputs, as a share of those of the attention layers of ``base``
     in the same places and for the same inputs."""

@@ -94,12 +94,10 @@ def test_weights_are_not_loaded(served: Served, monkeypatch: pytest.MonkeyPatch)
 
 def test_auto_is_what_the_server_can_run(served: Served, tmp_path: Path) -> None:
     auto = replace(served, recipe="auto")
-    assert recipe_text(auto) == "head:4"
+    assert recipe_text(auto) == "head+recompute:0.1"
     assert recipe_text(replace(auto, stock="head:2")) == "head:2"
     Recipe("head:3", promote=1, recompute=0.2).save(tmp_path / "recipe")
-    assert recipe_text(auto) == "head:3+promote:1"
-    with pytest.raises(ValueError, match="a server cannot recompute tokens"):
-        replace(served, recipe="recompute:0.1").options()
+    assert recipe_text(auto) == "head:3+promote:1+recompute:0.2"
 
 
 def test_a_recipe_with_an_adapter_is_copied(served: Served, tmp_path: Path) -> None:

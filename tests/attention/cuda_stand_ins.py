@@ -1,15 +1,19 @@
 """CPU stand-ins of the kernels for CUDA: real signatures, checks and result layouts, torch maths.
 
-Signatures and checks are those of PyTorch 2.13's native functions. Options that the package does
-not use are refused.
+Signatures and checks are those of PyTorch 2.13's native functions, and of the functions of
+flash-attn 2.8.3, FlashAttention 3 (August 2026) and flash-attn-4 4.0.0b36. Options that the package
+does not use are refused.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -53,21 +57,129 @@ def flash(
 ) -> tuple[Any, ...]:
     """``aten::_scaled_dot_product_flash_attention``."""
     assert (dropout_p, return_debug_mask) == (0.0, False)
-    assert scale is not None
+    output, lse = flash_attention(query, key, value, scale, is_causal)
+    empty = query.new_empty(0)
+    return output, lse, empty, empty, query.shape[2], key.shape[2], empty, empty, empty
+
+
+def flash_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float | None,
+    is_causal: bool,
+    window: tuple[int | None, int | None] = (None, None),
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of any flash kernel. ``window``: keys seen to the left and right."""
+    assert type(is_causal) is bool
     check_rows(query, key, value)
     assert query.dtype in HALF
     assert query.shape[-1] <= 256
     assert key.shape == value.shape
     assert query.shape[1] % key.shape[1] == 0
-    empty = query.new_empty(0)
-    lengths = query.shape[2], key.shape[2]
-    bias = None
-    if is_causal:  # the last query sees the last key
-        seen = torch.ones(lengths, dtype=torch.bool).tril(lengths[1] - lengths[0])
-        bias = torch.zeros(lengths).masked_fill(~seen, -torch.inf)
+    # The last query is aligned with the last key.
+    apart = torch.arange(key.shape[2]) - torch.arange(query.shape[2])[:, None]
+    apart = apart + query.shape[2] - key.shape[2]
+    left, right = (torch.inf if one in (None, -1) else one for one in window)
+    seen = (apart <= (0 if is_causal else right)) & (apart >= -left)
+    bias = torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)
     key, value = (one.repeat_interleave(query.shape[1] // one.shape[1], 1) for one in (key, value))
-    output, lse = softmax_attention(query, key, value, scale, bias)
-    return output, lse, empty, empty, *lengths, empty, empty, empty
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    return softmax_attention(query, key, value, scale, bias)
+
+
+def flash_attn_2(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """``flash_attn.flash_attn_func``. States are ``[B, tokens, heads, D]``."""
+    assert (dropout_p, softcap, alibi_slopes) == (0.0, 0.0, None)
+    query, key, value = (one.transpose(1, 2) for one in (q, k, v))
+    output, lse = flash_attention(query, key, value, softmax_scale, causal, window_size)
+    output = output.transpose(1, 2)
+    return (output, lse, None) if return_attn_probs else output
+
+
+def flash_attn_3(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: None = None,
+    q_descale: None = None,
+    k_descale: None = None,
+    v_descale: None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Any:
+    """``flash_attn_interface.flash_attn_func``, for Hopper."""
+    assert (qv, q_descale, k_descale, v_descale, attention_chunk) == (None, None, None, None, 0)
+    assert num_splits >= 0
+    found = flash_attn_2(
+        *(q, k, v, 0.0, softmax_scale, causal, window_size, softcap, None, deterministic, True)
+    )
+    return found[:2] if return_attn_probs else found[0]
+
+
+def flash_attn_4(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    qv: None = None,
+    gather_kv_indices: None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (None, None),
+    learnable_sink: None = None,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    return_lse: bool = False,
+    **others: None,
+) -> tuple[Tensor, Tensor | None]:
+    """``flash_attn.cute.flash_attn_func``, which returns two values in any case."""
+    assert (qv, gather_kv_indices, learnable_sink, others) == (None, None, None, {})
+    assert num_splits >= 0
+    left, right = (-1 if one is None else one for one in window_size)
+    found = flash_attn_2(
+        *(q, k, v, 0.0, softmax_scale, causal, (left, right), softcap, None, deterministic, True)
+    )
+    return found[0], found[1] if return_lse else None
+
+
+FLASH_PACKAGES: dict[str, tuple[str, Any]] = {
+    "FlashAttention 2": ("flash_attn", flash_attn_2),
+    "FlashAttention 3": ("flash_attn_interface", flash_attn_3),
+    "FlashAttention 4": ("flash_attn.cute", flash_attn_4),
+}
+"""Module and function of each package."""
+
+
+def install_flash(monkeypatch: pytest.MonkeyPatch, name: str, function: Any = None) -> None:
+    """Make a package importable. ``function`` replaces its stand-in."""
+    place, stand_in = FLASH_PACKAGES[name]
+    module: Any = ModuleType(place)
+    module.flash_attn_func = function or stand_in
+    if place == "flash_attn.cute" and "flash_attn" not in sys.modules:  # a folder without a module
+        monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
+    monkeypatch.setitem(sys.modules, place, module)
 
 
 def memory_efficient(

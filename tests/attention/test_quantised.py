@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 from weakref import finalize
 
 import pytest
@@ -79,9 +80,9 @@ def test_blocks_are_not_dequantised_all_at_once(monkeypatch: pytest.MonkeyPatch)
         nonlocal count
         count -= 1
 
-    def watched(self: Segment, layer: int, layout: RotaryLayout) -> tuple[Tensor, Tensor]:
+    def watched(*of: Any, **options: Any) -> tuple[Tensor, Tensor]:
         nonlocal count
-        keys, values = states(self, layer, layout)
+        keys, values = states(*of, **options)
         count += 1
         alive.append(count)
         finalize(keys, _forget)

@@ -390,30 +390,12 @@ def test_the_line_about_a_stock_model_names_cost_gain_and_remedy(
         assert remedy in line
 
 
-@pytest.mark.parametrize("reason", ["latent attention", "server"])
-def test_auto_leaves_out_what_cannot_run(reason: str, caplog: pytest.LogCaptureFixture) -> None:
-    kind = (
-        new_model("latent")
-        if reason == "latent attention"
-        else BlockModel(tiny_model("llama"), tiny_tokenizer(), name="kind")
-    )
-    able = reason != "server"
-    assert resolve_recipe("auto", kind, open_store("memory:"), can_recompute=able) == Recipe(
-        "head:4"
-    )
+def test_auto_leaves_out_what_cannot_run(caplog: pytest.LogCaptureFixture) -> None:
+    latent = new_model("latent")
+    assert resolve_recipe("auto", latent, open_store("memory:")) == Recipe("head:4")
     assert "uses 'head:4', which costs nothing per answer" in caplog.text
-    if reason == "latent attention":
-        with pytest.raises(UnsupportedModelError, match="cannot recompute"):
-            resolve_recipe("recompute:0.1", kind, open_store("memory:"))
-
-
-def test_a_server_does_without_the_recomputing_of_a_recipe_that_it_finds(
-    stock: BlockModel, tmp_path: Path
-) -> None:
-    Recipe("bos", promote=1, recompute=0.2).save(tmp_path / "recipe")
-    store = open_store("memory:")
-    found = resolve_recipe("auto", stock, store, tmp_path, can_recompute=False)
-    assert found == Recipe("bos", promote=1)
+    with pytest.raises(UnsupportedModelError, match="cannot recompute"):
+        resolve_recipe("recompute:0.1", latent, open_store("memory:"))
 
 
 @pytest.mark.parametrize(

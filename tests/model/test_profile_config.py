@@ -57,6 +57,8 @@ LARGE: dict[str, tuple[str, dict[str, Any], list[tuple[int, int]]]] = {
          "head_dim": 128, "num_hidden_layers": 62},
         [(16, 128)] * 62,
     ),
+    "latent": ("deepseek_v3", {"num_hidden_layers": 61}, [(1, 64)] * 61),
+    "shared layers": ("gemma3n_text", {}, [(2, 256)] * 20),
 }  # fmt: skip
 
 

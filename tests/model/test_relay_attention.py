@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from blockattn_rag.attention.latent import LatentMap
+from blockattn_rag.attention.merge import Partial
 from blockattn_rag.attention.segments import SegmentTable
 from blockattn_rag.check.oracle import oracle_logits
 from blockattn_rag.errors import UnsupportedModelError
@@ -18,7 +20,7 @@ from blockattn_rag.kv.rope import relative_error
 from blockattn_rag.model import BlockModel, EncodeRequest
 from blockattn_rag.model.relay_attention import enable_relay
 from blockattn_rag.model.sampling import Sampling
-from tests.model.miniatures import new_model
+from tests.model.miniatures import model_of_kinds, new_model
 from tests.models import tiny_model, tiny_tokenizer
 
 LENGTHS = (24, 1, 17, 30)
@@ -44,13 +46,9 @@ def llama() -> BlockModel:
     return BlockModel(tiny_model("llama"), tiny_tokenizer())
 
 
-@pytest.mark.parametrize("has", ["latent attention", "own attention code"])
-def test_unsupported_models_take_the_copy_path(has: str) -> None:
-    if has == "latent attention":
-        model = new_model("latent")
-    else:
-        falcon = tiny_model("falcon", new_decoder_architecture=True, num_kv_heads=2, alibi=False)
-        model = BlockModel(falcon, tiny_tokenizer())
+def test_unsupported_models_take_the_copy_path() -> None:
+    falcon = tiny_model("falcon", new_decoder_architecture=True, num_kv_heads=2, alibi=False)
+    model = BlockModel(falcon, tiny_tokenizer())
     assert not model.supports_relay
     assert model.choose_assembly("auto", 5) == "copy"
     with pytest.raises(UnsupportedModelError, match="assembly='copy'"):
@@ -188,6 +186,52 @@ def test_the_probe_notices_queries_that_are_not_rotated(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(SegmentTable, "rotated", unrotated)
     assert not BlockModel(tiny_model("llama"), tiny_tokenizer()).supports_relay
+
+
+@pytest.mark.parametrize("kind", ["latent", "latent, interleaved", "latent and state"])
+def test_latent_attention_takes_the_relay_path(kind: str) -> None:
+    model = model_of_kinds(kind)
+    assert model.choose_assembly("auto", 5) == "relay"
+    assert model.choose_assembly("auto", 5000) == "copy"
+
+
+def test_latents_are_read_without_expanding_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of_kinds("latent")
+    assert model.supports_relay
+    context, expanded = encoded(model, BLOCKS), []
+
+    def counted(module: Any, latents: Tensor, keys: Tensor) -> Any:
+        expanded.append(latents.shape[2])
+        return original(module, latents, keys)
+
+    attention = type(model.hf_model.model.layers[0].self_attn)
+    original = attention.expand_kv
+    monkeypatch.setattr(attention, "expand_kv", counted)
+    cache = model.cache_for(context, assembly="relay")
+    model.next_logits(torch.tensor([FINAL_IDS]), cache)
+    assert expanded == [FINAL] * 3
+
+
+@pytest.mark.parametrize("fault", ["unrotated", "merged", "values"])
+def test_the_probe_notices_wrong_attention_to_latents(
+    fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = LatentMap.outputs
+
+    def unrotated(self: SegmentTable, _: int, query: Tensor) -> Tensor:
+        return query.expand(len(self.segments), *query.shape[1:])
+
+    def merged(self: LatentMap, part: Partial) -> Partial:
+        return right(self, Partial(part.output, torch.zeros_like(part.lse)))
+
+    def values(self: LatentMap, part: Partial) -> Partial:
+        return right(LatentMap(self.key, self.value.flip(0)), part)
+
+    if fault == "unrotated":
+        monkeypatch.setattr(SegmentTable, "rotated", unrotated)
+    else:
+        monkeypatch.setattr(LatentMap, "outputs", merged if fault == "merged" else values)
+    assert not new_model("latent").supports_relay
 
 
 @pytest.mark.parametrize("assembly", ["copy", "relay"])

@@ -19,7 +19,7 @@ from blockattn_rag.model.kinds import seen_attention
 from blockattn_rag.model.miniature import miniature
 from blockattn_rag.model.probe import LOGITS, probe_cache
 from blockattn_rag.model.recompute import attention_to_context, measured_layers, recompute
-from blockattn_rag.model.relay_attention import enable_relay
+from blockattn_rag.model.relay_attention import enable_relay, layer_windows
 from blockattn_rag.model.sampling import Sampling
 from tests.model.families import KINDS
 from tests.model.miniatures import new_model
@@ -32,6 +32,11 @@ IS_PASSAGE = [False, True, True, True]
 WINDOWED = [kind for kind in KINDS if kind.startswith(("windows", "shared"))]
 WINDOWED.remove("windows and state")
 ASSEMBLIES: tuple[Literal["relay", "copy"], ...] = ("relay", "copy")
+
+
+def measured(model: BlockModel) -> list[int]:
+    """Layers whose attention chooses the tokens to recompute."""
+    return measured_layers(layer_windows(model.profile.kinds))
 
 
 def masks(hf_model: Any, seen: Tensor, positions: Tensor) -> Any:
@@ -55,7 +60,7 @@ def dense_attention(model: BlockModel) -> Tensor:
     mask = masks(hf_model, seen, torch.arange(len(seen)))
     with torch.no_grad():
         out = hf_model(input_ids=ids, attention_mask=mask, output_attentions=True, use_cache=False)
-    found = [out.attentions[layer][0, :, NUM:, :NUM] for layer in measured_layers(model)]
+    found = [out.attentions[layer][0, :, NUM:, :NUM] for layer in measured(model)]
     return torch.stack([one.mean(dim=(0, 1)) for one in found]).sum(0)
 
 
@@ -128,9 +133,9 @@ def test_batches_may_have_contexts_but_not_final_blocks_of_different_lengths(
 
 
 def test_tokens_are_chosen_by_the_layers_that_see_all_passages() -> None:
-    assert measured_layers(new_model("windows")) == [5]
-    assert measured_layers(new_model("windows only")) == [2]
-    assert measured_layers(new_model("shared, last tokens only")) == [11]
+    assert measured(new_model("windows")) == [5]
+    assert measured(new_model("windows only")) == [2]
+    assert measured(new_model("shared, last tokens only")) == [11]
 
 
 def test_windows_of_masks_are_measured_to_a_token() -> None:

@@ -23,8 +23,11 @@ def make_profile(
         tokenizer="e" * 64,
         name="made-up",
         dtype=dtype,
-        layers=tuple(LayerProfile(count, key_size, value_size, 0) for count in heads),
+        layers=tuple(
+            LayerProfile(count, key_size, value_size, 0, index) for index, count in enumerate(heads)
+        ),
         rotary=(Rotary("half", (1.0, 0.10000000149011612)),),
+        hidden_layers=len(heads),
         vocab_size=vocab_size,
         max_positions=4096,
         sink="head:2" if sink_ids else "none",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -242,9 +243,28 @@ def test_transform_of_a_server_can_be_copied_and_pickled_without_the_key(
     assert again.server == server.url
 
 
-@pytest.mark.parametrize(
-    ("adapter", "name"), [(llama_index, "BlockKVTransform"), (langchain, "BlockKVTransformer")]
-)
+STEPS = [(llama_index, "BlockKVTransform"), (langchain, "BlockKVTransformer")]
+
+
+@pytest.mark.parametrize(("adapter", "name"), STEPS)
+def test_ingestion_steps_take_several_servers_and_a_journal(
+    server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, adapter: Any, name: str
+) -> None:
+    monkeypatch.setenv("BLOCKATTN_RAG_API_KEY", KEY)
+    is_llama = adapter is llama_index
+    items = [TextNode(text=text) if is_llama else LangChainDocument(text) for text in TEXTS]
+    with FakeServer(tuned_model(), server.engine.store, api_key=KEY).listening() as second:
+        urls = ["http://127.0.0.1:9", server.url, second.url]
+        step = getattr(adapter, name)(server=urls, journal=tmp_path)
+        for copied in (step, pickle.loads(pickle.dumps(step))):
+            nodes = copied(items) if is_llama else copied.transform_documents(items)
+            assert all(node.metadata["kv_handle"] for node in nodes)
+            assert (copied.server, copied.journal) == (urls, str(tmp_path))
+        assert (step.stats.computed, copied.stats.reused) == (3, 3)
+        assert len(server.bodies(ENCODE) + second.bodies(ENCODE)) == 1
+
+
+@pytest.mark.parametrize(("adapter", "name"), STEPS)
 def test_ingestion_steps_take_a_server_or_a_model(
     server: FakeServer, adapter: Any, name: str
 ) -> None:
@@ -253,6 +273,10 @@ def test_ingestion_steps_take_a_server_or_a_model(
         step(server=server.url, kv_store="kv")
     with pytest.raises(ValueError, match="api_key= is for server="):
         step(model_name="bundled", api_key=KEY)
+    with pytest.raises(ValueError, match="journal= is for server="):
+        step(model_name="bundled", journal="journal")
+    with pytest.raises(ValueError, match="Expected one or several servers"):
+        step(server=[])
     with pytest.raises(TypeError, match="or the address of a server as server="):
         step(llm="http://gpu:8000")
     other = step(server=server.url, api_key=KEY, block_template=BlockTemplate("<", ">"))

@@ -29,8 +29,8 @@ def test_what_is_not_given_has_a_default() -> None:
     assert config.nearer_tiers(PROFILE, Share.of(PROFILE)) == ["memory:8GiB"]
 
 
-@pytest.mark.parametrize("option", [False, True, "system"])
-def test_recognition_has_three_settings(option: Any) -> None:
+@pytest.mark.parametrize("option", [False, True, "system", "sources"])
+def test_recognition_has_four_settings(option: Any) -> None:
     assert ServingConfig.parse(GIVEN | {"recognize": option}).recognize == option
 
 
@@ -125,7 +125,8 @@ def test_the_recipe_is_part_of_the_profile(tmp_path: Path) -> None:
         config = ServingConfig.parse({"store": str(tmp_path / "kv"), **given})
         return config.profile_of(str(tmp_path / "model"), torch.float32)
 
-    assert profile() == (profile_of(model, Recipe("head:4")), Recipe("head:4"))
+    stock = Recipe("head", recompute=0.1)
+    assert profile() == (profile_of(model, stock), stock)
     assert profile(recipe="none")[0] == profile_of(model, Recipe())
     folder = str(tmp_path / "other" / "recipe")
     assert profile(recipe=folder) == (profile_of(model, recipe), recipe)

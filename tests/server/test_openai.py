@@ -59,7 +59,7 @@ def test_documents_give_the_tokens_and_cuts_of_a_prompt_in_process() -> None:
     found = rendered(body)
     lengths = tuple(len(ids) for ids in expected.context)
     assert found.token_ids == expected.flat
-    assert found[1:] == (lengths, (IN_MEMORY, STORED, STORED))
+    assert found[1:] == (lengths, (IN_MEMORY, STORED, STORED), ())
     full = rendered({**body, "blockattn": {"mode": "full"}})
     assert full == TokenPrompt(expected.flat)
 
@@ -76,6 +76,7 @@ def test_completions_have_the_tokens_of_a_prompt_in_process() -> None:
     assert found.lengths == tuple(map(len, expected.context))
     assert END not in found.token_ids
     assert [*found.keep] == [STORED, STORED, PRIVATE, STORED]
+    assert found.fixed == (2,)  # no passage, so its tokens are never recomputed
     assert body.passages == [*texts, "One."]
 
 
@@ -278,13 +279,13 @@ def test_no_body_fails_in_another_way(value: Any) -> None:
 
 
 LENGTHS = (4, 6)
-PARAMS = ServedBlocks(2, 10, 0, encoded=1, encoded_tokens=6).to_dict()
+PARAMS = ServedBlocks(2, 10, 0, encoded=1, encoded_tokens=6, recomputed=[1, 0]).to_dict()
 REPORT = {
     "mode": "block",
     "hits": 1,
     "misses": 1,
-    "reused_tokens": 4,
-    "computed_tokens": 11,
+    "reused_tokens": 3,
+    "computed_tokens": 12,
     "recipe": "head:4",
 }
 
@@ -300,7 +301,7 @@ def test_the_report_replaces_what_is_internal_in_an_answer() -> None:
     assert answer == {
         "choices": [{}],
         "blockattn": REPORT,
-        "usage": {"prompt_tokens": 15, "prompt_tokens_details": {"cached_tokens": 6}},
+        "usage": {"prompt_tokens": 15, "prompt_tokens_details": {"cached_tokens": 5}},
     }
 
 
@@ -337,4 +338,4 @@ def test_the_report_is_in_the_event_that_ends_a_streamed_answer(lengths: tuple[i
     found = streamed(events, report(lengths))
     assert found[0] == said
     assert found[1] == {"choices": choices, "blockattn": REPORT if lengths else {"mode": "full"}}
-    assert found[2]["usage"]["prompt_tokens_details"]["cached_tokens"] == (6 if lengths else 12)
+    assert found[2]["usage"]["prompt_tokens_details"]["cached_tokens"] == (5 if lengths else 12)

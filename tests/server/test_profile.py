@@ -16,6 +16,7 @@ from blockattn_rag.errors import UnsupportedModelError
 from blockattn_rag.model import BlockModel, EncodeRequest
 from blockattn_rag.model.checkpoint import CheckpointModel
 from blockattn_rag.prompts.sinks import sink_ids
+from blockattn_rag.server.plan import BlockPlan
 from blockattn_rag.server.profile import LayerProfile, ModelProfile, Rotary, profile_of
 from tests.models import VOCABULARY, shared_tiny_llama, tiny_model, tiny_tokenizer
 from tests.recipes import recipe_of
@@ -27,8 +28,9 @@ def test_a_profile_computes_bytes_and_layouts() -> None:
         tokenizer="1" * 64,
         name="a name",
         dtype="bfloat16",
-        layers=(LayerProfile(2, 8, 6, 1), LayerProfile(1, 8, 8, 0)),
+        layers=(LayerProfile(2, 8, 6, 1, 0), LayerProfile(1, 8, 8, 0, 2)),
         rotary=(Rotary("half", ()), Rotary("interleaved", (1.0, 0.5))),
+        hidden_layers=3,
         vocab_size=10,
         max_positions=20,
     )
@@ -80,6 +82,17 @@ def test_a_profile_tells_the_sink_and_its_tokens() -> None:
     assert profile.recipe == Recipe("head:4").outline
 
 
+def test_a_profile_counts_the_tokens_to_recompute() -> None:
+    model = BlockModel(shared_tiny_llama(), tiny_tokenizer())
+    recipe = Recipe("head:4", recompute=0.5)
+    profile = profile_of(model, recipe)
+    assert profile.recipe == recipe.outline
+    plan = BlockPlan("complete", (5, 10, 20, 40))
+    assert profile.recomputed_tokens(plan) == 35  # none of the first block
+    assert profile.recomputed_tokens(replace(plan, fixed=(1, 3))) == 10
+    assert profile_of(model).recomputed_tokens(plan) == 0
+
+
 def test_a_recipe_of_another_model_or_that_no_server_applies_has_no_profile() -> None:
     model = BlockModel(shared_tiny_llama(), tiny_tokenizer())
     other = BlockModel(tiny_model("llama", num_hidden_layers=1), tiny_tokenizer())
@@ -87,8 +100,6 @@ def test_a_recipe_of_another_model_or_that_no_server_applies_has_no_profile() ->
         profile_of(model, recipe_of(other))
     with pytest.raises(ValueError, match="Found recipe positions:composite, but a server rotates"):
         profile_of(model, Recipe(positions="composite"))
-    with pytest.raises(ValueError, match=r"recipe recompute:0.1, but a server .*promote=1"):
-        profile_of(model, Recipe(recompute=0.1))
 
 
 def test_a_rare_number_type_is_refused() -> None:
@@ -148,5 +159,5 @@ def test_a_checkpoint_with_other_layers_is_refused(tmp_path: Path) -> None:
     config = AutoConfig.for_model("qwen3_5_text", num_hidden_layers=4, vocab_size=264)
     config.save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedModelError, match=r"other kinds than attention \(state\)"):
+    with pytest.raises(UnsupportedModelError, match=r"a state \(3 state, 1 attention\)"):
         profile_of(CheckpointModel(tmp_path, torch.float32))

@@ -183,7 +183,9 @@ def test_a_signature_is_valid_for_one_plan(changed: dict[str, Any]) -> None:
 
 # -- answers ---------------------------------------------------------------------------------------
 
-SERVED = ServedBlocks(3, 400, 57, encoded=1, encoded_tokens=20, fetch_s=0.25, int8_blocks=2)
+SERVED = ServedBlocks(
+    3, 400, 57, encoded=1, encoded_tokens=20, fetch_s=0.25, int8_blocks=2, recomputed=[0, 7, 0]
+)
 
 
 def test_an_answer_is_read_as_it_was_told() -> None:
@@ -193,7 +195,7 @@ def test_an_answer_is_read_as_it_was_told() -> None:
 
 
 def test_counts_of_an_answer_follow_from_its_blocks() -> None:
-    counts = {"hits": 2, "misses": 1, "reused_tokens": 437, "computed_tokens": 63}
+    counts = {"hits": 2, "misses": 1, "reused_tokens": 430, "computed_tokens": 70}
     assert SERVED.reuse((400, 37, 20), 500) == counts
 
 
@@ -217,6 +219,7 @@ INFO = ServerInfo(
     "head:4",
     "c" * 64,
     1,
+    0.1,
     True,
     ("llama", "other"),
     4096,

@@ -40,10 +40,11 @@ def profile_of_block(kv: BlockKV) -> ModelProfile:
         name="made-up",
         dtype=next(name for name, known in NAMES.items() if known == dtype),
         layers=tuple(
-            LayerProfile(keys.shape[0], keys.shape[2], values.shape[2], 0)
-            for keys, values in zip(kv.keys, kv.values, strict=True)
+            LayerProfile(keys.shape[0], keys.shape[2], values.shape[2], 0, index)
+            for index, (keys, values) in enumerate(zip(kv.keys, kv.values, strict=True))
         ),
         rotary=(Rotary("half", ()),),
+        hidden_layers=kv.num_layers,
         vocab_size=1 << 40,
         max_positions=1 << 20,
     )

@@ -46,7 +46,7 @@ LARGE_BYTES = 1 << 30
 """Size of keys and values, in bytes, from which int8 is suggested."""
 _REPORTED = (
     *("model", "fingerprint", "embedding", "recipe", "namespace", "dtype", "kv_dtype"),
-    *("store", "server"),
+    *("store", "servers"),
 )
 
 
@@ -105,11 +105,11 @@ def ingest(
         typer.Option(help=f"{KV_DTYPE_HELP} Default: the database's, or model."),
     ] = None,
     server: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(
             help="Address of a server with the model and the store, such as http://gpu:8000. "
             "--model is then the local name of its tokenizer, and BLOCKATTN_RAG_API_KEY its API "
-            "key. Default: the database's, or none."
+            "key. Repeat it for several servers with one store. Default: the database's, or none."
         ),
     ] = None,
 ) -> None:
@@ -128,9 +128,9 @@ def ingest(
         dtype=dtype,
         kv_dtype=kv_dtype,
         store=store,
-        server=server,
+        servers=server,
     )
-    if settings.server is None:
+    if not settings.servers:
         require_model(settings.model)  # before the documents are read
     with stage_progress("reading files") as tick:
         loaded = load_documents(paths, exclude=db, on_progress=tick)
@@ -231,7 +231,7 @@ def _manifest(db: Path, **options: Any) -> Manifest:
     if chosen.get("recipe") == AUTO_SETTING:
         chosen["stock"] = STOCK
     own = ("recipe", "namespace", "dtype", "kv_dtype", "store")
-    if chosen.get("server") and (clashing := [name for name in own if name in chosen]):
+    if chosen.get("servers") and (clashing := [name for name in own if name in chosen]):
         raise typer.BadParameter(
             f"Cannot be combined with --server, which has its own {' and '.join(clashing)}",
             param_hint=f"--{clashing[0].replace('_', '-')}",

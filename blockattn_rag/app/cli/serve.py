@@ -82,10 +82,17 @@ def serve(
             "messages."
         ),
     ] = False,
+    sources: Annotated[
+        bool,
+        typer.Option(
+            help="Like --recognize; also store and reuse what chat front ends, such as Open WebUI, "
+            "mark as sources."
+        ),
+    ] = False,
 ) -> None:
     """Serve a model with vLLM, which reuses the stored passages. Ctrl-C stops it.
 
-    Options of vLLM follow after --, such as -- --max-model-len 8192. The command waits until the
+    Pass options of vLLM after --, such as -- --max-model-len 8192. The command waits until the
     server is ready, checks its answers, and prints its address. The API key, if any, is read from
     VLLM_API_KEY.
     """
@@ -95,6 +102,7 @@ def serve(
     launch.check_options(ctx.args)
     launch.require_port(host, port)
     served = _served(model, store, db, recipe, dtype)
+    recognition = {"recognize": "sources" if sources else True} if sources or recognize else {}
     with _ending_on_signals():
         with waiting(f"reading {served.model}"):
             options = served.options()
@@ -103,7 +111,7 @@ def serve(
             name=served.model,
             dtype=options.dtype,
             revision=options.revision,
-            connector={**options.connector, **({"recognize": True} if recognize else {})},
+            connector={**options.connector, **recognition},
             host=host,
             port=port,
             options=ctx.args,

@@ -1,4 +1,4 @@
-"""The encyclopedia that the bundled model was trained for: passages, questions, right answers.
+"""Demo encyclopedia of the bundled model: passages, questions and correct answers.
 
 ``recipes/bundled_model`` of the repository generated the files in ``data``.
 """

@@ -6,6 +6,7 @@
     DIR/recipe/         recipe that `repair` made for these passages
     DIR/chroma/         embedded Chroma: passages, their embeddings and KV handles
     DIR/kv/             keys and values, unless the manifest names another store
+    DIR/journal/        which server has stored which passage, while an ingestion runs
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from blockattn_rag.server.client import ServerClient
 
 MANIFEST = "blockattn.json"
+JOURNAL = "journal"
 AUTO_SETTING = "auto"
 MANIFEST_VERSION = 2
 _EARLIER_STOCK = "head:4"
@@ -63,7 +65,7 @@ class Manifest:
         stock: Settings of ``"auto"`` for a stock model without a recipe. They stay those of the
             first ingestion, because the stored keys and values belong to them.
         store: Address or absolute path of the store. None: the folder ``kv`` of the database.
-        server: Address of the server with the model and the store. None: this process.
+        servers: Addresses of the servers with the model and the store. Empty: this process.
     """
 
     model: str
@@ -78,7 +80,7 @@ class Manifest:
     dtype: str = AUTO_SETTING
     kv_dtype: str = "model"
     store: str | None = None
-    server: str | None = None
+    servers: list[str] = field(default_factory=list)
     version: int = MANIFEST_VERSION
 
     @classmethod
@@ -102,6 +104,8 @@ class Manifest:
             stock = fields.setdefault("stock", _EARLIER_STOCK)
             if not isinstance(stock, str) or RecipeOutline.parsed(stock) is None:
                 raise ValueError(f"Found stock {stock!r}, expected {TEXT_FORMS}")
+            if server := fields.pop("server", None):  # of earlier databases
+                fields["servers"] = [server]
             return cls(**fields)
         except (ValueError, TypeError, AttributeError) as error:
             raise DatabaseError(f"{path} is damaged ({error}); ingest into a new folder") from error
@@ -140,7 +144,7 @@ class Database:
             )
         embedding = load_embedding(settings.embedding)
         # A server has its own recipe, so the recipe in the manifest does not apply.
-        used = replace(settings, recipe=AUTO_SETTING) if settings.server else settings
+        used = replace(settings, recipe=AUTO_SETTING) if settings.servers else settings
         model = _load_model(path, used, remembers)
         if old and old.model != settings.model:
             names = (path, old.model, settings.model)
@@ -171,12 +175,12 @@ class Database:
                 answers. Pass False to time answers as in a new process.
         """
         manifest = require_manifest(path)
-        server = None if model else manifest.server
+        servers = [] if model else manifest.servers
         settings = replace(
             manifest,
             model=model or manifest.model,
-            server=server,
-            recipe=recipe or (AUTO_SETTING if server else manifest.recipe),
+            servers=servers,
+            recipe=recipe or (AUTO_SETTING if servers else manifest.recipe),
         )
         embedding = load_embedding(manifest.embedding)
         loaded = _load_model(path, settings, remembers)
@@ -207,7 +211,7 @@ class Database:
 
     @property
     def server(self) -> ServerClient | None:
-        """Client of the server that has the model. None: the model runs in this process."""
+        """Client of the server that answers. None: the model runs in this process."""
         from blockattn_rag.engine.engine import BlockAttentionEngine
 
         return None if isinstance(self.model, BlockAttentionEngine) else self.model
@@ -324,10 +328,11 @@ def _load_model(
     path: Path, settings: Manifest, remembers: bool
 ) -> BlockAttentionEngine | ServerClient:
     check_recipe(settings.recipe)
-    if settings.server is not None:
+    if settings.servers:
         from blockattn_rag.server import ServerClient
+        from blockattn_rag.server.pool import first_reachable
 
-        client = ServerClient(settings.server)
+        client = first_reachable([*map(ServerClient, settings.servers)])
         if settings.recipe not in (AUTO_SETTING, str(client.info.recipe)):
             raise DatabaseError(
                 f"Found the recipe {settings.recipe!r}, but {client.url} has its own, "

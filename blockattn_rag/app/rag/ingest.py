@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import blockattn_rag.llama_index as adapter
-from blockattn_rag.app.rag.database import Database
+from blockattn_rag.app.rag.database import JOURNAL, Database
 from blockattn_rag.app.rag.documents import SOURCE_KEY
 from blockattn_rag.app.rag.passages import delete_passages, ids_of
 from blockattn_rag.prompts.blocks import Block, handle_of
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from llama_index.core.schema import BaseNode, Document
 
     from blockattn_rag.engine.engine import BlockAttentionEngine
+    from blockattn_rag.server import ServerPool
 
 _ADD_BATCH = 128
 """Passages per embedding batch, which is the most that an interruption can lose."""
@@ -57,7 +58,9 @@ def ingest_documents(
     """Split documents, encode the passages, and add new ones to Chroma. Idempotent.
 
     Keys and values are stored before passages are added to Chroma, so another run completes an
-    interrupted ingestion. Passages that are no longer in their source are removed.
+    interrupted ingestion. With servers, a journal in the database's folder records the stored
+    passages until the ingestion is complete. Passages that are no longer in their source are
+    removed.
 
     Args:
         documents: Documents with their origin in ``metadata["source"]``.
@@ -68,7 +71,7 @@ def ingest_documents(
     from blockattn_rag.llama_index.nodes import stamp
 
     # The model is loaded before the clock starts.
-    collection, server = database.collection, database.server
+    collection, pool = database.collection, _server_pool(database)
     tokenizer, size = database.tokenizer, database.manifest.chunk_size
     splitter = SentenceSplitter(
         chunk_size=size,
@@ -81,9 +84,9 @@ def ingest_documents(
     nodes = with_stable_ids(splitter(documents))
     texts = [adapter.canonical_text(node) for node in nodes]
     blocks = [Block(text, database.template) for text in texts if text]
-    if server is not None:
+    if pool is not None:
         tick = partial(report, "encoding characters of passages")
-        stats = server.encode([block.text for block in blocks], on_progress=tick)
+        stats = pool.encode([block.text for block in blocks], on_progress=tick)
     else:
         if on_estimate is not None:
             on_estimate(estimate(database.engine, blocks))
@@ -95,6 +98,8 @@ def ingest_documents(
         stamp(node, text) if text else node for node, text in zip(nodes, texts, strict=True)
     ]
     added, removed = synchronise(database, collection, passages, report)
+    if pool is not None:
+        pool.remove_journal()
     return IngestReport(
         documents=len(documents),
         passages=len(passages),
@@ -108,6 +113,16 @@ def ingest_documents(
         encode_s=stats.seconds,
         total_s=time.perf_counter() - started,
     )
+
+
+def _server_pool(database: Database) -> ServerPool | None:
+    """The database's servers. None: the model runs in this process."""
+    if database.server is None:
+        return None
+    from blockattn_rag.server import ServerClient, ServerPool
+
+    clients = map(ServerClient, database.manifest.servers)
+    return ServerPool([*clients], database.path / JOURNAL)
 
 
 def with_stable_ids(nodes: Sequence[BaseNode]) -> list[BaseNode]:

@@ -253,7 +253,7 @@ def _check_context(report: DataReport) -> None:
         raise DataError(
             "No sample has a context: each is a question and its answer in one block, which is the "
             "same in block and full mode. Add passages or blocks; or split turns of messages "
-            "(blocks_per_turn, --blocks-per-turn); or train only full mode (modes)"
+            "(blocks_per_turn, --blocks-per-turn); or train full mode only (modes=('full',))"
         )
     if report.with_context < report.samples / 2:
         logger.warning(

@@ -36,7 +36,7 @@ class ChatReport:
         self._prompt = prompt
         self._recipe = recipe
         self._reason = reason
-        self._encoded_tokens = 0
+        self._computed_tokens = 0
 
     def answer(self, answer: Any) -> dict[str, Any]:
         data: dict[str, Any] = answer.model_dump()
@@ -64,14 +64,14 @@ class ChatReport:
         if params is None:  # an answer that was aborted has no report
             return {"mode": "block"}
         served = ServedBlocks.from_dict(params)
-        self._encoded_tokens = served.encoded_tokens
+        self._computed_tokens = served.encoded_tokens + sum(served.recomputed)
         counts = served.reuse(self._prompt.lengths, len(self._prompt.token_ids))
         return {"mode": "block", **counts, "recipe": str(self._recipe)}
 
     def _correct(self, usage: dict[str, Any]) -> None:
         details = usage.get("prompt_tokens_details")
         if details and details.get("cached_tokens"):
-            details["cached_tokens"] = max(details["cached_tokens"] - self._encoded_tokens, 0)
+            details["cached_tokens"] = max(details["cached_tokens"] - self._computed_tokens, 0)
 
 
 async def edited_events(

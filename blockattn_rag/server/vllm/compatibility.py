@@ -10,6 +10,9 @@ from vllm.model_executor.model_loader.weight_utils import filter_files_not_neede
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
+    KVCacheSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
 
@@ -20,14 +23,17 @@ from blockattn_rag.server.config import ServingConfig
 from blockattn_rag.server.profile import ModelProfile
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 logger = logging.getLogger("blockattn_rag")
 
+_SPECS = (FullAttentionSpec, SlidingWindowSpec, MLAAttentionSpec)
+"""Caches of layers that keep a page for each token, or for each token of a window."""
 _LOAD_FORMATS = ("auto", "hf", "safetensors")
 """Formats that load the weights of the checkpoint's files, unchanged."""
 _MISTRAL = "consolidated"
 """Start of the names of files that vLLM loads instead of others if the format is ``auto``."""
+_NOT_RECOMPUTED = "tokens are not recomputed on it; use a recipe with recompute=0, such as 'fast'"
 
 
 def check_engine(
@@ -36,6 +42,8 @@ def check_engine(
     """Check that this engine gives exact answers in block mode."""
     reasons = [*_transfer(engine), *_parallel(engine, config), *_model(engine, profile)]
     reasons += [*_weights(engine), *_cache(engine, cache, config)]
+    if profile.recompute:
+        reasons += [f"{reason}; {_NOT_RECOMPUTED}" for reason in _recomputation(engine)]
     if reasons:
         raise ServingError("Block mode is not possible on this engine: " + "; ".join(reasons))
     speculative = engine.speculative_config
@@ -80,8 +88,6 @@ def _parallel(engine: VllmConfig, config: ServingConfig) -> Iterator[str]:
 
 def _model(engine: VllmConfig, profile: ModelProfile) -> Iterator[str]:
     model = engine.model_config
-    if model.use_mla:
-        yield "the model has latent attention (MLA), whose cache contains no keys"
     for name in ("hf_overrides", "model_class_overrides"):
         if value := getattr(model, name, None):
             option = name.replace("_", "-")
@@ -96,7 +102,7 @@ def _model(engine: VllmConfig, profile: ModelProfile) -> Iterator[str]:
         )
     text = model.hf_text_config
     for name, expected in (
-        ("num_hidden_layers", profile.num_layers),
+        ("num_hidden_layers", profile.hidden_layers),
         ("vocab_size", profile.vocab_size),
     ):
         if getattr(text, name, expected) != expected:
@@ -109,6 +115,21 @@ def _model(engine: VllmConfig, profile: ModelProfile) -> Iterator[str]:
             f"max_model_len is {model.max_model_len}, but the model's keys are exact only for "
             f"{profile.max_positions} positions; set --max-model-len {profile.max_positions}"
         )
+
+
+def _recomputation(engine: VllmConfig) -> Iterator[str]:
+    """Tokens are recomputed by a forward pass of the connector's own."""
+    model, parallel = engine.model_config, engine.parallel_config
+    if parallel.pipeline_parallel_size > 1:
+        yield f"pipeline_parallel_size is {parallel.pipeline_parallel_size}"
+    if parallel.data_parallel_size > 1 and model.is_moe:
+        yield f"data_parallel_size is {parallel.data_parallel_size} for a mixture of experts"
+    if engine.lora_config is not None:
+        yield "enable_lora is set"
+    if (dtype := engine.cache_config.cache_dtype) not in _as_computed(engine):
+        yield f"the cache stores {dtype}"
+    if model.uses_mrope:
+        yield "the model has multimodal rotary positions (M-RoPE)"
 
 
 def _weights(engine: VllmConfig) -> Iterator[str]:
@@ -153,20 +174,26 @@ def _weights(engine: VllmConfig) -> Iterator[str]:
         )
 
 
+def _layer_specs(spec: KVCacheSpec) -> Iterable[KVCacheSpec]:
+    return spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else (spec,)
+
+
 def _cache(engine: VllmConfig, cache: KVCacheConfig, config: ServingConfig) -> Iterator[str]:
-    specs = [group.kv_cache_spec for group in cache.kv_cache_groups]
-    if len(specs) != 1 or not isinstance(specs[0], FullAttentionSpec | UniformTypeKVCacheSpecs):
-        kinds = ", ".join(type(spec).__name__ for spec in specs)
+    specs = [spec for group in cache.kv_cache_groups for spec in _layer_specs(group.kv_cache_spec)]
+    if others := {type(spec).__name__ for spec in specs if type(spec) not in _SPECS}:
         yield (
-            f"the cache has {len(specs)} groups ({kinds}), expected one that keeps all tokens; set "
-            "--disable-hybrid-kv-cache-manager, or use a model without recurrent layers and with "
-            "at least one layer without a sliding window"
+            f"the cache has layers of {', '.join(sorted(others))}, expected "
+            f"{', '.join(spec.__name__ for spec in _SPECS)}; use another model"
         )
     dtype = engine.cache_config.cache_dtype
-    as_computed = ("auto", str(engine.model_config.dtype).removeprefix("torch."))
-    if dtype not in as_computed and config.encodes:
+    if dtype not in _as_computed(engine) and config.encodes:
         yield (
             f"the cache stores {dtype}, but blocks are saved as the model computes them; set "
             "--kv-cache-dtype auto, or read_only and private_memory '0', and encode on another "
             "server"
         )
+
+
+def _as_computed(engine: VllmConfig) -> tuple[str, str]:
+    """Names of the type in which the model computes keys and values."""
+    return "auto", str(engine.model_config.dtype).removeprefix("torch.")

@@ -10,11 +10,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
+    SupportsHMA,
 )
 
 from blockattn_rag.server.config import ServingConfig
 from blockattn_rag.server.vllm.compatibility import check_engine
 from blockattn_rag.server.vllm.metrics import ServingPromMetrics, ServingStats, WorkerReport
+from blockattn_rag.server.vllm.pages import KVGroup
 from blockattn_rag.server.vllm.scheduler import Orders, SchedulerSide
 from blockattn_rag.server.vllm.worker import WorkerSide
 
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-class BlockAttentionConnector(KVConnectorBase_V1):
+class BlockAttentionConnector(KVConnectorBase_V1, SupportsHMA):
     """KV connector for Block-Attention in vLLM.
 
     To vLLM, the context blocks of a prompt are a prefix that is computed elsewhere. The connector
@@ -47,10 +49,14 @@ class BlockAttentionConnector(KVConnectorBase_V1):
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if role == KVConnectorRole.SCHEDULER:
-            self._scheduler = SchedulerSide(config, profile)
+            self._scheduler = SchedulerSide(config, profile, vllm_config.parallel_config.world_size)
         else:
-            page_tokens = vllm_config.cache_config.block_size
-            self._worker = WorkerSide(config, profile, page_tokens, recipe.adapter)
+            groups = {
+                name: KVGroup(index, group.kv_cache_spec.block_size)
+                for index, group in enumerate(kv_cache_config.kv_cache_groups)
+                for name in group.layer_names
+            }
+            self._worker = WorkerSide(config, profile, groups, recipe.adapter, vllm_config)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -78,10 +84,10 @@ class BlockAttentionConnector(KVConnectorBase_V1):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         self.scheduler.take(connector_output)
 
-    def request_finished(
-        self, request: Request, block_ids: list[int]
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self.scheduler.finished(request, block_ids)
+        return False, self.scheduler.finished(request)
 
     # Worker half.
 
@@ -90,10 +96,7 @@ class BlockAttentionConnector(KVConnectorBase_V1):
         self.worker.register({name: layers[name] for name in kv_caches})
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        orders = self._get_connector_metadata()
-        if not isinstance(orders, Orders):
-            raise TypeError(f"Expected Orders of this connector, found {type(orders).__name__}")
-        self.worker.execute(orders)
+        self.worker.execute(self._orders())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: a request runs only after all its layers are loaded."""
@@ -101,17 +104,24 @@ class BlockAttentionConnector(KVConnectorBase_V1):
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Do nothing: a block is stored after its request has ended."""
+        """Do nothing: pages are copied after all layers have run."""
 
     def wait_for_save(self) -> None:
-        """Do nothing: pages are copied in the step that orders the save."""
+        """Copy what encoding requests computed in this step."""
+        self.worker.copy(self._orders())
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        done = self.worker.done()
-        return KVConnectorTransferResults(done.saved, done.loaded, done.failed)
+        done = self.worker.done(finished_req_ids)
+        return KVConnectorTransferResults(set(), done.loaded, done.failed)
 
     def build_connector_worker_meta(self) -> WorkerReport | None:
         return self.worker.report()
+
+    def _orders(self) -> Orders:
+        orders = self._get_connector_metadata()
+        if not isinstance(orders, Orders):
+            raise TypeError(f"Expected Orders of this connector, found {type(orders).__name__}")
+        return orders
 
     # Both halves.
 

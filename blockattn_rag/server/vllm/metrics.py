@@ -22,6 +22,7 @@ PLAIN = {
     "refused": "Requests in block mode that the engine refused.",
     "loaded_tokens": "Context tokens of answered requests whose keys and values were loaded.",
     "local_tokens": "Context tokens of answered requests found in the engine's own cache.",
+    "recomputed_tokens": "Loaded tokens that were computed again for the question.",
     "loads": "Requests whose blocks were loaded, summed over ranks.",
     "load_failures": "Requests with a missing, damaged or late block, summed over ranks.",
     "load_misses": "Missing or damaged blocks, summed over ranks.",
@@ -144,10 +145,22 @@ class ServingPromMetrics(KVConnectorPromMetrics):
 
 
 class Fetch(NamedTuple):
-    """Time that the blocks of a request took to load, and how many of them are quantized."""
+    """Time that the blocks of a request took to load and recompute, how many of them are quantized,
+    and how many tokens of each were recomputed."""
 
     seconds: float
     int8_blocks: int
+    recomputed: Sequence[int] = ()
+
+
+class Ended(NamedTuple):
+    """Number of ranks on which the load of a request ended, and on how many of them it failed."""
+
+    ranks: int = 0
+    failures: int = 0
+
+    def plus(self, other: Ended) -> Ended:
+        return Ended(self.ranks + other.ranks, self.failures + other.failures)
 
 
 @dataclass(slots=True)
@@ -155,11 +168,14 @@ class WorkerReport(KVConnectorWorkerMetadata):
     """Report of a rank to the scheduler after a step.
 
     Args:
+        ended: Ended loads of requests whose tokens are then recomputed, which all ranks must do in
+            the same step.
         unsaved: Why encoded blocks could not be stored, by the name of the encoding request.
     """
 
     fetches: Mapping[str, Fetch] = field(default_factory=dict)
     unsaved: Mapping[str, str] = field(default_factory=dict)
+    ended: Mapping[str, Ended] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         """Combine the reports of two ranks. The slower of a request's loads counts."""
@@ -168,7 +184,10 @@ class WorkerReport(KVConnectorWorkerMetadata):
         both = dict(self.fetches)
         for request_id, fetch in other.fetches.items():
             both[request_id] = max(both.get(request_id, fetch), fetch)
-        return WorkerReport(both, {**self.unsaved, **other.unsaved})
+        ended = dict(self.ended)
+        for request_id, end in other.ended.items():
+            ended[request_id] = end.plus(ended.get(request_id, Ended()))
+        return WorkerReport(both, {**self.unsaved, **other.unsaved}, ended)
 
 
 # Counters of the API server. Names must not start with "vllm:": vLLM unregisters those when it

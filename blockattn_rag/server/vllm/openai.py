@@ -37,11 +37,13 @@ class TokenPrompt(NamedTuple):
     Args:
         lengths: Tokens of each context block. Empty: full mode.
         keep: Where each block may be kept.
+        fixed: See ``BlockPlan``.
     """
 
     token_ids: list[int]
     lengths: tuple[int, ...] = ()
     keep: tuple[Keep, ...] = ()
+    fixed: tuple[int, ...] = ()
 
 
 class Prompts:
@@ -84,7 +86,9 @@ class Prompts:
         if mode == "full":
             return TokenPrompt(token_ids)
         lengths = tuple(len(ids) for _, ids in blocks)
-        return TokenPrompt(token_ids, lengths, tuple(keep_of(block.origin) for block, _ in blocks))
+        keep = tuple(keep_of(block.origin) for block, _ in blocks)
+        fixed = [place for place, (block, _) in enumerate(blocks) if place and not block.is_passage]
+        return TokenPrompt(token_ids, lengths, keep, tuple(fixed))
 
     def chat(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,8 +13,41 @@ from blockattn_rag.errors import ServingError
 _BASE = 128
 """Integers below this value are exact in every dtype of a cache."""
 
+_NULL = 0
+"""Id of vLLM's null page, which no request uses."""
+
 Sizes = tuple[int, int, int]
 """Number of key-value heads, and the sizes of a head's keys and values."""
+
+PageTables = Sequence[Sequence[int]]
+"""Page ids of a request's tokens, in order, for each KV cache group."""
+
+
+class KVGroup(NamedTuple):
+    """KV cache group of the engine: layers that share a page table.
+
+    Args:
+        table: Index of the group's page table among those of a request.
+        page_tokens: Tokens of a page of the scheduler.
+    """
+
+    table: int
+    page_tokens: int
+
+    def first_token(self, tables: PageTables) -> int:
+        """Index of the first token that has a page. The pages of earlier tokens, which no window
+        contains, are null pages."""
+        table = tables[self.table]
+        null = next((place for place, page in enumerate(table) if page != _NULL), len(table))
+        return null * self.page_tokens
+
+    def slots(self, tables: PageTables, tokens: range, device: torch.device) -> Tensor:
+        """Slots of consecutive tokens, int64 ``[tokens]``."""
+        size = self.page_tokens
+        table = tables[self.table][tokens.start // size : -(-tokens.stop // size)]
+        starts = torch.tensor(table, dtype=torch.int64, device=device) * size
+        slots = (starts[:, None] + torch.arange(size, device=device)).flatten()
+        return slots[tokens.start % size :][: len(tokens)]
 
 
 class LayerPages:
@@ -22,15 +55,26 @@ class LayerPages:
 
     Each backend has its own layout, so pages are written by the layer's own method. To read them,
     the layout is measured once: numbered elements are written to a page and located there.
+
+    Args:
+        layer: Attention layer of vLLM. Keys and values of a latent layer are its rotary key and its
+            latent.
+        group: KV cache group of the layer.
+        interleaves_keys: Whether the engine stores pairs of rotated dimensions next to each other,
+            unlike a block, which has the first ones of all pairs in the first half of a key.
     """
 
-    def __init__(self, layer: Any) -> None:
+    def __init__(self, layer: Any, group: KVGroup, *, interleaves_keys: bool = False) -> None:
         self._layer = layer
+        self.group = group
+        self._interleaves_keys = interleaves_keys
         self._places: Tensor | None = None
 
     @property
     def sizes(self) -> Sizes:
         layer = self._layer
+        if (latent := getattr(layer, "kv_lora_rank", None)) is not None:
+            return 1, layer.head_size - latent, latent
         return layer.num_kv_heads, layer.head_size, getattr(layer, "head_size_v", layer.head_size)
 
     @property
@@ -48,8 +92,14 @@ class LayerPages:
         """Write states ``[kv_heads, tokens, head_size]`` of any float dtype to slots
         ``[tokens]``."""
         layer = self._layer
-        both = (states.transpose(0, 1).contiguous() for states in (keys, values))
-        layer.impl.do_kv_cache_update(layer, *both, layer.kv_cache, slots)
+        if self._interleaves_keys:
+            keys = keys.reshape(*keys.shape[:-1], 2, -1).mT.flatten(-2)
+        key, value = (states.transpose(0, 1).contiguous() for states in (keys, values))
+        if hasattr(layer, "kv_lora_rank"):
+            scaling = layer.kv_cache_dtype, layer._k_scale
+            layer.impl.do_kv_cache_update(value[:, 0], key, layer.kv_cache, slots, *scaling)
+        else:
+            layer.impl.do_kv_cache_update(layer, key, value, layer.kv_cache, slots)
 
     def read(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Copy the keys and values ``[kv_heads, tokens, head_size]`` out of slots ``[tokens]``. The
@@ -66,7 +116,7 @@ class LayerPages:
 
     def _measured(self) -> Tensor:
         """Index into the flat page for each element of keys ``[tokens, heads, size]``, then
-        values."""
+        values. Includes the order of the dimensions in which ``write`` stores keys."""
         if self._places is None:
             self._places = _measure(self)
         return self._places
@@ -83,6 +133,7 @@ class LayerPages:
         mine, its = self._layer, other._layer
         return (
             self.sizes == other.sizes
+            and self._interleaves_keys == other._interleaves_keys
             and type(mine.impl) is type(its.impl)
             and mine.kv_cache.shape == its.kv_cache.shape
             and mine.kv_cache.stride() == its.kv_cache.stride()

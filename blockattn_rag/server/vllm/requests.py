@@ -147,7 +147,7 @@ class RequestReader:
         self._prepare_grammar(request)
         self._check(request, len(prompt.token_ids))
         namespace = self.namespace(headers)
-        plan = BlockPlan("complete", prompt.lengths, namespace, prompt.keep)
+        plan = BlockPlan("complete", prompt.lengths, namespace, prompt.keep, fixed=prompt.fixed)
         tokens = iter(prompt.token_ids)
         ids = [tuple(islice(tokens, length)) for length in plan.lengths]
         blocks = self._encodables(ids, namespace, opens_prompt=True, keep=plan.keep)

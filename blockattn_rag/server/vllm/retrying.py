@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -27,12 +27,14 @@ class Ticket:
     Args:
         ensure_again: Function that checks all blocks of the prompt thoroughly, encodes the missing
             ones, and returns the tokens of the encoded blocks by key.
+        keys: Keys of the context blocks, in order.
         marker: ``kv_transfer_params`` of the answer, once known.
     """
 
     plan: BlockPlan
     ensure_again: Callable[[], Awaitable[Mapping[str, int]]]
     encoded: Mapping[str, int] = field(default_factory=dict)
+    keys: Sequence[str] = ()
     marker: dict[str, Any] | None = None
 
 
@@ -143,10 +145,16 @@ def _marked(output: Any, ticket: Ticket) -> Any:
     served = _served(output, ticket.plan)
     if served is not None:
         CUT_ANSWERS.inc(served.cut_short)
+        # Tokens of encoded blocks count as computed already.
+        recomputed = [
+            0 if key in ticket.encoded else tokens
+            for key, tokens in zip(ticket.keys, served.recomputed, strict=False)
+        ]
         ticket.marker = replace(
             served,
             encoded=len(ticket.encoded),
             encoded_tokens=sum(ticket.encoded.values()),
+            recomputed=recomputed,
         ).to_dict()
         output.kv_transfer_params = ticket.marker
     return output

@@ -11,6 +11,7 @@ find layers that use each other's layouts, because vLLM does not record which la
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,46 +29,62 @@ _TOLERANCE_OF_16_BITS = 3e-2
 """Above the rounding of keys, cosine and sine. Other frequencies or pairs have errors near 1."""
 
 
-def check_rotations(profile: ModelProfile, layers: Iterable[int]) -> None:
-    """Check that vLLM has a rotary embedding for each of these layers.
+def check_rotations(profile: ModelProfile, layers: Iterable[int]) -> set[int]:
+    """Check that vLLM has a rotary embedding for each of these layers of the profile.
+
+    Returns:
+        Latent layers whose keys transformers stores in halves, and vLLM in interleaved pairs.
 
     Raises:
         ServingError: No module rotates keys of a layer's size by the layer's layout.
     """
-    checked: set[tuple[int, int]] = set()
+    checked: dict[tuple[int, int], bool] = {}
+    interleaved = set()
     for index in layers:
         layer, layout = profile.layers[index], profile.layouts[index]
-        if not layout.rotates or (layer.key_size, layer.rotary) in checked:
+        if not layout.rotates:
             continue
-        checked.add((layer.key_size, layer.rotary))
-        if not _ROPE_DICT:
-            raise ServingError(
-                f"Layer {index}: vLLM has no rotary embeddings of its own for {profile.name}, so "
-                "the rotation of keys cannot be checked; its transformers backend is not "
-                "supported: remove --model-impl, or use a model that vLLM implements"
-            )
-        ropes = [
-            rope
-            for rope in _ROPE_DICT.values()
-            if getattr(rope, "head_size", layer.key_size) == layer.key_size
-        ]
-        others = []
-        for rope in ropes:
-            try:
-                error = _error(rope, layout, layer.key_size, profile)
-            except (AttributeError, TypeError, StopIteration) as cause:  # another signature
-                others.append(f"{_shown(rope)}, which cannot be run ({cause!r})")
-                continue
-            if error <= _tolerance(profile.torch_dtype):
-                break
-            others.append(f"{_shown(rope)}, which differs by {error:.2g}")
-        else:
-            raise ServingError(
-                f"Layer {index}: vLLM rotates keys by {'; '.join(others) or 'no module'}, expected "
-                f"{layout.pairing} pairs of {layout.rotary_dim} dimensions with frequencies from "
-                f"{layout.frequencies.max():.4g} to {layout.frequencies.min():.4g} from the config "
-                f"of {profile.name}; report the model"
-            )
+        kind = layer.key_size, layer.rotary
+        if kind not in checked:
+            checked[kind] = _is_interleaved(profile, index)
+        if checked[kind]:
+            interleaved.add(index)
+    return interleaved
+
+
+def _is_interleaved(profile: ModelProfile, index: int) -> bool:
+    """Whether vLLM interleaves the pairs of a latent layer's keys, unlike the profile."""
+    layer, layout = profile.layers[index], profile.layouts[index]
+    layouts = [layout]
+    if layer.is_latent and layout.pairing == "half" and layout.rotary_dim == layer.key_size:
+        layouts.append(replace(layout, pairing="interleaved"))
+    if not _ROPE_DICT:
+        raise ServingError(
+            f"Layer {layer.index}: vLLM has no rotary embeddings of its own for {profile.name}, so "
+            "the rotation of keys cannot be checked; its transformers backend is not "
+            "supported: remove --model-impl, or use a model that vLLM implements"
+        )
+    ropes = [
+        rope
+        for rope in _ROPE_DICT.values()
+        if getattr(rope, "head_size", layer.key_size) == layer.key_size
+    ]
+    others = []
+    for rope in ropes:
+        try:
+            errors = [_error(rope, one, layer.key_size, profile) for one in layouts]
+        except (AttributeError, TypeError, StopIteration) as cause:  # another signature
+            others.append(f"{_shown(rope)}, which cannot be run ({cause!r})")
+            continue
+        if min(errors) <= _tolerance(profile.torch_dtype):
+            return errors.index(min(errors)) > 0
+        others.append(f"{_shown(rope)}, which differs by {errors[0]:.2g}")
+    raise ServingError(
+        f"Layer {layer.index}: vLLM rotates keys by {'; '.join(others) or 'no module'}, expected "
+        f"{layout.pairing} pairs of {layout.rotary_dim} dimensions with frequencies from "
+        f"{layout.frequencies.max():.4g} to {layout.frequencies.min():.4g} from the config "
+        f"of {profile.name}; report the model"
+    )
 
 
 def _tolerance(dtype: torch.dtype) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -23,7 +23,7 @@ from blockattn_rag.server.profile import ModelProfile
 from blockattn_rag.server.shares import Share
 from blockattn_rag.server.vllm.metrics import Counters
 from blockattn_rag.server.vllm.pages import LayerPages
-from blockattn_rag.server.vllm.scheduler import Save, encode_name
+from blockattn_rag.server.vllm.scheduler import Copy, Save, encode_name
 from blockattn_rag.store.base import KVStore
 from blockattn_rag.store.checks import check_finite
 from blockattn_rag.store.concurrency import WriteQueue
@@ -33,7 +33,7 @@ logger = logging.getLogger("blockattn_rag")
 QUEUE_BYTES = 1 << 30
 """Size limit of the queue of blocks to write; a single block may be larger."""
 
-States = list[tuple[Tensor, Tensor]]
+States = Sequence[tuple[Tensor, Tensor]]
 """Keys and values of each layer."""
 
 
@@ -72,13 +72,26 @@ class BlockSaver:
         self._counters = counters
         self._adapter = adapter and share.cut_adapter(adapter)
         self._layouts = [profile.layouts[layer] for layer in share.layers]
+        self._parts: dict[str, list[States]] = {}
         self._unsaved: dict[str, str] = {}
         self._lock = threading.Lock()
 
-    def save(self, save: Save, slots: Tensor) -> None:
-        """Copy a block out of its pages. ``slots`` ``[tokens]`` covers the complete prompt."""
+    def copy(self, copy: Copy) -> None:
+        """Copy the tokens that a step computed out of their pages."""
+        if copy.tokens.start == 0:  # also after a preemption
+            self._parts[copy.request_id] = []
+        self._parts[copy.request_id].append([self._read(pages, copy) for pages in self._pages])
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """Delete the copies of requests that ended."""
+        for request_id in request_ids:
+            self._parts.pop(request_id, None)
+
+    def save(self, save: Save) -> None:
+        """Save the block that was copied."""
         (block,) = block_keys(save.token_ids, save.plan, self._profile)
-        own = self._block(block, [pages.read(slots) for pages in self._pages])
+        parts = zip(*self._parts.pop(save.request_id), strict=True)
+        own = self._block(block, [_joined(layer) for layer in parts])
         if self._adapter is not None and not save.plan.opens_prompt:
             own = self._adapter.applied(own, self._layouts)
         if not block.keep.is_stored:
@@ -105,6 +118,13 @@ class BlockSaver:
 
     def close(self) -> None:
         self._writes.close()
+
+    @staticmethod
+    def _read(pages: LayerPages, copy: Copy) -> tuple[Tensor, Tensor]:
+        beyond = copy.tokens.start % pages.group.page_tokens  # read from the start of a page
+        tokens = range(copy.tokens.start - beyond, copy.tokens.stop)
+        keys, values = pages.read(pages.group.slots(copy.pages, tokens, pages.device))
+        return keys[:, beyond:], values[:, beyond:]
 
     def _block(self, block: BlockId, states: States) -> BlockKV:
         keys = [
@@ -176,3 +196,9 @@ class BlockSaver:
             }
             whole.append(torch.cat([by_heads[start] for start in sorted(by_heads)]))
         return list(zip(whole[::2], whole[1::2], strict=True))
+
+
+def _joined(parts: States) -> tuple[Tensor, Tensor]:
+    """Keys and values of consecutive tokens of a layer, as one."""
+    keys, values = (torch.cat(states, 1) for states in zip(*parts, strict=True))
+    return keys, values

@@ -6,6 +6,7 @@ The scheduler's thread serves every request, so nothing here waits for a network
 from __future__ import annotations
 
 import logging
+import secrets
 import uuid
 from collections import OrderedDict
 from dataclasses import dataclass, field, replace
@@ -21,7 +22,8 @@ from blockattn_rag.server.plan import BlockPlan, parse_plan
 from blockattn_rag.server.profile import ModelProfile
 from blockattn_rag.server.protocol import FIELD
 from blockattn_rag.server.served_blocks import ServedBlocks
-from blockattn_rag.server.vllm.metrics import Counters, WorkerReport
+from blockattn_rag.server.vllm.metrics import Counters, Ended, WorkerReport
+from blockattn_rag.server.vllm.pages import PageTables
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -67,25 +69,40 @@ class Load:
 
     Args:
         token_ids: Token ids of the complete prompt.
-        pages: Pages of the request, in order. The context starts in the first one.
+        pages: Page tables of the request.
         computed: Context tokens that are already in the pages, which other requests may share.
     """
 
     request_id: str
     plan: BlockPlan
     token_ids: list[int] = field(repr=False)
-    pages: list[int]
+    pages: PageTables
     computed: int
 
 
 @dataclass(frozen=True, slots=True)
+class Copy:
+    """Order to copy the tokens that an encoding request computes in this step out of their pages.
+    The pages of tokens that leave a sliding window are reused in later steps.
+
+    Args:
+        pages: Page tables of the request.
+        tokens: Indices of the tokens in the prompt.
+    """
+
+    request_id: str
+    pages: PageTables
+    tokens: range
+
+
+@dataclass(frozen=True, slots=True)
 class Save:
-    """Order to store the block that a finished request computed: the end of its prompt."""
+    """Order to store the block that a finished request computed: the end of its prompt, which was
+    copied."""
 
     request_id: str
     plan: BlockPlan
     token_ids: list[int] = field(repr=False)
-    pages: list[int]
 
 
 @dataclass(slots=True)
@@ -94,31 +111,42 @@ class Orders(KVConnectorMetadata):
 
     Args:
         refused: Ids of requests that must fail. The reasons are already logged.
+        ended: Requests whose load has ended on all ranks, and whether to recompute their tokens.
         is_idle: The model computes nothing in this step, so workers may wait for loads.
     """
 
     loads: list[Load] = field(default_factory=list)
+    copies: list[Copy] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
+    ended: dict[str, bool] = field(default_factory=dict)
     is_idle: bool = False
 
 
 @dataclass(slots=True)
 class _Request:
-    """State of a request in block mode."""
+    """State of a request in block mode.
+
+    Args:
+        unshared: The request, if its tokens are recomputed, so that it must not share its pages.
+    """
 
     plan: BlockPlan | None
     served: ServedBlocks
+    unshared: Request | None = None
 
 
 class SchedulerSide:
     """Tracks requests in block mode and writes the orders for the workers."""
 
-    def __init__(self, config: ServingConfig, profile: ModelProfile) -> None:
+    def __init__(self, config: ServingConfig, profile: ModelProfile, ranks: int = 1) -> None:
         self._config = config
         self._profile = profile
+        self._ranks = ranks
+        self._ended: dict[str, Ended] = {}
         self._secret = config.tenant_secret
         self._requests: dict[str, _Request] = {}
+        self._encoding: dict[str, Request] = {}
         self._orders = Orders()
         self._unsaved: OrderedDict[str, str] = OrderedDict()
         self.stats = Counters()
@@ -151,8 +179,21 @@ class SchedulerSide:
             self._refuse(request, str(error))
             return
         all_local = ServedBlocks(len(plan.lengths), 0, plan.context_tokens)  # until `allocated`
+        if plan.op == "complete" and self._profile.recomputed_tokens(plan):
+            self._requests[request.request_id] = _Request(plan, all_local, request)
+            self._separate(request, plan)
+            return
         self._requests[request.request_id] = _Request(plan, all_local)
+        if plan.op == "encode":
+            # Each token must be computed, because the cache may lack those outside a window.
+            request.skip_reading_prefix_cache = True
+            self._encoding[request.request_id] = request
         _set_salt(request, salt(plan, self._profile, request.cache_salt))
+
+    def _separate(self, request: Request, plan: BlockPlan) -> None:
+        """Give a request pages that no other request shares, and that it does not find again: they
+        contain tokens that were recomputed for its question."""
+        _set_salt(request, salt(plan, self._profile, secrets.token_hex()))
 
     def _refuse(self, request: Request, why: str) -> None:
         logger.warning("Request %s is refused: %s", request.request_id, why)
@@ -184,15 +225,24 @@ class SchedulerSide:
             return
         computed = known.plan.context_tokens - tokens
         known.served = replace(known.served, loaded_tokens=tokens, local_tokens=computed)
-        token_ids, page_ids = list(request.prompt_token_ids or ()), list(pages.get_block_ids()[0])
-        self._orders.loads.append(
-            Load(request.request_id, known.plan, token_ids, page_ids, computed)
-        )
+        token_ids, tables = list(request.prompt_token_ids or ()), pages.get_block_ids()
+        self._orders.loads.append(Load(request.request_id, known.plan, token_ids, tables, computed))
 
     def orders(self, step: SchedulerOutput) -> Orders:
         """Orders for the workers in this step."""
         orders, self._orders = self._orders, Orders()
         orders.is_idle = step.total_num_scheduled_tokens == 0
+        for request_id in step.preempted_req_ids or ():
+            known = self._requests.get(request_id)
+            if known is not None and known.plan is not None and known.unshared is not None:
+                self._separate(known.unshared, known.plan)
+        for request_id, request in self._encoding.items():
+            start = request.num_computed_tokens
+            end = start + step.num_scheduled_tokens.get(request_id, 0)
+            tokens = range(start, min(end, request.num_prompt_tokens))
+            if tokens and (state := step.kv_connector_block_state) is not None:
+                tables = state.resolve_block_ids(request_id)
+                orders.copies.append(Copy(request_id, tables, tokens))
         return orders
 
     def take(self, output: KVConnectorOutput) -> None:
@@ -202,35 +252,42 @@ class SchedulerSide:
         for request_id, fetch in report.fetches.items():
             if (known := self._requests.get(request_id)) is not None:
                 known.served = replace(
-                    known.served, fetch_s=fetch.seconds, int8_blocks=fetch.int8_blocks
+                    known.served,
+                    fetch_s=fetch.seconds,
+                    int8_blocks=fetch.int8_blocks,
+                    recomputed=[*fetch.recomputed],
                 )
+        for request_id, end in report.ended.items():
+            total = end.plus(self._ended.pop(request_id, Ended()))
+            if total.ranks < self._ranks:
+                self._ended[request_id] = total
+            else:  # an aborted request needs no recomputed tokens, but keeps its pages until now
+                is_used = request_id in self._requests and not total.failures
+                self._orders.ended[request_id] = is_used
         self._unsaved.update(report.unsaved)
         while len(self._unsaved) > _MAX_UNSAVED:  # their requests are long gone
             self._unsaved.popitem(last=False)
 
-    def finished(self, request: Request, pages: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Process the end of a request.
-
-        Returns:
-            Whether its pages are still needed, and the ``kv_transfer_params`` of its answer.
-        """
+    def finished(self, request: Request) -> dict[str, Any] | None:
+        """Process the end of a request. Returns the ``kv_transfer_params`` of its answer."""
         known = self._requests.pop(request.request_id, None)
+        self._encoding.pop(request.request_id, None)
         name = (request.kv_transfer_params or {}).get(UNSAVED)
         if known is None and isinstance(name, str):
-            return False, {UNSAVED: self._unsaved.pop(name, None)}
+            return {UNSAVED: self._unsaved.pop(name, None)}
         if (failure := _grammar_failure(request)) is not None:
-            return False, failure
+            return failure
         if known is None or known.plan is None or request.status not in _ANSWERED:
-            return False, None
+            return None
         if known.plan.op == "encode":
             token_ids = list(request.prompt_token_ids or ())
-            save = Save(request.request_id, known.plan, token_ids, list(pages))
-            self._orders.saves.append(save)
-            return True, None
+            self._orders.saves.append(Save(request.request_id, known.plan, token_ids))
+            return None
         self.stats.count("answers")
         self.stats.count("loaded_tokens", known.served.loaded_tokens)
         self.stats.count("local_tokens", known.served.local_tokens)
-        return False, known.served.to_dict()
+        self.stats.count("recomputed_tokens", sum(known.served.recomputed))
+        return known.served.to_dict()
 
     def _check(self, request: Request, plan: BlockPlan) -> None:
         token_ids = request.prompt_token_ids

@@ -17,6 +17,7 @@ from blockattn_rag.errors import MissError, SegmentationError, ServingError, Sto
 from blockattn_rag.model.loading import load_tokenizer
 from blockattn_rag.prompts.blocks import BlockPrompt
 from blockattn_rag.prompts.recognition import entries_of
+from blockattn_rag.prompts.sources import marked_sources
 from blockattn_rag.server.config import CONNECTOR, ServingConfig
 from blockattn_rag.server.profile import ModelProfile
 from blockattn_rag.server.protocol import EncodeAnswer, EncodeBody, ServerInfo, marker_key_id
@@ -113,6 +114,7 @@ class Service:
             sink=profile.sink,
             adapter=profile.adapter,
             promote=profile.promote,
+            recompute=profile.recompute,
             block_tuned=profile.block_tuned,
             models=self._requests.model_names,
             max_tokens=self.max_tokens,
@@ -232,7 +234,8 @@ class Service:
             prepared = self._requests.block_mode(request, prompt, headers)
             encoded = await self._ensure(prepared.blocks)
             again = partial(self._ensure, prepared.blocks, thorough=True)
-            ticket = Ticket(prepared.plan, again, encoded)
+            keys = [block.key for block in prepared.blocks]
+            ticket = Ticket(prepared.plan, again, encoded, keys)
         CURRENT.set(ticket)
         answer = await create(request, raw_request)
         if isinstance(answer, AsyncGenerator):
@@ -259,7 +262,10 @@ class Service:
             return None
         access = Access(self._requests.namespace(headers), self._config.read_namespaces)
         in_system = self._config.recognize == "system"
-        return partial(self.passages.split, access=access, in_system=in_system)
+        known = partial(self.passages.split, access=access, in_system=in_system)
+        if self._config.recognize != "sources":
+            return known
+        return lambda spans: known(marked_sources(spans))
 
     def _index(self, texts: Sequence[str], headers: Headers) -> None:
         """Add stored passages to the index, in the background. Promoted passages are stored later,

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
-from torch import Tensor
+from vllm.config import VllmConfig
 from vllm.distributed import get_pp_group, get_tp_group
 from vllm.model_executor.models.utils import extract_layer_index
 
@@ -26,15 +28,17 @@ from blockattn_rag.server.profile import ModelProfile
 from blockattn_rag.server.shares import Share, open_share
 from blockattn_rag.server.vllm.metrics import (
     Counters,
+    Ended,
     Fetch,
     ServingStats,
     WorkerReport,
     count_loads,
 )
-from blockattn_rag.server.vllm.pages import LayerPages
+from blockattn_rag.server.vllm.pages import KVGroup, LayerPages
+from blockattn_rag.server.vllm.recomputing import Recomputer
 from blockattn_rag.server.vllm.rotations import check_rotations
 from blockattn_rag.server.vllm.saver import BlockSaver
-from blockattn_rag.server.vllm.scheduler import Load, Orders, Save
+from blockattn_rag.server.vllm.scheduler import Load, Orders
 from blockattn_rag.store import MemoryStore, TieredStore, open_store
 
 logger = logging.getLogger("blockattn_rag")
@@ -48,12 +52,24 @@ are only in that tier fail meanwhile."""
 
 @dataclass(slots=True)
 class Done:
-    """Ids of requests whose blocks were stored or loaded in a step. vLLM expects failed requests in
+    """Ids of requests whose blocks were loaded in a step. vLLM expects failed requests in
     ``loaded``, too."""
 
-    saved: set[str] = field(default_factory=set)
     loaded: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """A load that has ended on this rank, and waits for the others before tokens are recomputed.
+
+    Args:
+        order: None: it failed.
+    """
+
+    order: Load | None
+    int8_blocks: int
+    since: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,37 +93,52 @@ class WorkerSide:
         self,
         config: ServingConfig,
         profile: ModelProfile,
-        page_tokens: int,
+        groups: Mapping[str, KVGroup],
         adapter: Correction | None = None,
+        engine: VllmConfig | None = None,
     ) -> None:
         self._config = config
         self._adapter = adapter
+        self._engine = engine
         self._profile = profile
-        self._page_tokens = page_tokens
+        self._groups = groups
         self._pages: list[LayerPages] = []
         self._loading: dict[str, _Loading] = {}
         self._done = Done()
         self._fetches: dict[str, Fetch] = {}
+        self._ended: dict[str, Ended] = {}
+        self._waiting: dict[str, _Loaded] = {}
         self._loaded = LoaderStats()
         self.stats = Counters()
 
     def register(self, layers: Mapping[str, Any]) -> None:
         """Register the attention layers of this rank, by name, and open its stores."""
         config, profile = self._config, self._profile
-        by_index = {extract_layer_index(name): layer for name, layer in layers.items()}
+        by_index = {
+            extract_layer_index(name): (layer, self._groups[name])
+            for name, layer in layers.items()
+            if getattr(layer, "kv_sharing_target_layer_name", None) is None
+        }
         # Draft layers of speculative decoding follow the layers of the model.
-        indices = sorted(index for index in by_index if index < profile.num_layers)
+        indices = sorted(index for index in by_index if index < profile.hidden_layers)
         pipe, group = get_pp_group(), get_tp_group()
-        own = _own_layers(indices, pipe.world_size, profile.num_layers)
+        own = _own_layers(indices, pipe.world_size, profile)
         share = Share.of(profile, group.rank_in_group, group.world_size, own)
         self._share = share
-        self._pages = [LayerPages(by_index[index]) for index in indices]
-        for index, pages in zip(indices, self._pages, strict=True):
-            _check_layer(index, pages, by_index[index], share, profile)
-        check_rotations(profile, share.layers)
-        if config.encodes:
+        interleaved = check_rotations(profile, own)
+        self._pages = []
+        for place, index in zip(own, indices, strict=True):
+            layer, page_group = by_index[index]
+            pages = LayerPages(layer, page_group, interleaves_keys=place in interleaved)
+            _check_layer(place, pages, layer, share, profile)
+            self._pages.append(pages)
+        if config.encodes or profile.recompute:
             for place, pages in enumerate(self._pages):
                 pages.share_layout(self._pages[:place])
+        self._recomputer = None
+        if profile.recompute and self._engine is not None:
+            own_layers = [by_index[index][0] for index in indices]
+            self._recomputer = Recomputer(own_layers, self._pages, self._engine)
         home = open_store(config.store)
         tiers = config.nearer_tiers(profile, share)
         self._store = TieredStore(*tiers, open_share(home, share, profile), pause_s=_PAUSE_S)
@@ -126,19 +157,31 @@ class WorkerSide:
         for request_id in orders.refused:
             self._fail(request_id)
         for save in orders.saves:  # before loads, which may need a block that stays in memory
-            self._save(save)
+            self._encoder.save(save)
+        for request_id, is_used in orders.ended.items():
+            self._recompute(request_id, is_used=is_used)
         for load in orders.loads:
             self._start(load)
         if orders.is_idle and self._loading:
             futures = [loading.blocks for loading in self._loading.values()]
             wait(futures, _NAP_S, FIRST_COMPLETED)
 
-    def done(self) -> Done:
+    def copy(self, orders: Orders) -> None:
+        """Copy what encoding requests computed in a step, after the model ran."""
+        for copy in orders.copies:
+            self._encoder.copy(copy)
+
+    def done(self, ended: Iterable[str] = ()) -> Done:
         """End a step: write loaded blocks to pages.
+
+        Args:
+            ended: Ids of requests that ended.
 
         Returns:
             The requests completed since the last call.
         """
+        if self._pages and self._saver is not None:
+            self._saver.forget(ended)
         for request_id in [key for key, loading in self._loading.items() if loading.blocks.done()]:
             self._finish(self._loading.pop(request_id))
         done, self._done = self._done, Done()
@@ -147,10 +190,11 @@ class WorkerSide:
     def report(self) -> WorkerReport | None:
         """Report on the time since the last call; None if nothing happened."""
         unsaved = self._saver.unsaved() if self._pages and self._saver is not None else {}
-        if not self._fetches and not unsaved:
+        if not self._fetches and not unsaved and not self._ended:
             return None
         fetches, self._fetches = self._fetches, {}
-        return WorkerReport(fetches, unsaved)
+        ended, self._ended = self._ended, {}
+        return WorkerReport(fetches, unsaved, ended)
 
     def counted(self) -> ServingStats | None:
         """Counts since the last call; None if nothing was counted."""
@@ -175,18 +219,55 @@ class WorkerSide:
 
     def _finish(self, loading: _Loading) -> None:
         """Write the blocks of a completed load to their pages, or fail the request."""
-        request_id = loading.order.request_id
+        request_id, order = loading.order.request_id, loading.order
+        recomputes = self._profile.recomputed_tokens(order.plan) > 0
         try:
             blocks = loading.blocks.result()
         except LoadError as error:
             logger.warning("Request %s fails: %s", request_id, error)
-            self._fail(request_id)
+            if recomputes:
+                self._end(request_id, _Loaded(None, 0, loading.since))
+            else:
+                self._fail(request_id)
             return
         seconds = time.monotonic() - loading.since
-        self._write(loading.order, loading.wanted, blocks)
+        self._write(order, loading.wanted, blocks)
         quantised = sum(kv.scales is not None for kv in blocks)
+        if recomputes:
+            self._end(request_id, _Loaded(order, quantised, loading.since))
+            return
         self._fetches[request_id] = Fetch(seconds, quantised)
         self._done.loaded.add(request_id)
+
+    def _end(self, request_id: str, loaded: _Loaded) -> None:
+        """Report the end of a load to the scheduler, which then orders ``_recompute``."""
+        self._waiting[request_id] = loaded
+        self._ended[request_id] = Ended(1, int(loaded.order is None))
+
+    def _recompute(self, request_id: str, *, is_used: bool) -> None:
+        """Complete a request whose load has ended on all ranks: recompute its tokens."""
+        loaded = self._waiting.pop(request_id)
+        if loaded.order is None:
+            self._fail(request_id)
+            return
+        self._done.loaded.add(request_id)
+        if not is_used or self._recomputer is None:
+            return
+        plan = loaded.order.plan
+        chosen = self._recomputer.recompute(
+            loaded.order.token_ids,
+            # The only group, because no layer has a window.
+            self._pages[0].group.slots(
+                loaded.order.pages, range(plan.context_tokens), self._pages[0].device
+            ),
+            plan.lengths,
+            plan.may_change,
+            self._profile.recomputed_tokens(plan),
+        )
+        ends = [bisect_left(chosen, end) for end in accumulate(plan.lengths)]
+        recomputed = tuple(end - start for start, end in pairwise([0, *ends]))
+        seconds = time.monotonic() - loaded.since
+        self._fetches[request_id] = Fetch(seconds, loaded.int8_blocks, recomputed)
 
     def _write(self, order: Load, wanted: Sequence[BlockId], blocks: Sequence[BlockKV]) -> None:
         """Write blocks to the slots after the computed tokens. Pages of computed tokens are not
@@ -196,29 +277,30 @@ class WorkerSide:
             PlacedBlock(_on(device, kv), one.start, one.start)
             for one, kv in zip(wanted, blocks, strict=True)
         ]
-        skipped = order.computed - wanted[0].start  # tokens of the first block
-        slots = self._slots(order.pages, order.plan.context_tokens)[order.computed :]
-        angles: Angles = {}
-        for index, pages in enumerate(self._pages):
-            layout = self._profile.layouts[self._share.layers[index]]
-            keys, values = joined_states(placed, index, layout, angles)
-            pages.write(keys[:, skipped:], values[:, skipped:], slots)
+        for group in {pages.group for pages in self._pages}:
+            start = max(order.computed, group.first_token(order.pages))
+            tokens = range(start, order.plan.context_tokens)
+            if not tokens:
+                continue
+            slots = group.slots(order.pages, tokens, device)
+            read = [block for block in placed if block.start + block.kv.num_tokens > start]
+            skipped = start - read[0].start  # tokens of the first block
+            angles: Angles = {}
+            for index, pages in enumerate(self._pages):
+                if pages.group == group:
+                    layout = self._profile.layouts[self._share.layers[index]]
+                    keys, values = joined_states(read, index, layout, angles)
+                    pages.write(keys[:, skipped:], values[:, skipped:], slots)
 
-    def _save(self, save: Save) -> None:
+    @property
+    def _encoder(self) -> BlockSaver:
         if self._saver is None:
             raise ServingError("This server encodes nothing, but was asked to save a block")
-        self._saver.save(save, self._slots(save.pages, len(save.token_ids)))
-        self._done.saved.add(save.request_id)
+        return self._saver
 
     def _fail(self, request_id: str) -> None:
         self._done.loaded.add(request_id)
         self._done.failed.add(request_id)
-
-    def _slots(self, pages: Sequence[int], tokens: int) -> Tensor:
-        device = self._pages[0].device
-        starts = torch.tensor(pages, dtype=torch.int64, device=device) * self._page_tokens
-        places = torch.arange(self._page_tokens, device=device)
-        return (starts[:, None] + places).flatten()[:tokens]
 
 
 def _on(device: torch.device, kv: BlockKV) -> BlockKV:
@@ -230,32 +312,32 @@ def _on(device: torch.device, kv: BlockKV) -> BlockKV:
     return kv.with_tensors([[t.to(device, non_blocking=True) for t in layer] for layer in layers])
 
 
-def _own_layers(indices: Sequence[int], ranks: int, num_layers: int) -> range:
-    """Consecutive layers of a pipeline-parallel rank; without pipeline parallelism, all layers."""
-    found = range(indices[0], indices[-1] + 1) if indices else range(0)
-    if list(found) != list(indices) or (ranks == 1 and len(found) != num_layers):
+def _own_layers(indices: Sequence[int], ranks: int, profile: ModelProfile) -> range:
+    """Layers of the profile on a pipeline-parallel rank, from the indices of the layers of the
+    model that have pages. Without pipeline parallelism: all layers."""
+    expected = [layer.index for layer in profile.layers]
+    own = range(len(expected))
+    if ranks > 1 and indices and indices[0] in expected:
+        start = expected.index(indices[0])
+        own = own[start : start + len(indices)]
+    if not indices or expected[own.start : own.stop] != list(indices):
         raise ServingError(
-            f"Found attention layers {list(indices)}, expected consecutive ones: block mode does "
-            "not support models with layers that have no keys and values"
+            f"vLLM stores keys and values of layers {list(indices)}, but {profile.name} has them "
+            f"in layers {expected}; report the model"
         )
-    return found
+    return own
 
 
 def _check_layer(
-    index: int, pages: LayerPages, layer: Any, share: Share, profile: ModelProfile
+    place: int, pages: LayerPages, layer: Any, share: Share, profile: ModelProfile
 ) -> None:
-    """Raise ServingError for a layer whose pages differ from the profile, or are shared."""
-    told, heads = profile.layers[index], share.heads[share.layers.index(index)]
+    """Raise ServingError for a layer whose pages differ from the profile."""
+    told, heads = profile.layers[place], share.heads[share.layers.index(place)]
     expected = (len(heads), told.key_size, told.value_size)
     if pages.sizes != expected:
         raise ServingError(
-            f"Layer {index} has (heads, key size, value size) {pages.sizes}, expected {expected} "
-            f"from the config of {profile.name}"
-        )
-    if getattr(layer, "kv_sharing_target_layer_name", None) is not None:
-        raise ServingError(
-            f"Layer {index} shares the keys and values of another layer, which block mode in vLLM "
-            "does not support"
+            f"Layer {told.index} has (heads, key size, value size) {pages.sizes}, expected "
+            f"{expected} from the config of {profile.name}"
         )
     if not hasattr(layer.impl, "do_kv_cache_update"):
         raise ServingError(

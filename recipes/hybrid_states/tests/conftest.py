@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3_5ForCausalLM
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3_5ForCausalLM
 
 from blockattn_rag.model.loading import load_model, load_tokenizer
 from recipes.hybrid_states.model import build_model
@@ -15,17 +15,20 @@ from recipes.hybrid_states.prompts import Prompt, PromptWriter
 
 @pytest.fixture(scope="session")
 def tokenizer() -> PreTrainedTokenizerFast:
-    return load_tokenizer("bundled")
+    tokenizer: PreTrainedTokenizerFast = load_tokenizer("bundled")
+    return tokenizer
 
 
 @pytest.fixture(scope="session")
-def bundled() -> LlamaForCausalLM:
+def bundled() -> PreTrainedModel:
     return load_model("bundled", device="cpu", dtype=torch.float32)
 
 
 @pytest.fixture
-def model(bundled: LlamaForCausalLM) -> Qwen3_5ForCausalLM:
-    return build_model(bundled).eval()
+def model(bundled: PreTrainedModel) -> Qwen3_5ForCausalLM:
+    model = build_model(bundled)
+    model.train(False)
+    return model
 
 
 @pytest.fixture(scope="session")

@@ -88,10 +88,11 @@ def test_composed_state_equals_affine_maps_that_passages_store(
 
         def run(at: slice, values: Tensor, start: Tensor | None) -> tuple[Tensor, Tensor]:
             cut = {name: settings[name][:1, at] for name in ("g", "beta")}
-            return rule(
+            output, state = rule(
                 q[:1, at], k[:1, at], values[:1, at], **{**settings, **cut},
                 initial_state=start, output_final_state=True,
             )  # fmt: skip
+            return output, state
 
         at = 0
         own, state = run(slice(0, lengths[0]), v, None)

@@ -109,7 +109,7 @@ def test_a_database_is_served_with_its_settings(
     manifest = database / "blockattn.json"
     fields = json.loads(manifest.read_text())
     manifest.write_text(json.dumps({**fields, "namespace": "team", "kv_dtype": "int8"}))
-    output = cli("serve", "--db", database, "--port", port, "--", "--die", "now")
+    output = cli("serve", "--db", database, "--port", port, "--sources", "--", "--die", "now")
     assert output.status == 1
     assert "vLLM ended with status 3 before it was ready: ServingError: the cause" in output.stderr
     options = vllm.told()["options"]
@@ -119,6 +119,7 @@ def test_a_database_is_served_with_its_settings(
     assert json.loads(found[f"{extra}.store"]) == str(database / "kv")
     assert json.loads(found[f"{extra}.namespace"]) == "team"
     assert json.loads(found[f"{extra}.kv_dtype"]) == "int8"
+    assert json.loads(found[f"{extra}.recognize"]) == "sources"
     served = Served.of_database(database)
     assert (served.recipe, served.folder) == ("auto", database)
 

@@ -23,7 +23,8 @@ def test_a_database_is_ingested_and_asked_through_a_server(
     expected = cli("ingest", documents, "--db", here, "--model", model, "--json").json
     same = ("passages", "computed", "computed_tokens", "stored_bytes", "fingerprint", "recipe")
     assert {name: made.json[name] for name in same} == {name: expected[name] for name in same}
-    assert made.json["server"] == server.url
+    assert made.json["servers"] == [server.url]
+    assert not (db / "journal").exists()
     assert not (db / "kv").exists()
 
     again = cli("ingest", documents, "--db", db, "--json").json  # by the server that is noted
@@ -37,6 +38,44 @@ def test_a_database_is_ingested_and_asked_through_a_server(
     assert (found.json["misses"], wanted.json["misses"]) == (1, 0)
     assert len(server.bodies(CHATS)) == 1
     assert "the-secret" not in made.stdout + made.stderr + (db / "blockattn.json").read_text()
+
+
+def test_several_servers_share_an_ingestion_and_a_stopped_one_is_left_out(
+    cli: Command, server: FakeServer, loaded: BlockModel, model: Path, documents: Path,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    stopped, db = "http://127.0.0.1:9", tmp_path / "db"
+    with FakeServer(loaded, server.engine.store, api_key="the-secret").listening() as second:
+        servers = ("--server", stopped, "--server", server.url, "--server", second.url)
+        made = cli("ingest", documents, "--db", db, "--model", model, *servers, "--json")
+        assert made.status == 0, made.stderr
+        assert made.json["servers"] == [stopped, server.url, second.url]
+        assert made.json["computed"] > 0
+        output = cli("ask", "How high?", "--db", db, "--max-new-tokens", 2)
+        assert output.status == 0, output.stderr
+
+
+def test_an_interrupted_ingestion_is_resumed_from_its_journal(
+    cli: Command, server: FakeServer, model: Path, documents: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    db = tmp_path / "db"
+
+    def interrupt(*_: object) -> None:
+        raise OSError("The disk is full")
+
+    command = ("ingest", documents, "--db", db, "--model", model, "--server", server.url, "--json")
+    with monkeypatch.context() as interrupted:
+        interrupted.setattr("blockattn_rag.app.rag.ingest.synchronise", interrupt)
+        assert cli(*command).status == 1
+    assert [*(db / "journal").iterdir()]
+    sent = len(server.bodies(ENCODE))
+    resumed = cli(*command).json
+    assert (resumed["computed"], resumed["added"]) == (0, resumed["passages"])
+    assert len(server.bodies(ENCODE)) == sent, "no passage is looked up"
+    assert not (db / "journal").exists()
+    assert cli(*command).json["reused"] == resumed["reused"]
+    assert len(server.bodies(ENCODE)) > sent, "a complete ingestion is looked up again"
 
 
 def test_another_recipe_than_the_servers_is_refused(
@@ -96,7 +135,7 @@ def test_reports_absent_server(cli: Command, model: Path, documents: Path, tmp_p
 
 def test_repair_needs_a_local_model(cli: Command, database: Path, server: FakeServer) -> None:
     path = database / "blockattn.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "server": server.url}))
+    path.write_text(json.dumps({**json.loads(path.read_text()), "servers": [server.url]}))
     output = cli("repair", "--db", database)
     assert output.status == 1
     assert "needs the model in this process: pass a model with --model" in output.stderr

@@ -1,0 +1,300 @@
+"""Ingest on two servers, kill a worker and a server, and count what is lost or repeated.
+
+    python benchmarks/many_servers.py > benchmarks/results/many-servers.json
+    python benchmarks/many_servers.py --ray > benchmarks/results/many-servers-ray.json
+
+Two servers of the bundled model share a folder store, whose writes are counted. Each is a process
+with the stand-in of the tests, which reads requests with the server's own code and answers with
+this package's engine instead of vLLM. A worker process encodes short passages on both, or with
+--ray (which needs ``ray[data]``) the two workers of ``examples/ingest_ray.py``. At a quarter of
+them, a worker is killed and started again; at half, a server is killed; at three quarters, the run
+is killed and resumed with a new second server. A last run repeats everything. Then both servers
+answer the same questions. Exit status 1 if a passage is lost or stored twice, if the last run sends
+a passage although the journal has it, or if a server misses a passage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import json
+import multiprocessing
+import os
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import psutil
+
+from blockattn_rag import BlockModel, DirectoryStore
+from blockattn_rag.app.demo.corpus import bundled_corpus
+from blockattn_rag.server import ServerClient, ServerPool
+from blockattn_rag.server.protocol import ENCODE
+from tests.fake_server import FakeServer
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "ingest_ray.py"
+QUESTIONS, PER_QUESTION = 8, 4
+FORK = multiprocessing.get_context("fork")
+_MOVED_TO = 0x80
+"""``IN_MOVED_TO`` of inotify."""
+
+
+class Writes:
+    """Counts how often each entry of a folder store was written (Linux: inotify).
+
+    A thread reads the events: an entry gets its name when it is complete.
+    """
+
+    def __init__(self, store: Path) -> None:
+        libc = ctypes.CDLL(None, use_errno=True)
+        self._events = libc.inotify_init1(os.O_CLOEXEC)
+        for number in range(256):
+            folder = store / "objects" / f"{number:02x}"
+            folder.mkdir(parents=True)
+            if libc.inotify_add_watch(self._events, os.fsencode(folder), _MOVED_TO) < 0:
+                raise OSError(ctypes.get_errno(), f"Cannot watch {folder}")
+        self.of: Counter[str] = Counter()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        while data := os.read(self._events, 1 << 16):
+            at = 0
+            while at < len(data):
+                (size,) = struct.unpack_from("I", data, at + 12)
+                name = data[at + 16 : at + 16 + size].rstrip(b"\0").decode()
+                if name.endswith(".safetensors"):
+                    self.of[name] += 1
+                at += 16 + size
+
+
+class CountingServer(FakeServer):
+    """Stand-in of a server that counts the requests that it has answered."""
+
+    answered = 0
+
+    def encode(self, fields: Any) -> dict[str, Any]:
+        try:
+            return super().encode(fields)
+        finally:
+            self.answered += 1
+
+
+def serve(store: Path, pipe: Connection) -> None:
+    """Process of a server: sends its address, then the numbers of its requests when asked."""
+    sys.stderr = open(os.devnull, "w")  # noqa: SIM115 -- answers to killed clients fail
+    model = BlockModel.from_pretrained("bundled", device="cpu")
+    server = CountingServer(model, DirectoryStore(store))
+    with server.listening():
+        pipe.send(server.url)
+        while pipe.recv():
+            pipe.send((len(server.bodies(ENCODE)), server.answered))
+
+
+class ServerProcess:
+    """A server in a process of its own."""
+
+    def __init__(self, store: Path) -> None:
+        self._pipe, end = FORK.Pipe()
+        self._process = FORK.Process(target=serve, args=(store, end), daemon=True)
+        self._process.start()
+        self.url: str = self._pipe.recv()
+
+    def requests(self) -> int:
+        """Number of encoding requests, when all are answered.
+
+        vLLM's server cancels requests of a client that died. The stand-in completes them.
+        """
+        while True:
+            self._pipe.send(True)
+            received, answered = self._pipe.recv()
+            if received == answered:
+                return int(received)
+            time.sleep(0.1)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+
+def work(urls: Sequence[str], folder: Path, passages: Sequence[str]) -> None:
+    """Process of a worker."""
+    ServerPool([ServerClient(url) for url in urls], folder / "journal").encode(passages)
+
+
+class Run:
+    """An ingestion in a process of its own."""
+
+    def __init__(self, urls: Sequence[str], folder: Path, passages: Sequence[str]) -> None:
+        self._start = partial(FORK.Process, target=work, args=(urls, folder, passages))
+        self._process = self._start()
+        self._process.start()
+
+    def is_running(self) -> bool:
+        return self._process.is_alive()
+
+    def kill_worker(self, servers: Sequence[ServerProcess]) -> None:
+        """Kill the worker, and start it again when the servers are idle."""
+        self.kill()
+        wait_until_idle(servers)
+        self._process = self._start()
+        self._process.start()
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+    def wait(self) -> int | None:
+        self._process.join()
+        return self._process.exitcode
+
+
+class RayRun:
+    """The example with Ray Data, and Ray's processes."""
+
+    def __init__(self, urls: Sequence[str], folder: Path, passages: Sequence[str]) -> None:
+        source, handles = folder / "passages.jsonl", folder / "handles"
+        source.write_text("\n".join(json.dumps({"text": text}) for text in passages))
+        servers = [argument for url in urls for argument in ("--server", url)]
+        self._process = subprocess.Popen(
+            [sys.executable, EXAMPLE, source, handles, "--journal", folder / "journal", *servers],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+
+    def _children(self) -> list[psutil.Process]:
+        return psutil.Process(self._process.pid).children(recursive=True)
+
+    def is_running(self) -> bool:
+        return self._process.poll() is None
+
+    def kill_worker(self, servers: Sequence[ServerProcess]) -> None:
+        """Kill a worker. Ray starts it again, which takes longer than the requests in flight."""
+        workers = [p for p in self._children() if "MapWorker" in " ".join(p.cmdline())]
+        workers[0].kill()
+
+    def kill(self) -> None:
+        for process in [*self._children(), self._process]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self._process.wait()
+
+    def wait(self) -> int:
+        return self._process.wait()
+
+
+def wait_for(writes: Writes, stored: int, run: Run | RayRun) -> int:
+    """Wait until so many entries are stored. Returns the number of entries."""
+    while len(writes.of) < stored:
+        if not run.is_running():
+            raise RuntimeError(f"The run ended before {stored} passages were stored")
+        time.sleep(0.01)
+    return len(writes.of)
+
+
+def wait_until_idle(servers: Sequence[ServerProcess]) -> None:
+    for server in servers:
+        server.requests()
+
+
+def short_passages(count: int) -> list[str]:
+    """Distinct passages of one sentence."""
+    corpus = bundled_corpus()
+    return [
+        f"Note {number}. {corpus[number % len(corpus)].text.split('. ')[0]}."
+        for number in range(count)
+    ]
+
+
+def records_of(journal: Path) -> Iterator[dict[str, Any]]:
+    """The journal's complete lines."""
+    for path in journal.glob("*.jsonl"):
+        with path.open(encoding="utf-8") as lines:
+            yield from (json.loads(line) for line in lines if line.endswith("}\n"))
+
+
+def handles_of(journal: Path) -> set[str]:
+    return {record["handle"] for record in records_of(journal)}
+
+
+def reuse(url: str, passages: Sequence[str]) -> list[list[int]]:
+    """Hits and misses of each question."""
+    client, counts = ServerClient(url), []
+    for number in range(QUESTIONS):
+        used = passages[number * PER_QUESTION :][:PER_QUESTION]
+        _, stats = client.ask(f"Which note is number {number}?", used, max_tokens=4)
+        counts.append([stats.hits, stats.misses])
+    return counts
+
+
+def campaign(
+    folder: Path, passages: Sequence[str], kind: type[Run] | type[RayRun]
+) -> dict[str, Any]:
+    """Ingest, kill, resume and ask. Returns the counts."""
+    writes, journal, quarter = Writes(folder / "kv"), folder / "journal", len(passages) // 4
+    servers = [ServerProcess(folder / "kv") for _ in range(2)]
+    stored_at: dict[str, int] = {}
+
+    def start() -> Run | RayRun:
+        return kind([server.url for server in servers], folder, passages)
+
+    run = start()
+    stored_at["worker killed"] = wait_for(writes, quarter, run)
+    run.kill_worker(servers)
+    stored_at["server killed"] = wait_for(writes, 2 * quarter, run)
+    servers[1].kill()
+    stored_at["run killed"] = wait_for(writes, 3 * quarter, run)
+    run.kill()
+    wait_until_idle(servers[:1])
+    recorded = len(handles_of(journal))
+    servers[1] = ServerProcess(folder / "kv")
+    statuses = [start().wait()]
+    resumed = [server.requests() for server in servers]
+    statuses.append(start().wait())
+    again = [server.requests() for server in servers]
+    records, stored = [*records_of(journal)], Counter(writes.of)
+    reuse(servers[0].url, passages)  # stores the system message at its second use
+    return {
+        "passages": len(passages),
+        "stored": len(stored),
+        "stored_twice": sum(number > 1 for number in stored.values()),
+        "recorded": len(handles_of(journal)),
+        "stored_when": stored_at,
+        "recorded_when_the_run_was_killed": recorded,
+        "recorded_by_each_server": sorted(Counter(r["server"] for r in records).values()),
+        "recorded_as": Counter(record["done"] for record in records),
+        "status_of_the_resumed_and_the_last_run": statuses,
+        "requests_of_the_last_run": sum(again) - sum(resumed),
+        "hits_and_misses_of_each_server": [reuse(server.url, passages) for server in servers],
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--passages", type=int, default=2000)
+    parser.add_argument("--ray", action="store_true")
+    options = parser.parse_args()
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        result = campaign(folder, short_passages(options.passages), RayRun if options.ray else Run)
+    print(json.dumps(result, indent=2))
+    first, second = result["hits_and_misses_of_each_server"]
+    misses = sum(misses for _, misses in first + second)
+    whole = {result[name] for name in ("passages", "stored", "recorded")}
+    repeated = result["stored_twice"] + result["requests_of_the_last_run"]
+    return int(len(whole) > 1 or bool(repeated or misses) or first != second)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

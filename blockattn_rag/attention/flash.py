@@ -1,0 +1,204 @@
+"""Flash kernels for CUDA: PyTorch's, and those of the flash-attn packages that are installed.
+
+Shapes: ``B`` requests, ``H`` query heads, ``K`` key-value heads, ``Q`` queries, ``N`` key tokens,
+``D`` head size.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FlashKernel = Callable[[Tensor, Tensor, Tensor, float, bool], tuple[Tensor, Tensor]]
+"""Attention of queries ``[B, H, Q, D]`` to keys and values ``[B, K, N, D]``, in 16 bits. ``H`` is a
+multiple of ``K``. Further arguments: the factor of the scores, and whether the last query, which is
+aligned with the last key, is the only one that sees all keys. Returns the output ``[B, H, Q, D]``
+in the query's dtype, and the log-sum-exp ``[B, H, Q]`` in float32."""
+
+PYTORCH = "PyTorch"
+
+_PROBES = ((1, 300, False), (70, 300, False), (70, 300, True))
+"""Queries, keys, and whether attention is causal, of the shapes that check a kernel."""
+
+_TIMED = (64, 8192, True)
+"""The same of the shape for which the fastest kernel is chosen: a question after its passages."""
+
+_MARGIN = 1.05
+"""Speed-up for which a package replaces PyTorch's kernel. Timings vary by less."""
+
+_logger = logging.getLogger(__name__)
+
+
+@cache
+def fastest_flash(device: torch.device, dtype: torch.dtype, size: int) -> FlashKernel:
+    """The fastest of ``exact_kernels``, which are timed once per process.
+
+    PyTorch's kernel, without a comparison, if no package is installed.
+    """
+    if not _packages(device):
+        return _by_pytorch
+    kernels = exact_kernels(device, dtype, size)
+    states = _states(device, dtype, size, rows=1, heads=32, queries=_TIMED[0], keys=_TIMED[1])
+    times_s = {
+        name: elapsed_s(partial(kernel, *states, size**-0.5, _TIMED[2]), device)
+        for name, kernel in kernels.items()
+    }
+    _logger.info("Times of flash kernels in seconds: %s", times_s)
+    if not times_s or times_s.get(PYTORCH, math.inf) <= _MARGIN * min(times_s.values()):
+        return _by_pytorch
+    return kernels[min(times_s, key=times_s.__getitem__)]
+
+
+def exact_kernels(device: torch.device, dtype: torch.dtype, size: int) -> dict[str, FlashKernel]:
+    """Kernels that give attention in float64 up to rounding, by name."""
+    kernels = {PYTORCH: _by_pytorch, **_packages(device)}
+    return {n: kernel for n, kernel in kernels.items() if _is_exact(n, kernel, device, dtype, size)}
+
+
+def elapsed_s(work: Callable[[], object], device: torch.device) -> float:
+    """Least seconds of several runs on a GPU."""
+    times_s: list[float] = []
+    make: Any = torch.cuda.Event
+    with torch.cuda.device(device):
+        for _ in range(7):  # the first ones compile kernels
+            first, last = make(enable_timing=True), make(enable_timing=True)
+            first.record()
+            work()
+            last.record()
+            last.synchronize()
+            times_s.append(first.elapsed_time(last) / 1000)
+    return min(times_s)
+
+
+def aligned(states: Tensor) -> Tensor:
+    """States whose rows all begin at a multiple of 16 bytes, which the CUDA kernels assume, even
+    along dimensions of length 1."""
+    *steps, last = states.stride()
+    begins = (step * states.itemsize % 16 for step in (*steps, states.storage_offset()))
+    if last == 1 and not any(begins):
+        return states
+    return states.clone(memory_format=torch.contiguous_format)
+
+
+def _by_pytorch(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bool
+) -> tuple[Tensor, Tensor]:
+    query, key, value = map(aligned, (query, key, value))
+    output, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+        query, key, value, 0.0, is_causal, False, scale=scale
+    )
+    return output, lse
+
+
+def _by_package(
+    function: Callable[..., Any],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    is_causal: bool,
+) -> tuple[Tensor, Tensor]:
+    """By ``flash_attn_func`` of a package, whose states are ``[B, tokens, heads, D]``."""
+    states = (aligned(one).transpose(1, 2) for one in (query, key, value))
+    output, lse, *_ = function(*states, softmax_scale=scale, causal=is_causal)
+    return output.transpose(1, 2), lse
+
+
+def _flash_attn_2() -> Callable[..., Any]:
+    from flash_attn import flash_attn_func
+
+    return partial(flash_attn_func, return_attn_probs=True)
+
+
+def _flash_attn_3() -> Callable[..., Any]:
+    from flash_attn_interface import flash_attn_func
+
+    # Few queries leave most of a GPU idle unless keys are split; 0: the package chooses.
+    return partial(flash_attn_func, return_attn_probs=True, num_splits=0)
+
+
+def _flash_attn_4() -> Callable[..., Any]:
+    from flash_attn.cute import flash_attn_func
+
+    return partial(flash_attn_func, return_lse=True, num_splits=0)
+
+
+_PACKAGES: dict[str, tuple[Callable[[], Callable[..., Any]], range]] = {
+    "FlashAttention 2": (_flash_attn_2, range(8, 100)),
+    "FlashAttention 3": (_flash_attn_3, range(9, 10)),
+    "FlashAttention 4": (_flash_attn_4, range(9, 100)),
+}
+"""Functions that import the packages, and major compute capabilities of their GPUs."""
+
+
+@cache
+def _packages(device: torch.device) -> dict[str, FlashKernel]:
+    """Kernels of installed packages for this device, by name."""
+    kernels: dict[str, FlashKernel] = {}
+    for name, (load, capabilities) in _PACKAGES.items():
+        try:
+            function = load()
+        except Exception as error:  # noqa: BLE001 -- such as a package for another PyTorch
+            _logger.info("%s is not used, because it cannot be imported: %s", name, error)
+            continue
+        if torch.cuda.get_device_capability(device)[0] in capabilities:
+            kernels[name] = partial(_by_package, function)
+    return kernels
+
+
+@torch.inference_mode()
+def _is_exact(
+    name: str, kernel: FlashKernel, device: torch.device, dtype: torch.dtype, size: int
+) -> bool:
+    """Whether a kernel gives attention in float64 up to rounding."""
+    scale = size**-0.5
+    for queries, keys, is_causal in _PROBES:
+        states = _states(device, dtype, size, rows=2, heads=4, queries=queries, keys=keys)
+        try:
+            output, lse = kernel(*states, scale, is_causal)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # noqa: BLE001 -- packages pass on what compilers raise
+            _logger.warning("%s is not used, because it failed: %s", name, error)
+            return False
+        query, key, value = (one.double() for one in states)
+        key, value = (one.repeat_interleave(2, dim=1) for one in (key, value))
+        scores = query @ key.mT * scale
+        if is_causal:
+            seen = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+            scores = scores.masked_fill(~seen, -torch.inf)
+        of_output = (output - scores.softmax(-1) @ value).abs().max() / value.abs().max()
+        of_lse = (lse - scores.logsumexp(-1)).abs().max()
+        if not (of_output <= 2 * torch.finfo(dtype).eps and of_lse <= 1e-3):
+            _logger.warning(
+                "%s is not used: its output is off by %.2g, its log-sum-exp by %.2g",
+                *(name, float(of_output), float(of_lse)),
+            )
+            return False
+    return True
+
+
+def _states(
+    device: torch.device,
+    dtype: torch.dtype,
+    size: int,
+    *,
+    rows: int,
+    heads: int,
+    queries: int,
+    keys: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Random queries, keys and values, with two or more query heads per key-value head."""
+    generator = torch.Generator().manual_seed(0)
+    kv_heads = min(8, heads // 2)
+    shapes = (heads, queries), (kv_heads, keys), (kv_heads, keys)
+    query, key, value = (
+        torch.randn(rows, *shape, size, generator=generator).to(device, dtype) for shape in shapes
+    )
+    return query, key, value

@@ -1,0 +1,224 @@
+"""Recomputes tokens of a loaded context in a worker, with vLLM's model and pages.
+
+Like ``model.recompute``: one forward pass of the question measures which tokens it attends to most,
+and one of these tokens computes them again, with full attention. Neither pass uses the attention of
+vLLM's backend, which computes consecutive tokens only. The pages then contain what the engine reads
+for the answer.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.config import VllmConfig
+from vllm.distributed import get_tp_group
+from vllm.forward_context import set_forward_context
+from vllm.model_executor.layers.attention import Attention
+
+from blockattn_rag.errors import ServingError
+from blockattn_rag.model.chosen_attention import ChosenAttention, MeasuredAttention
+from blockattn_rag.model.recompute import choose_tokens, measured_layers
+from blockattn_rag.server.vllm.pages import LayerPages
+
+States = tuple[Tensor, Tensor]
+"""Keys and values ``[kv_heads, tokens, head_size]``."""
+
+GetStates = Callable[[int, Tensor, Tensor], States]
+"""Function that returns all keys and values that a pass attends to in a layer, from the layer's
+index and the keys and values of the pass's own tokens."""
+
+
+class Recomputer:
+    """Recomputes tokens in the pages of requests.
+
+    Args:
+        layers: Attention layers of the model, in order.
+        pages: Their pages.
+        engine: Configuration of the engine.
+    """
+
+    def __init__(
+        self, layers: Sequence[Any], pages: Sequence[LayerPages], engine: VllmConfig
+    ) -> None:
+        for index, layer in enumerate(layers):
+            if (
+                type(layer) is not Attention
+                or getattr(layer.impl, "alibi_slopes", None) is not None
+            ):
+                raise ServingError(
+                    f"Layer {index} has attention of its own ({type(layer).__name__}), so its "
+                    "tokens cannot be recomputed; use a recipe with recompute=0, such as 'fast'"
+                )
+        self._layers, self._pages, self._engine = layers, pages, engine
+        self._model = _model_of(layers[0])
+        self._windows: dict[int, int | None] = {
+            index: layer.sliding_window for index, layer in enumerate(layers)
+        }
+        self._most_tokens = engine.scheduler_config.max_num_batched_tokens
+
+    @torch.inference_mode()
+    def recompute(
+        self,
+        token_ids: Sequence[int],
+        slots: Tensor,
+        lengths: Sequence[int],
+        may_change: Sequence[bool],
+        count: int,
+    ) -> list[int]:
+        """Recompute tokens of a context.
+
+        Args:
+            token_ids: Token ids of the complete prompt.
+            slots: Slots ``[tokens]`` of the context, which no other request may share.
+            lengths: Number of tokens of each context block.
+            may_change: Whether the tokens of each block may be chosen.
+            count: Number of tokens to choose.
+
+        Returns:
+            Indices of the recomputed tokens, in order. The same on all ranks.
+        """
+        received = self._received(token_ids[len(slots) :], slots)
+        chosen = choose_tokens(received, lengths, may_change, count)
+        self._compute(token_ids, slots, chosen)
+        return chosen
+
+    def _received(self, final_ids: Sequence[int], slots: Tensor) -> Tensor:
+        """Attention that each token of a context receives from the final block, ``[tokens]``."""
+        before, layers = len(slots), measured_layers(self._windows)
+        received = torch.zeros(before, dtype=torch.float32, device=slots.device)
+        earlier: dict[int, States] = {}
+        for start in range(0, len(final_ids), self._most_tokens):
+            ids = final_ids[start : start + self._most_tokens]
+
+            def states(layer: int, keys: Tensor, values: Tensor) -> States:
+                own = keys, values
+                if layer in earlier:
+                    own = _joined(earlier[layer], own)
+                if len(final_ids) > self._most_tokens:
+                    earlier[layer] = own
+                return _joined(self._pages[layer].read(slots), own)
+
+            measured = MeasuredAttention(
+                before + start, len(ids), self._windows, layers, slots.device
+            )
+            places = torch.arange(len(ids), device=slots.device) + before + start
+            self._run(ids, places, measured, states)
+            received += measured.total[:before] * len(ids)
+        group = get_tp_group()
+        if group.world_size > 1:  # each rank measured its own heads
+            received = group.broadcast(group.all_reduce(received))
+        return received
+
+    def _compute(self, token_ids: Sequence[int], slots: Tensor, chosen: Sequence[int]) -> None:
+        """Replace the keys and values of the chosen tokens. Later tokens attend to the new ones of
+        earlier tokens, so passes of fewer tokens give the same result."""
+        for start in range(0, len(chosen), self._most_tokens):
+            part = chosen[start : start + self._most_tokens]
+            places = torch.tensor(part, device=slots.device)
+
+            def states(
+                layer: int, keys: Tensor, values: Tensor, part: Any = part, places: Any = places
+            ) -> States:
+                self._pages[layer].write(keys, values, slots[places])
+                return self._pages[layer].read(slots[: part[-1] + 1])
+
+            attention = ChosenAttention(part, places, self._windows, has_causal_kernel=False)
+            self._run([token_ids[place] for place in part], places, attention, states)
+
+    def _run(
+        self, ids: Sequence[int], places: Tensor, attention: ChosenAttention, states: GetStates
+    ) -> None:
+        """Run the model over tokens at these places."""
+        with (
+            _attending(self._layers, attention, states),
+            set_forward_context(None, self._engine, num_tokens=len(ids), skip_compiled=True),
+        ):
+            self._model(
+                input_ids=torch.tensor(ids, dtype=torch.int32, device=places.device),
+                positions=places,
+                intermediate_tensors=None,
+                inputs_embeds=None,
+            )
+
+
+class _Attention:
+    """Attention of a layer in place of its backend's (``AttentionImpl``)."""
+
+    def __init__(
+        self, index: int, backend: Any, attention: ChosenAttention, states: GetStates
+    ) -> None:
+        self._index, self._backend = index, backend
+        self._attention, self._states = attention, states
+
+    def __getattr__(self, name: str) -> Any:
+        """Everything else is the backend's, such as ``do_kv_cache_update``."""
+        return getattr(self._backend, name)
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: None,
+        output: Tensor,
+        **_: Any,
+    ) -> Tensor:
+        """See ``AttentionImpl.forward``: states are ``[tokens, heads, head_size]``."""
+        keys, values = self._states(self._index, key.transpose(0, 1), value.transpose(0, 1))
+        backend = self._backend
+        attended = self._attention.attend(
+            self._index,
+            query.transpose(0, 1)[None],
+            keys[None],
+            values[None],
+            backend.scale,
+            None,
+            cap=getattr(backend, "logits_soft_cap", None) or None,
+            sinks=getattr(backend, "sinks", None),
+        )
+        output.copy_(attended[0].transpose(0, 1))
+        return output
+
+
+@contextmanager
+def _attending(
+    layers: Sequence[Any], attention: ChosenAttention, states: GetStates
+) -> Iterator[None]:
+    """Replace the attention of all layers."""
+    backends = [layer.impl for layer in layers]
+    try:
+        for index, (layer, backend) in enumerate(zip(layers, backends, strict=True)):
+            layer.impl = _Attention(index, backend, attention, states)
+        yield
+    finally:
+        for layer, backend in zip(layers, backends, strict=True):
+            layer.impl = backend
+
+
+def _joined(before: States, after: States) -> States:
+    keys, values = (torch.cat(pair, dim=1) for pair in zip(before, after, strict=True))
+    return keys, values
+
+
+def _model_of(layer: nn.Module) -> nn.Module:
+    """The language model that a layer belongs to. vLLM does not pass it to connectors."""
+    models = [
+        found
+        for found in gc.get_objects()
+        if issubclass(type(found), nn.Module)
+        and hasattr(type(found), "compute_logits")
+        and any(module is layer for module in found.modules())
+    ]
+    if not models:
+        raise ServingError(
+            "The model of this worker was not found, so tokens cannot be recomputed; use a recipe "
+            "with recompute=0, such as 'fast'"
+        )
+    return min(models, key=lambda model: len([*model.modules()]))

@@ -1,0 +1,79 @@
+"""Encode the passages of a large collection with Ray Data, on many servers or with many engines.
+
+    python examples/ingest_ray.py passages.jsonl handles --journal journal \
+        --server http://gpu-1:8000 --server http://gpu-2:8000
+    python examples/ingest_ray.py passages.jsonl handles --model ./llama-8b-block \
+        --store s3://bucket/kv --workers 4
+
+Each line of `passages.jsonl` is a JSON object with the field `text`. The folder `handles` receives
+the same objects with the field `kv_handle`, for the metadata of a vector store.
+
+With --server, workers only send texts: any of them uses every server, and the journal, in a folder
+that all workers can write to, lets a second run skip what is stored. With --model, each worker
+loads the model (--gpus 1: on a GPU of its own), and writes to the store. Ray restarts workers that
+die, and repeats their batches. Needs `pip install "ray[data]"` besides this package.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import Any
+
+import ray
+
+from blockattn_rag import BlockAttentionEngine, handle_of
+from blockattn_rag.prompts import CHAT, Block
+from blockattn_rag.server import ServerClient, ServerPool
+
+BATCH = 256
+"""Passages that a worker encodes at once."""
+
+
+class Encoder:
+    """A worker of the actor pool: encodes batches of passages."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        if options.server:
+            clients = [ServerClient(url) for url in options.server]
+            self._encode = ServerPool(clients, options.journal).encode
+        else:
+            engine = BlockAttentionEngine.from_pretrained(options.model, store=options.store)
+            self._encode = lambda texts: engine.encode([Block(t, CHAT.template) for t in texts])
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        texts = [text.strip() for text in batch["text"]]
+        self._encode([text for text in texts if text])
+        return {**batch, "kv_handle": [handle_of(text) if text else "" for text in texts]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("passages", help="JSON lines with the field `text`")
+    parser.add_argument("handles", help="Folder for the results")
+    parser.add_argument("--server", action="append", help="Address of a server; repeat it")
+    parser.add_argument(
+        "--journal", type=os.path.abspath, help="Folder that records what the servers have stored"
+    )
+    parser.add_argument("--model", help="Instead of servers: the model that each worker loads")
+    parser.add_argument("--store", help="Store of --model, such as s3://bucket/kv")
+    parser.add_argument("--workers", type=int, help="Default: one for each server, or 1")
+    parser.add_argument("--gpus", type=float, default=0, help="GPUs of each worker with --model")
+    options = parser.parse_args()
+    if (options.server is None) == (options.model is None or options.store is None):
+        parser.error("Expected --server, or --model and --store")
+    dataset = ray.data.read_json(options.passages)
+    encoded = dataset.map_batches(
+        Encoder,
+        fn_constructor_args=(options,),
+        batch_size=BATCH,
+        batch_format="numpy",
+        compute=ray.data.ActorPoolStrategy(size=options.workers or len(options.server or [1])),
+        num_cpus=0.1 if options.server else 1,  # workers mostly wait for servers
+        num_gpus=options.gpus or None,
+    )
+    encoded.write_json(options.handles)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""Models that were loaded with ``attn_implementation="flash_attention_2"``."""
+
+from __future__ import annotations
+
+import sys
+from itertools import pairwise
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers import modeling_flash_attention_utils as utils
+
+from blockattn_rag.check.oracle import oracle_logits
+from blockattn_rag.kv.rope import relative_error
+from blockattn_rag.model import BlockModel
+from blockattn_rag.model.probe import LOGITS
+from blockattn_rag.model.recompute import recompute
+from blockattn_rag.model.sampling import Sampling
+from tests.attention.cuda_stand_ins import flash_attn_2
+from tests.model.test_relay_attention import BLOCKS, FINAL_IDS, encoded
+from tests.models import tiny_model, tiny_tokenizer
+
+EXACT = LOGITS[torch.bfloat16]
+FAMILIES: dict[str, dict[str, Any]] = {"llama": {}, "mistral": {"sliding_window": 6}}
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: None = None,
+) -> Tensor:
+    """``flash_attn.flash_attn_varlen_func``. States are ``[tokens, heads, D]``, without padding."""
+    outputs = []
+    rows = zip(pairwise(cu_seqlens_q.tolist()), pairwise(cu_seqlens_k.tolist()), strict=True)
+    for queries, keys in rows:
+        parts = q[None, slice(*queries)], k[None, slice(*keys)], v[None, slice(*keys)]
+        output, *_ = flash_attn_2(
+            *parts, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes
+        )
+        outputs.append(output)
+    return torch.cat(outputs)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """flash-attn is installed, and its kernels run on the CPU. Numbers of queries of all calls."""
+    counts: list[int] = []
+
+    def flash_attn_func(q: Tensor, *rest: Any, **options: Any) -> Any:
+        counts.append(q.shape[1])
+        return flash_attn_2(q, *rest, **options)
+
+    package: Any = ModuleType("flash_attn")
+    package.flash_attn_func = flash_attn_func
+    package.flash_attn_varlen_func = flash_attn_varlen_func
+    package.flash_attn_with_kvcache = None
+    padding: Any = ModuleType("flash_attn.bert_padding")
+    padding.pad_input, padding.unpad_input = utils._pad_input, utils._unpad_input
+    for module in (package, padding):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    # transformers looks for the distribution, and for a GPU.
+    versions = utils.FLASH_ATTENTION_COMPATIBILITY_MATRIX
+    monkeypatch.setitem(versions[2], "general_availability_check", lambda: True)
+    monkeypatch.setattr(utils, "is_flash_attn_2_available", lambda: True)
+    monkeypatch.setattr(PreTrainedModel, "_flash_attn_can_dispatch", lambda *_, **__: True)
+    for name in ("loaded_implementation", "flash_fn", "flash_varlen_fn", "process_flash_kwargs_fn"):
+        monkeypatch.setattr(utils, f"_{name}", None)
+    return counts
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_blocks_of_a_model_with_flash_attention_are_exact(
+    family: str, calls: list[int], tmp_path: Path
+) -> None:
+    exact: Any = tiny_model(family, **FAMILIES[family])
+    exact.to(torch.bfloat16).save_pretrained(tmp_path)
+    exact.float()
+    model = BlockModel.from_pretrained(
+        str(tmp_path),
+        tokenizer=tiny_tokenizer(),
+        device="cpu",
+        dtype=torch.bfloat16,
+        attn_implementation="flash_attention_2",
+    )
+    assert model.supports_relay
+    context = encoded(model, BLOCKS)
+    assert calls
+    expected = oracle_logits(exact, [*BLOCKS, FINAL_IDS])[-1]
+    for assembly in ("relay", "copy"):
+        cache: Any = model.cache_for(context, assembly=assembly)
+        calls.clear()
+        found = model.next_logits(torch.tensor([FINAL_IDS]), cache).float()
+        assert relative_error(found, expected) <= EXACT
+        assert bool(calls) == (assembly == "copy")
+    assert (
+        relative_error(oracle_logits(model.hf_model, [*BLOCKS, FINAL_IDS])[-1], expected) <= EXACT
+    )
+    changed, _ = recompute(model, context, [False, True, True, True], FINAL_IDS, 1.0)
+    full = oracle_logits(exact, [[token for block in BLOCKS for token in block], FINAL_IDS])[-1]
+    found = model.next_logits(torch.tensor([FINAL_IDS]), model.cache_for(changed)).float()
+    assert relative_error(found, full) <= EXACT
+
+
+def test_batches_of_a_model_with_flash_attention_give_the_answers_of_single_requests(
+    calls: list[int],
+) -> None:
+    hf_model: Any = tiny_model("llama")
+    hf_model.to(torch.bfloat16).set_attn_implementation("flash_attention_2")
+    model = BlockModel(hf_model, tiny_tokenizer(), pack_weights=False)
+    contexts = [encoded(model, BLOCKS), encoded(model, BLOCKS[:2])]
+    options = Sampling(max_new_tokens=5)
+    for assembly in ("relay", "copy"):
+        prompts = [(context.token_ids, FINAL_IDS) for context in contexts]
+        cache = model.cache_for(*contexts, assembly=assembly)
+        found = model.generate_batch(prompts, options, cache=cache)
+        expected = [
+            model.generate(*prompt, options, cache=model.cache_for(context, assembly=assembly))
+            for prompt, context in zip(prompts, contexts, strict=True)
+        ]
+        assert found == expected

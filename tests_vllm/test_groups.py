@@ -1,0 +1,84 @@
+"""Models with windows, shared layers or latent layers, in vLLM's own memory manager."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import pytest
+
+from blockattn_rag.prompts.blocks import STORED
+from blockattn_rag.server.plan import BlockPlan
+from blockattn_rag.store import DirectoryStore
+from tests_vllm.engines import Engine
+from tests_vllm.reference import Case, Reference, assert_close
+from tests_vllm.tiny import FAMILIES, WINDOW, save
+
+PAGE = 128
+
+
+class Served(NamedTuple):
+    reference: Reference
+    engine: Engine
+    is_latent: bool
+
+    def case(self, beyond: int) -> Case:
+        """A prompt whose context ends so many tokens after the start of a page."""
+        case = self.reference.case(25, records=2)
+        pad = (beyond - sum(case.lengths)) % PAGE
+        return self.reference.case(25, records=2, pad=pad)
+
+
+@pytest.fixture(scope="module", params=list(FAMILIES))
+def served(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("served")
+    reference = Reference(folder, str(save(request.param, folder / "model")))
+    engine = Engine(reference.options(), model=reference.name, max_num_batched_tokens=64)
+    yield Served(reference, engine, request.param == "latent")
+    engine.close()
+
+
+def test_vllm_s_memory_manager_is_on(served: Served) -> None:
+    config = served.engine.llm.llm_engine.vllm_config
+    assert config.scheduler_config.disable_hybrid_kv_cache_manager is False
+
+
+# With the first one, a window starts at the start of a page.
+@pytest.mark.parametrize("beyond", [WINDOW - 1, 0, 1, PAGE - 1])
+def test_answers_are_those_of_the_local_engine(served: Served, beyond: int) -> None:
+    reference, engine = served.reference, served.engine
+    case = reference.stored(served.case(beyond))
+    right = reference.answer(case)
+    assert right != reference.answer(case, "full")
+    answer = engine.block(case)
+    assert answer.tokens == right
+    assert answer.blocks is not None
+    assert answer.blocks["loaded_tokens"] == sum(case.lengths) > 2 * PAGE
+    again = engine.block(case)
+    assert again.tokens == right
+    assert again.blocks is not None
+    # No page of a window that starts with a page is full, so vLLM cannot cache it. On CPUs, it has
+    # no prefix cache for latent layers.
+    is_cached = not served.is_latent and beyond != WINDOW - 1
+    assert again.blocks["local_tokens"] >= (PAGE if is_cached else 0)
+    assert engine.full(case).tokens == reference.answer(case, "full")
+
+
+def test_a_context_shorter_than_a_window_is_loaded(served: Served) -> None:
+    reference = served.reference
+    case = reference.stored(reference.case_of(("Read.\n", "One.", "Two or three.\n", "What?")))
+    assert sum(case.lengths) < WINDOW
+    assert served.engine.block(case).tokens == reference.answer(case)
+
+
+def test_encoded_blocks_are_stored_with_all_their_tokens(served: Served) -> None:
+    reference, engine = served.reference, served.engine
+    case = reference.case(40, pad=2 * PAGE)
+    for block in case.blocks:
+        if reference.key(block) not in DirectoryStore(reference.store):
+            plan = BlockPlan("encode", (len(block),), keep=(STORED,))
+            assert engine.ask(block, plan.to_dict(), max_tokens=1).reason == "length"
+            assert_close(reference.written(block), reference.encoded(block))
+    assert engine.block(case).tokens == reference.answer(case)

@@ -1,0 +1,176 @@
+"""Servers recompute the tokens that the local engine recomputes, and share none of their pages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import accumulate
+from pathlib import Path
+
+import pytest
+
+from blockattn_rag import Recipe
+from blockattn_rag.kv.context import place
+from blockattn_rag.model.recompute import recompute
+from blockattn_rag.server.plan import BlockPlan
+from tests_vllm.engines import Engine, sampling_of
+from tests_vllm.reference import TOKENS, Case, Reference
+from tests_vllm.slow import GATE
+from tests_vllm.test_engine import PAGE, PAGES, free_pages_are_all
+
+RECIPE = Recipe(recompute=0.4)
+RANKS = {"one rank": 1, "two ranks": 2}
+
+
+@pytest.fixture(scope="module")
+def gate(reference: Reference) -> Path:
+    return reference.folder / "gate of recompute"
+
+
+@pytest.fixture(scope="module", params=RANKS)
+def engine(reference: Reference, gate: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
+    ranks = RANKS[request.param]
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv(GATE, str(gate))
+        if ranks > 1:
+            environment.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+        engine = Engine(
+            reference.options(recipe=str(RECIPE)),
+            module="tests_vllm.slow",
+            name="SlowConnector",
+            max_num_batched_tokens=32,  # less than the recomputed tokens, and than some questions
+            num_gpu_blocks_override=PAGES,
+            max_model_len=1024,
+            tensor_parallel_size=ranks,
+        )
+        yield engine
+        engine.close()
+
+
+def answer(reference: Reference, case: Case, tokens: int = TOKENS) -> list[int]:
+    """The local engine's answer with recomputed tokens."""
+    return reference.answer(case, tokens=tokens, recipe=RECIPE)
+
+
+def plain(case: Case) -> BlockPlan:
+    """The plan of a prompt of which no tokens are recomputed."""
+    fixed = tuple(range(len(case.lengths)))
+    return BlockPlan("complete", case.lengths, keep=case.keep, fixed=fixed)
+
+
+def recomputed(reference: Reference, case: Case, fixed: tuple[int, ...] = ()) -> list[int]:
+    """Tokens of each block that the local engine recomputes."""
+    model, ends = reference.model, [0, *accumulate(case.lengths)]
+    context = place([reference.encoded(block) for block in case.blocks])
+    may_change = [index > 0 and index not in fixed for index in range(len(case.lengths))]
+    with model.lock:
+        _, chosen = recompute(model, context, may_change, case.ids[ends[-1] :], RECIPE.recompute)
+    return [sum(ends[i] <= token < ends[i + 1] for token in chosen) for i in range(len(ends) - 1)]
+
+
+def test_recomputes_the_same_tokens_as_the_local_engine(
+    reference: Reference, engine: Engine
+) -> None:
+    for number in (0, 2, 4):
+        case = reference.telling(number)
+        said = engine.block(case)
+        assert said.tokens == answer(reference, case)
+        assert said.tokens != reference.answer(case) or number == 2
+        assert said.blocks is not None
+        assert said.blocks["recomputed"] == recomputed(reference, case)
+        assert said.blocks["loaded_tokens"] == sum(case.lengths)
+
+
+def test_a_question_longer_than_a_step_is_measured_as_a_whole(
+    reference: Reference, engine: Engine
+) -> None:
+    case = reference.case(3, records=2)
+    *context, question = case.texts
+    texts = (*context, "Read each text twice before you answer. " * 8 + question)
+    case = reference.stored(reference.case_of(texts))
+    assert len(case.ids) - sum(case.lengths) > 64
+    said = engine.block(case)
+    assert said.tokens == answer(reference, case)
+    assert said.blocks is not None
+    assert said.blocks["recomputed"] == recomputed(reference, case)
+
+
+def test_blocks_that_are_no_passages_keep_their_tokens(
+    reference: Reference, engine: Engine
+) -> None:
+    case, fixed = reference.telling(1), (1, 3, 4)
+    plan = BlockPlan("complete", case.lengths, keep=case.keep, fixed=fixed)
+    said = engine.ask(case.ids, plan.to_dict())
+    assert said.blocks is not None
+    assert said.blocks["recomputed"] == recomputed(reference, case, fixed)
+
+
+def test_recomputed_pages_are_not_shared(reference: Reference, engine: Engine) -> None:
+    case = reference.telling(0)
+    expected, stored = answer(reference, case), reference.answer(case)
+    for _ in range(2):
+        said = engine.block(case)
+        assert said.tokens == expected
+        assert said.blocks is not None
+        assert said.blocks["local_tokens"] == 0
+        assert engine.ask(case.ids, plain(case).to_dict()).tokens == stored
+        assert engine.full(case).tokens == reference.answer(case, "full")
+    again = engine.ask(case.ids, plain(case).to_dict())
+    assert again.blocks is not None
+    assert again.blocks["local_tokens"] >= PAGE  # other requests share pages as before
+    assert not again.blocks["recomputed"]
+
+
+def test_many_requests_at_once(reference: Reference, engine: Engine) -> None:
+    cases = [reference.telling(number % 7) for number in range(12)]
+    asked = [(one.ids, one.params if number % 3 else None) for number, one in enumerate(cases)]
+    expected = [
+        answer(reference, one) if number % 3 else reference.answer(one, "full")
+        for number, one in enumerate(cases)
+    ]
+    assert [said.tokens for said in engine.ask_all(asked)] == expected
+
+
+def test_preempted_request_continues(reference: Reference, engine: Engine) -> None:
+    cases = [reference.telling(number) for number in range(4)]
+    expected = [answer(reference, case, tokens=200) for case in cases]
+    before = engine.counted("vllm:num_preemptions")
+    said = engine.ask_all([(case.ids, case.params) for case in cases], max_tokens=200)
+    assert engine.counted("vllm:num_preemptions") > before
+    assert [one.tokens for one in said] == expected
+    assert free_pages_are_all(engine)
+
+
+def test_two_answers_to_one_prompt_are_both_right(reference: Reference, engine: Engine) -> None:
+    case = reference.telling(6)
+    (output,) = engine.llm.generate(
+        [{"prompt_token_ids": case.ids}],
+        [sampling_of(case.params, n=2, temperature=1.0, top_k=1)],
+        use_tqdm=False,
+    )
+    assert [list(one.token_ids) for one in output.outputs] == [answer(reference, case)] * 2
+
+
+def test_aborted_request_frees_its_pages(reference: Reference, engine: Engine, gate: Path) -> None:
+    case, before = reference.telling(5), engine.counted("vllm:blockattn_recomputed_tokens")
+    gate.touch()
+    try:
+        engine.add("left", case.ids, case.params)
+        engine.add("other", case.ids[:40], None)
+        assert engine.first_to_end() == "other"
+    finally:
+        engine.leave("left")
+        gate.unlink()
+    said = engine.block(case)
+    assert said.tokens == answer(reference, case)
+    assert said.blocks is not None
+    counted = engine.counted("vllm:blockattn_recomputed_tokens")
+    assert counted == before + sum(said.blocks["recomputed"])
+    assert free_pages_are_all(engine)
+
+
+def test_missing_block_fails_one_request(reference: Reference, engine: Engine) -> None:
+    missing, case = reference.case(51, records=2), reference.telling(3)
+    bad, good = engine.ask_all([(missing.ids, missing.params), (case.ids, case.params)])
+    assert bad.reason == "error"
+    assert good.tokens == answer(reference, case)
+    assert free_pages_are_all(engine)
