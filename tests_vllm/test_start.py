@@ -6,6 +6,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -191,6 +192,16 @@ def test_another_model_than_the_profiles_is_refused(reference: Reference) -> Non
     other = replace(reference.profile, vocab_size=5000)
     with pytest.raises(ServingError, match="vocab_size 1202"):
         check_engine(engine_of(), cache_of(FULL), config, other)
+
+
+def test_latent_attention_is_refused(reference: Reference) -> None:
+    config = ServingConfig.parse(reference.options())
+    engine = engine_of()
+    names = ("dtype", "model", "revision", "quantization", "hf_config_path", "hf_text_config")
+    shown = {name: getattr(engine.model_config, name) for name in names}
+    engine.model_config = SimpleNamespace(**shown, use_mla=True, max_model_len=64)  # type: ignore[assignment]
+    with pytest.raises(ServingError, match="latent attention"):
+        check_engine(engine, cache_of(FULL), config, reference.profile)
 
 
 def test_a_connector_among_others_is_refused(reference: Reference) -> None:
