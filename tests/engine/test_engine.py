@@ -13,6 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from blockattn_rag.check.oracle import oracle_generate
 from blockattn_rag.engine.engine import BlockAttentionEngine
@@ -27,7 +29,7 @@ from blockattn_rag.prompts.sinks import sink_ids
 from blockattn_rag.store import MemoryStore
 from tests.engines import with_settings
 from tests.holding import FEW, LONGEST_S, Held
-from tests.model.miniatures import model_of_kinds
+from tests.model.miniatures import new_model
 from tests.models import tiny_model, tiny_tokenizer
 
 A, B, Q = "Halden Tower is 214 metres tall.", "It was built in 1931.", "How tall?"
@@ -149,7 +151,9 @@ def test_a_block_that_is_too_long_by_its_sink_says_so(small: BlockAttentionEngin
 
 
 def test_relay_is_refused_by_a_model_that_cannot(engine: BlockAttentionEngine) -> None:
-    other = BlockAttentionEngine(model_of_kinds("latent"))
+    hf_model = new_model("windows").hf_model
+    hf_model.register_parameter("sinks", nn.Parameter(torch.zeros(4)))  # no layer has them
+    other = BlockAttentionEngine(BlockModel(hf_model, tiny_tokenizer(), pack_weights=False))
     with pytest.raises(UnsupportedModelError, match="cannot use assembly='relay'"):
         with_settings(other, assembly="relay")
     assert other.generate([A, Q], max_new_tokens=1).token_ids
