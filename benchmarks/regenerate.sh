@@ -31,8 +31,8 @@ bench memory memory --lengths 2048,8192
 bench memory-256 memory --block-tokens 256 --lengths 2048,8192
 bench ingest ingest --lengths 64,128,512 --repeats 3
 bench recompute recompute --lengths 1000,2000,4000,8000 --layers 4 --repeats 3
-bench passages-latent passages --kind latent --lengths 4096 --layers 2 --repeats 1
-bench passages-hybrid passages --kind hybrid --lengths 4096 --layers 4 --repeats 1
+bench passages-latent passages --kind latent --lengths 4096 --layers 2 --repeats 3
+bench passages-hybrid passages --kind hybrid --lengths 4096 --layers 4 --repeats 3
 bench decode-latent decode --kind latent --lengths 4096 --block-tokens 512 --layers 1 --repeats 1
 bench windows windows --lengths 4096 --layers 6 --repeats 3
 bench batch batch --batch-sizes 1,2,4 --lengths 4096 --repeats 1
