@@ -21,7 +21,7 @@ class ServerSource:
         journal: Folder of a journal (see ``ServerPool``).
 
     Raises:
-        ValueError: An address is invalid, or there is none.
+        ValueError: An address is invalid, or the list is empty.
     """
 
     live_parts: Sequence[str] = ()

@@ -223,7 +223,7 @@ class ServerPool:
             member.check_at = 0.0
 
     def _check(self, server: Server) -> bool:
-        """Whether a server has a passage that another one stored. False: there is none yet.
+        """Whether a server has a passage that another one stored. False: nothing is stored yet.
 
         Raises:
             ServingError: The server is not healthy.

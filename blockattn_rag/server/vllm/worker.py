@@ -332,11 +332,11 @@ def _check_layer(
     place: int, pages: LayerPages, layer: Any, share: Share, profile: ModelProfile
 ) -> None:
     """Raise ServingError for a layer whose pages differ from the profile."""
-    told, heads = profile.layers[place], share.heads[share.layers.index(place)]
-    expected = (len(heads), told.key_size, told.value_size)
+    described, heads = profile.layers[place], share.heads[share.layers.index(place)]
+    expected = (len(heads), described.key_size, described.value_size)
     if pages.sizes != expected:
         raise ServingError(
-            f"Layer {told.index} has (heads, key size, value size) {pages.sizes}, expected "
+            f"Layer {described.index} has (heads, key size, value size) {pages.sizes}, expected "
             f"{expected} from the config of {profile.name}"
         )
     if not hasattr(layer.impl, "do_kv_cache_update"):
