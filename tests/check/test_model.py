@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -47,6 +50,28 @@ def test_sixteen_bit_models_are_judged_by_their_own_rounding() -> None:
     assert report.passed
     budget = report.rows[2].budget
     assert budget is not None
+    assert 1e-3 < budget < 0.5
+
+
+def test_rounding_is_found_where_kernels_compute_each_row_by_itself() -> None:
+    """On such processors, two halves of a prompt give exactly the logits of the whole."""
+    code = (
+        "from blockattn_rag.check.model import check_model\n"
+        "from blockattn_rag.model import BlockModel\n"
+        "from tests.models import tiny_model, tiny_tokenizer\n"
+        "report = check_model(BlockModel(tiny_model('llama').bfloat16(), tiny_tokenizer()))\n"
+        "assert report.passed, report\n"
+        "print(report.rows[1].value, report.rows[1].budget)\n"
+    )
+    child = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "ATEN_CPU_CAPABILITY": "default"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert child.returncode == 0, child.stderr
+    _, budget = map(float, child.stdout.split())
     assert 1e-3 < budget < 0.5
 
 
