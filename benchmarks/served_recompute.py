@@ -208,7 +208,9 @@ def _in_process(path: Path, row: str) -> dict[tuple[str, str, str], str]:
 
 
 def main(
-    model: str = "qwen",
+    model: Annotated[
+        str, typer.Argument(help="smollm2, qwen, gemma, or any other model.")
+    ] = "qwen",
     nq: Annotated[Path | None, typer.Option(help="Natural Questions with passages.")] = None,
     recipe: str = "head+recompute:0.1",
     questions: int = 40,
