@@ -2,11 +2,14 @@
 
     python benchmarks/many_servers.py > benchmarks/results/many-servers.json
     python benchmarks/many_servers.py --ray > benchmarks/results/many-servers-ray.json
+    python benchmarks/many_servers.py --ray --vllm .venv-vllm/bin/python \
+        > benchmarks/results/many-servers-vllm.json
 
 Two servers of the bundled model share a folder store, whose writes are counted. Each is a process
 with the stand-in of the tests, which reads requests with the server's own code and answers with
-this package's engine instead of vLLM. A worker process encodes short passages on both, or with
---ray (which needs ``ray[data]``) the two workers of ``examples/ingest_ray.py``. At a quarter of
+this package's engine instead of vLLM, or with --vllm ``blockattn-rag serve`` in the environment of
+that interpreter. A worker process encodes short passages on both, or with --ray (which needs
+``ray[data]``) the two workers of ``examples/ingest_ray.py``. At a quarter of
 them, a worker is killed and started again; at half, a server is killed; at three quarters, the run
 is killed and resumed with a new second server. A last run repeats everything. Then both servers
 answer the same questions. Exit status 1 if a passage is lost or stored twice, if the last run sends
@@ -21,6 +24,7 @@ import ctypes
 import json
 import multiprocessing
 import os
+import socket
 import struct
 import subprocess
 import sys
@@ -28,14 +32,15 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import httpx
 import psutil
 
 from blockattn_rag import BlockModel, DirectoryStore
@@ -49,6 +54,9 @@ QUESTIONS, PER_QUESTION = 8, 4
 FORK = multiprocessing.get_context("fork")
 _MOVED_TO = 0x80
 """``IN_MOVED_TO`` of inotify."""
+_RUNNING = "vllm:num_requests_running{"
+_REQUESTS = f'blockattn_requests_total{{path="{ENCODE}"'
+"""Metrics of vLLM's server."""
 
 
 class Writes:
@@ -128,9 +136,63 @@ class ServerProcess:
         self._process.join()
 
 
+class VllmServer:
+    """``blockattn-rag serve`` with vLLM, which writes a log beside its store.
+
+    Args:
+        python: Interpreter of an environment with vLLM.
+    """
+
+    def __init__(self, python: str, store: Path) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        log = store.parent / f"server-{port}.log"
+        serve = [python, "-m", "blockattn_rag", "serve", "bundled", "--store", str(store)]
+        vllm = ["--enforce-eager", "--max-model-len", "2048"]
+        self._process = subprocess.Popen(
+            [*serve, "--port", str(port), "--", *vllm],
+            env={
+                **os.environ,
+                "VLLM_CPU_KVCACHE_SPACE": "1",
+                "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            },
+            stdout=subprocess.PIPE,
+            stderr=log.open("w"),
+            text=True,
+        )
+        assert self._process.stdout is not None
+        if not (line := self._process.stdout.readline()):
+            raise RuntimeError(f"The server did not start: {log.read_text()[-4000:]}")
+        self.url = line.split()[-1]
+        self._http = httpx.Client(base_url=self.url, timeout=60, trust_env=False)
+
+    def requests(self) -> int:
+        """Number of encoding requests that were answered, when nothing is being computed."""
+        while True:
+            values = self._metrics()
+            if not sum(value for name, value in values if name.startswith(_RUNNING)):
+                return int(sum(v for name, v in values if name.startswith(_REQUESTS)))
+            time.sleep(0.1)
+
+    def _metrics(self) -> list[tuple[str, float]]:
+        lines = self._http.get("/metrics").raise_for_status().text.splitlines()
+        pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+        return [(name, float(value)) for name, value in pairs]
+
+    def kill(self) -> None:
+        for process in [*psutil.Process(self._process.pid).children(recursive=True), self._process]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self._process.wait()
+
+
 def work(urls: Sequence[str], folder: Path, passages: Sequence[str]) -> None:
     """Process of a worker."""
     ServerPool([ServerClient(url) for url in urls], folder / "journal").encode(passages)
+
+
+AnyServer: TypeAlias = ServerProcess | VllmServer
 
 
 class Run:
@@ -144,7 +206,7 @@ class Run:
     def is_running(self) -> bool:
         return self._process.is_alive()
 
-    def kill_worker(self, servers: Sequence[ServerProcess]) -> None:
+    def kill_worker(self, servers: Sequence[AnyServer]) -> None:
         """Kill the worker, and start it again when the servers are idle."""
         self.kill()
         wait_until_idle(servers)
@@ -179,7 +241,7 @@ class RayRun:
     def is_running(self) -> bool:
         return self._process.poll() is None
 
-    def kill_worker(self, servers: Sequence[ServerProcess]) -> None:
+    def kill_worker(self, servers: Sequence[AnyServer]) -> None:
         """Kill a worker. Ray starts it again, which takes longer than the requests in flight."""
         workers = [p for p in self._children() if "MapWorker" in " ".join(p.cmdline())]
         workers[0].kill()
@@ -203,7 +265,7 @@ def wait_for(writes: Writes, stored: int, run: Run | RayRun) -> int:
     return len(writes.of)
 
 
-def wait_until_idle(servers: Sequence[ServerProcess]) -> None:
+def wait_until_idle(servers: Sequence[AnyServer]) -> None:
     for server in servers:
         server.requests()
 
@@ -239,11 +301,16 @@ def reuse(url: str, passages: Sequence[str]) -> list[list[int]]:
 
 
 def campaign(
-    folder: Path, passages: Sequence[str], kind: type[Run] | type[RayRun]
+    folder: Path,
+    passages: Sequence[str],
+    kind: type[Run] | type[RayRun],
+    new_server: Callable[[Path], AnyServer],
 ) -> dict[str, Any]:
     """Ingest, kill, resume and ask. Returns the counts."""
     writes, journal, quarter = Writes(folder / "kv"), folder / "journal", len(passages) // 4
-    servers = [ServerProcess(folder / "kv") for _ in range(2)]
+    servers = [new_server(folder / "kv") for _ in range(2)]
+    time.sleep(1)
+    writes.of.clear()  # what vLLM's servers stored while they checked their answers
     stored_at: dict[str, int] = {}
 
     def start() -> Run | RayRun:
@@ -258,7 +325,7 @@ def campaign(
     run.kill()
     wait_until_idle(servers[:1])
     recorded = len(handles_of(journal))
-    servers[1] = ServerProcess(folder / "kv")
+    servers[1] = new_server(folder / "kv")
     statuses = [start().wait()]
     resumed = [server.requests() for server in servers]
     statuses.append(start().wait())
@@ -284,10 +351,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--passages", type=int, default=2000)
     parser.add_argument("--ray", action="store_true")
+    parser.add_argument("--vllm", help="Interpreter of an environment with vLLM")
     options = parser.parse_args()
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        result = campaign(folder, short_passages(options.passages), RayRun if options.ray else Run)
+        result = campaign(
+            folder,
+            short_passages(options.passages),
+            RayRun if options.ray else Run,
+            partial(VllmServer, options.vllm) if options.vllm else ServerProcess,
+        )
     print(json.dumps(result, indent=2))
     first, second = result["hits_and_misses_of_each_server"]
     misses = sum(misses for _, misses in first + second)
