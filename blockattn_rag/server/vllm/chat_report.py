@@ -16,6 +16,7 @@ from blockattn_rag.server.vllm.openai import TokenPrompt
 
 _DATA = "data: "
 _COUNTS = '"usage":{'
+_PARAMS = "kv_transfer_params"
 
 ENDS = '"finish_reason":"'
 """Part of the events that end an answer."""
@@ -46,16 +47,17 @@ class ChatReport:
 
     def events(self, events: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
         """Convert a stream. The event with the finish reason contains the report."""
-        return edited_events(events, self._edit, (ENDS, _COUNTS))
+        return edited_events(events, self._edit, (ENDS, _COUNTS, _PARAMS))
 
     def _edit(self, data: dict[str, Any]) -> None:
         if any(choice.get("finish_reason") for choice in data["choices"]):
             self._end(data)
+        data.pop(_PARAMS, None)  # vLLM 0.33 has it in all events
         if usage := data.get("usage"):
             self._correct(usage)
 
     def _end(self, data: dict[str, Any]) -> None:
-        params = data.pop("kv_transfer_params", None)
+        params = data.pop(_PARAMS, None)
         data[FIELD] = self._report(params)
 
     def _report(self, params: Mapping[str, Any] | None) -> dict[str, Any]:
