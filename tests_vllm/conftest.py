@@ -11,6 +11,7 @@ import pytest
 
 # Read by vLLM when it is imported, and by the processes that it starts.
 os.environ |= {
+    "BLOCKATTN_RAG_MARKER_KEY": "a key of server and client",
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",

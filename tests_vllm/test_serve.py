@@ -62,6 +62,7 @@ def test_a_model_is_served_by_one_command(
         with httpx.Client(trust_env=False, timeout=60) as client:
             body = {"model": "bundled", **case.body()}
             answer = client.post(f"{base_url}/completions", json=body).raise_for_status().json()
+        assert answer["blockattn"]["mode"] == "block"
         assert answer["choices"][0]["token_ids"] == reference.answer(case)
         started = psutil.Process(process.pid).children(recursive=True)
         assert len(started) > 1
