@@ -55,8 +55,9 @@ Outcome = Literal["found", "encoded", "missing"]
 
 
 def marker_key_id() -> str:
-    """Public name of the marker key. Two installations with the same name read each other's
-    markers."""
+    """Public name of the marker key. Two installations with equal names accept each other's
+    markers.
+    """
     return hmac.new(marker_key(), b"blockattn-rag key id", hashlib.sha256).hexdigest()[:16]
 
 
