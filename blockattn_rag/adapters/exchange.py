@@ -65,7 +65,7 @@ def template_messages(turns: Iterable[ChatTurn]) -> list[dict[str, Any]]:
     ``tool_call_id`` and the ``name`` of the tool.
     """
     messages: list[dict[str, Any]] = []
-    tools: dict[str, str] = {}  # tool names by call id
+    tools: dict[str, str] = {}  # Names of tools by call id.
     for turn in turns:
         message: dict[str, Any] = {"role": turn.role, "content": turn.text}
         if turn.thoughts:

@@ -26,7 +26,8 @@ from blockattn_rag.prompts.recognition import Recognize
 PromptLike = str | Sequence[ChatMessage]
 
 PROMPT_OPTIONS = ("chat_template_kwargs", "parse_special_tokens")
-"""Options of calls and of ``generate_kwargs`` that affect the prompt. Others are for the engine."""
+"""Options of calls and of ``generate_kwargs`` that affect the prompt. The engine uses the
+others."""
 
 
 class PromptMaking(EngineComponent, LLM):
@@ -154,7 +155,7 @@ class PromptMaking(EngineComponent, LLM):
                 copies.append(message.model_copy(update=shown))
             return str((self._own_template or generic_messages_to_prompt)(copies))
 
-        # messages_to_prompt may also render additional_kwargs, which are as untrusted as the
+        # A messages_to_prompt may also render additional_kwargs, which are as untrusted as the
         # contents of messages.
         pairs = zip(turns, messages, strict=True)
         return trace(render, [{**t, "additional_kwargs": m.additional_kwargs} for t, m in pairs])

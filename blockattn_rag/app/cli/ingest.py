@@ -131,7 +131,7 @@ def ingest(
         servers=server,
     )
     if not settings.servers:
-        require_model(settings.model)  # before the documents are read
+        require_model(settings.model)  # Check the model before the documents are read.
     with stage_progress("reading files") as tick:
         loaded = load_documents(paths, exclude=db, on_progress=tick)
     for file, reason in (*loaded.inaccessible, *loaded.skipped):

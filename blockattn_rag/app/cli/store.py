@@ -245,7 +245,7 @@ def list_entries(store: StoreArgument) -> None:
 def _time(used_ns: int) -> str:
     try:
         return datetime.fromtimestamp(used_ns // 10**9, UTC).isoformat()
-    except (ValueError, OverflowError):  # a wrong clock
+    except (ValueError, OverflowError):  # A wrong clock caused this time.
         return f"{used_ns} ns"
 
 

@@ -1,4 +1,4 @@
-"""Answers questions from a database with a LlamaIndex query engine."""
+"""Answering questions from a database with a LlamaIndex query engine."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class AssistantAnswer:
 
 
 class _Outcome(NamedTuple):
-    """What an answer was made from, and how it ended."""
+    """Sources and end of an answer."""
 
     nodes: Sequence[NodeWithScore]
     finish_reason: str
@@ -203,7 +203,7 @@ class Assistant:
         return _Outcome(response.source_nodes, finish_reason, _total(mode, calls))
 
     def _served(self, query: QueryBundle, mode: Mode, take: Callable[[str], None]) -> _Outcome:
-        """Answer with the server, which makes the same prompt of the passages."""
+        """Answer with the server, which makes the same prompt from the passages."""
         assert self._database.server is not None
         nodes = self._retriever.retrieve(query)
         texts = filter(None, (adapter.canonical_text(node.node) for node in nodes))

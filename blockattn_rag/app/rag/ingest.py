@@ -1,4 +1,4 @@
-"""Ingestion: splits documents, encodes and stores passages, and adds them to Chroma."""
+"""Ingestion: splitting documents, encoding and storing passages, and adding them to Chroma."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from blockattn_rag.server import ServerPool
 
 _ADD_BATCH = 128
-"""Passages per embedding batch, which is the most that an interruption can lose."""
+"""Number of passages per embedding batch. An interruption loses at most one batch."""
 
 
 @dataclass(frozen=True, slots=True)

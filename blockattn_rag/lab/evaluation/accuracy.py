@@ -1,4 +1,4 @@
-"""Measures the accuracy of full mode, block mode with recipes, and questions without passages."""
+"""Accuracy of full mode, of block mode with recipes, and of answers without passages."""
 
 from __future__ import annotations
 

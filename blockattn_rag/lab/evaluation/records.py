@@ -97,7 +97,7 @@ R = TypeVar("R", bound=Record)
 F = TypeVar("F", bound=RowResult)
 
 
-@dataclass(frozen=True)  # without slots, which generic classes cannot have
+@dataclass(frozen=True)  # Generic classes cannot have slots.
 class Report(Generic[R, F]):
     """Result of a run: its settings, all records, and the summary of each row, in order."""
 
@@ -161,7 +161,8 @@ class RecordFile(Generic[R]):
     ) -> None:
         start = _dump(header).encode()
         data = path.read_bytes() if path.exists() else b""
-        if len(data) < len(start) and start.startswith(data):  # new, or cut off within the header
+        if len(data) < len(start) and start.startswith(data):
+            # The file is new, or cut off within the header.
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(start)
             return
