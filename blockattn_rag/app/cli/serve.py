@@ -85,8 +85,8 @@ def serve(
     sources: Annotated[
         bool,
         typer.Option(
-            help="Like --recognize; also store and reuse text that chat front ends, such as Open
-            WebUI, " "mark as sources."
+            help="Like --recognize; also store and reuse text that chat front ends, such as Open "
+            "WebUI, mark as sources."
         ),
     ] = False,
 ) -> None:
