@@ -2,7 +2,7 @@
 
     python benchmarks/draw_gain.py
 
-The figure is plain SVG text and rectangles. Its colours follow the reader's light or dark scheme.
+The figure is plain SVG text and rectangles. Its colors follow the reader's light or dark scheme.
 """
 
 from __future__ import annotations

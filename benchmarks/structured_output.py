@@ -169,7 +169,7 @@ def main(
             "fits": False,
             "cut": answer.finish_reason == "length",
         }
-        with suppress(IncompleteAnswerError):  # counted in the table
+        with suppress(IncompleteAnswerError):  # The table counts these answers.
             value = answer.json()
             checker = Draft202012Validator.FORMAT_CHECKER
             row["parses"] = True

@@ -1,4 +1,4 @@
-"""Measure kernels alone: rotation of keys, flash attention of PyTorch and packages, and assembly.
+"""Measure single kernels: rotation of keys, flash attention of PyTorch and packages, and assembly.
 
 * ``rotation``: rotating the keys of one layer, fused and by PyTorch's operations.
 * ``flash``: attention of the last queries to all keys before them and themselves, with the heads of

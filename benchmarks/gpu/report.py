@@ -112,7 +112,7 @@ def first_token(results: Mapping[str, Record]) -> list[str]:
         lines += [title, "", *table((*named, *ways, "full / recompute"), rows)]
     rows = [
         (*what, duration(row["assembly_s"]), duration(row["limit_s"]))
-        for what, row in cases_of(results, "assembly")  # which `kernel_times` measures now
+        for what, row in cases_of(results, "assembly")  # The step `kernel_times` measures this now.
     ]
     if rows:
         title = "Joining and rotating keys and values, a part of copy:"
