@@ -245,7 +245,7 @@ class BlockCache:
         self.used_bytes += size
 
     def serve(self, request: Request) -> Served:
-        """Look up all blocks, then store the missing ones. A repeated block is computed once."""
+        """Look up all blocks, then store missing blocks. A repeated block is computed once."""
         reused, missing = [], {}
         read: dict[str, int] = {}
         for block in request[:-1]:

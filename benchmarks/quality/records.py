@@ -26,7 +26,7 @@ def measure(
     minutes: float,
     known: Sequence[str] = EARLIER,
 ) -> None:
-    """Append the records that a file lacks, until the time is over.
+    """Append the records that a file lacks, until ``minutes`` have passed.
 
     Args:
         answer: Function that measures some of the names for one question.

@@ -25,7 +25,7 @@ class Outcome:
     """Outcome of a use. ``result`` is "works", "unread", "fails" or "not installed".
 
     ``error`` is the name of the error. ``prompt_tokens`` counts the tokens of all prompts of the
-    use, ``reused_tokens`` the ones from stored blocks.
+    use, and ``reused_tokens`` counts its tokens from stored blocks.
     """
 
     result: str

@@ -28,8 +28,8 @@ from blockattn_rag.kv.context import Context
 from blockattn_rag.kv.rope import RotaryLayout
 
 RELAY_FINAL_TOKENS = 1024
-"""Longest final block for relay attention. For longer ones, rotating the queries for every block
-costs more than rotating the keys once."""
+"""Maximum tokens of a final block for relay attention. For a longer block, rotating the queries for
+every block costs more than rotating the keys once."""
 
 
 class JoinLimits(NamedTuple):
@@ -50,7 +50,7 @@ class JoinLimits(NamedTuple):
 # Each segment costs 30 to 40 microseconds of call overhead per layer, whatever its size
 # (`bench decode --block-tokens 128,512`).
 CPU_JOINS = JoinLimits(prefill_tokens=32, decode_tokens=512)
-# Launching a kernel takes longer than its work (`benchmarks/results/gpu`).
+# Launching a kernel takes longer than running it (`benchmarks/results/gpu`).
 ACCELERATOR_JOINS = JoinLimits(prefill_tokens=131_072, decode_tokens=131_072)
 
 

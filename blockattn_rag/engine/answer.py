@@ -84,7 +84,8 @@ class Answer:
         self._end_ids = end_token_ids(hf_model, tokenizer, sampling.extra)
         self._guard = self._model.loop_guard(sampling)
         self._ids: list[int] = []
-        self._shown_characters = self._shown_tokens = 0  # Counts of what was passed to the caller.
+        # Numbers of characters and tokens that were passed to the caller.
+        self._shown_characters = self._shown_tokens = 0
 
     @property
     def stopped(self) -> bool:

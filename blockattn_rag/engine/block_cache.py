@@ -20,7 +20,7 @@ _MOST_TIMES = 1 << 16
 
 
 class BlockCache:
-    """Reads and writes blocks of a store, and keeps the most recently used ones in memory.
+    """Reads and writes blocks of a store, and keeps the most recently used blocks in memory.
 
     A cached block is not read again, so its file is verified once. ``keep`` replaces it with its
     copy on the model's device.

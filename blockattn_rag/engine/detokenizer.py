@@ -17,7 +17,7 @@ class Detokenizer:
         stop: Strings that end the answer. They are removed from the text.
 
     Attributes:
-        ids: Tokens pushed so far, up to the one that completed a stop string.
+        ids: Tokens pushed so far, up to the token that completed a stop string.
         stopped: Whether a stop string ended the text.
     """
 

@@ -29,7 +29,7 @@ LatePrompt = Prompt | Callable[[], Prompt]
 
 
 def to_block_prompt(prompt: LatePrompt) -> BlockPrompt:
-    """Convert a prompt to a ``BlockPrompt``."""
+    """Call the function that creates a prompt, if any, and convert a list to a ``BlockPrompt``."""
     made = prompt() if callable(prompt) else prompt
     return made if isinstance(made, BlockPrompt) else BlockPrompt.from_texts(made)
 
@@ -88,7 +88,8 @@ class Group:
         return group if group is not None and group._options == options else None
 
     def is_complete(self, waiting: int) -> bool:
-        """Whether every running call has a request among the ``waiting`` ones."""
+        """Whether all running calls have submitted a request. ``waiting``: number of waiting
+        requests."""
         return waiting >= min(self._at_once, self._remaining)
 
 

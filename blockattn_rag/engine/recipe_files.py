@@ -136,7 +136,7 @@ def part(folder: Path, kind: str, fields: RecipeFields) -> Path:
 
 
 def write_recipe(folder: Path, fields: Mapping[str, Any], parts: Mapping[str, bytes]) -> None:
-    """Replace the recipe in a folder, or write a new one. An interruption leaves either recipe.
+    """Replace the recipe in a folder, or write a new recipe. An interruption leaves either recipe.
 
     Args:
         folder: Folder that is new, empty, or contains a recipe.

@@ -76,7 +76,8 @@ def named_schema(schema: Any) -> dict[str, Any]:
             as in OpenAI's API.
     """
     if isinstance(schema, type) and is_basemodel_subclass(schema):
-        # Uses pydantic, because LangChain's conversion inlines references, even recursive ones.
+        # Use pydantic, because LangChain's conversion inlines references, even recursive
+        # references.
         pydantic: Any = schema  # A class of pydantic version 1 or 2.
         of = getattr(pydantic, "model_json_schema", None) or pydantic.schema
         return {"name": schema.__name__, "schema": of()}

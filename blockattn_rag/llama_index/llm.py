@@ -276,7 +276,7 @@ class BlockAttentionLLM(PromptMaking, StructuredPrediction, CustomLLM, FunctionC
         """Return the tool calls of a response.
 
         Raises:
-            ToolCallError: The response has no tool call or an invalid one, and
+            ToolCallError: The response has no tool call or an invalid tool call, and
                 ``error_on_no_tool_call`` is True.
         """
         return tool_selections(response, required=error_on_no_tool_call)

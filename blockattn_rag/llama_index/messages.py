@@ -200,7 +200,7 @@ def tool_selections(response: ChatResponse, *, required: bool) -> list[ToolSelec
     """Return the tool calls of a response.
 
     Raises:
-        ToolCallError: A call is ``required``, and the response has no call or an invalid one.
+        ToolCallError: A call is ``required``, and the response has no call or an invalid call.
     """
     message = response.message
     invalid = message.additional_kwargs.get(INVALID_CALLS, [])

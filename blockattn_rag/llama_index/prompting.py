@@ -164,8 +164,8 @@ class PromptMaking(EngineComponent, LLM):
 def with_whole_passages(prompt_args: dict[str, Any]) -> dict[str, Any]:
     """Add the missing markers to cut passages in the variables of a prompt template.
 
-    LlamaIndex's prompt helper cuts long passages. After the template is filled, it is no longer
-    known where a piece begins and ends.
+    LlamaIndex's prompt helper cuts long passages. In the filled template, the boundaries of a piece
+    are unknown.
     """
     return {
         name: close_cut_passages(value) if isinstance(value, str) and name != "query_str" else value

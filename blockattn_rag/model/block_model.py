@@ -206,7 +206,7 @@ class BlockModel(TunedModel):
 
     @cached_property
     def end_token_ids(self) -> set[int]:
-        """Tokens that end an answer."""
+        """Ids of the tokens that end an answer, from the generation config or the tokenizer."""
         return decoding.end_token_ids(self.hf_model, self.tokenizer.tokenizer)
 
     @cached_property
@@ -372,7 +372,7 @@ class BlockModel(TunedModel):
 
         Raises:
             ValueError: the model has sliding windows, and final blocks of different lengths follow
-                a cache: their windows would include the padding before shorter ones.
+                a cache: their windows would include the padding before shorter blocks.
         """
         lengths = {len(final) for _, final in prompts}
         if cache is not None and self.profile.has_windows and len(lengths) > 1:

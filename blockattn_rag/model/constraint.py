@@ -64,7 +64,7 @@ class AnswerRules:
         return LoopEndingMatcher(matcher, self._decode, self._quotes, among_text=among_text)
 
     def loop_guard(self, grammar: Grammar | None) -> LoopGuard:
-        """Loop guard for one answer."""
+        """Loop guard for one answer with this grammar. None: free text."""
         return LoopGuard(self._decode, grammar)
 
     @cached_property

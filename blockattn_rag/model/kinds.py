@@ -1,4 +1,4 @@
-"""Kinds of layers: what each layer of a model caches.
+"""Kinds of layers, by the tensors that each layer of a model caches.
 
 Kinds are measured when a model is loaded: from its cache after a short forward pass, and from the
 cached values that change at other positions. Names of model families play no role.
@@ -53,7 +53,7 @@ _REFUSED = {
 
 @dataclass(frozen=True, slots=True)
 class LayerKind:
-    """Kind of a layer, which describes what the layer caches.
+    """Kind of a layer, which describes the tensors that it caches.
 
     Args:
         attention: ``"full"``, ``"windowed"``: keys, which may be rotated, and values. ``"latent"``

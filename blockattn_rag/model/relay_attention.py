@@ -192,8 +192,8 @@ def relay_is_exact(
 ) -> bool:
     """Enable relay attention, and test whether its logits equal those of the copy path.
 
-    Models whose layers, masks, soft caps or attention sinks differ from what relay attention
-    computes are rejected without a test, because a short probe might not reveal it.
+    Models with layers, masks, soft caps or attention sinks that relay attention does not compute
+    are rejected without a test, because a short probe might not reveal the difference.
 
     Raises the same errors as ``check_ready``.
     """

@@ -34,7 +34,7 @@ class HeadStates:
 
     Args:
         kinds: Kinds of the model's layers.
-        max_bytes: Maximum size of the states. The least recently used ones are evicted.
+        max_bytes: Maximum size of the states. The least recently used states are evicted.
     """
 
     def __init__(

@@ -105,7 +105,7 @@ def wrap(text: str) -> str:
 
 
 def strip_markers(string: str) -> str:
-    """Remove all markers from a string, including foreign ones, for display."""
+    """Remove all markers from a string, including foreign markers, for display."""
     return _MARKER.sub("", string)
 
 

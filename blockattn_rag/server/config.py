@@ -134,7 +134,7 @@ class ServingConfig:
             UnsupportedModelError: The model cannot run in block mode.
             ValueError: The recipe is missing or damaged, does not belong to the model, or cannot be
                 served.
-            ServingError: The model or the recipe is not the one of ``fingerprint`` and
+            ServingError: The model differs from ``fingerprint``, or the recipe from
                 ``recipe_digest``.
         """
         checkpoint = CheckpointModel(model, dtype, revision)

@@ -131,7 +131,7 @@ class EncodeBody:
 
 @dataclass(config=STRICT, frozen=True, slots=True)
 class EncodeAnswer:
-    """Answer of ``ENCODE``."""
+    """Answer of ``ENCODE``: the outcome of each passage."""
 
     passages: Annotated[tuple[Outcome, ...], Field(min_length=1, max_length=MOST_BLOCKS)]
     encoded_tokens: Count = 0

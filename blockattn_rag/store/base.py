@@ -27,7 +27,7 @@ class TierStats:
         hits: Entries read.
         read_tokens, read_bytes: Tokens and bytes (keys, values, scales) of the entries read.
         misses: Lookups of absent or damaged entries.
-        written: Entries written, including promoted ones.
+        written: Entries written, including copies of hits in slower tiers.
         failures: Failed reads and writes. A read of many entries counts once.
         skipped: Entries not looked up or written because the breaker was open.
         dropped: Entries not written because the queue was full or the write failed.

@@ -126,7 +126,7 @@ def check_entry_key(key: str, entry: BlockKV | Header, place: object) -> None:
 
 
 def encoded(key: str, kv: BlockKV, place: object) -> bytes:
-    """Encode an entry for ``place``."""
+    """Encode an entry as bytes, after checking that ``kv`` belongs under ``key``."""
     checks.check_entry(key, kv)
     checks.check_finite(kv, place)
     return encode(kv)

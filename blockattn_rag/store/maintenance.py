@@ -66,7 +66,7 @@ class VerifyReport:
             may be intact, and are never deleted.
         deleted: Number of damaged entries that were deleted.
         errors: Damaged entries that could not be deleted, and why.
-        leftovers: Temporary files of running or killed writers. ``gc`` removes old ones.
+        leftovers: Temporary files of running or killed writers. ``gc`` removes old files.
     """
 
     ok: int
@@ -81,7 +81,7 @@ class VerifyReport:
 
 @dataclass(frozen=True, slots=True)
 class GcReport:
-    """Result of ``gc``. With ``dry_run``, what ``gc`` would have done.
+    """Result of ``gc``. With ``dry_run``, the result that ``gc`` would have had.
 
     Args:
         kept: Number of entries that are referenced.
@@ -354,7 +354,8 @@ def _sweep_leftovers(
 def describe_all(store: MaintainedStore) -> Iterator[tuple[str, EntryInfo | StoreError | None]]:
     """Yield the key and the header of each entry (``describe``), reading several at once.
 
-    The header is None for an entry deleted in the meantime, and a StoreError for an unreadable one.
+    The header is None if the entry was deleted in the meantime, and a StoreError if it is
+    unreadable.
     """
 
     def described(key: str) -> tuple[str, EntryInfo | StoreError | None]:

@@ -223,7 +223,7 @@ def merge_index(
     added: Mapping[str, Entries] = MappingProxyType({}),
     progress: Callable[[int], None] | None = None,
 ) -> IndexReport:
-    """Merge the index files of each namespace, and drop passages that are no longer stored.
+    """Merge the index files of each namespace, and drop passages that are not stored.
 
     Safe to run alongside writers. Entries that a server encoded have no handle, so a namespace with
     such entries keeps all of its passages.

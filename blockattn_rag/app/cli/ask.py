@@ -95,7 +95,7 @@ def ask(
 ) -> None:
     """Answer questions from the ingested passages, with sources and reuse statistics.
 
-    A conversation keeps the model loaded, and later questions may refer to earlier ones. Ctrl-C
+    A conversation keeps the model loaded, and questions may refer to earlier questions. Ctrl-C
     stops an answer, Ctrl-D leaves, /help lists the commands.
     """
     is_conversation = _is_conversation(question)

@@ -106,7 +106,7 @@ class ChatBody(NamedTuple):
 
     @property
     def passages(self) -> list[str]:
-        """Texts of the passages in documents and messages, without altered ones."""
+        """Texts of the passages in documents and messages, without altered passages."""
         return _intact_passages(self.spans)
 
     @property
@@ -139,7 +139,7 @@ class CompletionBody(NamedTuple):
 
     @property
     def passages(self) -> list[str]:
-        """Texts of the passages in documents and prompt, without altered ones."""
+        """Texts of the passages in documents and prompt, without altered passages."""
         return _intact_passages(self.spans)
 
     @property

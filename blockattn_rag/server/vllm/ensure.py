@@ -66,7 +66,7 @@ class _Flight:
 
 
 class BlockEnsurer:
-    """Looks blocks up in the store, and has the engine encode the missing ones.
+    """Looks blocks up in the store, and has the engine encode missing blocks.
 
     A block that several requests need is encoded once.
     """
@@ -93,8 +93,8 @@ class BlockEnsurer:
         """Whether each block is available. Marks it as used.
 
         Args:
-            thorough: Read each entry completely, and delete damaged ones. Blocks in the workers'
-                memory are assumed to be lost.
+            thorough: Whether to read each entry completely, and delete damaged entries. Blocks in
+                the workers' memory are assumed to be lost.
         """
         distinct = {block.name: block for block in blocks}
         looks = (self._is_found(block, thorough) for block in distinct.values())
@@ -117,7 +117,7 @@ class BlockEnsurer:
         full store does not stop answers.
 
         Args:
-            must_store: Raise if a block that may be stored cannot be stored.
+            must_store: Whether to raise an error if a block that may be stored cannot be stored.
 
         Returns:
             Whether each block was missing.

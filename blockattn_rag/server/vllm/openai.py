@@ -97,7 +97,7 @@ class Prompts:
         variables: Mapping[str, Any],
         recognize: Recognizer | None = None,
     ) -> BlockPrompt:
-        """Render a chat as blocks."""
+        """Render a chat with the model's chat template, as blocks."""
         if body.not_text:
             raise ProtocolError(
                 f"{body.not_text}, but prompts with passages are text only; remove the part, or "

@@ -25,8 +25,8 @@ class Ticket:
     """State of a request in block mode while vLLM's handlers process it.
 
     Args:
-        ensure_again: Function that checks all blocks of the prompt thoroughly, encodes the missing
-            ones, and returns the tokens of the encoded blocks by key.
+        ensure_again: Function that checks all blocks of the prompt thoroughly, encodes missing
+            blocks, and returns the tokens of the encoded blocks by key.
         keys: Keys of the context blocks, in order.
         marker: ``kv_transfer_params`` of the answer. None until they are known.
     """

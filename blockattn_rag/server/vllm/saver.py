@@ -90,7 +90,7 @@ class BlockSaver:
             self._parts.pop(request_id, None)
 
     def save(self, save: Save) -> None:
-        """Save the block that was copied."""
+        """Save the block of an encoding request, from the copies of its steps."""
         (block,) = block_keys(save.token_ids, save.plan, self._profile)
         parts = zip(*self._parts.pop(save.request_id), strict=True)
         own = self._block(block, [_joined(layer) for layer in parts])

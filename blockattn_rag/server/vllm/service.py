@@ -176,7 +176,7 @@ class Service:
         raw_request: Any,
         tools: ServedTools | None = None,
     ) -> Answer:
-        """Answer a request."""
+        """Answer a request, in block mode if its prompt contains passages."""
         respond = partial(self._reported, create, request, raw_request, tools)
         render = partial(self._render, make_prompt, body.options.mode, tools)
         must_render = body.has_passages or tools is not None
