@@ -1,4 +1,4 @@
-"""Count the tokens that each turn of an agent computes, and check which texts reach the disk.
+"""Count the tokens that each turn of an agent computes, and check that only passages are stored.
 
     python benchmarks/agent_turns.py [--turns 10] [--passages 20] [--found 3] [--follow-ups 0]
 

@@ -353,7 +353,7 @@ def _tokens_per_s(
 def sharing_prompts(
     engine: BlockAttentionEngine, count: int, system: int, context: int, question: int
 ) -> list[BlockPrompt]:
-    """Prompts with a shared block and a block of their own, with these numbers of tokens."""
+    """``count`` prompts, each with the shared block and an own block of these numbers of tokens."""
     vocabulary = engine.model.config.vocab_size
     shared = random_prompt(system, system, 1, vocabulary, seed=-1).context
     own = [random_prompt(context, context, question, vocabulary, seed) for seed in range(count)]

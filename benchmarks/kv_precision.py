@@ -70,7 +70,7 @@ class RoundingStore(MemoryStore):
         super().put(key, replace(kv, keys=keys, values=values))
 
     def bytes_of(self, states: int) -> float:
-        """Bytes that numbers would take: half a byte each, and 4 bytes per group."""
+        """Bytes of the stored numbers: half a byte for each number, and 4 bytes for each group."""
         return states * (0.5 + 4 / self.group)
 
 

@@ -151,7 +151,7 @@ class Row(NamedTuple):
 
 
 def families() -> list[str]:
-    """Families of causal language models, without those that are the text part of another."""
+    """Families of causal language models, without families that are the text part of another family."""
     names = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
     return sorted(name for name in names if f"{name}_text" not in names)
 

@@ -1,4 +1,4 @@
-"""Ingest real passages with a 135M Llama shape, twice, then answer questions from them.
+"""Ingest real passages twice with a 135M Llama shape, then answer questions about them.
 
     python benchmarks/real_passages.py --corpus corpus.jsonl.gz --questions nq_rag.jsonl.gz
 

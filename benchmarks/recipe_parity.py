@@ -1,4 +1,4 @@
-"""Compare the answers of a server with those of an engine in process, with the same recipe.
+"""Compare the answers of a server and of an engine in process, with the same recipe.
 
     python benchmarks/recipe_parity.py --prompts 200
     python benchmarks/recipe_parity.py --model smollm2 --recipe auto --prompts 200

@@ -110,7 +110,7 @@ class Site:
 
 
 async def nothing(site: Site) -> None:
-    """Inject no faults other than those of the proxy."""
+    """Inject no faults in addition to the proxy's."""
 
 
 async def delete_entries(site: Site) -> None:

@@ -195,7 +195,7 @@ def read_questions(arena: Path, subset: str) -> tuple[list[dict[str, Any]], str]
 def answer_all(
     method: Method, model: str, exam: Mapping[str, Any], questions: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Answer questions, each over its own sources, and return the result as the board reads it.
+    """Answer questions, each over its own sources, and return the result in the board's format.
 
     Args:
         method: A method after ``setup``.
@@ -311,7 +311,8 @@ def run(
 def score(
     files: Annotated[list[Path], typer.Argument(help="Results, with rows full and no-context.")],
 ) -> None:
-    """Print recovered gain and costs of results, by the rows full and no-context among them."""
+    """Print recovered gain and costs of results, which must include the rows full and
+    no-context."""
     results = [json.loads(path.read_text("utf-8")) for path in files]
     by_name = {one["summary"]["method"]: one for one in results}
     names = [f"{Method.name} ({row})" for row in (NO_CONTEXT, FULL)]

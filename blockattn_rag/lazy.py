@@ -55,7 +55,7 @@ def _imported_for_types(file: str) -> Mapping[str, str]:
 
 
 def missing_extra(package: str, extra: str) -> str:
-    """End of an error message: the missing package, and how to install the extra it belongs to."""
+    """End of an error message: the missing package, and the command that installs its extra."""
     command = f'`pip install "blockattn-rag[{extra}]"`'
     if _from_a_folder():
         command = (

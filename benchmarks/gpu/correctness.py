@@ -158,7 +158,8 @@ def rotations(campaign: Campaign, pairing: Pairing, dtype: str) -> Iterator[Reco
 
 
 def of_kind(campaign: Campaign, kind: str, dtype: str, lengths: Sequence[int]) -> Iterator[Record]:
-    """Rows of ``compare`` for a miniature, and of the recomputation of all tokens if it can."""
+    """Rows of ``compare`` for a miniature, and rows of recomputing all tokens if it supports
+    this."""
     family, settings, _ = KINDS[kind]
     hf_model: Any = miniature(AutoConfig.for_model(family, **settings))
     exact_model = copy.deepcopy(hf_model).to(campaign.device).double()
@@ -335,7 +336,8 @@ class Judge:
         return self._row(max(errors), extra)
 
     def batch(self, engine: BlockAttentionEngine, extra: float) -> Record:
-        """Compare greedy answers to the prompt, to its reversed blocks and to one block twice."""
+        """Compare greedy answers to the prompt, to a prompt with its blocks reversed, and to a
+        prompt with one block twice."""
         blocks, final = self.prompt.context, self.prompt.final
         orders = [blocks, blocks[::-1], (blocks[-1], blocks[-1])]
         prompts = [BlockPrompt(order, final) for order in orders]

@@ -16,7 +16,7 @@ PLAIN = "block"
 
 
 def tables(records: Sequence[Record]) -> str:
-    """One table over all questions, and one of right answers by set."""
+    """A table over all questions, and a table of right answers by set."""
     by_row = _by_row(records)
     head: tuple[str, ...] = (
         "",

@@ -45,7 +45,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Row:
-    """A use, and its outcomes with this package's models and with the framework's own."""
+    """A use, and its outcomes with this package's models and with the framework's own models."""
 
     framework: str
     use: str

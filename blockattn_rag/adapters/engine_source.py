@@ -245,7 +245,8 @@ class EngineSource:
         return {k: value for k, value in self._model_kwargs.items() if k != "tokenizer"}
 
     def noted(self, prompt: BlockPrompt) -> BlockPrompt:
-        """Return the prompt unchanged. Logs a hint if it cannot reuse passages (``ReuseHints``)."""
+        """Return the prompt unchanged. If the prompt cannot reuse passages, log a hint
+        (``ReuseHints``)."""
         if self._hints is not None:
             self._hints.look_at(prompt)
         return prompt

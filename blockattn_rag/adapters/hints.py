@@ -10,8 +10,9 @@ logger = logging.getLogger("blockattn_rag")
 
 _UNMARKED_PROMPTS = 3
 _MOST_HEADS = 1000
-_LONG_PROMPT = 200  # Characters. A shorter prompt is assumed to have no passages.
-_NEW_HEADS = 5  # Consecutive prompts. An application may alternate between templates.
+_LONG_PROMPT = 200  # Number of characters. A shorter prompt is assumed to have no passages.
+# Number of consecutive prompts, because an application may alternate between templates.
+_NEW_HEADS = 5
 
 
 class ReuseHints:

@@ -113,7 +113,7 @@ class DeviceRelay:
         )
 
     def load(self, context: Context) -> None:
-        """Begin a request after ``context``, which ``reads`` accepts. Its tail is empty."""
+        """Begin a request with an empty tail after ``context``, which ``reads`` must accept."""
         if self.room > TAIL_TOKENS:  # The previous request had a long answer.
             self._make_tail(TAIL_TOKENS)
         blocks = context.blocks

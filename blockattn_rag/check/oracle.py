@@ -46,7 +46,7 @@ class Layout(NamedTuple):
 
 
 def layout_of(block_lengths: Sequence[int], sink_length: int = 0) -> Layout:
-    """Layout of a prompt with a sink before each block except the first and the final one."""
+    """Layout of a prompt with a sink before each block except the first and the final block."""
     block: list[int] = []
     position: list[int] = []
     is_sink: list[bool] = []
@@ -82,7 +82,7 @@ def block_mask(
         window: Size of the sliding window: a token attends to the last ``window`` tokens, including
             itself.
         sink_length: Number of tokens of the sink before each block except the first and the final
-            one.
+            block.
     """
     block, position, is_sink = layout_of(block_lengths, sink_length)
     seen = (block[:, None] == block) | ((block == len(block_lengths) - 1)[:, None] & ~is_sink)
@@ -103,8 +103,8 @@ def oracle_logits(
     """Logits ``[final tokens, vocab]`` of the final block (the last of ``block_ids``), float32.
 
     Args:
-        sink_ids: Sink tokens before each block except the first and the final one. Only that block
-            attends to them.
+        sink_ids: Sink tokens before each block except the first and the final block. Only the block
+            after them attends to them.
         adapter: Adapter for the keys and values of passages, which the final block attends to.
         layouts: Rotary layout of each layer of the adapter.
         layers: Indices in the model of the adapter's layers. Default: 0, 1, ...

@@ -58,7 +58,7 @@ class BlockCache:
         return [entries[key] for key in keys]
 
     def put(self, key: str, kv: BlockKV) -> None:
-        """Cache a block and store it. If the store rejects the block, it stays cached."""
+        """Cache a block and store it. The block stays cached even if the store rejects it."""
         if self._cached is not None:
             self.keep(key, kv)
             self._note_use(key)

@@ -46,7 +46,7 @@ def resolve_recipe(
     *,
     stock: str = STOCK,
 ) -> Recipe:
-    """Resolve the recipe of an engine.
+    """Find the recipe that an engine uses.
 
     Args:
         given: A recipe, a recipe's folder, settings such as ``"head+recompute:0.1"``
@@ -145,7 +145,8 @@ def check_fits(recipe: Recipe, model: AnyModel) -> None:
 
 
 def foreign(recipe: Recipe, model: AnyModel) -> str:
-    """Reason why a recipe does not belong to a model, as a sentence. Empty if it belongs to it."""
+    """Reason why a recipe does not belong to a model, as a sentence. Empty: it belongs to the
+    model."""
     if not recipe.fingerprints or model.fingerprint in recipe.fingerprints:
         return ""
     known = ", ".join(f"{fingerprint[:12]}..." for fingerprint in recipe.fingerprints)
@@ -171,8 +172,8 @@ def _automatic(model: AnyModel, store: KVStore, folder: Path | None, stock: str)
 
 
 def stock_recipe(model: AnyModel, stock: str = STOCK) -> Recipe:
-    """The recipe of a stock model without a recipe: ``stock``, or the best free settings if it
-    cannot recompute tokens."""
+    """Default recipe of a stock model: ``stock``, or the best free settings if the model cannot
+    recompute tokens."""
     recipe = Recipe.of_text(stock)
     if recipe is None:
         raise ValueError(f"Invalid settings {stock!r}: expected {TEXT_FORMS}.")

@@ -177,7 +177,7 @@ def check_replaceable(folder: Path) -> None:
 
 
 def _own_names(folder: Path) -> set[str]:
-    """Names of the files in a folder. Raises ValueError if it has files other than a recipe's."""
+    """Names of the files of a recipe's folder. Raises ValueError if it has any other file."""
     if not folder.is_dir():
         if os.path.lexists(folder):
             raise ValueError(f"{folder} is not a folder: choose a new or empty folder.")

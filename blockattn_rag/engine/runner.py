@@ -181,7 +181,7 @@ class Runner:
         return batches
 
     def _answer(self, answers: Sequence[Answer]) -> None:
-        """Answer requests in one batch. If a batch of several fails, answer each request alone."""
+        """Answer requests in one batch. If a batch of several requests fails, answer each alone."""
         generate = self._generate_together if len(answers) > 1 else self._generate_alone
         try:
             for answer, ids in zip(answers, generate(answers), strict=True):

@@ -83,7 +83,7 @@ class Scheduler:
         self.submit(*turn)
 
     def submit_and_wait(self, *work: Pending[T]) -> list[T]:
-        """Submit work and return its results, in order. After an error the rest is dropped.
+        """Submit work and return its results, in order. After an error, the other work is dropped.
 
         If the model is idle, the main thread does the work itself, so a script loads and runs its
         model in one thread. OpenMP keeps workers for each thread that has computed, and forward

@@ -52,7 +52,7 @@ def training_arguments(folder: Path, *, batch_size: int, **settings: Any) -> Tra
 
 
 class LabTrainer(Trainer):
-    """Trainer that resumes exactly, reports losses, and stops when they are not finite.
+    """Trainer that resumes exactly, reports losses, and stops if a loss is not finite.
 
     Args:
         lengths: Number of tokens of each training item, for batches of similar length. Default:

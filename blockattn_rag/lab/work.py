@@ -59,7 +59,7 @@ def check_resumable(work: Path, settings: Mapping[str, Any]) -> None:
 
 
 def _check_same(work: Path, settings: Mapping[str, Any]) -> bool:
-    """Whether there is an interrupted run. Raises ``DataError`` if it had other settings."""
+    """Whether an interrupted run exists. Raises ``DataError`` if the run had other settings."""
     before = interrupted_run(work)
     if before is None:
         return False

@@ -190,7 +190,7 @@ class RetrieveFirst(AgentMiddleware[Any, Any]):
 
 
 def _with_passages(messages: Sequence[BaseMessage]) -> list[BaseMessage]:
-    """Replace the calls of ``RetrieveFirst`` by passages in the user's message before them."""
+    """Replace the calls of ``RetrieveFirst`` by passages in the preceding user message."""
     shown: list[BaseMessage] = []
     calls: set[str | None] = set()
     for message in messages:
@@ -206,7 +206,7 @@ def _with_passages(messages: Sequence[BaseMessage]) -> list[BaseMessage]:
 
 
 def _message_with(passages: str, question: BaseMessage | None) -> BaseMessage:
-    """The question with passages before it, because it must be in the final block."""
+    """The question after its passages, because the question must be in the final block."""
     if question is None:
         return HumanMessage(passages)
     before, content = f"{passages}\n\n", question.content

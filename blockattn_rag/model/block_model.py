@@ -247,7 +247,7 @@ class BlockModel(TunedModel):
 
     @cached_property
     def graph_runner(self) -> GraphRunner | None:
-        """Runner of single requests on a GPU. None: it is not exact for this model, as measured."""
+        """Runner of single requests on a GPU. None: not exact for this model, as measured."""
         if self.device.type != "cuda" or not self.supports_relay:
             return None
         with self.lock:

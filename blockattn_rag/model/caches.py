@@ -152,7 +152,7 @@ def copied_cache(
 
 
 class _GrowingLayer(DynamicLayer):
-    """Layer that writes new tokens to room at the end of its tensors.
+    """Layer that writes new tokens into free space at the end of its tensors.
 
     Args:
         keys, values: ``[rows, heads, tokens + room, size]``.

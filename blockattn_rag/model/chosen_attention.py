@@ -66,7 +66,7 @@ class ChosenAttention:
         cap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """See ``RelayPlan.attend``. Keys and values are those of the context."""
+        """See ``RelayPlan.attend``. Keys and values of the context."""
         window, outputs = self._windows[layer], []
         # Some models compute only the last tokens in layers that store no keys and values.
         start = skipped = len(self._chosen) - query.shape[2]
@@ -90,7 +90,7 @@ class ChosenAttention:
         return torch.cat(outputs, dim=2)
 
     def _run(self, start: int) -> int:
-        """Number of chosen tokens from ``start`` that follow each other without a gap."""
+        """Length of the run of consecutive chosen tokens that begins at ``start``."""
         places = self._chosen
         sizes = range(1, len(places) - start)
         return 1 + bisect_right(sizes, 0, key=lambda n: places[start + n] - places[start] - n)
@@ -115,7 +115,8 @@ class ChosenAttention:
             most = min(most, bisect_left(self._chosen, first + window, lo=start) - start)
 
         def elements(rows: int) -> int:
-            """Elements of the chunk's mask, or of its scores if the kernel keeps them."""
+            """Number of elements of the chunk's mask, or of its scores if the kernel keeps
+            scores."""
             end = self._chosen[start + rows - 1] + 1
             return rows * (heads * (end - scored) if keeps_scores else groups * (end - masked))
 
@@ -185,7 +186,7 @@ class MeasuredAttention(ChosenAttention):
         cap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """See ``RelayPlan.attend``. Keys and values are those of context and tail."""
+        """See ``RelayPlan.attend``. Keys and values of context and tail."""
         if layer not in self._layers:
             return super().attend(layer, query, key, value, scale, mask, cap=cap, sinks=sinks)
         keys, before, outputs = key.float().mT, len(self.total), []

@@ -125,7 +125,7 @@ def _settings(hf_model: PreTrainedModel) -> dict[str, Any]:
 
 
 def _settled(config: dict[str, Any]) -> dict[str, Any]:
-    """A config without its neutral fields, nested configs included."""
+    """A config, including nested configs, without fields that do not affect keys and values."""
     return {
         key: _settled(value) if isinstance(value, dict) else value
         for key, value in config.items()
@@ -196,7 +196,7 @@ def weights_digest(hf_model: nn.Module) -> str:
 
 
 def _offloaded(hf_model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Weights that accelerate has offloaded and loads in each forward."""
+    """Weights that accelerate has offloaded, and loads in each forward pass."""
     for name, module in hf_model.named_modules():
         hook: Any = getattr(module, "_hf_hook", None)
         for one in getattr(hook, "hooks", (hook,)):  # A hook may be a sequence of hooks.

@@ -87,7 +87,7 @@ class _Inputs:
         tokens, width = ids.shape[1], self._ids.shape[1]
         self._ids[:, tokens:] = 0
         self._ids[:, :tokens] = ids
-        # Padding repeats a position, because LongRoPE's frequencies depend on the last one.
+        # Padding repeats a position, because LongRoPE's frequencies depend on the last position.
         torch.arange(start, start + width, out=self._positions[0])
         self._positions.clamp_(max=start + tokens - 1)
         self._last.fill_(tokens - 1)

@@ -259,7 +259,7 @@ def _measured(
     window: int | None,
     seen: Mapping[int, SeenAttention],
 ) -> LayerKind:
-    """Kind of a layer: from its cache and window, and the keys that it attends to."""
+    """Derive the kind of a layer from its cache, its window, and the keys that it attends to."""
     keys = seen[index].keys if index in seen else None
     known = (DynamicLayer, LinearAttentionLayer, LinearAttentionAndFullAttentionLayer)
     keeps = getattr(layer, "keys", None) is not None and getattr(layer, "values", None) is not None
@@ -310,7 +310,7 @@ def in_order(kind: LayerKind, keys: Tensor, values: Tensor) -> tuple[Tensor, Ten
 
 
 class ProbeError(UnsupportedModelError):
-    """Raised if a model cannot run the forwards that measure it."""
+    """Raised if a model cannot run the forward passes that measure it."""
 
     def __init__(self, subject: object, reason: str) -> None:
         super().__init__(_message(subject, reason))

@@ -158,7 +158,8 @@ def profile_config(config: Any, dtype: torch.dtype) -> AttentionProfile:
 
 
 def _head_size(config: Any) -> int:
-    """Size of a key: of the rotary key for latent attention, of some layer if they differ."""
+    """Size of a key. For latent attention, size of the rotary key. If layers differ, any layer's
+    size."""
     fields = config.to_dict()  # Attributes that differ by layer cannot be read.
     size = fields.get("qk_rope_head_dim") or fields.get("head_dim")
     size = size or getattr(config, "head_dim", None)

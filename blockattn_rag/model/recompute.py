@@ -126,7 +126,7 @@ def _copied(model: BlockModel, context: Context) -> ContextCache:
 def choose_tokens(
     received: Tensor, lengths: Sequence[int], may_change: Sequence[bool], count: int
 ) -> list[int]:
-    """Indices of the tokens to recompute, in order: those that receive the most attention.
+    """Indices of the tokens that receive the most attention, in order, which are to be recomputed.
 
     Args:
         received: Attention that each token of the context receives, ``[tokens]`` float32.
@@ -213,7 +213,7 @@ def measured_layers(windows: Mapping[int, int | None]) -> list[int]:
 
 
 class _ReplacingLayer(DynamicLayer):
-    """Layer that replaces the keys and values of some tokens by those of the forward pass.
+    """Layer that replaces the keys and values of some tokens with the forward pass's results.
 
     Args:
         layer: Layer whose tensors are changed.

@@ -96,7 +96,7 @@ class CausalAttention:
         cap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """See ``RelayPlan.attend``. Keys and values are those of context and tail."""
+        """See ``RelayPlan.attend``. Keys and values of context and tail."""
         assert cap is None  # see `is_plain`
         assert sinks is None
         return attend_causal(query, key, value, scale)
@@ -316,7 +316,7 @@ def relay_cache(
 
 
 def graph_runner(hf_model: PreTrainedModel, profile: AttentionProfile) -> GraphRunner | None:
-    """Runner of single requests whose logits equal those of the model's own attention.
+    """Runner of single requests, tested against the logits of the model's own attention.
 
     Relay must be exact for the model. Returns None without Triton or a GPU with 16-bit matrix
     units, or if the kernel fails.
@@ -393,7 +393,7 @@ def _equals_copies(
     final: Tensor,
     cache: Callable[[], ContextCache | None],
 ) -> bool:
-    """Whether logits over new caches equal those of the model's own attention over copies."""
+    """Whether new caches give the logits of the model's own attention over copied blocks."""
     for tokens in sorted({final.shape[1], 7, 1}, reverse=True):  # Lengths of prefill and decoding.
         copied = copied_cache(hf_model.config, [context], profile.layouts, profile.kinds)
         expected = last_logits(hf_model, final[:, :tokens], copied, 1)

@@ -273,7 +273,7 @@ class JsonStrings:
         return self._is_open != was_open
 
     def _note_depth(self, character: str) -> None:
-        """Process a character outside strings."""
+        """Update the depth of brackets for a character outside strings."""
         was_json = self._depth > 0
         self._depth += (character in "{[") - (was_json and character in "}]")
         if was_json and self._depth == 0 and self._has_data:

@@ -165,7 +165,7 @@ class WeightFiles:
             return False
 
     def digests(self) -> list[str]:
-        """xxh3-128 of each file, sorted, so that the names of files do not count.
+        """xxh3-128 of each file, sorted, so that the digests do not depend on file names.
 
         xxh3 is fast but not cryptographic. It protects against mistakes, not against attackers, who
         could replace the model itself.

@@ -83,7 +83,7 @@ class Matcher:
         return allowed
 
     def check_begins(self) -> None:
-        """Try the first token of an answer, where most grammars that are too large fail."""
+        """Try the first token of an answer, at which most too large grammars fail."""
         self.follow(np.flatnonzero(self._mask())[:1].tolist())
 
     def _mask(self) -> NDArray[np.uint8]:

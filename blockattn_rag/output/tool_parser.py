@@ -196,7 +196,7 @@ class _Reader:
         )
 
     def _read_part(self, at: int) -> tuple[str, list[ToolCall | InvalidToolCall], int] | None:
-        """The text up to the next calls, these calls, and the index of their end."""
+        """Text before the next calls, the calls, and the index of the end of the calls."""
         opening = self._mark(at, self._form.opening)
         bare = self._bare_start(at, opening) if self._may_be_bare else None
         if bare is not None:
@@ -247,7 +247,7 @@ class _Reader:
         return start if self._text.startswith("{", start) and not is_marked else None
 
     def _read_calls(self, start: int) -> tuple[list[ToolCall | InvalidToolCall], int]:
-        """The calls that begin at an index, and the index of their end."""
+        """The calls that begin at an index, and the index of the end of the calls."""
         form, text = self._form, self._text
         name, call_id, begin = self._read_head(start)
         end = start
@@ -289,7 +289,8 @@ class _Reader:
         return mark.end
 
     def _read_head(self, start: int) -> tuple[str | None, str | None, int | None]:
-        """The name and id before the JSON, in formats that have them there, and its start."""
+        """The name and id before the JSON, if the format has them there, and the start of the
+        JSON."""
         form, begin = self._form, self._visible(start)
         mark = self._mark(start, *form.marks) if form.arguments_mark else None
         is_json = bool(form.closing) or self._text.startswith(("[", "{"), begin)
@@ -335,7 +336,7 @@ class _Reader:
             at = self._visible(at + 1)
 
     def _mark(self, at: int, *kinds: str) -> Mark | None:
-        """The next mark of these kinds from an index on that was not read."""
+        """The next unread mark of these kinds, from an index on."""
         places = range(max(self._next, bisect_left(self._starts, at)), len(self._marks))
         return next((self._marks[i] for i in places if self._marks[i].text in kinds), None)
 

@@ -119,7 +119,7 @@ class RustEncoder:
         return ids
 
     def _cuts(self, text: str, ids: list[int], offsets: list[tuple[int, int]]) -> list[int]:
-        """Where to cut a text so that it is not tokenized to a control token.
+        """Positions at which to cut a text, so that it is not tokenized to a control token.
 
         A control token may also be in the vocabulary (``<s>`` in many models). A cut after its
         first character prevents the token. The token for unknown characters needs no cut, because

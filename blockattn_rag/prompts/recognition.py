@@ -112,8 +112,8 @@ class PassageMatcher:
         self.entries = entries[order]
         self._windows = np.ascontiguousarray(self.entries["window"])
         self._chars = self.entries["chars"].astype(np.int64)
-        # One bit for each of the first bits of a hash rejects most windows without a search. The
-        # table has 8 bytes per passage, so that it stays in the processor's cache.
+        # A table of bits, indexed by the first bits of a hash, rejects most windows without a
+        # search. It has 8 bytes per passage, so that it stays in the processor's cache.
         bits = min(30, max(12, (64 * len(entries)).bit_length()))
         self._shift = np.uint64(64 - bits)
         seen = np.zeros(1 << bits, np.bool_)

@@ -105,7 +105,7 @@ class Race:
     def _stream(
         self, question: str, mode: Mode
     ) -> Iterator[tuple[str, float, AssistantAnswer | None]]:
-        """Yield the text so far, the time until its first token (or until now), and the answer.
+        """Yield the text so far, the seconds until the first token (or until now), and the answer.
 
         The answer is None until it is complete.
         """

@@ -314,7 +314,8 @@ def _check_text(question: str) -> None:
 
 
 def _total(mode: Mode, calls: Sequence[Any]) -> ReuseStats:
-    """Add up the statistics of all model calls. The first token is that of the last call."""
+    """Add up the statistics of all model calls. ``ttft_s`` ends at the first token of the last
+    call."""
     used = [ReuseStats.from_dict(call["usage"]) for call in calls]
     total = sum(used, ReuseStats(mode))
     *_, last = used or [total]

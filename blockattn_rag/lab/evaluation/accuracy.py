@@ -42,7 +42,7 @@ _COUNTS = ("hits", "misses", "reused_tokens", "computed_tokens", "generated_toke
 
 @dataclass(frozen=True, slots=True)
 class EvaluationRecord:
-    """One question answered in one row."""
+    """Scored answer to one question in one row of the evaluation."""
 
     id: str
     digest: str

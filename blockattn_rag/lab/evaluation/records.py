@@ -51,7 +51,8 @@ class Row:
 def rows_of(
     engine: BlockAttentionEngine, first: Row, recipes: Recipes, closed_book: bool = False
 ) -> list[Row]:
-    """Return ``first``, a row for each recipe, and with ``closed_book`` a row without passages.
+    """Rows of an evaluation: ``first``, a row for each recipe, and, with ``closed_book``, a row
+    without passages.
 
     Recipes are resolved for the engine's model.
     """
@@ -68,7 +69,7 @@ def rows_of(
 
 
 def settings_of(engine: BlockAttentionEngine, **others: Any) -> dict[str, Any]:
-    """Settings of an engine that its records depend on."""
+    """Settings of an engine that the records of an evaluation depend on."""
     own = {"fingerprint": engine.model.fingerprint, "kv_dtype": engine.kv_dtype}
     return {**own, **others}
 

@@ -81,7 +81,7 @@ def free_recipes(
 
 
 def count_candidates(model: BlockModel, sink: str, in_use: Recipe | None) -> int:
-    """Maximum number of candidates: those of ``free_recipes`` and ``costly_recipes``."""
+    """Maximum number of candidates in ``free_recipes`` and ``costly_recipes`` together."""
     without, closed, trained = 1, 1, 1
     has_sink, has_in_use = sink != NO_SINK, in_use is not None
     costly = len(costly_recipes(model, "", Recipe()))

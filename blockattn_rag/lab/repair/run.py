@@ -35,7 +35,7 @@ def repair(
     limits: Limits = LIMITS,
     on_progress: Progress = lambda *_: None,
 ) -> Recipe:
-    """Fit recipes for a model, choose the cheapest good one, measure it, and write it.
+    """Fit recipes for a model, choose the cheapest good recipe, measure it, and write it.
 
     An interrupted run with the same inputs is resumed. The weights of the model are frozen and not
     changed.

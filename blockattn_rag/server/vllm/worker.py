@@ -142,7 +142,7 @@ class WorkerSide:
         home = open_store(config.store)
         tiers = config.nearer_tiers(profile, share)
         self._store = TieredStore(*tiers, open_share(home, share, profile), pause_s=_PAUSE_S)
-        # The same number of tokens on each rank, so that all ranks evict the same blocks.
+        # Each rank keeps the same number of tokens, so that all ranks evict the same blocks.
         private_bytes = config.private_tokens(profile) * share.bytes_per_token(profile)
         kept = MemoryStore(max(private_bytes, 1), on_host=True)
         self._loader = BlockLoader(self._store, profile, share, config.load_deadline_s, kept=kept)
