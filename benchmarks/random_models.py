@@ -51,7 +51,7 @@ def random_llama(
         raise ValueError(f"Unknown shape {shape!r}: expected one of {', '.join(SHAPES)}.")
     number = floating_type(dtype)
     config: Any = shape_config(shape, max_position_embeddings=max_tokens)
-    if window is not None:  # This is a Llama with types of layers.
+    if window is not None:  # Ministral is a Llama with layer types.
         types = ["sliding_attention"] * 5 + ["full_attention"]
         layers = range(config.num_hidden_layers)
         config = MinistralConfig(

@@ -128,7 +128,7 @@ class Tenants:
         return self.post(tenant, ENCODE, {"texts": [*texts], **more})["passages"]
 
     def chat(self, tenant: str, body: Mapping[str, Any], tokens: int = 1) -> dict[str, Any]:
-        """The answer to a chat."""
+        """Send a chat. Returns the server's response to a request for ``tokens`` tokens."""
         body = {**body, "max_tokens": tokens, "min_tokens": tokens, "temperature": 0}
         return self.post(tenant, f"{OPENAI}/chat/completions", body | {"return_token_ids": True})
 

@@ -110,7 +110,7 @@ class Served:
             raise ValueError(
                 f"Found dtype={dtype!r}, which quantizes the weights in this process, but vLLM "
                 "loads them itself; serve a quantized checkpoint of the model instead, with a "
-                "database of its own"
+                "separate database"
             )
         if dtype == AUTO_SETTING:
             config = load_config(self.model, revision=commit)

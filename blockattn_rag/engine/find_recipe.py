@@ -145,8 +145,7 @@ def check_fits(recipe: Recipe, model: AnyModel) -> None:
 
 
 def foreign(recipe: Recipe, model: AnyModel) -> str:
-    """Reason why a recipe does not belong to a model, as a sentence. Empty: it belongs to the
-    model."""
+    """Reason why a recipe does not belong to a model, as a sentence. Empty if it does."""
     if not recipe.fingerprints or model.fingerprint in recipe.fingerprints:
         return ""
     known = ", ".join(f"{fingerprint[:12]}..." for fingerprint in recipe.fingerprints)

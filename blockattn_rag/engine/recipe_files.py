@@ -131,7 +131,7 @@ def part(folder: Path, kind: str, fields: RecipeFields) -> Path:
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if name != _name(kind, digest):
-        raise damaged(path, f"found sha256 {digest}, which is not the one in its name")
+        raise damaged(path, f"found sha256 {digest}, but the file's name contains another")
     return path
 
 

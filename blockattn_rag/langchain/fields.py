@@ -86,7 +86,7 @@ class SourceFields(BaseModel):
     def _source_of(
         cls, fields: dict[str, Any], arguments: dict[str, Any]
     ) -> EngineSource | ServerSource:
-        """Source of the model."""
+        """Object that loads the model or asks a server, from a constructor's arguments."""
 
 
 class GenerationFields(SourceFields):

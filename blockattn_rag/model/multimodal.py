@@ -44,9 +44,9 @@ def language_model(loaded: PreTrainedModel) -> PreTrainedModel:
     """The language model of a multimodal model, without the parts that process images or sound.
 
     Returns:
-        The language model, which shares its layers with ``loaded``. ``loaded`` itself if it is not
-        multimodal, if its language model computes other logits alone, or if its language model has
-        no class. In these cases, the other parts stay in memory unused.
+        The language model, which shares its layers with ``loaded``. If ``loaded`` is not
+        multimodal, or its language model has no class or computes other logits than ``loaded``,
+        ``loaded`` itself. Its other parts then stay in memory unused.
     """
     config: Any = loaded.config
     text = config.get_text_config(decoder=True)

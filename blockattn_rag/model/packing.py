@@ -45,7 +45,7 @@ class _PackedForward:
         linear: Any = self._linear()
         weight, rows = linear.weight, input.numel() // input.shape[-1]
         if torch.is_grad_enabled() or not _is_plain(weight):
-            # The layer may be in training, or was moved. Writes of optimizers may be undetectable.
+            # The layer is in training or was moved. An optimizer may write undetected.
             self._packed = None
         elif rows in _PACKED_ROWS and _takes(input) and _is_available():
             return self.product(input)

@@ -222,7 +222,7 @@ def relay_is_exact(
 
 
 def _settings(hf_model: PreTrainedModel) -> set[str]:
-    """Settings of scores that a model has; see ``SeenAttention``."""
+    """Names of the model's settings that change attention scores; see ``SeenAttention``."""
     config = hf_model.config.get_text_config(decoder=True)
     capped = getattr(config, "attn_logit_softcapping", None) is not None
     sinks = any(name.endswith("sinks") for name, _ in hf_model.named_parameters())

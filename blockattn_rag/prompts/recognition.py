@@ -43,7 +43,7 @@ MOST_CHARACTERS = 1 << 20
 
 _BASE, _SCALE = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93
 _MASK = (1 << 64) - 1
-# Maximum compared hashes of one scan, which bounds the work for similar passages.
+# Maximum number of hashes that one scan compares. It bounds the work for similar passages.
 _MOST_PAIRS = 1 << 17
 _WASTED = 8  # A scan stops after hashing this multiple of its text without a match.
 

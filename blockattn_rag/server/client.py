@@ -306,8 +306,8 @@ def server_url(url: str) -> str:
         is_address = False
     if not is_address or parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError(
-            f"Invalid server address {url!r:.200}: expected one such as http://gpu:8000 or "
-            "https://gpu/v1"
+            f"Invalid server address {url!r:.200}: expected an address such as http://gpu:8000 "
+            "or https://gpu/v1"
         )
     path = parts.path.rstrip("/").removesuffix(OPENAI).removesuffix("/v1")
     return f"{parts.scheme}://{parts.netloc}{path}"

@@ -243,7 +243,7 @@ class ServerPool:
         return text is not None
 
     def _note_stored(self, member: _Member, text: str) -> None:
-        """Note a stored passage. After the first one, check whether the other servers have it."""
+        """Note a stored passage. Check whether the other servers have the first passage."""
         if self._stored_text is None:
             for other in self._members:
                 if other is not member and other.check_at is None:

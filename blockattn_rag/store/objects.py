@@ -99,8 +99,8 @@ class ObjectStore(MaintainedStore):
     def __reduce__(self) -> tuple[Any, ...]:
         if not self._own_backend:
             raise TypeError(
-                f"{self!r} has a backend of its own, which may contain credentials, so it cannot "
-                "be pickled; open the store by its address alone"
+                f"{self!r} was opened with a backend object, which may contain credentials, so it "
+                "cannot be pickled; open the store by its address alone"
             )
         return self._reopen, ()
 

@@ -139,7 +139,7 @@ class BlockEnsurer:
         if unstored and self._config.read_only:
             raise MissError(
                 f"{unstored} of {len(blocks)} blocks are not stored and this server is read_only; "
-                "encode them on a server that is not"
+                "encode them on a server that may write"
             )
         in_memory = {
             block.key: block.tokens

@@ -51,8 +51,8 @@ class Recomputer:
                 or getattr(layer.impl, "alibi_slopes", None) is not None
             ):
                 raise ServingError(
-                    f"Layer {index} has attention of its own ({type(layer).__name__}), so its "
-                    "tokens cannot be recomputed; use a recipe with recompute=0, such as 'fast'"
+                    f"Layer {index} computes attention in another way ({type(layer).__name__}), so "
+                    "its tokens cannot be recomputed; use a recipe with recompute=0, such as 'fast'"
                 )
         self._layers, self._pages, self._engine = layers, pages, engine
         self._model = _model_of(layers[0])

@@ -57,7 +57,7 @@ class Encodable(NamedTuple):
 
     @property
     def name(self) -> tuple[str, bool]:
-        """Identity: a block for the store and one for memory may have the same key."""
+        """Identity of a block: its key, and whether it is for the store or for memory."""
         return self.key, self.in_store
 
     @property
@@ -155,7 +155,7 @@ class RequestReader:
         return BlockRequest(plan, blocks)
 
     def namespace(self, headers: Headers) -> str:
-        """Namespace of a request: its tenant's, which the gateway sets, or the server's default."""
+        """Namespace of a request: the tenant that the gateway set, or the server's default."""
         tenants = headers.getlist(TENANT_HEADER)
         if not tenants:
             return self._config.namespace

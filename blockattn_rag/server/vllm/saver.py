@@ -170,7 +170,7 @@ class BlockSaver:
 
     def _count_failure(self, request_id: str, why: str) -> None:
         self._counters.count("save_failures")
-        logger.warning("The block of request %s is not kept: %s", request_id, why)
+        logger.warning("The block of request %s is not saved: %s", request_id, why)
 
     def _note_unsaved(self, request_id: str, why: str) -> None:
         with self._lock:
