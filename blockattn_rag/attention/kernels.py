@@ -227,7 +227,7 @@ def fold_heads(query: Tensor, mask: Tensor | None, kv_heads: int) -> tuple[Tenso
 
 
 def fold_sinks(sinks: Tensor, tokens: int, kv_heads: int) -> Tensor:
-    """Scores ``[H]`` of attention sinks, for the rows of ``fold_heads``: ``[K, Q]``, float32."""
+    """Repeat the sink scores ``[H]`` for the rows of ``fold_heads``: ``[K, Q]``, float32."""
     return sinks.float().reshape(kv_heads, -1).repeat_interleave(tokens, dim=1)
 
 

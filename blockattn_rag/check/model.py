@@ -182,9 +182,8 @@ def _block_logits(model: BlockModel, context: Context, final_ids: list[int]) -> 
 def _budget(model: BlockModel, blocks: list[list[int]]) -> float:
     if model.dtype in (torch.float32, torch.float64):
         return LOGITS[model.dtype]
-    # One forward pass over all tokens, and two forward passes over halves of them, differ only by
-    # rounding. Kernels that compute each row by itself round both in the same way, so embeddings
-    # are also rounded in another direction.
+    # One forward pass over all tokens, and two over halves of them, differ only by rounding. Some
+    # kernels round both equally, so the error of embeddings rounded differently is measured, too.
     tokens = [t for ids in blocks for t in ids]
     half = len(tokens) // 2
     parts = [tokens[:half], tokens[half:]]

@@ -22,8 +22,8 @@ _MOST_TIMES = 1 << 16
 class BlockCache:
     """Reads and writes blocks of a store, and keeps the most recently used blocks in memory.
 
-    A cached block is not read again, so its file is verified once. ``keep`` replaces it with its
-    copy on the model's device.
+    A cached block is not read again, so its file is verified once. ``keep`` replaces a cached block
+    with a copy on the model's device.
 
     Args:
         store: Store to read from and to write to. The blocks of a ``MemoryStore`` are already in

@@ -294,7 +294,7 @@ class BlockAttentionEngine:
     ) -> Generation:
         """Async ``generate``. Calls in the same iteration of the event loop share a batch.
 
-        Cancelling the task stops the generation. See ``submit`` for ``prompt`` and ``group``.
+        Canceling the task stops the generation. See ``submit`` for ``prompt`` and ``group``.
         """
         pending = self._pending(prompt, options, group=group)
         self._scheduler.submit_in_turn(pending)

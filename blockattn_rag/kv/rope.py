@@ -129,7 +129,7 @@ def rotate_into(
 
 
 def _rotated(states: Tensor, cos: Tensor, sin: Tensor, layout: RotaryLayout) -> Tensor:
-    """The dimensions that rotate, in float32."""
+    """Rotate the rotary dimensions of ``states`` in float32, and return only these."""
     rotary = states[..., : layout.rotary_dim].float()
     return (rotary * cos).addcmul_(_partners(rotary, layout.pairing), sin)
 

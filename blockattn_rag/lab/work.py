@@ -25,11 +25,11 @@ logger = logging.getLogger("blockattn_rag")
 RUN, CHECKPOINTS = "run.json", "checkpoints"
 _LOCK = "lock"
 _FIELDS = ({"model", "training data"}, {"model", "passages"})
-"""Some settings of every run of ``train``, and of every run of ``repair``."""
+"""Settings that every ``run.json`` has: of ``train``, and of ``repair``."""
 
 
 def work_of(output: str | Path) -> Path:
-    path = Path(output).resolve()  # Unresolved, "." would have an empty name.
+    path = Path(output).resolve()  # The unresolved path "." has an empty name.
     return path.with_name(f"{path.name}.work")
 
 

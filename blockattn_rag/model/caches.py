@@ -201,7 +201,7 @@ class _GrowingLayer(DynamicLayer):
 def _appended(states: Any, new: Tensor, buffer: Tensor) -> Tensor:
     """A tensor that begins with ``states`` and ``new``.
 
-    This is ``buffer``, if it begins with ``states`` and has room, else a tensor with more room."""
+    ``buffer`` is returned if it begins with ``states`` and has room, else a larger tensor."""
     used, tokens = states.shape[2], states.shape[2] + new.shape[2]
     if states.data_ptr() != buffer.data_ptr() or tokens > buffer.shape[2]:
         with torch.inference_mode(mode=False):

@@ -308,7 +308,7 @@ def _current(device: torch.device) -> AbstractContextManager[Any]:
 
 def install(hf_model: PreTrainedModel) -> None:
     """Make the model pass forward passes over a ``GraphCache`` to the cache's runner."""
-    # Install it in the wrapped model, because `generate` of a PEFT model runs only this model.
+    # `generate` of a PEFT model runs only the model that it wraps.
     inner = next(one for one in hf_model.modules() if isinstance(one, PreTrainedModel))
     own = vars(inner).get("forward")
     if not isinstance(own, _Forward):

@@ -138,8 +138,8 @@ def _mask_function(original: str) -> Any:
         own = _running_attention()
         if own is None:
             if original == "sdpa" and getattr(kwargs.get("config"), "num_kv_shared_layers", None):
-                # Without a mask, models whose shared layers compute only the last tokens use causal
-                # attention, which would be wrong there, unless the attention is named "sdpa".
+                # In models whose shared layers compute only the last tokens, no mask would mean
+                # causal attention, unless the attention is named "sdpa". That would be wrong.
                 kwargs["allow_is_causal_skip"] = False
             return ALL_MASK_ATTENTION_FUNCTIONS[original](*args, **kwargs)
         return sdpa_mask(*args, **kwargs) if own.takes_mask else None

@@ -169,7 +169,7 @@ class PassageMatcher:
     def candidates(
         self, sums: Integers, inverses: Integers, windows: Integers
     ) -> tuple[Integers, Entries]:
-        """Starts of passages in a text with these ``_hashes``, and the entries that match there."""
+        """Starts of passages in a text, from its ``_hashes``, and the index entry of each start."""
         at = self._seen_at(windows)
         left = np.searchsorted(self._windows, windows[at], "left")
         counts = np.searchsorted(self._windows, windows[at], "right") - left

@@ -60,7 +60,7 @@ def parse(kind: type[T], value: object, name: str) -> T:
 
 @cache
 def _adapter(kind: Any) -> TypeAdapter[Any]:
-    """Validator of a type, which takes long to create."""
+    """Validator of a type. It is cached, because creating it takes long."""
     return TypeAdapter(kind)
 
 

@@ -1,6 +1,6 @@
 """Maintenance of a store: finding damaged entries, and deleting unreferenced entries.
 
-Several entries at once are processed while they are listed. Neither memory use nor the length of a
+Entries are processed in parallel, while the store is listed. Neither memory use nor the length of a
 report grows with the store.
 """
 
@@ -153,8 +153,9 @@ def verify(
     seed: int = 0,
     on_damage: Callable[[str, str], None] | None = None,
 ) -> VerifyReport:
-    """Read and verify complete entries, alongside readers and writers. This does not count as a
-    use.
+    """Read and verify complete entries, alongside readers and writers.
+
+    Times of use stay unchanged.
 
     Args:
         progress: Called after each entry with the number of checked entries.

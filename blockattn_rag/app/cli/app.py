@@ -168,8 +168,8 @@ def options(
 class _ToStderr(logging.Handler):
     """Prints the package's log on stderr.
 
-    Warnings of ``app.rag`` and the start of dequantizing are shown as notes. A handler on the root
-    logger would print the logs of some libraries twice.
+    Warnings of ``app.rag``, and the message that weights are dequantized, are shown as notes. A
+    handler on the root logger would print the logs of some libraries twice.
     """
 
     def emit(self, record: logging.LogRecord) -> None:

@@ -156,7 +156,7 @@ def _engines(engine: BlockAttentionEngine, folder: str) -> dict[str, BlockAttent
     assert fast is not None
     if engine.recipe.outline == fast.outline:
         return {FAST: engine}
-    # If both recipes encode equally, they share blocks. Otherwise, the user's store gets no others.
+    # Recipes that encode equally share blocks. Other blocks do not belong in the user's store.
     store = engine.store if engine.recipe.encoding == fast.encoding else folder
     options: dict[str, Any] = {"namespace": engine.access.namespace, "kv_dtype": engine.kv_dtype}
     other = BlockAttentionEngine(engine.model, store, recipe=fast, resident_bytes=0, **options)

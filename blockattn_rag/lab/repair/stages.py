@@ -281,10 +281,11 @@ class Repair:
     def samples(
         self, questions: Sequence[Question], plan: RepairPlan
     ) -> tuple[list[Question], list[Question]]:
-        """Draw samples to fit to, with one or more passages, and held-out samples.
+        """Draw training samples and held-out samples.
 
-        Held-out samples have as many passages as ``ask`` retrieves. The number of samples to fit to
-        is the maximum of the limits. The fits use the first samples, as many as the time allows.
+        Training samples have one or more passages. As many are drawn as the limits permit, and the
+        fits use the first of them if time is short. Held-out samples have as many passages as
+        ``ask`` retrieves.
         """
         held, rest = questions[: plan.held_out], questions[plan.held_out :]
         most = self.limits.passages

@@ -285,7 +285,7 @@ def publish(
     trainer.accelerator.wait_for_everyone()
     if not trainer.is_world_process_zero():
         return
-    # This is a pickle, which readers do not need.
+    # This file is a pickle. Readers of the model do not need it.
     (staging / "training_args.bin").unlink(missing_ok=True)
     tokenizer.save_pretrained(staging)
     if config.lora:
