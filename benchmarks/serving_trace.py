@@ -123,7 +123,7 @@ async def measure(
 
 
 def row(name: str, seen: dict[str, Seen], clients: int) -> dict[str, Any]:
-    """Figures of one system."""
+    """Latencies and rates of one system, as a row of the results."""
     answers = seen[name].answers
     waits = [one.ttft_s for one in answers]
     of_rounds = [gaps(one) for one in seen[name].rounds]

@@ -184,7 +184,7 @@ def natural_questions(path: Path, passages: int) -> list[Item]:
 def tuning(path: Path) -> list[Item]:
     """Questions to choose settings on, which are not among the first 200 of ``mixed``.
 
-    Two of three are Natural Questions. Those with 5 and with 10 passages are distinct.
+    Two thirds are Natural Questions. No question is used with both 5 and 10 passages.
     """
     others = [
         random.Random(0).sample(items, len(items))[_REPORTED:]

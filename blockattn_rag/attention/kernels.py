@@ -77,9 +77,8 @@ def kernel_for(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = 
 def cuda_kernel_for(query: Tensor, mask: Tensor | None) -> Kernel:
     """The fastest exact CUDA kernel for a query in float32, float16 or bfloat16.
 
-    The flash kernel takes no mask. The memory-efficient kernel handles all other heads whose size
-    is a multiple of 16 bytes. GPUs older than Ampere lack some of these kernels, and use the plain
-    kernel.
+    The flash kernel takes no mask. The memory-efficient kernel handles head sizes that are
+    multiples of 16 bytes. Other queries, and GPUs older than Ampere, use the plain kernel.
     """
     size = query.shape[-1]
     if mask is None and takes_flash(query.device, query.dtype, size):

@@ -113,7 +113,7 @@ class CallRecipes:
         self.default = self._resolved(default)
 
     def of_call(self, given: RecipeLike | None) -> Recipe:
-        """Recipe of a call. None and ``"auto"``: the engine's."""
+        """Recipe of a call. ``None`` and ``"auto"`` select the engine's recipe."""
         if given is None or given is self.default or given == AUTO:
             return self.default
         return self._resolved(given)

@@ -85,7 +85,8 @@ class ThoughtReader:
     Args:
         tokenizer: Tokenizer of the model. If its chat template has no marks of thoughts, all text
             is the answer.
-        answers_at_once: Whether a grammar excludes thoughts, even if the prompt opens them.
+        answers_at_once: Whether a grammar excludes thoughts. An opening mark of thoughts at the end
+            of the prompt is then ignored.
     """
 
     def __init__(
