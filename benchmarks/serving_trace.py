@@ -65,7 +65,7 @@ def make_trace(
     passages: Sequence[Passage], texts: Sequence[str], ranks: Sequence[Sequence[int]]
 ) -> Trace:
     """The same questions with the same passages, in both orders."""
-    # Passage of each rank.
+    # Passage of each rank of popularity.
     popularity = np.random.default_rng(1).permutation(len(passages)).tolist()
 
     def question(text: str, places: Sequence[int]) -> Question:

@@ -56,7 +56,7 @@ def new_encode_name() -> str:
 
 
 def encode_name(request_id: str) -> str:
-    """Name of an encoding request, from the request id to which vLLM appended digits."""
+    """Name of an encoding request: its request id without the digits that vLLM appended."""
     return request_id[: len(_ENCODE) + 32]
 
 
