@@ -1,12 +1,11 @@
-"""Count the tokens that each turn of an agent computes, and check which texts reach the disk.
+"""Count the tokens that each turn of an agent computes, and check that only passages are stored.
 
     python benchmarks/agent_turns.py [--turns 10] [--passages 20] [--found 3] [--follow-ups 0]
 
 The bundled model answers questions about passages that are retrieved for each turn
-(`RetrieveFirst`), and the history grows with every turn. Each question is followed by follow-ups,
-which retrieve nothing. `final` is the length of the final block: all text after the last passage.
-The last lines describe the store: each entry is decoded, and its text is compared with the passages
-and the conversation. Without reuse, a turn computes its complete prompt.
+(`RetrieveFirst`), and the history grows with every turn. Follow-ups to a question retrieve nothing.
+`final` is the length of the final block: all text after the last passage. The last lines describe
+the store: each entry is decoded, and its text is compared with the passages and the conversation.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ FIGURE = Path(__file__).parents[1] / "docs" / "figures" / "demo.svg"
 
 
 def demo(db: str) -> str:
-    """The output of one run, with its colours."""
+    """The output of one run, with its colors."""
     environment = {**os.environ, "FORCE_COLOR": "1", "COLUMNS": str(WIDTH)}
     done = subprocess.run(
         [sys.executable, "-m", "blockattn_rag", "demo", "--db", db],

@@ -17,7 +17,8 @@ FIGURE = Path(__file__).parents[1] / "docs" / "figures" / "demo-web.png"
 QUESTION = "In which city was Wolfgang Amadeus Mozart born?"
 SIZE = {"width": 1100, "height": 900}
 COLOURS = 128
-"""Colours of the figure. A page of text needs no more, and the file shrinks to a third."""
+"""Number of colors of the figure. It suffices for a page of text, and shrinks the file to a
+third."""
 
 
 def capture(url: str, chromium: str) -> None:

@@ -1,4 +1,4 @@
-"""Draw the picture that links to the documentation show, from results/ttft-float32.json.
+"""Draw the card that links to the documentation show, from results/ttft-float32.json.
 
 python benchmarks/draw_card.py    # writes docs/figures/card.png, 1200 x 630 pixels
 """
@@ -28,7 +28,7 @@ def lines(measured: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def draw(measured: Mapping[str, Any], path: Path) -> None:
-    """Write the picture. Its metadata holds the text of the bars, for the test."""
+    """Write the picture. Its metadata contains the text of the bars, for the test."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -2,7 +2,7 @@
 
     python benchmarks/draw_gain.py
 
-The figure is plain SVG text and rectangles. Its colours follow the reader's light or dark scheme.
+The figure is plain SVG text and rectangles. Its colors follow the reader's light or dark scheme.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def bar(y: float, length: float, kind: str) -> str:
 
 
 def rows(data: Mapping[str, Any]) -> list[str]:
-    """For each length of context: its two bars, their seconds, and their ratio."""
+    """The two bars of each context length, with their seconds and the ratio of the two."""
     scale = (WIDTH - LEFT - RIGHT) / max(row["full_s"] for row in data["rows"])
     parts: list[str] = []
     for i, row in enumerate(data["rows"]):

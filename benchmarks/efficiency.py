@@ -14,9 +14,9 @@
 ``ttft``: time to first token. ``decode``: time per token. ``batch``: time to the first tokens of a
 batch. ``memory``: peak memory of a request. ``shared``: tokens per second of requests that share a
 system prompt (RelayAttention). ``ingest``: tokens per second of encoding blocks. ``recompute``:
-time to first token by the share of the tokens that is recomputed. ``windows``: time to first token
-of a model with sliding windows beside one without. ``passages``: time to first token by
-number of passages. The result is printed as JSON.
+time to first token by the share of recomputed tokens. ``windows``: time to first token with and
+without sliding windows. ``passages``: time to first token by number of passages. The result is
+printed as JSON.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def measure_ttft(
     question_tokens: int = 50,
     repeats: int = 3,
 ) -> list[dict[str, Any]]:
-    """Measure the time from a request to its first token on every path, side by side.
+    """Measure the time from a request to its first token on every path, in turns.
 
     Blocks are encoded beforehand and read from the engine's store. A miss is an error.
 
@@ -128,7 +128,7 @@ def measure_decode(
     new_tokens: int = 32,
     repeats: int = 3,
 ) -> list[dict[str, Any]]:
-    """Measure the time per token after the first token on every path, side by side.
+    """Measure the time per token after the first token on every path, in turns.
 
     Args:
         engine, lengths, question_tokens, repeats: See ``measure_ttft``.
@@ -276,7 +276,7 @@ def measure_shared(
 ) -> list[dict[str, Any]]:
     """Measure tokens per second of requests that share a system prompt (RelayAttention, table 2).
 
-    Shared: the system prompt is read once per layer and step for the whole batch (relay).
+    Shared: the system prompt is read once per layer and step for the complete batch (relay).
     Unshared: every request has its own copy (copy). Both batches need one forward pass per step.
 
     Args:
@@ -320,7 +320,7 @@ def measure_shared(
             row: dict[str, Any] = {"system_tokens": system, "batch": batch}
             row |= in_turns(ways, repeats, "tokens_per_s")
             row["gain"] = row["shared_tokens_per_s"] / row["unshared_tokens_per_s"]
-            # The first run of each is a warm-up.
+            # The first run of each function is a warm-up.
             steps = {name: statistics.median(times[1:]) for name, times in decode.items()}
             row["decode_gain"] = steps["unshared"] / steps["shared"]
             own = batch * context_tokens
@@ -353,7 +353,7 @@ def _tokens_per_s(
 def sharing_prompts(
     engine: BlockAttentionEngine, count: int, system: int, context: int, question: int
 ) -> list[BlockPrompt]:
-    """Prompts with a shared block and a block of their own, with these numbers of tokens."""
+    """``count`` prompts, each with the shared block and an own block of these numbers of tokens."""
     vocabulary = engine.model.config.vocab_size
     shared = random_prompt(system, system, 1, vocabulary, seed=-1).context
     own = [random_prompt(context, context, question, vocabulary, seed) for seed in range(count)]
@@ -425,7 +425,7 @@ def measure_recompute(
         prompt = random_prompt(
             length, block_tokens, question_tokens, engine.model.config.vocab_size
         )
-        engine.generate(prompt, max_new_tokens=1)  # stores the blocks
+        engine.generate(prompt, max_new_tokens=1)  # This stores the blocks.
 
         def ttft_s(prompt: BlockPrompt = prompt, **options: Any) -> float:
             answer = engine.generate(prompt, max_new_tokens=1, do_sample=False, **options)
@@ -451,7 +451,7 @@ def measure_windows(
 
     Args:
         engine: See ``measure_ttft``. The model must support relay.
-        windowed: The same of a model with windows, otherwise of the same shape.
+        windowed: Engine of a model of the same shape, with sliding windows.
         lengths, block_tokens, question_tokens, repeats: See ``measure_ttft``.
 
     Returns:
@@ -713,7 +713,7 @@ def _engine(hf_model: Any, layers: int | None) -> BlockAttentionEngine:
         recipe=Recipe(promote=1) if is_hybrid else Recipe(),
         tokenizer=counting_tokenizer(hf_model.config.vocab_size),
         store=MemoryStore(1 << 40),
-        resident_bytes=0,  # a repeated question is computed again
+        resident_bytes=0,  # A repeated question is computed again.
     )
 
 

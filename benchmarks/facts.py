@@ -33,7 +33,7 @@ OTHER_CLUSTERS = 2
 
 
 def passages_for(question: FactQuestion, seed: int) -> list[tuple[str, str]]:
-    """Draws the six passages of a question.
+    """Draw the six passages of a question.
 
     Args:
         question: A question from ``load()``.

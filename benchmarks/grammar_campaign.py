@@ -2,10 +2,10 @@
 
     python benchmarks/grammar_campaign.py --grammars 200 --seconds 300
 
-The bundled model answers with random grammars of four kinds (choice, anyOf, required tools,
-optional properties), small and large, in block and full mode, alone, as a stream and in batches.
-The script counts matching answers, matching but truncated objects of optional properties, refusals
-(with their reasons), and wrong answers. Exit status 1 if an answer is wrong.
+The bundled model answers with small and large random grammars of four kinds (choice, anyOf,
+required tools, optional properties), in block and full mode, alone, as a stream and in batches. The
+script counts matching answers, truncated but matching objects, refusals with their reasons, and
+wrong answers. The exit status is 1 if an answer is wrong.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SIZES = {
     "optional": [2, 40, 400, 990, 1_800, 2_500, 20_000],
 }
 MAX_NEW_TOKENS = 64
-Judge = Callable[[str], bool]  # whether an answer matches
+Judge = Callable[[str], bool]  # Function that returns whether an answer matches.
 
 
 def word(draw: random.Random) -> str:

@@ -4,8 +4,8 @@
 
 Each round starts ``blockattn-rag ingest`` on the same folder of texts, sends SIGKILL after a random
 delay, and verifies the store. A round whose ingestion ends before the signal does not count; the
-next round then starts with an empty store. Finally, one ingestion runs to its end, and another one
-must compute nothing. Exit status 1 if an entry is damaged or lost.
+next round then starts with an empty store. Finally, one ingestion runs to its end, and another must
+compute nothing. The exit status is 1 if an entry is damaged or lost.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def main() -> int:
         killed, damaged, entries = 0, 0, []
         while killed < options.kills:
             if not kill_once(texts, db, rng.uniform(0.2, 1.0) * whole_s):
-                shutil.rmtree(db)  # a complete store would leave nothing to write
+                shutil.rmtree(db)  # A complete store would leave nothing to write.
                 continue
             killed += 1
             if (db / "kv").exists():

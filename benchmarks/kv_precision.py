@@ -7,9 +7,9 @@ passages, with keys and values in the model's own type, in int8, or rounded to 4
 rounding is an experiment: as in KIVI (arXiv 2402.02750), it is asymmetric, in groups of tokens of
 one channel (keys) and of channels of one token (values). For each type, the script prints the
 divergence from full mode, the part of it that rounding adds, the divergence from block mode in the
-model's own type, the share of tokens that full mode would choose too, and bytes per token. It also
-prints the median time to first token from memory and from disk without page cache, measured in
-turns. A stopped run resumes from --output; times are always measured again.
+model's own type, the share of tokens on which full mode agrees, and bytes per token. It also prints
+the median time to first token from memory and from disk without page cache, measured in turns. A
+stopped run resumes from --output, but times are always measured again.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class RoundingStore(MemoryStore):
         super().put(key, replace(kv, keys=keys, values=values))
 
     def bytes_of(self, states: int) -> float:
-        """Bytes that numbers would take: half a byte each, and 4 bytes per group."""
+        """Bytes of the stored numbers: half a byte for each number, and 4 bytes for each group."""
         return states * (0.5 + 4 / self.group)
 
 
@@ -91,7 +91,8 @@ def engines_of(model: BlockModel, recipe: str) -> dict[str, BlockAttentionEngine
 
 
 def prepare(engines: Mapping[str, BlockAttentionEngine], prompt: BlockPrompt) -> None:
-    """Encode a prompt's blocks once, and store them in each engine's empty store in its type."""
+    """Encode a prompt's blocks once, and store them in each engine's empty store, in the engine's
+    type."""
     plain = engines["model"]
     for engine in engines.values():
         for key in list(engine.store.keys()):
@@ -162,7 +163,7 @@ def times(
         prompt = make_prompt(held, CHAT, sample)
         for engine, _ in cases.values():
             engine.precompute(prompt.context, as_prompt=True)
-        for _ in range(1 + repeats):  # the first time is a warm-up
+        for _ in range(1 + repeats):  # The first time is a warm-up.
             for name, (engine, before) in cases.items():
                 before()
                 stats = engine.generate(prompt, max_new_tokens=1).stats

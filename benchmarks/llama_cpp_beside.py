@@ -1,4 +1,4 @@
-"""llama.cpp and this package on the same GGUF file and the same prompts, in turns. On Linux.
+"""Compare llama.cpp with this package on the same GGUF file and the same prompts. Needs Linux.
 
     python -m venv llama && llama/bin/pip install --no-binary llama-cpp-python llama-cpp-python
     python benchmarks/llama_cpp_beside.py qwen --llama-python llama/bin/python --threads 1
@@ -7,12 +7,12 @@ Prompts are questions over six of 40 articles, as token ids, so both engines com
 same tokens. Each question is answered greedily in five ways, one after the other:
 
 - ``llama.cpp``: full prefill.
-- ``llama.cpp, prompt cache``: the prefix that the prompt shares with the one before is reused.
+- ``llama.cpp, prompt cache``: the common prefix with the previous prompt is reused.
 - ``full``: this package in full mode.
-- ``recompute``, ``fast``: block mode with these recipes. Passages were encoded before.
+- ``recompute``, ``fast``: block mode with these recipes, and passages encoded in advance.
 
-Each engine has a process of its own, so that memory can be compared. llama.cpp's answers have the
-length of this package's answer in full mode. The first question warms up and is not counted.
+Each engine runs in a separate process, so that memory can be compared. llama.cpp's answers have the
+length of this package's answer in full mode. The first question is a warm-up and is not counted.
 """
 
 from __future__ import annotations
@@ -108,11 +108,11 @@ def serve(model: str, threads: int, dtype: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One question, answered in one way.
+    """Answer to one question in one way.
 
     Args:
         next_s: Seconds per token after the first.
-        equal: Whether the tokens are this package's in full mode.
+        equal: Whether the tokens equal this package's answer in full mode.
     """
 
     row: str
@@ -125,14 +125,14 @@ class Answer:
 
 
 def measure(ours: Worker, llama: Worker, questions: int) -> Iterator[Answer]:
-    """Answer questions in every way, after one to warm up."""
+    """Answer questions in every way, after a warm-up question."""
     for question in range(questions + 1):
         replies = {"full": ours.ask(question=question, row="full")}
         tokens = replies["full"]["tokens"]
         size = len(replies["full"]["answer"])
         for row in RECIPES:
             replies[row] = ours.ask(question=question, row=row)
-        # The cached way first: the other one leaves its own prompt behind.
+        # The cached way runs first, because the other way leaves its own prompt in the cache.
         for row, cached in ((CACHED, True), (LLAMA, False)):
             replies[row] = llama.ask(tokens=tokens, new_tokens=size, cached=cached)
         if question:

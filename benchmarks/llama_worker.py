@@ -3,8 +3,8 @@
     python llama_worker.py MODEL.gguf --threads 1
 
 Each line of the input is ``{"tokens": [...], "new_tokens": 32, "cached": false}``. The reply is
-``{"ttft_s", "total_s", "answer", "memory_bytes", "peak_bytes"}``. ``cached``: whether the prefix
-that the prompt shares with the one before is reused, which is llama.cpp's prompt cache.
+``{"ttft_s", "total_s", "answer", "memory_bytes", "peak_bytes"}``. ``cached``: whether to reuse the
+common prefix with the previous prompt (llama.cpp's prompt cache).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def memory() -> dict[str, int]:
-    """Resident memory of this process and its peak, in bytes, mapped model files included."""
+    """Resident memory of this process and its peak, in bytes, including mapped model files."""
     lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     sizes = {name: int(value.split()[0]) << 10 for name, _, value in map(_field, lines)
              if name in ("VmRSS", "VmHWM")}  # fmt: skip

@@ -2,9 +2,9 @@
 
     OMP_NUM_THREADS=2 python benchmarks/main_thread.py
 
-The result explains why ``Scheduler.submit_and_wait`` runs an idle model in the main thread. When
-the workers of all threads outnumber the cores, those of GNU's OpenMP do not spin between
-operations, which slows every forward pass down. Set OMP_NUM_THREADS to the number of cores.
+The result explains why ``Scheduler.submit_and_wait`` runs an idle model in the main thread. If the
+workers of all threads outnumber the cores, GNU's OpenMP workers do not spin between operations,
+which slows down every forward pass. Set OMP_NUM_THREADS to the number of cores.
 """
 
 from __future__ import annotations

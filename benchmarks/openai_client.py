@@ -177,7 +177,7 @@ def _reason(content: bytes) -> str:
 
 
 def encode(server: Server, texts: Sequence[str]) -> EncodeStats:
-    """Encode passages that are missing in the store of a server, as documents of chats have them.
+    """Encode passages that are missing in a server's store, in the form of documents in chats.
 
     Args:
         texts: Canonical texts.

@@ -2,8 +2,7 @@
 
     python benchmarks/packing.py > benchmarks/results/packing.json
 
-The results are the reason for blockattn_rag/model/packing.py and for the number of rows for which
-it uses packed weights.
+The results determine for which numbers of rows blockattn_rag/model/packing.py uses packed weights.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from blockattn_rag.model.packing import pack_linears
 
 WIDTHS = ((576, 1536), (1536, 576), (2048, 2048), (2048, 8192))
 ROWS = (1, 2, 4, 8, 16, 50, 64, 128, 255)
-LAYERS = 12  # too many for the processor's cache, as in a model
+LAYERS = 12  # As in a model, these are too many for the processor's cache.
 
 
 def median_s(run: Callable[[], object], repeats: int = 15) -> float:

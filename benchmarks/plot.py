@@ -2,7 +2,7 @@
 
     python benchmarks/plot.py benchmarks/results/ttft-long.json docs/figures/ttft-long.svg
 
-The first word of the file's name is what was measured. Needs matplotlib (extra ``train``).
+The first word of the file's name selects the plot. The script needs matplotlib (extra ``train``).
 """
 
 from __future__ import annotations

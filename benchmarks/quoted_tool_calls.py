@@ -4,8 +4,8 @@
 
 A scripted model quotes ten passages of its prompt in ordinary tokens, alone or after a few words,
 through both adapters and the OpenAI route, as complete answers and as streams, in each call format
-whose mark is a token. As a control, it then writes the same calls with the tokens of the marks.
-Exit status 1 if a quotation becomes a call, valid or malformed, or if a control call is missed.
+whose mark is a token. As a control, it then writes the same calls with the tokens of the marks. The
+exit status is 1 if a quotation becomes a call, valid or malformed, or if a control call is missed.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def hostile(form: str, count: int) -> Iterator[str]:
     """Passages that each contain the text of one call."""
     draw = random.Random(form)
     for number in range(count):
-        call = CALLS[form].replace("true", str(number))  # repeated calls would count once
+        call = CALLS[form].replace("true", str(number))  # Repeated calls would count once.
         if draw.random() < 0.3:
             call = call.replace(": {", f': {{"why": "{number}", ', 1)
         yield f"{draw.choice(WORDS)}{call}{draw.choice(('', ' ', chr(10)))}{draw.choice(WORDS)}"

@@ -60,7 +60,7 @@ def _race(
 
     def encode(who: int, number: int) -> None:
         texts = [f"{HOSTILE} {who}.{number}.{i}" for i in range(1000)]
-        # One large batch, because the generating threads use the model as well.
+        # Encode one large batch, because the generating threads also use the model.
         engines[who].precompute([Block(text) for text in texts], batch_tokens=1 << 15)
         for text in texts:
             written[Block(text).handle] = [ids_of[byte] for byte in text.encode()]

@@ -65,7 +65,7 @@ def main(
     folder: Annotated[Path, typer.Argument(help="Folder of RAGPulse.")],
     output: Annotated[Path, typer.Argument(help="Log to write, .jsonl.")],
 ) -> None:
-    """Convert RAGPulse to a log."""
+    """Convert the trace RAGPulse to a log for ``replay.py``."""
     with output.open("w", encoding="utf-8") as file:
         for request in converted(folder):
             file.write(json.dumps(request) + "\n")

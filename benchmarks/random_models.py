@@ -35,7 +35,7 @@ def random_llama(
     window: int | None = None,
     kind: Kind = "plain",
 ) -> PreTrainedModel:
-    """Create a model with random weights, which is as fast and as large as a trained one.
+    """Create a model with random weights, which is as fast and as large as a trained model.
 
     Args:
         shape: Key of ``SHAPES``.
@@ -51,7 +51,7 @@ def random_llama(
         raise ValueError(f"Unknown shape {shape!r}: expected one of {', '.join(SHAPES)}.")
     number = floating_type(dtype)
     config: Any = shape_config(shape, max_position_embeddings=max_tokens)
-    if window is not None:  # a Llama with types of layers
+    if window is not None:  # Ministral is a Llama with layer types.
         types = ["sliding_attention"] * 5 + ["full_attention"]
         layers = range(config.num_hidden_layers)
         config = MinistralConfig(

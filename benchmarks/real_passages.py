@@ -1,11 +1,11 @@
-"""Ingest real passages with a 135M Llama shape, twice, then answer questions from them.
+"""Ingest real passages twice with a 135M Llama shape, then answer questions about them.
 
     python benchmarks/real_passages.py --corpus corpus.jsonl.gz --questions nq_rag.jsonl.gz
 
 Each line of the corpus is ``{"title", "text"}``; the questions have the format of ``eval --data``.
 The weights are random, which changes answers but not speed or bytes. The script prints one JSON
-object: tokens per second and bytes of the first ingestion, the tokens that the second one computed,
-and the median time to first token in block and full mode, measured in turns.
+object: tokens per second and bytes of the first ingestion, the tokens that the second ingestion
+computed, and the median time to first token in block and full mode, measured in turns.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ def main() -> None:
         )
         first = engine.precompute(blocks, show_progress=True)
         second = engine.precompute(blocks)
-        prompts = [ask(engine, sample, "block") for sample in samples]  # warm-up: the system block
+        # Warm up with the system block.
+        prompts = [ask(engine, sample, "block") for sample in samples]
         pairs = [(ask(engine, s, "block"), ask(engine, s, "full")) for s in samples]
         size = sum(f.stat().st_size for f in Path(folder).rglob("*") if f.is_file())
     block = statistics.median(b.ttft_s for b, _ in pairs)

@@ -1,11 +1,11 @@
-"""Compare the answers of a server with those of an engine in process, with the same recipe.
+"""Compare the answers of a server and of an engine in process, with the same recipe.
 
     python benchmarks/recipe_parity.py --prompts 200
     python benchmarks/recipe_parity.py --model smollm2 --recipe auto --prompts 200
 
-Both compute in float32. The server starts with an empty store, on each number of ranks. By default,
-the recipe has a random adapter and promotes one passage. Exit status 1 if the greedy tokens of an
-answer differ. It runs in the environment of `make test-vllm`.
+Both compute in float32. A server with an empty store runs for each number of ranks. By default, the
+recipe has a random adapter and promotes one passage. The exit status is 1 if the greedy tokens of
+an answer differ. The script runs in the environment of `make test-vllm`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def questions_of(count: int) -> list[Question]:
 
 @contextmanager
 def served(options: dict[str, Any], ranks: int, model: str, log: Path) -> Iterator[Server]:
-    """Run a server on so many ranks."""
+    """Run a server on ``ranks`` ranks."""
     bind = "nobind" if ranks == 1 else "|".join(map(str, range(ranks)))
     environment = {**ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND": bind}
     more = ("--tensor-parallel-size", str(ranks))

@@ -68,9 +68,9 @@ SYLLABLES = [f"{a}{b}{c}" for a in "bdfgklmnprstv" for b in "aeiou" for c in (""
 
 
 class Writer:
-    """Writes random passages and questions, the same ones for each seed.
+    """Writes random passages and questions, which depend only on the seed.
 
-    A third of the passages starts with the name of its document, as splitters with headers do.
+    A third of the passages start with the name of their document, as if a splitter added headers.
     """
 
     def __init__(self, seed: int) -> None:
@@ -157,7 +157,7 @@ def found(matcher: PassageMatcher, prompt: str) -> list[str]:
 
 
 def shares(matcher: PassageMatcher, writer: Writer, known: Sequence[str], prompts: int) -> Any:
-    """Passages given and found by shape, with others than the given ones as wrong."""
+    """Counts of given, found and wrong passages, by shape of the prompt."""
     rows = []
     for name, shape in SHAPES.items():
         given = right = wrong = count = 0
@@ -175,7 +175,7 @@ def shares(matcher: PassageMatcher, writer: Writer, known: Sequence[str], prompt
 
 
 def cost(matcher: PassageMatcher, writer: Writer, known: Sequence[str], characters: int) -> Any:
-    """Milliseconds of the processor for a prompt with known passages, and for one without."""
+    """Milliseconds of processor time for a prompt with known passages, and for a prompt without."""
     rows = {}
     for name, passage in (("known", lambda: random.choice(known)), ("unknown", writer.passage)):
         prompts = []
@@ -189,7 +189,7 @@ def cost(matcher: PassageMatcher, writer: Writer, known: Sequence[str], characte
             began = time.thread_time()
             found(matcher, prompt)
             times.append(1000 * (time.thread_time() - began))
-        times = times[len(prompts) :]  # without the first round
+        times = times[len(prompts) :]  # Leave out the first round.
         cuts = statistics.quantiles(times, n=100)
         rows[name] = {"median_ms": statistics.median(times), "p95_ms": cuts[94]}
     return rows

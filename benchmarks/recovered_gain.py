@@ -1,10 +1,10 @@
-"""What block mode keeps of the gain that passages bring: KVShareArena's measure on our own answers.
+"""Recovered gain of block mode: KVShareArena's measure on this package's recorded answers.
 
     python benchmarks/recovered_gain.py    # writes benchmarks/results/recovered-gain.md
 
 Recovered gain = (score - score without passages) / (score of full mode - score without passages),
 over the 966 questions of Natural Questions that SmolLM2 answered in every row of
-``results/stock-smollm2.csv`` and ``results/stock-smollm2-fits.csv``. Nothing is run again.
+``results/stock-smollm2.csv`` and ``results/stock-smollm2-fits.csv``. No model runs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def read(folder: Path = RESULTS) -> Scores:
     for name in ("stock-smollm2.csv", "stock-smollm2-fits.csv"):
         with (folder / name).open(encoding="utf-8") as file:
             for line in csv.DictReader(file):
-                if line["f1"]:  # rows that only measure divergence have no scores
+                if line["f1"]:  # Rows that only measure divergence have no scores.
                     pair = float(line["f1"]), float(line["accuracy"])
                     scores.setdefault(line["mode"], {})[line["id"]] = pair
     return scores

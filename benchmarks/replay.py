@@ -11,19 +11,24 @@ A log is a JSON Lines file with one request per line. Its segments are in prompt
 Segments with equal ids have equal text. Segments of kind ``passage`` are passages; all other kinds
 are treated alike. The last segment is the final block, and every other segment is a context block.
 
-``prefix``: a prefix cache as in vLLM, prompts as sent. ``prefix-sorted``: the blocks of each prompt
-are sorted, first those that continue the longest cached prefix, then the others by their total
-number of tokens in the log (ContextPilot's idea, with knowledge of later requests). System prompts
-and history are sorted too, as if their order did not affect answers. ``blocks``: block reuse,
-starting with an empty store. ``blocks-ingested``: with all passages encoded in advance. Times to
-first token are estimates, one request at a time. They favor prefix caching: its pages are always on
-the device, while blocks are read from main memory, or from disk if they exceed ``--memory``.
-Answers take no room. The result is printed as JSON.
+These policies are compared:
 
-With ``--first 1 --first 10``, the log's first half ranks the passages by use. 1 % or 10 % of all
-passages, the most used first, are encoded in advance, and the second half is replayed: once with
-room for everything, so that the other passages are encoded at first use and kept, and once with
-room for the passages encoded in advance only.
+- ``prefix``: a prefix cache as in vLLM, with prompts as sent.
+- ``prefix-sorted``: the same cache, with sorted blocks. Blocks that continue the longest cached
+  prefix come first, then the others by their total number of tokens in the log (ContextPilot's
+  idea, with knowledge of later requests). System prompts and history are also sorted, as if their
+  order did not affect answers.
+- ``blocks``: block reuse, starting with an empty store.
+- ``blocks-ingested``: block reuse, with all passages encoded in advance.
+
+Times to first token are estimates for one request at a time. They favor prefix caching: its pages
+are always on the device, while blocks are read from main memory, or from disk if they exceed
+``--memory``. Answers take no room. The result is printed as JSON.
+
+With ``--first 1 --first 10``, the log's first half ranks the passages by use. The most used 1 % or
+10 % of all passages are encoded in advance, and the second half is replayed twice: with room for
+everything, so that the other passages are encoded at first use and kept, and with room for only the
+passages that were encoded in advance.
 """
 
 from __future__ import annotations
@@ -82,7 +87,7 @@ def read_log(path: Path) -> list[Request]:
 
     Raises:
         DataError: A line is not a JSON object, or an id has different numbers of tokens (the
-            message gives file and line); or the file is missing, damaged or empty.
+            message gives file and line). Or the file is missing, damaged or empty.
     """
     known: dict[str, Segment] = {}
     return [request for _, request in parsed_lines(path, lambda line, _: _request(line, known))]
@@ -188,7 +193,8 @@ class PrefixCache:
         """
         blocks = sorted(request[:-1], key=lambda block: -gains[block.id])
         best: tuple[int, ...] = ()
-        beam: list[tuple[int, int, tuple[int, ...]]] = [(0, 0, ())]  # pages, run, blocks
+        # Number of pages, run, and blocks.
+        beam: list[tuple[int, int, tuple[int, ...]]] = [(0, 0, ())]
         while beam:
             best = beam[0][2]
             longer = [
@@ -239,7 +245,7 @@ class BlockCache:
         self.used_bytes += size
 
     def serve(self, request: Request) -> Served:
-        """Look up all blocks, then store the missing ones. A repeated block is computed once."""
+        """Look up all blocks, then store missing blocks. A repeated block is computed once."""
         reused, missing = [], {}
         read: dict[str, int] = {}
         for block in request[:-1]:
@@ -376,7 +382,7 @@ class FirstOutcome:
 
     Args:
         share: Share of all passages that were encoded in advance.
-        encoded_bytes: Bytes of these.
+        encoded_bytes: Bytes of these passages.
         passage_hits: Share of passage tokens that were reused, with room for everything.
         stored_bytes: Bytes of the passages that are stored at the end.
         bounded_hits: Share of passage tokens that were reused with room for ``encoded_bytes``.
@@ -392,8 +398,8 @@ class FirstOutcome:
 def replay_first(requests: Sequence[Request], share: float, footprint: Footprint) -> FirstOutcome:
     """Replay the passages of a log's second half, after encoding a share of all passages.
 
-    The first half ranks the passages. Those that it does not use come last, in order of the log.
-    The store has passages only: system prompts and history stay in memory.
+    The first half ranks the passages. Passages that it does not use come last, in order of the log.
+    The store has only passages: system prompts and history stay in memory.
 
     Args:
         share: Share of all passages to encode, from 0 to 1.
@@ -407,7 +413,7 @@ def replay_first(requests: Sequence[Request], share: float, footprint: Footprint
     hits = []
     for room in (None, encoded):
         blocks = BlockCache(footprint, room)
-        for passage in reversed(first):  # the most used passage is evicted last
+        for passage in reversed(first):  # The most used passage is evicted last.
             blocks.put(passage)
         tokens, reused = _tokens([blocks.serve(request) for request in future], "passage")
         hits.append((reused / tokens, blocks.used_bytes))
@@ -415,7 +421,7 @@ def replay_first(requests: Sequence[Request], share: float, footprint: Footprint
 
 
 def _passages(request: Request) -> Request:
-    """A request with its passages and its final block only."""
+    """A request with only its passages and its final block."""
     return (*(block for block in request[:-1] if block.kind == "passage"), request[-1])
 
 

@@ -1,11 +1,10 @@
-"""Measure reuse after the retrieval steps of both frameworks: windows, parents, rerankers,
-compressors.
+"""Measure reuse after retrieval steps: windows, parents, rerankers and compressors.
 
     python benchmarks/retrieval_steps.py
 
 For each pipeline, the script ingests the bundled encyclopedia, fifteen documents of ten articles
 each, and asks the bundled model its fifteen questions. Blocks that a question computes are not kept
-for the next one, so each hit is a passage that ingestion stored. It prints a table.
+for the next question, so each hit is a passage that ingestion stored. The script prints a table.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ ARTICLES = 10
 
 
 class Row(NamedTuple):
-    """A pipeline: its name, and a function that ingests and returns a function from question to
+    """Name of a pipeline, and a function that ingests and returns a function from question to
     prompt."""
 
     name: str
@@ -120,7 +119,7 @@ def merged(engine: BlockAttentionEngine) -> Ask:
     nodes = HierarchicalNodeParser.from_defaults(chunk_sizes=[256, 64], chunk_overlap=0)(
         documents()
     )
-    nodes = BlockKVTransform(llm=llm)(nodes)  # leaves and parents: either may be shown
+    nodes = BlockKVTransform(llm=llm)(nodes)  # Leaves and parents, because either may be shown.
     storage = StorageContext.from_defaults()
     storage.docstore.add_documents(nodes)
     index = VectorStoreIndex(

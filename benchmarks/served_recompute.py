@@ -1,15 +1,15 @@
-"""Right answers and time to first token in vLLM, with and without recomputed tokens.
+"""Measure right answers and time to first token in vLLM, with and without recomputed tokens.
 
     python benchmarks/served_recompute.py qwen --nq nq_rag.jsonl.gz --minutes 30
 
 The questions are those of `benchmarks/quality`, in the same order. One engine of vLLM, in float32,
-answers each of them in full mode, from stored passages, and from stored passages of which a share
-of the tokens is recomputed. Full mode has vLLM's own prefix caching. Each question goes through the
-three rows in another order. Passages are encoded before, which is not timed. Times are CPU seconds
-of the engine's worker, which has one thread, because they depend less on other load. The script
-appends each question to a CSV file, and continues where it left off. The table also compares the
-answers with those of an engine in process (`benchmarks/results/quality`). It runs in the
-environment of `make test-vllm`.
+answers each question in three ways: in full mode with vLLM's prefix caching, from stored passages,
+and from stored passages with a share of their tokens recomputed. The order of the three varies
+between questions. Encoding passages is not timed. Times are CPU seconds of the engine's worker,
+which has one thread, because they depend less on other load. The script appends each question to a
+CSV file, and continues where it stopped. The table also compares the answers with those of an
+engine in process (`benchmarks/results/quality`). The script runs in the environment of `make
+test-vllm`.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Served:
         self._prompts = Prompts(self._tokenizer)
         options = {"store": str(store), "recipe": recipe, "memory": "2GiB"}
         self._engine = Engine(options, model=model, block_size=PAGE_TOKENS, max_model_len=4096)
-        # One thread of this process, or a process of its own (VLLM_ENABLE_V1_MULTIPROCESSING).
+        # One thread of this process, or a separate process (VLLM_ENABLE_V1_MULTIPROCESSING).
         own = psutil.Process()
         workers = [one for one in own.children(recursive=True) if "Worker" in one.cmdline()[0]]
         self._worker = workers[0] if workers else own
@@ -136,7 +136,7 @@ class Served:
             while block.key not in self._store:
                 if time.monotonic() > until:
                     raise RuntimeError(f"Block {block.place} was not stored")
-                self._engine.ask([0], max_tokens=1)  # blocks are saved in the steps that follow
+                self._engine.ask([0], max_tokens=1)  # Blocks are saved in the following steps.
 
     def _reply(self, ids: list[int], params: dict[str, Any] | None) -> Reply:
         engine, started, first = self._engine.llm.llm_engine, self._cpu_s(), None
@@ -219,7 +219,7 @@ def main(
     store: Path = STORE,
     row: Annotated[str, typer.Option(help="Row of the results in process.")] = IN_PROCESS,
 ) -> None:
-    os.environ |= ENVIRONMENT  # read by the processes that vLLM starts
+    os.environ |= ENVIRONMENT  # The processes that vLLM starts read this variable.
     path = RESULTS / f"served-recompute-{model}.csv"
     found = [sets.facts(), sets.comparisons(), sets.pairs(), sets.order()]
     if nq is not None:

@@ -5,11 +5,11 @@
 vLLM serves the bundled model from an S3 store (moto's) through a proxy that injects faults. Phase
 by phase, the store is slow, corrupts data, loses entries, damages entries and is down, and the
 server is killed and restarted. Clients send passages as documents or as content parts, some use
-full mode, and some disconnect early.
-Exit status 1 if an answer differs from that of this package's own engine, a client waits longer
-than the deadline, an error has no reason, or pages or requests remain.
+full mode, and some disconnect early. The exit status is 1 if an answer differs from that of this
+package's own engine, a client waits longer than the deadline, an error has no reason, or pages or
+requests remain.
 
-It runs in the environment of `make test-vllm`, with `moto[server]` installed.
+The script runs in the environment of `make test-vllm`, with `moto[server]` installed.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Site:
 
 
 async def nothing(site: Site) -> None:
-    """Inject no faults other than those of the proxy."""
+    """Inject no faults in addition to the proxy's."""
 
 
 async def delete_entries(site: Site) -> None:
@@ -145,11 +145,11 @@ async def stop_store(site: Site) -> None:
 
 
 async def kill_server(site: Site) -> None:
-    """Kill the server and its engine, and start another."""
+    """Kill the server and its engine, and start another server."""
     while True:
         await asyncio.sleep(site.choose.uniform(4, 8))
         site.booting = asyncio.create_task(site.reboot())
-        await asyncio.shield(site.booting)  # the server starts even if the phase ends
+        await asyncio.shield(site.booting)  # The server starts even if the phase ends.
 
 
 PHASES: Mapping[str, tuple[float, Mapping[Fault, float], Breaker]] = {
@@ -264,7 +264,8 @@ class Campaign:
             if not any(held.values()) or time.monotonic() > until:
                 break
             await asyncio.sleep(0.5)
-        await asyncio.sleep(2)  # until the server retries a store that it skips after failures
+        # Wait until the server retries a store that it skips after failures.
+        await asyncio.sleep(2)
         after = Counter(
             [await self._outcome_of(http, one, way) for one in self._known for way in WAYS]
         )
@@ -272,7 +273,7 @@ class Campaign:
 
 
 def without_names(reason: str) -> str:
-    """A reason without its numbers and ids, so that similar ones are counted together."""
+    """A reason without its numbers and ids, so that similar reasons are counted together."""
     return re.sub(r"(?<=/)[0-9a-f]{2}(?=/)|[0-9a-f]{16,}(-again)?|\d+(\.\d+)?", "#", reason)[:200]
 
 

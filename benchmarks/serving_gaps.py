@@ -3,13 +3,13 @@
     python benchmarks/serving_gaps.py --folder /tmp/serving \
         --corpus corpus.jsonl.gz --asked nq_rag.jsonl.gz
 
-One client streams a long answer, while another sends a question every half second. The question is
-sent in three ways: without passages, with passages that are already in the server's pages
-(because another question about them was just sent), and with passages that must be loaded. In a
-fourth way, no question is sent. With passages, the same final block is computed over the same
-tokens, so the difference is the cost of loading or computing passages. For this, words are added to
-the last passage until the context fills whole pages. Systems and ways are measured in turns.
-Systems, folder and environment are those of `serving_trace.py`.
+One client streams a long answer, while another sends a question every half second. There are four
+ways: no question, a question without passages, a question with passages that are in the server's
+pages because another question just used them, and a question with passages that must be loaded. The
+last two compute the same final block over the same tokens, so their difference is the cost of
+loading or computing passages. To make this exact, words are added to the last passage until the
+context fills complete pages. Systems and ways are measured in turns. Systems, folder and
+environment are the same as for `serving_trace.py`.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ async def watched(
 
 
 def in_whole_pages(model: str, question: Question) -> Question:
-    """The question with a longer last passage, so that its context fills whole pages."""
+    """The question with a longer last passage, so that its context fills complete pages."""
     *others, last = question.passages
     longer = [Passage(last.title, last.text.rstrip() + " a" * more) for more in range(PAGE_TOKENS)]
     questions = [Question(question.text, (*others, passage)) for passage in longer]
@@ -82,7 +82,7 @@ def in_whole_pages(model: str, question: Question) -> Question:
 
 
 def with_final_blocks_of_others(questions: Sequence[Question]) -> list[Question]:
-    """Each question's passages with the text of the question before it."""
+    """Each question's passages with the text of the previous question."""
     return [
         Question(questions[place - 1].text, one.passages) for place, one in enumerate(questions)
     ]
@@ -121,13 +121,14 @@ async def measure(
                 print(
                     f"round {number + 1}, {name}, {way}: {np.mean(gaps) * 1e3:.0f} ms", flush=True
                 )
-                await asyncio.sleep(0.5)  # until the server drops the long answer
+                await asyncio.sleep(0.5)  # Wait until the server drops the long answer.
                 systems.forget()
     return found
 
 
 def rows(found: Mapping[tuple[str, Way], Sequence[float]]) -> list[dict[str, Any]]:
-    """Figures by system and way. ``over_pages``: Mean gap over that with passages in pages."""
+    """Figures by system and way. ``over_pages``: Mean gap divided by the mean gap with passages in
+    pages."""
     return [
         {
             "system": name,

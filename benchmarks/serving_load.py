@@ -1,4 +1,4 @@
-"""Concurrent clients, times between tokens and the machine, shared by the serving benchmarks."""
+"""Shared code of the serving benchmarks: concurrent clients, times between tokens, the machine."""
 
 from __future__ import annotations
 
@@ -69,8 +69,7 @@ def gaps(answers: Sequence[Answer]) -> tuple[list[float], list[float]]:
     """Gaps between the tokens of answers.
 
     Returns:
-        Gaps during which no other request waited for its first token, and gaps during which one
-        did.
+        Gaps during which no other request waited for its first token, and all other gaps.
     """
     waits = [(one.sent_s, one.times_s[0]) for one in answers]
     calm: list[float] = []

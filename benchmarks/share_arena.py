@@ -1,4 +1,4 @@
-"""Driver for KVShareArena, a board that compares methods to reuse keys and values of passages.
+"""Driver for KVShareArena, a leaderboard of methods that reuse keys and values of passages.
 
     git clone https://github.com/xishi404/KVShareArena
     for row in no-context full none fast head+recompute:0.1; do
@@ -70,7 +70,7 @@ class Method:
 
     name = "block-attention"
     track = frozenset({"re"})  # retrieved evidence
-    mechanism_class = 1  # the board's number for recomputation and link tokens
+    mechanism_class = 1  # The board's number for recomputation and link tokens.
     provenance = "official"
     backend = "blockattn_rag on transformers"
     training_data: str | None = None
@@ -109,7 +109,8 @@ class Method:
         sources = [] if self.row == NO_CONTEXT else caches
         prompt = self._prompt(question, sources, exam)
         if self.row not in (FULL, NO_CONTEXT):
-            self.engine.precompute(prompt.context[:1], as_prompt=True)  # the head, never a source
+            # The first block is the head, never a source.
+            self.engine.precompute(prompt.context[:1], as_prompt=True)
         payload = sum(len(tokenizer.block_ids(block, first=False)) for block in sources)
         mode: Any = "full" if self.row in (FULL, NO_CONTEXT) else "block"
         generation = self.engine.generate(
@@ -133,7 +134,7 @@ class Method:
     def _prompt(
         self, question: str, sources: Sequence[Block], exam: Mapping[str, Any]
     ) -> BlockPrompt:
-        """The head of the prompt, the sources without any text between them, and the rest."""
+        """Prompt with a head, the sources without text between them, and the question."""
         place = f"sources{secrets.token_hex(8)}"
         user = f"{exam['pre_ctx']}{place}{exam['mid_q']}{question}{exam['tail']}"
         messages = [
@@ -194,7 +195,7 @@ def read_questions(arena: Path, subset: str) -> tuple[list[dict[str, Any]], str]
 def answer_all(
     method: Method, model: str, exam: Mapping[str, Any], questions: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Answer questions, each over its own sources, and return the result as the board reads it.
+    """Answer questions, each over its own sources, and return the result in the board's format.
 
     Args:
         method: A method after ``setup``.
@@ -310,7 +311,8 @@ def run(
 def score(
     files: Annotated[list[Path], typer.Argument(help="Results, with rows full and no-context.")],
 ) -> None:
-    """Print recovered gain and costs of results, by the rows full and no-context among them."""
+    """Print recovered gain and costs of results, which must include the rows full and
+    no-context."""
     results = [json.loads(path.read_text("utf-8")) for path in files]
     by_name = {one["summary"]["method"]: one for one in results}
     names = [f"{Method.name} ({row})" for row in (NO_CONTEXT, FULL)]

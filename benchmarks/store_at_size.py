@@ -27,7 +27,7 @@ from blockattn_rag.store import DirectoryStore, describe_all, gc, verify
 
 
 def digest_of(number: int) -> str:
-    """64 hex digits that are distributed as evenly as those of a hash."""
+    """64 hex digits that are distributed as evenly as the digits of a hash."""
     return f"{number * 0x9E3779B97F4A7C15 % (1 << 64):016x}" * 4
 
 

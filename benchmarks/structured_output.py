@@ -50,7 +50,7 @@ def several(items: dict[str, Any], most: int = 3, least: int = 0) -> dict[str, A
 
 
 def case(kind: str, **properties: Any) -> dict[str, Any]:
-    """One case of a union."""
+    """Schema of one case of a union."""
     return record(kind={"const": kind}, **properties)
 
 
@@ -169,7 +169,7 @@ def main(
             "fits": False,
             "cut": answer.finish_reason == "length",
         }
-        with suppress(IncompleteAnswerError):  # counted in the table
+        with suppress(IncompleteAnswerError):  # The table counts these answers.
             value = answer.json()
             checker = Draft202012Validator.FORMAT_CHECKER
             row["parses"] = True

@@ -1,8 +1,8 @@
-"""Memory that a request takes in vLLM's page pool, with and without its hybrid KV cache manager.
+"""Compute a request's memory in vLLM's page pool, with and without its hybrid KV cache manager.
 
     .venv-vllm/bin/python benchmarks/vllm_pool.py
 
-Arithmetic of vLLM itself: no model is loaded. Prints a Markdown table.
+The script uses vLLM's own arithmetic, loads no model, and prints a Markdown table.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ POOL_GIB = 64
 
 
 class Shape(NamedTuple):
-    """Layers of a published model: how many have a window of how many tokens, and their heads."""
+    """Layers of a published model: the number of layers for each window, and their heads."""
 
     name: str
     windowed: int
@@ -41,7 +41,7 @@ SHAPES = (
 
 
 def specs_of(shape: Shape) -> dict[str, Any]:
-    """KV cache specs of all layers, full ones evenly between windowed ones."""
+    """KV cache specs of all layers, with full layers evenly between layers with windows."""
     sizes: dict[str, Any] = {
         "block_size": 16,
         "num_kv_heads": shape.kv_heads,
@@ -66,7 +66,8 @@ def engine_config(folder: Path, tokens: int, batch: int, *, hybrid: bool) -> Vll
         max_num_batched_tokens=batch,
         disable_hybrid_kv_cache_manager=not hybrid,
     ).create_engine_config()
-    engine.cache_config.kv_cache_layout = "LBHNC"  # as on a CPU: it has no effect on the sizes
+    # This is the value on a CPU. It has no effect on the sizes.
+    engine.cache_config.kv_cache_layout = "LBHNC"
     return engine
 
 

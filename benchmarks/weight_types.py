@@ -1,9 +1,9 @@
-"""Memory and time to first token of one model by the type of its weights, on the CPU.
+"""Measure memory and time to first token of a model by the type of its weights, on the CPU.
 
     python benchmarks/weight_types.py [MODEL] > benchmarks/results/weight-types.json
 
-Each type runs in a process of its own, one after the other, so that peaks do not mix. A prompt has
-four passages of 128 tokens and a question; it is answered in full mode, and in block mode with
+Each type runs in a separate process, one after the other, so that each has its own peak. A prompt
+has four passages of 128 tokens and a question. It is answered in full mode, and in block mode with
 stored passages. Default: Qwen2.5-Coder-0.5B (``benchmarks/models.py``, extras gguf and quantized).
 """
 
@@ -28,7 +28,7 @@ PASSAGES, PASSAGE_TOKENS, QUESTION_TOKENS = 4, 128, 24
 
 
 def measure(model: str, dtype: str, repeats: int) -> dict[str, Any]:
-    """Row of one type. Memory in bytes; that of files mapped into memory counts in the peak."""
+    """Row of one type. Memory is in bytes; the peak includes files mapped into memory."""
     process = psutil.Process()
     before = _own(process)
     started = time.perf_counter()
@@ -57,7 +57,7 @@ def measure(model: str, dtype: str, repeats: int) -> dict[str, Any]:
 
 
 def _own(process: psutil.Process) -> int:
-    """Memory that belongs to the process alone: no files mapped into memory."""
+    """Memory of the process in bytes, without files mapped into memory."""
     info: Any = process.memory_info()
     return int(info.rss - info.shared)
 

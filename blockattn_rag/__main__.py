@@ -1,4 +1,4 @@
-"""Runs the command line as ``python -m blockattn_rag``."""
+"""The command line as ``python -m blockattn_rag``."""
 
 from blockattn_rag.app.cli import main
 

@@ -40,7 +40,7 @@ class IncompleteAnswerError(BlockAttnError, ValueError):
 
 
 class ToolCallError(BlockAttnError, ValueError):
-    """The model had to call a tool, but produced no tool call or an invalid one."""
+    """The model had to call a tool, but produced no tool call or an invalid tool call."""
 
 
 class DataError(BlockAttnError):

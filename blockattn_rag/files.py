@@ -67,7 +67,7 @@ def replacing(path: Path, *, mode: int = 0o666, fsync: bool = True) -> Iterator[
                 os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
-        with contextlib.suppress(OSError):  # keep the original error
+        with contextlib.suppress(OSError):  # Keep the original error.
             temporary.unlink()
         raise
     if fsync:
@@ -78,7 +78,7 @@ def replacing(path: Path, *, mode: int = 0o666, fsync: bool = True) -> Iterator[
 def locked(path: Path, *, timeout_s: float | None = None) -> Iterator[None]:
     """Hold an exclusive lock on a file, against other processes and other threads.
 
-    Waits for the current holder. The file is created, and stays.
+    Waits for the current holder. The file is created if needed, and never deleted.
 
     Args:
         timeout_s: Seconds to wait. Default: ``LOCK_TIMEOUT_S``.

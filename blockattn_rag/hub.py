@@ -1,6 +1,6 @@
-"""Models by name: a check for mistyped paths, and errors of the model hub in one sentence.
+"""Models by name: a check for mistyped paths, and one-sentence errors of the model hub.
 
-The command line checks names before it starts, so this module imports no torch.
+The command line checks names before it loads torch, so this module does not import torch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ EXPECTED = "a folder, a .gguf file, a hub id, 'bundled' or 'smollm2'"
 _PROBE_S = 5.0
 """Seconds to wait for the hub's first response."""
 _REMEMBERED_S = 60
-"""Seconds for which a response, or its absence, is remembered."""
+"""Seconds for which the result of a probe is cached."""
 
 _lock = threading.Lock()
 _offline_loads = 0
@@ -63,8 +63,8 @@ def hub_errors(
 ) -> Iterator[None]:
     """Context for loading a model: one attempt to reach the hub, and its errors in one sentence.
 
-    The packages of the hub retry every file several times, and their messages are several lines
-    about tokens, caches and web pages. Without a connection, they do not name the model.
+    The hub's packages retry every file several times, and raise errors of several lines about
+    tokens, caches and web pages. Without a connection, these errors do not name the model.
 
     Args:
         is_local: Whether the model is on this machine, so that the hub is not probed. Default: the
@@ -88,7 +88,7 @@ def hub_errors(
         if fix:
             raise OSError(f"Cannot load {shown}: {fix.format(why=why)}.") from error
         kinds = {kind.__name__ for kind in type(cause).__mro__}
-        is_private = "RepositoryNotFoundError" in kinds  # or the repository does not exist
+        is_private = "RepositoryNotFoundError" in kinds  # The repository may also not exist.
         login = " (private and gated models need `hf auth login`)" if is_private else ""
         raise OSError(f"Cannot load {shown}: {why}; expected {expected}{login}.") from error
 
@@ -116,7 +116,8 @@ def _offline_if_unreachable(is_local: bool) -> Iterator[None]:
     from huggingface_hub import constants
 
     with _lock:
-        is_offline = constants.HF_HUB_OFFLINE and not _offline_loads  # chosen by the user
+        # The user chose to be offline.
+        is_offline = constants.HF_HUB_OFFLINE and not _offline_loads
         switches = not is_local and not is_offline
         switches = switches and (bool(_offline_loads) or not _responds(constants.ENDPOINT))
         if switches:
@@ -137,7 +138,8 @@ def _responds(hub: str) -> bool:
 
 @functools.lru_cache(maxsize=1)
 def _probed(hub: str, period: int) -> bool:  # noqa: ARG001 - part of the cache's key
-    """Whether the hub responds. Loading a model and an embedding would need several probes."""
+    """Whether the hub responds. The result is cached, because one command may load several
+    models."""
     import httpx
     from huggingface_hub import get_session
 

@@ -55,7 +55,7 @@ def _imported_for_types(file: str) -> Mapping[str, str]:
 
 
 def missing_extra(package: str, extra: str) -> str:
-    """End of an error message: the missing package, and how to install the extra it belongs to."""
+    """End of an error message: the missing package, and the command that installs its extra."""
     command = f'`pip install "blockattn-rag[{extra}]"`'
     if _from_a_folder():
         command = (
@@ -66,7 +66,8 @@ def missing_extra(package: str, extra: str) -> str:
 
 
 def _from_a_folder() -> bool:
-    """Whether this package runs from a repository or was installed from a file, by no index."""
+    """Whether this package runs from a repository or was installed from a file, not from an
+    index."""
     try:
         # pip writes this file for everything that comes from a folder or an address (PEP 610).
         return distribution("blockattn-rag").read_text("direct_url.json") is not None

@@ -8,7 +8,7 @@
 Small models call tools badly, so by default passages are retrieved before the model answers. The
 history then contains this lookup as a call and its result. With ``--tool``, the model calls the
 retriever itself. This needs a model whose chat template supports tools, such as
-Qwen2.5-7B-Instruct. In both cases the passages are blocks, in this turn and in all later ones.
+Qwen2.5-7B-Instruct. In both cases, the passages are blocks, in this turn and in all later turns.
 """
 
 import argparse

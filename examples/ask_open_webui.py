@@ -1,11 +1,10 @@
-"""Ask Open WebUI about attached notes, twice, and print what the server reused.
+"""Ask Open WebUI two questions about attached notes, and print the server's reuse.
 
 Usage, for an Open WebUI that runs with WEBUI_AUTH=false, without a login:
 
     python examples/ask_open_webui.py http://127.0.0.1:8080
 
-The second question has one of the notes of the first
-question at another place, after the conversation.
+The second question has a note of the first question at another place, after the conversation.
 """
 
 import sys

@@ -8,10 +8,10 @@
 Each line of `passages.jsonl` is a JSON object with the field `text`. The folder `handles` receives
 the same objects with the field `kv_handle`, for the metadata of a vector store.
 
-With --server, workers only send texts: any of them uses every server, and the journal, in a folder
-that all workers can write to, lets a second run skip what is stored. With --model, each worker
-loads the model (--gpus 1: on a GPU of its own), and writes to the store. Ray restarts workers that
-die, and repeats their batches. Needs `pip install "ray[data]"` besides this package.
+With --server, each worker sends texts to all servers. A second run skips passages in the journal, a
+folder that all workers must be able to write to. With --model, each worker loads the model (on a
+separate GPU with --gpus 1), and writes to the store. Ray restarts workers that die, and repeats
+their batches. The script also needs `pip install "ray[data]"`.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def main() -> None:
         batch_size=BATCH,
         batch_format="numpy",
         compute=ray.data.ActorPoolStrategy(size=options.workers or len(options.server or [1])),
-        num_cpus=0.1 if options.server else 1,  # workers mostly wait for servers
+        num_cpus=0.1 if options.server else 1,  # Workers mostly wait for servers.
         num_gpus=options.gpus or None,
     )
     encoded.write_json(options.handles)

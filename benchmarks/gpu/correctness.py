@@ -7,9 +7,9 @@ blocks of 1 to 8,192 tokens. The oracle is one dense forward pass with the block
 weights in float64. The permitted error of a path is four times the rounding error of that forward
 pass in the model's own type, but at least 1e-4. Errors are relative to the largest logit.
 
-Recomputation is compared with such a forward pass in which the recomputed tokens follow the context
-once more. It is given the tokens that the model chose, because rounding can decide that choice.
-Miniatures recompute all tokens, which gives the logits of full attention.
+For recomputation, the recomputed tokens follow the context once more in the oracle's forward pass.
+The oracle uses the tokens that the model chose, because rounding can decide the choice. Miniatures
+recompute all tokens, which gives the logits of full attention.
 
 Answers are compared token by token, because rounding can decide near ties. The score of a greedy
 token may be lower than the oracle's best by twice the permitted error of the logits.
@@ -79,8 +79,8 @@ GREEDY: Mapping[str, Any] = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
 class Sizes(NamedTuple):
     """Sizes of the cases: one model per head size, ratio and type, and one prompt per context."""
 
-    head_sizes: Sequence[int] = (128, 64, 80, 96, 256)  # as in SHAPES first
-    ratios: Sequence[int] = (4, 1, 8, 2)  # LARGE_RATIO first, in case that time runs out
+    head_sizes: Sequence[int] = (128, 64, 80, 96, 256)  # The sizes in SHAPES come first.
+    ratios: Sequence[int] = (4, 1, 8, 2)  # LARGE_RATIO comes first, in case time runs out.
     dtypes: Sequence[str] = ("bfloat16", "float32", "float16")
     contexts: Mapping[str, Sequence[int]] = {
         "tiny": (1, 1, 2, 3, 7, 1),
@@ -143,7 +143,7 @@ def rotations(campaign: Campaign, pairing: Pairing, dtype: str) -> Iterator[Reco
         layout = RotaryLayout(1 / torch.arange(1.0, rotary / 2 + 1), pairing)
         cos, sin = layout.cos_sin(7 * torch.arange(tokens), device)
         drawn = torch.randn(3, tokens, size, generator=generator)
-        for states in {kind, torch.float32}:  # keys of int8 blocks are in float32
+        for states in {kind, torch.float32}:  # Keys of int8 blocks are in float32.
             keys = drawn.to(device, states)
             out = torch.empty_like(keys, dtype=kind)
             rotate_into(out, keys, cos, sin, layout)
@@ -158,11 +158,12 @@ def rotations(campaign: Campaign, pairing: Pairing, dtype: str) -> Iterator[Reco
 
 
 def of_kind(campaign: Campaign, kind: str, dtype: str, lengths: Sequence[int]) -> Iterator[Record]:
-    """Rows of ``compare`` for a miniature, and of the recomputation of all tokens if it can."""
+    """Rows of ``compare`` for a miniature, and rows of recomputing all tokens if it supports
+    this."""
     family, settings, _ = KINDS[kind]
     hf_model: Any = miniature(AutoConfig.for_model(family, **settings))
     exact_model = copy.deepcopy(hf_model).to(campaign.device).double()
-    exact_model.set_experts_implementation("eager")  # the others take no float64
+    exact_model.set_experts_implementation("eager")  # The other kernels do not support float64.
     exact = block_model(exact_model)
     model = block_model(hf_model.to(campaign.device, floating_type(dtype)))
     prompt = prompt_of(lengths, MINIATURE_VOCABULARY)
@@ -186,7 +187,7 @@ def compare(
 ) -> Iterator[Record]:
     """One row per context, recipe and path, with ``error`` and ``budget`` of the logits or of the
     chosen tokens."""
-    longest = sum(max(contexts.values(), key=sum))  # a prompt of a batch has one block twice
+    longest = sum(max(contexts.values(), key=sum))  # A prompt of the batch has one block twice.
     most = 2 * longest + FINAL_TOKENS + NEW_TOKENS + 1
     hf_model = random_model(size, HEADS // ratio, most, floating_type(dtype)).to(campaign.device)
     exact = block_model(copy.deepcopy(hf_model).double())
@@ -209,7 +210,7 @@ def compare(
 def in_turns(
     campaign: Campaign, size: int, ratio: int, dtype: str, sizes: Sizes
 ) -> Iterator[Record]:
-    """One row per path: the largest error of the logits after each of several forwards over one
+    """One row per path: the largest error of the logits after several forward passes over one
     cache, which a GPU replays as graphs."""
     lengths = sizes.contexts["mixed"]
     most = sum(lengths) + sum(sizes.turns)
@@ -257,7 +258,8 @@ def recomputed(
         )
         rounding = relative_error(rounded, expected)
         for path in ("relay", "copy"):
-            # Not by an engine, which may encode the blocks in other batches and choose others.
+            # Choose without an engine, which may encode blocks in other batches and choose other
+            # tokens.
             cache = model.cache_for(changed, assembly=path)
             found = model.answer_logits(changed.token_ids, ids.final, answer, cache)
             yield {
@@ -273,8 +275,10 @@ def recomputed(
 def recomputed_logits(
     hf_model: Any, blocks: Sequence[Sequence[int]], chosen: Sequence[int]
 ) -> Tensor:
-    """Logits ``[final tokens, vocab]`` of one dense forward: the context in block mode, the chosen
-    tokens again with full attention, and the final block, which attends to these instead."""
+    """Logits ``[final tokens, vocab]`` of one dense forward pass with recomputed tokens.
+
+    The pass computes the context in block mode, the chosen tokens again with full attention, and
+    the final block, which attends to the recomputed tokens."""
     *context, final = blocks
     tokens = [token for ids in context for token in ids]
     count, last = len(tokens), len(tokens) + len(final)
@@ -320,9 +324,10 @@ class Judge:
     def logits(
         self, engine: BlockAttentionEngine, extra: float, prompt: BlockPrompt | None = None
     ) -> Record:
-        """Compare the logits of a given answer, with computed and then with reused blocks.
+        """Compare the logits of a given answer, first with computed blocks, then with reused
+        blocks.
 
-        ``prompt``: With other blocks of the same tokens. Default: the oracle's.
+        ``prompt``: Prompt with other blocks of the same tokens. Default: the oracle's prompt.
         """
         errors = []
         for _ in range(2):
@@ -331,7 +336,8 @@ class Judge:
         return self._row(max(errors), extra)
 
     def batch(self, engine: BlockAttentionEngine, extra: float) -> Record:
-        """Compare greedy answers to the prompt, to its reversed blocks and to one block twice."""
+        """Compare greedy answers to the prompt, to a prompt with its blocks reversed, and to a
+        prompt with one block twice."""
         blocks, final = self.prompt.context, self.prompt.final
         orders = [blocks, blocks[::-1], (blocks[-1], blocks[-1])]
         prompts = [BlockPrompt(order, final) for order in orders]

@@ -1,11 +1,11 @@
-"""Print expected times on an H100 beside the measured ones, as Markdown.
+"""Print expected and measured times on an H100, as Markdown.
 
 python benchmarks/gpu/expected.py > benchmarks/results/gpu/expected.md
 
 A time is the longer of two quotients: bytes read and written divided by the bandwidth, and
-operations divided by their rate. The rates are those that ``first_token`` measured; those of the
-transfers are the defaults of ``blockattn-rag plan``. Launches, attention scores and everything that
-the host does are left out, so that times can only be longer.
+operations divided by their rate. ``first_token`` measured the device's rates; the rates of
+transfers are the defaults of ``blockattn-rag plan``. Launches, attention scores and the host's work
+are left out, so real times can only be longer.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ RESULTS = Path(__file__).parents[1] / "results" / "gpu"
 
 
 class Expected(NamedTuple):
-    """An expected time and the measured one, both in seconds."""
+    """An expected and a measured time, in seconds."""
 
     shape: str
     context: int

@@ -5,9 +5,9 @@ and values are on the device. There are four paths: ``full`` prefills everything
 blocks with re-encoded positions, ``relay`` attends to blocks in place, and ``floor`` computes only
 the question. These cases are measured for each shape and context:
 
-* ``request``: the engine's time to first token on the host's clock, including tokenising.
-* ``recompute``: the same with a tenth of the tokens recomputed for the question (the larger shape,
-  up to 32,768 tokens), beside full mode and block mode.
+* ``request``: the engine's time to first token on the host's clock, including tokenizing.
+* ``recompute``: the time to first token with a tenth of the tokens recomputed for the question (the
+  larger shape, up to 32,768 tokens), compared with full mode and block mode.
 * ``forward``: placing the blocks and the forward pass of the question, timed with CUDA events.
 * ``decode``: the time of each token after the first.
 * ``memory``: the peak of the bytes that a request allocates.
@@ -89,7 +89,7 @@ def cases(campaign: Campaign) -> Iterator[Case]:
 
 
 def _on_model(run: Callable[[BlockModel], Record], model: Callable[[], BlockModel]) -> Record:
-    return run(model())  # created when the case runs, not when cases are listed
+    return run(model())  # The prompt is created when the case runs, not when cases are listed.
 
 
 def request(campaign: Campaign, model: BlockModel, *, length: int, block: int) -> Record:
@@ -110,7 +110,7 @@ def recomputed(campaign: Campaign, model: BlockModel, *, length: int, block: int
     ``full_over_recompute``."""
     engine = campaign.engine(model)
     prompt = random_prompt(length, block, QUESTION_TOKENS, model.config.vocab_size)
-    engine.generate(prompt, max_new_tokens=1)  # stores the blocks
+    engine.generate(prompt, max_new_tokens=1)  # This stores the blocks.
 
     def ttft_s(**options: Any) -> float:
         answer = engine.generate(prompt, max_new_tokens=1, do_sample=False, **options)
@@ -156,9 +156,9 @@ class Prompt(NamedTuple):
     """A prompt of random tokens.
 
     Args:
-        context: Its blocks, encoded and placed.
+        context: The prompt's blocks, encoded and placed.
         question: Token ids of the final block, ``[1, n]``.
-        everything: Token ids of the whole prompt, ``[1, n]``.
+        everything: Token ids of the complete prompt, ``[1, n]``.
     """
 
     context: Context
@@ -229,8 +229,8 @@ def path_limit_s(
     length: int,
     question_tokens: int = QUESTION_TOKENS,
 ) -> float:
-    """``limit_s`` of a model of a config, with bytes of its weights, and of a token's keys and
-    values."""
+    """``limit_s`` from a model's config, the bytes of its weights, and the bytes of a token's
+    KV."""
     moved = weight_bytes + TRAFFIC[path] * length * token_bytes
     new, cached = question_tokens, length if path in REUSING else 0
     new += length if path == "full" else 0

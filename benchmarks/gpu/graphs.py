@@ -1,7 +1,7 @@
 """Measure forward passes on the relay path as CUDA graphs and as single launches.
 
-The same tokens follow the same context. One token is a step of decoding; 50 are a question. The
-limit is that of ``first_token``. Where there are no graphs, both times are those of launches.
+The same tokens follow the same context. One token is a step of decoding; 50 tokens are a question.
+The limit is computed as in ``first_token``. Without graphs, both times are times of launches.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ def replayed(campaign: Campaign, shape: str, length: int, tokens: int) -> Record
         if runner is not None:
             runner.captures = captures
         cache = model.cache_for(context, assembly="relay")
-        model.next_logits(ids[:, :1], cache)  # loads the context's tables
+        model.next_logits(ids[:, :1], cache)  # This loads the context's tables.
         return elapsed_s(partial(model.next_logits, ids, cache), model.device)
 
     ways = {"launches": partial(forward_s, False), "graphs": partial(forward_s, True)}
     row = in_turns(ways, campaign.repeats)
     limit = limit_s(model, campaign.ceilings, "relay", length, tokens)
-    # A failed capture turns them off.
+    # A failed capture turns graphs off.
     return row | {"limit_s": limit, "has_graphs": runner is not None and runner.captures}

@@ -66,7 +66,7 @@ class Campaign:
     Args:
         out: Folder of the records.
         resume: Folder of an earlier run's records. Finished cases are taken from it.
-        dry: Use tiny shapes, on the CPU, to test the campaign itself.
+        dry: Whether to use tiny shapes, on the CPU, to test the campaign itself.
     """
 
     out: Path
@@ -93,7 +93,7 @@ class Campaign:
         return 1 if self.dry else 5
 
     def model(self, shape: str, max_tokens: int) -> BlockModel:
-        """A model with random weights. Only the last one is kept in memory."""
+        """A model with random weights. Only the last model is kept in memory."""
         shape, dtype = ("tiny", "float32") if self.dry else (shape, "bfloat16")
         if self._model is None or self._model[0] != shape:
             self._model = None
@@ -129,8 +129,8 @@ class Campaign:
     def run_all(self, steps: Mapping[str, Callable[[], Iterable[Case]]], minutes: float) -> int:
         """Measure the cases of several steps; returns the exit status.
 
-        Each step can use its share of the time, and what those before it left. Steps that are not
-        finished then share the rest.
+        Each step can use its share of the time, and the time that earlier steps left. Unfinished
+        steps then share the remaining time.
         """
         statuses = {}
         for number, (step, cases) in enumerate(steps.items(), start=1):
@@ -202,11 +202,11 @@ def measured(case: Case) -> Record:
         found: Record = {"result": case.measure()}
     except torch.OutOfMemoryError as error:
         found = {"out_of_memory": str(error).splitlines()[0]}
-        traceback.clear_frames(error.__traceback__)  # they refer to tensors
+        traceback.clear_frames(error.__traceback__)  # The frames refer to tensors.
     except Exception as error:  # noqa: BLE001 -- recorded, and the step's exit status is not 0
         found = {"error": "".join(traceback.format_exception(error))}
         traceback.clear_frames(error.__traceback__)
-    with suppress(RuntimeError):  # after a CUDA error, this raises it again
+    with suppress(RuntimeError):  # After a CUDA error, this raises the error again.
         free_memory()
     return found | {"seconds": time.perf_counter() - began}
 
@@ -228,7 +228,7 @@ def read_records(folder: Path, step: str) -> list[Record]:
 
 
 def results_of(folders: Sequence[Path | None], step: str) -> dict[str, Record]:
-    """Results of a step's finished cases, by name; those of later folders take precedence."""
+    """Results of a step's finished cases, by name. Results in later folders take precedence."""
     records = [one for folder in folders if folder for one in read_records(folder, step)]
     return {one["case"]: one["result"] for one in records if "result" in one}
 

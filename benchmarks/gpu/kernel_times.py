@@ -1,4 +1,4 @@
-"""Measure kernels alone: rotation of keys, flash attention of PyTorch and packages, and assembly.
+"""Measure single kernels: rotation of keys, flash attention of PyTorch and packages, and assembly.
 
 * ``rotation``: rotating the keys of one layer, fused and by PyTorch's operations.
 * ``flash``: attention of the last queries to all keys before them and themselves, with the heads of
@@ -81,7 +81,8 @@ def timed(campaign: Campaign, ways: dict[str, Callable[[], object]]) -> Record:
 
 
 def assembly(campaign: Campaign, shape: str, length: int) -> Record:
-    """The case ``assembly``: ``assembly_s``, and its limit by the bytes read and written."""
+    """The case ``assembly``: ``assembly_s``, and a limit that follows from the bytes of keys and
+    values."""
     model, block = campaign.model(shape, max(LENGTHS) + 1024), min(BLOCK_TOKENS, length // 2)
     context = Prompt.drawn(model, length, block).context
     joined = partial(model.cache_for, context, assembly="copy")

@@ -1,4 +1,4 @@
-"""Profile the slowest step of relay attention: where its time goes, and what to change.
+"""Profile the kernels of the slowest step of relay attention, and recommend a change.
 
 Among the first tokens and decoding steps measured by ``first_token``, the slowest step has the
 largest ratio of time to limit. Without results, it is the first token after 32,768 tokens. Its
@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 from blockattn_rag.model import BlockModel
 
 TOP = 15
-GROUPS: Mapping[str, str] = {  # by the first pattern that a kernel's name matches
+GROUPS: Mapping[str, str] = {  # The first pattern that matches a kernel's name decides.
     "attention": r"flash|fmha|attention|attn",
     "matrix products": r"gemm|gemv|nvjet|cublas|cutlass|splitk|xmma|addmm|aten::mm|linear|matmul",
     "copies": r"memcpy|memset|copy|catarray|aten::cat|index|gather|scatter",
@@ -84,7 +84,7 @@ def profiled(campaign: Campaign, chosen: Slowest) -> Record:
     work = step_of(model, chosen)
     for _ in range(2):
         work()
-    total_s = elapsed_s(work, model.device)  # without the overhead of the profiler
+    total_s = elapsed_s(work, model.device)  # Time without the overhead of the profiler.
     is_cuda = model.device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_cuda else [])]
     with profile(activities=activities) as profiler:
@@ -95,7 +95,7 @@ def profiled(campaign: Campaign, chosen: Slowest) -> Record:
     events: Any = profiler.key_averages()
     for event in events:
         if is_cuda and event.device_type.name != "CUDA":
-            continue  # the kernels that it launches are counted instead
+            continue  # The kernels that the graph launches are counted instead.
         taken_us = event.self_device_time_total if is_cuda else event.self_cpu_time_total
         kernel = {"name": event.key, "group": group_of(event.key)}
         kernels.append(kernel | {"s": taken_us / 1e6, "calls": event.count})

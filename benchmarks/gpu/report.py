@@ -61,7 +61,7 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
 
 
 def cases_of(results: Mapping[str, Record], step: str) -> Iterator[tuple[list[str], Record]]:
-    """Shape, context and block size of each ``first_token`` case of one kind, and its result."""
+    """Shape, context, block size and result of each case of a step of ``first_token``."""
     for case, row in results.items():
         shape, length, name = case.split("/")
         if name.partition(",")[0] == step:
@@ -112,7 +112,7 @@ def first_token(results: Mapping[str, Record]) -> list[str]:
         lines += [title, "", *table((*named, *ways, "full / recompute"), rows)]
     rows = [
         (*what, duration(row["assembly_s"]), duration(row["limit_s"]))
-        for what, row in cases_of(results, "assembly")  # which `kernel_times` measures now
+        for what, row in cases_of(results, "assembly")  # The step `kernel_times` measures this now.
     ]
     if rows:
         title = "Joining and rotating keys and values, a part of copy:"

@@ -51,7 +51,7 @@ def shared(campaign: Campaign, shape: str, batch: int) -> Record:
         repeats=min(campaign.repeats, 3),
     )
     weights, token = weight_bytes(model), model.bytes_per_token
-    own = context + FINAL_TOKENS + new / 2  # on average over the steps
+    own = context + FINAL_TOKENS + new / 2  # Mean over the steps.
     unshared_bytes = weights + token * batch * (system + own)
     shared_bytes = weights + token * (system + batch * own)
     return row | {"limit_gain": unshared_bytes / shared_bytes}

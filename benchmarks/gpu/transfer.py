@@ -1,4 +1,4 @@
-"""Measure loads of blocks from host memory and disk: bandwidth, and the share that is hidden.
+"""Measure loads of blocks from host memory and disk: bandwidth, and overlap with computing.
 
 The same prompt is answered on the relay path with its blocks on the device, in page-locked host
 memory, in files in the system's page cache, and in files that must be read from the disk. Each run
@@ -81,7 +81,7 @@ def tiers(campaign: Campaign, shape: str, length: int) -> Record:
         row: Record = in_turns(ways, campaign.repeats)
     nbytes = length * model.bytes_per_token
     row |= {"length": length, "block_tokens": block, "bytes": nbytes}
-    for tier, (_, *counted) in fetch_s.items():  # the first run of each tier is a warm-up
+    for tier, (_, *counted) in fetch_s.items():  # The first run of each tier is a warm-up.
         row[f"{tier}_fetch_s"] = waited = statistics.median(counted)
         if tier != "device":
             row[f"{tier}_bytes_per_s"] = nbytes / waited
@@ -105,7 +105,7 @@ def drop_cached(folder: Path) -> None:
     for path in folder.rglob("*.safetensors"):
         descriptor = os.open(path, os.O_RDONLY)
         try:
-            os.fsync(descriptor)  # only pages that were written to the disk can be dropped
+            os.fsync(descriptor)  # Only pages that were written to the disk can be dropped.
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(descriptor)

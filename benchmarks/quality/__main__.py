@@ -9,13 +9,13 @@
     python benchmarks/quality table
 
 ``run`` answers questions of all sets in turn, in every row, and appends one line per answer to
-``benchmarks/results/quality/MODEL.csv``. It stops after ``--minutes``, and adds what is missing
+``benchmarks/results/quality/MODEL.csv``. It stops after ``--minutes``, and adds missing answers
 when it runs again. ``choose`` compares sinks and ways to choose the tokens to recompute, on other
-questions, in ``choices/MODEL.csv``. ``diagnose`` shows where a recipe's remaining divergence comes
-from. ``tune`` fine-tunes a model on gold answers; ``run --tuned`` compares it with the
-stock model and its recipe, in ``MODEL-tuned.csv``. ``precision`` compares block mode over keys and
-values in int8 with the model's own type, in ``precision/MODEL.csv``. ``table`` writes ``MODEL.md``
-next to each CSV file, and the short tables of ``docs/quality.md`` to ``summary/MODEL.md``.
+questions, in ``choices/MODEL.csv``. ``diagnose`` shows the causes of a recipe's remaining
+divergence. ``tune`` fine-tunes a model on gold answers; ``run --tuned`` compares it with the stock
+model and its recipe, in ``MODEL-tuned.csv``. ``precision`` compares block mode over keys and values
+in int8 with the model's own type, in ``precision/MODEL.csv``. ``table`` writes ``MODEL.md`` next to
+each CSV file, and the short tables of ``docs/quality.md`` to ``summary/MODEL.md``.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def tune(
     lora: Annotated[bool, typer.Option("--lora", help="Train LoRA, not all weights.")] = False,
     samples: Annotated[int, typer.Option(help="Contexts to train on.")] = 400,
 ) -> None:
-    """Fine-tune a model on gold answers, in both modes. Continues where it left off."""
+    """Fine-tune a model on gold answers, in both modes. Continues where it stopped."""
     if output.exists():
         raise SystemExit(f"{output} exists: delete it to train again")
     from blockattn_rag.lab.evaluation.datasets import read_samples
@@ -118,7 +118,7 @@ def diagnose(
     max_new_tokens: int = 24,
     results: Path = RESULTS,
 ) -> None:
-    """Put parts of full mode's keys and values back, and measure which part is missing."""
+    """Replace parts of a recipe's keys and values with full mode's, and measure the effect."""
     answerer = _answerer(model, recipe, max_new_tokens)
     best = next(answerer.recipes[one] for one in ("recipe", "sink") if one in answerer.recipes)
     path = results / DIAGNOSIS / f"{Path(model).name}.csv"

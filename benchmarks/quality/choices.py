@@ -1,6 +1,6 @@
-"""Sinks, and ways to choose the tokens to recompute, compared by divergence.
+"""Comparison of sinks, and of ways to choose the tokens to recompute, by divergence.
 
-These are the candidates from which the package's own were chosen, on questions of the tune file.
+The package's defaults were chosen from these candidates, on questions of the tune file.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ class _Candidate:
     """A sink, and a share of tokens to recompute.
 
     Args:
-        first_share: Part of these tokens that are the first tokens of each passage but the first.
-            The others are those with the most attention from ``layers`` on, as a share of all
-            layers.
+        first_share: Share of these tokens that are the first tokens of each passage except the
+            first passage. The others receive the most attention in the layers from ``layers`` on,
+            which is a share of all layers.
     """
 
     sink: str
@@ -163,14 +163,16 @@ def _chosen(
 
 
 def _first_tokens(lengths: Sequence[int], count: int) -> list[int]:
-    """Indices of the first tokens of each passage but the first, an equal number of each."""
+    """Indices of the first tokens of each passage except the first passage, equally many of
+    each."""
     starts = [sum(lengths[:place]) for place in range(2, len(lengths))]
     each = count // max(1, len(starts))
     return [*chain.from_iterable(range(at, at + each) for at in starts)]
 
 
 def choices_table(records: Sequence[Choice]) -> str:
-    """Divergence of each candidate, and what it recovers of block mode's, best first."""
+    """Divergence of each candidate, and its recovered share of block mode's divergence, best
+    first."""
     by_name: dict[str, dict[tuple[str, str], Choice]] = {}
     for one in records:
         by_name.setdefault(one.candidate, {})[one.set, one.id] = one

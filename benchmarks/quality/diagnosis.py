@@ -1,8 +1,8 @@
-"""Where a recipe's remaining divergence comes from: full mode's keys and values, put back in part.
+"""Diagnosis of a recipe's remaining divergence, by replacing parts of its keys and values.
 
-Each change takes a part of the passages' keys and values from full mode and leaves the rest as the
-recipe computed it. The divergence that a change removes is what an adapter could gain at most by
-predicting that part exactly.
+Each change takes a part of the passages' keys and values from full mode, and all others from the
+recipe. The divergence that a change removes is the largest gain of an adapter that predicts this
+part exactly.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _full(model: BlockModel, context: Sequence[list[int]]) -> BlockKV:
 
 
 def _sliced(full: BlockKV, context: Sequence[list[int]]) -> Context:
-    """Full mode's keys and values as a context of separate blocks, with keys already placed."""
+    """Full mode's keys and values as separate blocks, with keys at their final positions."""
     ends = torch.tensor([0, *map(len, context)]).cumsum(0).tolist()
     blocks = [
         replace(

@@ -1,4 +1,4 @@
-"""Block fine-tuning on gold answers: one model for both modes, as in the papers."""
+"""Block fine-tuning of one model for both modes on gold answers, as in the papers."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ _MOST_TURNS = 4
 
 
 def write_samples(questions: Sequence[EvaluationSample], path: Path, count: int) -> None:
-    """Write contexts of 3 to 6 passages, each with up to 4 questions that these answer.
+    """Write contexts of 3 to 6 passages, each with up to 4 questions that these passages answer.
 
-    The first question of a context comes with passages drawn from its own distractors. These are
-    the gold passages of other questions, which become the further questions: they share the
-    prefill. Each epoch draws other passages in another order. Deterministic.
+    The first question of a context comes with passages drawn from its own distractors. The
+    distractors are the gold passages of other questions, which become the other questions of the
+    context and share its prefill. Each epoch draws other passages in another order. The result is
+    deterministic.
 
     Args:
-        questions: Questions with distractors from gold passages of each other.
+        questions: Questions whose distractors are gold passages of other questions.
         count: Contexts to write.
     """
     draw = random.Random(0)
@@ -64,8 +65,8 @@ def _key(passage: EvaluationPassage) -> tuple[str, str]:
 
 
 def _has_fast_bfloat16() -> bool:
-    """Whether products in bfloat16 are at least as fast as in float32. They take 5 times as long on
-    a processor with AVX2 alone."""
+    """Whether products in bfloat16 are at least as fast as in float32. With only AVX2, they take 5
+    times as long."""
     return torch.cuda.is_available() or torch.backends.cpu.get_cpu_capability().startswith("AVX512")
 
 

@@ -23,7 +23,7 @@ _STORE_BYTES = 2 << 30
 
 
 def engines_of(model: BlockModel, recipe: str) -> dict[str, BlockAttentionEngine]:
-    """An engine for each type. Their stores keep passages for the next questions."""
+    """An engine for each type of keys and values. Stores keep passages for the next questions."""
     return {
         name: BlockAttentionEngine(
             model, MemoryStore(_STORE_BYTES), recipe=recipe, kv_dtype=name, resident_bytes=0
@@ -39,7 +39,7 @@ def answers(
     item: Item,
     rows: Sequence[str],
 ) -> Iterator[Record]:
-    """Answer a question greedily in some types.
+    """Answer a question greedily with some types of keys and values.
 
     ``kl`` and ``agreement`` compare a row with the model's own type, over its greedy answer.
     """
@@ -71,7 +71,7 @@ def answers(
 
 
 def precision_table(records: Sequence[Record]) -> str:
-    """How int8 changes right answers, greedy answers and predictions, for each set and in all."""
+    """Effect of int8 on right answers, greedy answers and predictions, by set and in total."""
     base, small = ({(one.set, one.id): one for one in records if one.row == name} for name in TYPES)
     names = [*dict.fromkeys(one.set for one in small.values())]
     lines = []

@@ -1,4 +1,4 @@
-"""CSV files of records. Runs append to them, and continue where an earlier run left off."""
+"""CSV files of records. Runs append records, and continue where a previous run stopped."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def measure(
     minutes: float,
     known: Sequence[str] = EARLIER,
 ) -> None:
-    """Append the records that a file lacks, until the time is over.
+    """Append the records that a file lacks, until ``minutes`` have passed.
 
     Args:
-        answer: Measures some of the names for one question.
+        answer: Function that measures some of the names for one question.
         names: Names of the rows or changes of each question.
-        known: Names that the file may have, too.
+        known: Names that the file may also have.
     """
     done = {(one.set, one.id, one.name) for one in read(path, kind)}
     if others := sorted({name for *_, name in done} - {*names, *known}):
@@ -46,7 +46,7 @@ def measure(
 
 
 def read(path: Path, kind: type[T]) -> Iterator[T]:
-    """The records of a file. Nothing if it does not exist."""
+    """The records of a file. Empty if the file does not exist."""
     if path.exists():
         with path.open(newline="", encoding="utf-8") as file:
             for line in csv.DictReader(file):
@@ -57,7 +57,8 @@ _KINDS = {"str": str, "int": int, "float": float}
 
 
 def append(path: Path, records: Sequence[Record | Change | Choice]) -> None:
-    """Append the records of one question, in one write, so that a stopped run leaves whole ones."""
+    """Append the records of one question in one write, so that a stopped run leaves no partial
+    record."""
     path.parent.mkdir(parents=True, exist_ok=True)
     is_new = not path.exists()
     with path.open("a", newline="", encoding="utf-8") as file:

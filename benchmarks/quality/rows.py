@@ -1,4 +1,4 @@
-"""The ways to answer: full mode, block mode with recipes, and the best passage alone."""
+"""Ways to answer: full mode, block mode with recipes, and full mode with only the best passage."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class Record:
     """One question answered in one row.
 
     Args:
-        kl, agreement: See ``lab.evaluation.fidelity``. NaN where the prompt has other passages.
-        computed_tokens, prompt_tokens: Tokens of the prompt that were computed, and all of them.
-        ttft_s: Seconds to the first token. NaN for rows that were added later than full mode's,
-            when the machine had another load.
+        kl, agreement: See ``lab.evaluation.fidelity``. NaN if the prompt has other passages.
+        computed_tokens, prompt_tokens: Number of computed tokens, and of all tokens of the prompt.
+        ttft_s: Seconds to the first token. NaN for rows that were added after full mode's row,
+            because the load of the machine had changed.
     """
 
     set: str
@@ -64,7 +64,8 @@ class Answerer:
         engine: The engine, without a recipe.
         form: Prompt format of its model.
         recipes: Recipes of block mode by row name.
-        tuned: Fine-tuned engines of the same model, by row name. With any, the last row is skipped.
+        tuned: Fine-tuned engines of the same model, by row name. If not empty, the last row is
+            skipped.
         max_new_tokens: Maximum length of an answer.
     """
 
@@ -99,7 +100,7 @@ class Answerer:
             full, expected = self.full_answer(prompt)
             compare = _Comparison(item, full.token_ids, expected, is_timed=True)
             yield compare.record(FULL, full.text, expected, full.stats)
-        else:  # computes the prompt once, not twice, but is not timed
+        else:  # This computes the prompt once instead of twice, but is not timed.
             ids, expected = full_answer(self.engine, prompt, self._options["max_new_tokens"])
             compare = _Comparison(item, ids, expected, is_timed=False)
         for name, recipe in self.recipes.items():
@@ -123,7 +124,7 @@ class Answerer:
         prompt: BlockPrompt,
         **options: Any,
     ) -> Record:
-        """Answer in the given mode or with the given recipe, after encoding the blocks."""
+        """Encode the blocks, then answer in a mode or with a recipe."""
         if options.get("mode") != "full":
             engine.precompute(prompt.context, as_prompt=True, **options)
         found = engine.generate(prompt, **options, **self._options)

@@ -1,7 +1,7 @@
-"""Sets of questions: one passage needed, two passages needed, and the order of passages.
+"""Sets of questions that need one passage, two passages, or the order of passages.
 
-All but Natural Questions are made from the 40 articles in ``blockattn_rag/app/demo/data/facts``,
-which no recipe was fitted to. Sets are deterministic.
+All sets except Natural Questions are made from the 40 articles in
+``blockattn_rag/app/demo/data/facts``, which no recipe was fitted to. Sets are deterministic.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _PASSAGES = 6
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A question over passages, and what a right answer contains.
+    """A question about passages, and the strings that a right answer contains.
 
     Args:
         id: Unique within its set.
         set: Name of the set.
         needed: A right answer contains one string of each of these groups.
-        rival: The wrong choice of a comparison. A right answer names the right one first.
-        best: Index of the passage with the answer; of the first one if two are needed.
+        rival: The wrong choice of a comparison. A right answer names the right choice first.
+        best: Index of the passage with the answer. If two are needed, index of the first.
     """
 
     id: str
@@ -51,7 +51,8 @@ class Item:
         return not self.rival or places[1] == -1 or places[0] < places[1]
 
     def f1(self, answer: str) -> float:
-        """Highest word overlap with an accepted answer. Of two needed answers, both joined."""
+        """Highest word overlap with an accepted answer. If two answers are needed, they are
+        joined."""
         if len(self.needed) == 1:
             return f1_score(answer, self.needed[0])
         return f1_score(answer, [" ".join(group[0] for group in self.needed)])
@@ -181,9 +182,9 @@ def natural_questions(path: Path, passages: int) -> list[Item]:
 
 
 def tuning(path: Path) -> list[Item]:
-    """Questions to choose settings on, none of which the first 200 of ``mixed`` contain.
+    """Questions to choose settings on, which are not among the first 200 of ``mixed``.
 
-    Two of three are Natural Questions, which are distinct over 5 and over 10 passages.
+    Two thirds are Natural Questions. No question is used with both 5 and 10 passages.
     """
     others = [
         random.Random(0).sample(items, len(items))[_REPORTED:]
@@ -218,8 +219,9 @@ def _item(name: str, one: FactQuestion, shown: Sequence[tuple[str, str]]) -> Ite
 def _with_distractors(
     needed: Sequence[str], draw: random.Random
 ) -> tuple[tuple[Passage, ...], int]:
-    """The needed articles and others of their cluster and of other clusters, in random order, and
-    the index of the first needed one."""
+    """The needed articles and others, of their cluster and of other clusters, in random order.
+
+    Also returns the index of the first needed article."""
     articles = load().articles
     cluster = articles[needed[0]].cluster
     others = sorted((a for a in articles.values() if a.id not in needed), key=lambda a: a.id)

@@ -16,7 +16,7 @@ PLAIN = "block"
 
 
 def tables(records: Sequence[Record]) -> str:
-    """One table over all questions, and one of right answers by set."""
+    """A table over all questions, and a table of right answers by set."""
     by_row = _by_row(records)
     head: tuple[str, ...] = (
         "",
@@ -61,7 +61,7 @@ def summary(records: Sequence[Record], repeated: Sequence[Record] = ()) -> str:
 
     Args:
         records: All answers of a model.
-        repeated: Answers with times, full mode included, for rows whose records have none.
+        repeated: Answers with times, including full mode, for rows whose records have no times.
     """
     by_row, again = _by_row(records), _by_row(repeated)
     hidden = {"sink"} if "recipe" in by_row else set()
@@ -142,7 +142,7 @@ def _by_set(by_row: dict[str, Rows]) -> str:
 
 
 def diagnosis_table(changes: Sequence[Change], records: Sequence[Record]) -> str:
-    """What each change removes of the recipe's divergence, and which passage is attended to.
+    """Share of the recipe's divergence that each change removes, and the most attended passage.
 
     Args:
         changes: The diagnosis of some questions.

@@ -94,7 +94,7 @@ def versions() -> dict[str, str]:
 
 
 def closing(rows: Sequence[Row], here: dict[str, Any]) -> str:
-    """The text below the table: counts, machine and versions."""
+    """Text below the table: counts, machine and versions."""
     named = ", ".join(f"{name} {version}" for name, version in here["versions"].items())
     return f"{summary(rows)}\n\n*{here['processor']}, {here['threads']} threads; {named}.*"
 
@@ -104,7 +104,7 @@ def main(
     output: Annotated[Path | None, typer.Option(help="A .json file; .md goes next to it.")] = None,
     trace: Annotated[bool, typer.Option(help="Print tracebacks of failures.")] = False,
 ) -> None:
-    """Run the uses; print a table."""
+    """Run the uses, and print a table."""
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
         for row in rows_of(only, Path(folder) / "bundled-with-tools", trace=trace):

@@ -25,7 +25,7 @@ class Outcome:
     """Outcome of a use. ``result`` is "works", "unread", "fails" or "not installed".
 
     ``error`` is the name of the error. ``prompt_tokens`` counts the tokens of all prompts of the
-    use, ``reused_tokens`` the ones from stored blocks.
+    use, and ``reused_tokens`` counts its tokens from stored blocks.
     """
 
     result: str
@@ -45,7 +45,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Row:
-    """A use, and its outcomes with this package's models and with the framework's own."""
+    """A use, and its outcomes with this package's models and with the framework's own models."""
 
     framework: str
     use: str

@@ -95,7 +95,7 @@ class EngineSource:
                 "engine with the recipe: BlockAttentionEngine(model, store, recipe=...)."
             )
         if recipe != AUTO:
-            known_digests(recipe, None, "")  # raises early if the recipe does not exist
+            known_digests(recipe, None, "")  # This raises early if the recipe does not exist.
         if (engine is None) == (model_name is None):
             raise ValueError(
                 "Expected either engine= or a model: model_name= (or model= with tokenizer=); "
@@ -114,7 +114,7 @@ class EngineSource:
         self._recipe = str(recipe) if isinstance(recipe, Path) else recipe
         self._device_map = device_map
         self._model_kwargs = dict(model_kwargs or {})
-        if "torch_dtype" in self._model_kwargs:  # the name of dtype in transformers 4
+        if "torch_dtype" in self._model_kwargs:  # Transformers 4 uses this name for dtype.
             self._model_kwargs["dtype"] = self._model_kwargs.pop("torch_dtype")
         self._lock = threading.RLock()
         self._hints = None if self._kv_store is None else ReuseHints()
@@ -147,9 +147,9 @@ class EngineSource:
         }
 
     def asking_for(self, fields: dict[str, Any]) -> EngineSource:
-        """A copy of this source with these fields changed."""
+        """Copy of this source with these fields changed."""
         changed = {**self.fields(), **fields}
-        if changed["recipe"] == str(self._recipe):  # keeps a `Recipe` object
+        if changed["recipe"] == str(self._recipe):  # This keeps a `Recipe` object.
             changed["recipe"] = self._recipe
         return EngineSource(**changed)
 
@@ -160,16 +160,14 @@ class EngineSource:
 
     @property
     def lasting_store(self) -> str | None:
-        """Location of a store that other processes can open.
-
-        None: the store exists in this process only.
-        """
+        """Location of a store that other processes can open. None: the store is in memory."""
         place = _location(self._kv_store)
         return place if place and lasts(place) else None
 
     @property
     def storage(self) -> dict[str, Any]:
-        """Where and how passages are encoded: caches of ingestion results depend on it."""
+        """Settings that determine where and how passages are encoded, for caches of ingestion
+        results."""
         engine = self.engine
         temporary = f"{type(engine.store).__name__} {id(engine.store)}"
         return {
@@ -188,7 +186,7 @@ class EngineSource:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What answers depend on in addition to a component's fields.
+        """Values that answers depend on in addition to a component's fields.
 
         For an existing engine: its model, recipe and KV dtype. Otherwise: the recipes that an
         engine may find when it is loaded.
@@ -215,7 +213,7 @@ class EngineSource:
                 f"This was built from a live {' and '.join(live)}, which cannot be sent to another "
                 "process; pass the model by name, and the store as a directory or an address"
             )
-        # Sends the store itself, which may have a size limit.
+        # Send the store itself, which may have a size limit.
         return partial(EngineSource, **{**self.fields(), "kv_store": self._kv_store}), ()
 
     def load(self) -> None:
@@ -225,7 +223,7 @@ class EngineSource:
         """
         if self._engine is None:
             model = self.engine.model
-            # Each is measured on its first access, which takes as long as several answers.
+            # Each property is measured on its first access, which takes as long as several answers.
             _ = (model.fingerprint, model.rules, model.graph_runner, model.has_causal_kernel)
 
     @property
@@ -247,7 +245,8 @@ class EngineSource:
         return {k: value for k, value in self._model_kwargs.items() if k != "tokenizer"}
 
     def noted(self, prompt: BlockPrompt) -> BlockPrompt:
-        """Return the prompt unchanged. Logs a hint if it cannot reuse passages (``ReuseHints``)."""
+        """Return the prompt unchanged. If the prompt cannot reuse passages, log a hint
+        (``ReuseHints``)."""
         if self._hints is not None:
             self._hints.look_at(prompt)
         return prompt

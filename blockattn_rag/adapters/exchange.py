@@ -65,7 +65,7 @@ def template_messages(turns: Iterable[ChatTurn]) -> list[dict[str, Any]]:
     ``tool_call_id`` and the ``name`` of the tool.
     """
     messages: list[dict[str, Any]] = []
-    tools: dict[str, str] = {}  # tool names by call id
+    tools: dict[str, str] = {}  # Names of tools by call id.
     for turn in turns:
         message: dict[str, Any] = {"role": turn.role, "content": turn.text}
         if turn.thoughts:
@@ -149,7 +149,7 @@ class Exchange:
         self._parser = parser
 
     def prompt(self) -> BlockPrompt:
-        """Make the prompt. Logs a hint if it cannot reuse passages."""
+        """Make the prompt. If it cannot reuse passages, log a hint."""
         prompt = self._make_prompt()
         at_once = has_no_thoughts(self.options)
         tokenizer = self._source.tokenizer.tokenizer
@@ -158,7 +158,7 @@ class Exchange:
         return self._source.noted(prompt)
 
     def answer(self, group: Group | None = None) -> Step:
-        """Generate the complete answer."""
+        """Generate the complete answer, with other calls of ``group`` in one batch."""
         engine, prompt = self._source.engine, self.prompt()
         if group is None:
             return self._read(engine.generate(prompt, **self.options))

@@ -57,7 +57,7 @@ def handles_in(places: Iterable[Any]) -> Iterator[str]:
     for place in places:
         for metadata, text in _records(place):
             handle = metadata.get(HANDLE_KEY) if metadata else None
-            # Other programs write metadata too, so the value may not be a string.
+            # Other programs also write metadata, so the value may not be a string.
             if isinstance(handle, str) and handle and _agrees(metadata, text):
                 yield handle
 
@@ -66,7 +66,7 @@ def _records(place: Any) -> Iterable[tuple[Any, ...]]:
     """Metadata and text of each passage. The text is None if it is not available."""
     if isinstance(place, Mapping):
         return [(place, None)]
-    # Must precede the check of ``metadata``, because collections have metadata too.
+    # This check must precede the check of ``metadata``, because collections also have metadata.
     if hasattr(place, "count") and hasattr(place, "get"):
         return records_of(place, "metadatas", "documents")
     if isinstance(metadata := getattr(place, "metadata", None), Mapping):
@@ -88,7 +88,7 @@ def _agrees(metadata: Mapping[str, Any], text: str | None) -> bool:
     if (source := metadata.get(DIGEST_KEY)) is None:
         return True
     names = str(source).partition(":")[0].split(",")
-    if text is None and TEXT_VARIABLE in names:  # the digest cannot be checked without the text
+    if text is None and TEXT_VARIABLE in names:  # The digest cannot be checked without the text.
         return True
     inputs = {TEXT_VARIABLE: text, **metadata}
     # The digest includes the names, so it differs if a value is missing.

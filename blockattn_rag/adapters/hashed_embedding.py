@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 @cache
 def _vectorizers(dimensions: int) -> tuple[HashingVectorizer, HashingVectorizer]:
     """Vectorizers of words and of word pieces. Word pieces also match inflected words."""
-    from sklearn.feature_extraction.text import HashingVectorizer  # the import takes a second
+    from sklearn.feature_extraction.text import HashingVectorizer  # This import takes a second.
 
     words = HashingVectorizer(n_features=dimensions, stop_words="english", norm="l2")
     pieces = HashingVectorizer(
@@ -27,7 +27,7 @@ def _vectorizers(dimensions: int) -> tuple[HashingVectorizer, HashingVectorizer]
 def hashed_vectors(texts: Sequence[str], dimensions: int) -> list[list[float]]:
     """Counts of hashed words and word pieces, as unit vectors of ``dimensions`` numbers.
 
-    Deterministic. Only texts that share words are similar.
+    The vectors are deterministic. Only texts that share words are similar.
     """
     words, pieces = (vectorizer.transform(texts) for vectorizer in _vectorizers(dimensions))
     vectors = (words + 0.5 * pieces).toarray()

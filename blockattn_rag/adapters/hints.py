@@ -10,8 +10,9 @@ logger = logging.getLogger("blockattn_rag")
 
 _UNMARKED_PROMPTS = 3
 _MOST_HEADS = 1000
-_LONG_PROMPT = 200  # characters; a shorter prompt is assumed to have no passages
-_NEW_HEADS = 5  # consecutive prompts, because an application may alternate between templates
+_LONG_PROMPT = 200  # Number of characters. A shorter prompt is assumed to have no passages.
+# Number of consecutive prompts, because an application may alternate between templates.
+_NEW_HEADS = 5
 
 
 class ReuseHints:
@@ -40,7 +41,7 @@ class ReuseHints:
                     "node_postprocessors, call configure(llm) so that passages are not cut, and "
                     "use BlockCitationQueryEngine for citations. "
                     "LangChain: format documents with format_blocks or BlockDocumentPrompt. "
-                    "Or find passages without markers by recognize=True",
+                    "Or set recognize=True, which finds passages without markers",
                     _UNMARKED_PROMPTS,
                 )
         if marked:

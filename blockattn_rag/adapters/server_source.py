@@ -32,7 +32,7 @@ class ServerSource:
         api_key: str | None = None,
         journal: str | Path | None = None,
     ) -> None:
-        from blockattn_rag.server import ServerClient, ServerPool  # need the extra `serving`
+        from blockattn_rag.server import ServerClient, ServerPool  # These need the extra `serving`.
 
         clients = [ServerClient(url, api_key) for url in _addresses(server)]
         urls = [client.url for client in clients]
@@ -70,7 +70,7 @@ class ServerSource:
         return self._pool.encode(texts, show_progress=show_progress)
 
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> ServerSource:
-        return self  # connections are shared, never copied
+        return self  # Connections are shared, never copied.
 
     __copy__ = __deepcopy__
 

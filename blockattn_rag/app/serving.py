@@ -1,4 +1,4 @@
-"""What vLLM needs to serve a model: the model, a store, a recipe, and a dtype."""
+"""Inputs of vLLM for serving a model: the model, a store, a recipe, and a dtype."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ class Served:
         """Options that vLLM serves the model with.
 
         Args:
-            hindrance: Option of vLLM with which tokens cannot be recomputed. An automatic recipe
-                then recomputes none, with a warning; other recipes are refused by vLLM's workers.
+            hindrance: Option of vLLM that prevents recomputing. An automatic recipe then recomputes
+                no tokens, with a warning; vLLM's workers refuse other recipes.
 
         Checks that the model and its recipe can be served, without loading the weights. Their files
         are hashed, unless that was done before.
@@ -98,7 +98,7 @@ class Served:
             "recipe": _name_of(recipe),
             "fingerprint": profile.fingerprint,
         }
-        if recipe.adapter is not None:  # in a file
+        if recipe.adapter is not None:  # An adapter needs a file.
             connector["recipe_digest"] = recipe.digest
         changed = {"namespace": self.namespace, "kv_dtype": self.kv_dtype}
         connector |= {name: value for name, value in changed.items() if value not in ("", "model")}
@@ -110,7 +110,7 @@ class Served:
             raise ValueError(
                 f"Found dtype={dtype!r}, which quantizes the weights in this process, but vLLM "
                 "loads them itself; serve a quantized checkpoint of the model instead, with a "
-                "database of its own"
+                "separate database"
             )
         if dtype == AUTO_SETTING:
             config = load_config(self.model, revision=commit)
@@ -123,7 +123,7 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
-    """What vLLM is started with.
+    """Arguments that vLLM is started with.
 
     Args:
         source: Folder or hub id of the model.
@@ -139,12 +139,13 @@ class ServerOptions:
 
 
 def _name_of(recipe: Recipe) -> str:
-    """Text form of a recipe, or a folder with it. The folder is a copy in the user's cache, so that
-    a server is not affected if the recipe is replaced while it starts."""
+    """Text form of a recipe, or a folder with the recipe. The folder is a copy in the user's cache,
+    so that replacing the recipe does not affect a server that is starting."""
     if recipe.adapter is None:
         return str(recipe)
     folder = state_folder() / "recipes" / recipe.digest[:32]
-    if not (folder / RECIPE_FILE).is_file():  # also if a process died while writing it
+    if not (folder / RECIPE_FILE).is_file():
+        # Write the folder again even if a process died while writing it.
         folder.parent.mkdir(parents=True, exist_ok=True)
         recipe.save(folder)
     return str(folder)

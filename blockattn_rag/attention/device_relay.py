@@ -1,7 +1,7 @@
 """Relay attention of one request on a GPU: tables of its blocks, and room for its tail.
 
-The tables and the tail keep their addresses, so that CUDA graphs can read them. See
-``relay_kernel`` for the kernel that does.
+The tables and the tail keep their addresses, so that CUDA graphs can read them with the kernel in
+``relay_kernel``.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ CHUNK_TOKENS = 512
 """Largest number of keys for which a program of the kernel rotates its queries once."""
 
 MOST_BLOCKS, MOST_CHUNKS = 2048, 4096
-"""Blocks, the tail included, and chunks of them for which the tables have room."""
+"""Numbers of blocks (including the tail) and of chunks that fit in the tables."""
 
 TAIL_TOKENS = 2048
-"""Tokens for which the tail has room at first."""
+"""Initial size of the tail in tokens."""
 
 _ALIGNMENT = 16
-"""Bytes that the kernel reads at once."""
+"""Number of bytes that the kernel reads at once."""
 
 
 class DeviceRelay:
@@ -53,7 +53,7 @@ class DeviceRelay:
         self.device = device
         self._programs = programs
         self.layouts = layouts
-        # A layer without rotation has one pair that rotates by nothing.
+        # A layer without rotation has one pair with the frequency 0.
         none = RotaryLayout(torch.zeros(1), "half")
         self._layouts = [layout if layout.rotates else none for layout in layouts]
         layers = len(layouts)
@@ -91,7 +91,8 @@ class DeviceRelay:
         return all(self._address(kv) is not None for kv, *_ in context.blocks)
 
     def _address(self, kv: BlockKV) -> Tensor | None:
-        """Addresses of a block's keys and values, ``[layers, 2]``; None if they cannot be read."""
+        """Addresses of a block's keys and values, ``[layers, 2]``. None: the kernel cannot read
+        them."""
         known = self._addresses.get(kv)
         if known is None:
             states = [(kv.keys[layer], kv.values[layer]) for layer in range(kv.num_layers)]
@@ -112,8 +113,8 @@ class DeviceRelay:
         )
 
     def load(self, context: Context) -> None:
-        """Begin a request after ``context``, which ``reads`` accepts. Its tail is empty."""
-        if self.room > TAIL_TOKENS:  # after a long answer
+        """Begin a request with an empty tail after ``context``, which ``reads`` must accept."""
+        if self.room > TAIL_TOKENS:  # The previous request had a long answer.
             self._make_tail(TAIL_TOKENS)
         blocks = context.blocks
         addresses: Any = [self._address(kv) for kv, *_ in blocks]
@@ -133,9 +134,9 @@ class DeviceRelay:
         self._counts[0] = len(chunks)
 
     def begin(self, start: int, tokens: int) -> None:
-        """Prepare a forward over new tokens after ``start`` tail tokens.
+        """Prepare a forward pass over new tokens after ``start`` tail tokens.
 
-        May move the tail, which invalidates graphs.
+        This may move the tail, which invalidates graphs.
         """
         if start + tokens > self.room:
             self._grow(start + tokens)
@@ -143,7 +144,7 @@ class DeviceRelay:
         torch.arange(start, start + tokens, out=self._places[:tokens])
 
     def _grow(self, tokens: int) -> None:
-        """Move the tail to where it has room for twice as many tokens."""
+        """Move the tail to tensors with room for twice as many tokens."""
         old = self._tail
         self._make_tail(2 * tokens)
         self._tail[:, :, :, : old.shape[3]] = old
@@ -167,8 +168,8 @@ class DeviceRelay:
         self._tail[layer, 1].index_copy_(1, places, values[0])
 
     def states(self, layer: int, tokens: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of the first tail tokens, ``[1, K, tokens, D]``: views, which forwards
-        write to."""
+        """Views of the keys and values of the first tail tokens, ``[1, K, tokens, D]``, to which
+        forward passes write."""
         keys, values = self._tail[layer, :, None, :, :tokens]
         return keys, values
 
@@ -184,8 +185,8 @@ class DeviceRelay:
         cap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """See ``RelayPlan.attend``. Keys and values of the tail are those that were written. Only
-        for plain attention, without soft cap and sinks."""
+        """See ``RelayPlan.attend``. The tail's keys and values must be written before. Supports
+        only plain attention, without soft cap and sinks."""
         assert cap is None
         assert sinks is None
         from blockattn_rag.attention.relay_kernel import attend_blocks  # needs Triton

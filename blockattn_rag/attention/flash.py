@@ -1,4 +1,4 @@
-"""Flash kernels for CUDA: PyTorch's, and those of the flash-attn packages that are installed.
+"""Flash kernels for CUDA, of PyTorch and of installed flash-attn packages.
 
 Shapes: ``B`` requests, ``H`` query heads, ``K`` key-value heads, ``Q`` queries, ``N`` key tokens,
 ``D`` head size.
@@ -17,20 +17,20 @@ from torch import Tensor
 
 FlashKernel = Callable[[Tensor, Tensor, Tensor, float, bool], tuple[Tensor, Tensor]]
 """Attention of queries ``[B, H, Q, D]`` to keys and values ``[B, K, N, D]``, in 16 bits. ``H`` is a
-multiple of ``K``. Further arguments: the factor of the scores, and whether the last query, which is
-aligned with the last key, is the only one that sees all keys. Returns the output ``[B, H, Q, D]``
-in the query's dtype, and the log-sum-exp ``[B, H, Q]`` in float32."""
+multiple of ``K``. Further arguments are the factor of the scores, and whether attention is causal,
+with the last query aligned with the last key. Returns the output ``[B, H, Q, D]`` in the query's
+dtype, and the log-sum-exp ``[B, H, Q]`` in float32."""
 
 PYTORCH = "PyTorch"
 
 _PROBES = ((1, 300, False), (70, 300, False), (70, 300, True))
-"""Queries, keys, and whether attention is causal, of the shapes that check a kernel."""
+"""Test cases of a kernel: number of queries, number of keys, and whether attention is causal."""
 
 _TIMED = (64, 8192, True)
-"""The same of the shape for which the fastest kernel is chosen: a question after its passages."""
+"""Case for which the fastest kernel is chosen: a question after its passages."""
 
 _MARGIN = 1.05
-"""Speed-up for which a package replaces PyTorch's kernel. Timings vary by less."""
+"""Minimum speed-up for which a package replaces PyTorch's kernel. Timings vary by less."""
 
 _logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ _logger = logging.getLogger(__name__)
 def fastest_flash(device: torch.device, dtype: torch.dtype, size: int) -> FlashKernel:
     """The fastest of ``exact_kernels``, which are timed once per process.
 
-    PyTorch's kernel, without a comparison, if no package is installed.
+    If no package is installed, PyTorch's kernel is returned without a comparison.
     """
     if not _packages(device):
         return _by_pytorch
@@ -56,17 +56,17 @@ def fastest_flash(device: torch.device, dtype: torch.dtype, size: int) -> FlashK
 
 
 def exact_kernels(device: torch.device, dtype: torch.dtype, size: int) -> dict[str, FlashKernel]:
-    """Kernels that give attention in float64 up to rounding, by name."""
+    """Kernels that equal attention in float64 up to rounding, by name."""
     kernels = {PYTORCH: _by_pytorch, **_packages(device)}
     return {n: kernel for n, kernel in kernels.items() if _is_exact(n, kernel, device, dtype, size)}
 
 
 def elapsed_s(work: Callable[[], object], device: torch.device) -> float:
-    """Least seconds of several runs on a GPU."""
+    """Minimum seconds of several runs on a GPU."""
     times_s: list[float] = []
     make: Any = torch.cuda.Event
     with torch.cuda.device(device):
-        for _ in range(7):  # the first ones compile kernels
+        for _ in range(7):  # The first runs compile kernels.
             first, last = make(enable_timing=True), make(enable_timing=True)
             first.record()
             work()
@@ -77,8 +77,8 @@ def elapsed_s(work: Callable[[], object], device: torch.device) -> float:
 
 
 def aligned(states: Tensor) -> Tensor:
-    """States whose rows all begin at a multiple of 16 bytes, which the CUDA kernels assume, even
-    along dimensions of length 1."""
+    """States whose rows begin at multiples of 16 bytes. The CUDA kernels assume this even along
+    dimensions of length 1."""
     *steps, last = states.stride()
     begins = (step * states.itemsize % 16 for step in (*steps, states.storage_offset()))
     if last == 1 and not any(begins):
@@ -104,7 +104,8 @@ def _by_package(
     scale: float,
     is_causal: bool,
 ) -> tuple[Tensor, Tensor]:
-    """By ``flash_attn_func`` of a package, whose states are ``[B, tokens, heads, D]``."""
+    """Attention by ``flash_attn_func`` of a package, which takes states ``[B, tokens, heads,
+    D]``."""
     states = (aligned(one).transpose(1, 2) for one in (query, key, value))
     output, lse, *_ = function(*states, softmax_scale=scale, causal=is_causal)
     return output.transpose(1, 2), lse
@@ -119,7 +120,7 @@ def _flash_attn_2() -> Callable[..., Any]:
 def _flash_attn_3() -> Callable[..., Any]:
     from flash_attn_interface import flash_attn_func
 
-    # Few queries leave most of a GPU idle unless keys are split; 0: the package chooses.
+    # Few queries leave most of a GPU idle unless keys are split. With 0, the package chooses.
     return partial(flash_attn_func, return_attn_probs=True, num_splits=0)
 
 
@@ -156,7 +157,7 @@ def _packages(device: torch.device) -> dict[str, FlashKernel]:
 def _is_exact(
     name: str, kernel: FlashKernel, device: torch.device, dtype: torch.dtype, size: int
 ) -> bool:
-    """Whether a kernel gives attention in float64 up to rounding."""
+    """Whether a kernel equals attention in float64 up to rounding."""
     scale = size**-0.5
     for queries, keys, is_causal in _PROBES:
         states = _states(device, dtype, size, rows=2, heads=4, queries=queries, keys=keys)
@@ -164,7 +165,7 @@ def _is_exact(
             output, lse = kernel(*states, scale, is_causal)
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # noqa: BLE001 -- packages pass on what compilers raise
+        except Exception as error:  # noqa: BLE001 -- packages pass on compilers' errors
             _logger.warning("%s is not used, because it failed: %s", name, error)
             return False
         query, key, value = (one.double() for one in states)

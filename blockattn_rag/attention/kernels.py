@@ -66,9 +66,9 @@ def attend(
 def kernel_for(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Kernel:
     """The fastest exact kernel for tensors of these shapes, dtypes and device."""
     if query.shape[-1] != value.shape[-1] or not key.shape[2]:
-        return attend_plain  # fused kernels need equal head sizes and at least one key
+        return attend_plain  # Fused kernels need equal head sizes and at least one key.
     if query.dtype not in _FUSED_DTYPES or torch.is_grad_enabled():
-        return attend_plain  # fused kernels have no gradient through the log-sum-exp
+        return attend_plain  # Fused kernels have no gradient through the log-sum-exp.
     if query.is_cpu:
         return attend_fused
     return cuda_kernel_for(query, mask) if query.is_cuda else attend_plain
@@ -77,8 +77,8 @@ def kernel_for(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = 
 def cuda_kernel_for(query: Tensor, mask: Tensor | None) -> Kernel:
     """The fastest exact CUDA kernel for a query in float32, float16 or bfloat16.
 
-    The flash kernel takes no mask. The memory-efficient kernel handles all other heads of a
-    multiple of 16 bytes. GPUs older than Ampere lack some of these kernels and use the plain one.
+    The flash kernel takes no mask. The memory-efficient kernel handles head sizes that are
+    multiples of 16 bytes. Other queries, and GPUs older than Ampere, use the plain kernel.
     """
     size = query.shape[-1]
     if mask is None and takes_flash(query.device, query.dtype, size):
@@ -162,7 +162,7 @@ def attend_memory_efficient(
     """PyTorch's memory-efficient kernel for CUDA. Requires ``N > 0``."""
     query, key, value = map(aligned, (query, key, value))
     bias = None
-    if mask is not None:  # the kernel does not broadcast
+    if mask is not None:  # The kernel does not broadcast.
         bias = _additive_mask(mask, query).expand(*query.shape[:3], -1)
     output, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
         query, key, value, bias, True, scale=scale
@@ -204,7 +204,7 @@ def single_softmax(
         counts.append(1)
     first, *others = torch.split(joined.softmax(dim=-1), counts, dim=-1)
     output = torch.bmm(first, values[0])
-    for weight, value in zip(others, values[1:], strict=False):  # a sink has no value
+    for weight, value in zip(others, values[1:], strict=False):  # A sink has no value.
         output.baddbmm_(weight, value)
     return output
 
@@ -226,7 +226,7 @@ def fold_heads(query: Tensor, mask: Tensor | None, kv_heads: int) -> tuple[Tenso
 
 
 def fold_sinks(sinks: Tensor, tokens: int, kv_heads: int) -> Tensor:
-    """Scores ``[H]`` of attention sinks, for the rows of ``fold_heads``: ``[K, Q]``, float32."""
+    """Repeat the sink scores ``[H]`` for the rows of ``fold_heads``: ``[K, Q]``, float32."""
     return sinks.float().reshape(kv_heads, -1).repeat_interleave(tokens, dim=1)
 
 

@@ -2,8 +2,8 @@
 
 A latent layer computes each head's key and value as linear maps of a token's latent. The maps are
 applied to the few queries and outputs instead of the many latents, which gives the same result:
-``q · (K l) = (Kᵀ q) · l``, and ``Σ w (V l) = V (Σ w l)``. All heads then share one key, the rotary
-key and the latent, and one value, the latent.
+``q · (K l) = (Kᵀ q) · l``, and ``Σ w (V l) = V (Σ w l)``. All heads then share one key (the rotary
+key and the latent) and one value (the latent).
 
 Shapes: ``B`` rows of the batch, ``H`` heads, ``T`` tokens, ``D`` size of the part of a head's key
 that does not rotate, ``P`` size of the rotary key, ``R`` size of the latent, ``V`` size of a value.
@@ -31,13 +31,13 @@ class LatentMap(NamedTuple):
     value: Tensor
 
     def queries(self, query: Tensor) -> Tensor:
-        """Queries ``[B, 1, H * T, P + R]`` of rotary keys and latents, from the model's queries
-        ``[B, H, T, D + P]``."""
+        """Convert the model's queries ``[B, H, T, D + P]`` to queries of rotary keys and latents,
+        ``[B, 1, H * T, P + R]``."""
         still, rotary = query.tensor_split([self.key.shape[-1]], dim=-1)
         return torch.cat([rotary, still @ self.key.mT], dim=-1).flatten(1, 2).unsqueeze(1)
 
     def outputs(self, part: Partial) -> Partial:
-        """Attention to values ``[B, H, T, V]``, from attention to ``latent_states``."""
+        """Convert attention to ``latent_states`` to attention to values, ``[B, H, T, V]``."""
         heads, rank, _ = self.value.shape
         output, lse = (torch.unflatten(one.squeeze(1), 1, (heads, -1)) for one in part)
         latents = output[..., -rank:].to(self.value.dtype)

@@ -29,9 +29,9 @@ class Partial(NamedTuple):
 
 
 def with_sinks(part: Partial, sinks: Tensor | None) -> Tensor:
-    """Output of attention to all keys, with a share of the weight for attention sinks.
+    """Output of attention to all keys, after attention sinks take their share of the weight.
 
-    A sink is a key with a value of 0 and a score of its own.
+    A sink is a key with its own score and a value of 0.
 
     Args:
         part: Attention to all keys.

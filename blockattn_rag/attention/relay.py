@@ -28,8 +28,8 @@ from blockattn_rag.kv.context import Context
 from blockattn_rag.kv.rope import RotaryLayout
 
 RELAY_FINAL_TOKENS = 1024
-"""Longest final block for relay attention. For longer ones, rotating the queries for every block
-costs more than rotating the keys once."""
+"""Maximum tokens of a final block for relay attention. For a longer block, rotating the queries for
+every block costs more than rotating the keys once."""
 
 
 class JoinLimits(NamedTuple):
@@ -50,12 +50,12 @@ class JoinLimits(NamedTuple):
 # Each segment costs 30 to 40 microseconds of call overhead per layer, whatever its size
 # (`bench decode --block-tokens 128,512`).
 CPU_JOINS = JoinLimits(prefill_tokens=32, decode_tokens=512)
-# Launching a kernel takes longer than its work (`benchmarks/results/gpu`).
+# Launching a kernel takes longer than running it (`benchmarks/results/gpu`).
 ACCELERATOR_JOINS = JoinLimits(prefill_tokens=131_072, decode_tokens=131_072)
 
 
 class LayerReads(NamedTuple):
-    """What a layer of a model reads.
+    """Tensors of a block that a layer of a model reads.
 
     Args:
         place: Index among the layers of the blocks.
@@ -78,7 +78,7 @@ class RelayPlan:
         contexts: Placed blocks of each request.
         layouts: Rotary layout of each layer of the blocks.
         joins: Limits below which blocks are joined. Default: the fastest limits for the device.
-        layers: What each layer of the model reads, by its index. Default: layer i reads layer i of
+        layers: Reads of each layer of the model, by its index. Default: layer i reads layer i of
             the blocks, without windows.
     """
 
@@ -101,7 +101,7 @@ class RelayPlan:
         self._tables: dict[tuple[int, int | None], SegmentTable] = {}
 
     def table(self, tokens: int, window: int | None = None) -> SegmentTable:
-        """Segments for layers with this window, in forwards of so many tokens."""
+        """Segments for layers with this window, in forward passes of ``tokens`` tokens."""
         limit = self._joins.decode_tokens if tokens == 1 else self._joins.prefill_tokens
         key = limit, window
         if key not in self._tables:
@@ -126,8 +126,8 @@ class RelayPlan:
             query: Queries ``[B, H, tokens, D]``, rotated for their own positions.
             tail_key, tail_value: Keys and values of the tail, ``[B, K, T, D]``.
             scale: Factor of the scores, natural exponent.
-            tail_mask: Bool ``[B, 1, tokens, T]``, True where a key is visible. None: all are.
-                Requests with windows must have no padding.
+            tail_mask: Bool ``[B, 1, tokens, T]``, True where a key is visible. None: all keys are
+                visible. Requests with windows must have no padding.
             cap: Soft cap of the scores. None: no cap.
             sinks: Score of each query head's attention sink, ``[H]``. None: no sinks.
 
@@ -138,7 +138,7 @@ class RelayPlan:
         place, window, latent = self._layers[layer]
         folded, mask = fold_heads(query, tail_mask, tail_key.shape[1])
         asked = folded if latent is None else latent.queries(query)
-        # Latents are joined with their rotary keys: once, for the question and its answer.
+        # Latents are joined with their rotary keys once, for the question and its answer.
         table = self.table(tokens if latent is None else 1, window)
         groups = asked.shape[2] // tokens * (batch // table.num_requests)
         views = table.views(tail_key.shape[2] - tokens, tokens, groups)
@@ -163,9 +163,9 @@ class RelayPlan:
 def _takes_one_softmax(table: SegmentTable, query: Tensor, value: Tensor) -> bool:
     """Whether ``single_softmax`` can replace the kernels.
 
-    Only for one request on the CPU in float32, without gradients or quantized blocks. Other dtypes
-    would round the scores, and other devices have faster kernels. Gradients need the tensors that
-    ``single_softmax`` overwrites, and quantized blocks would all be dequantized in memory at once.
+    True only for one request on the CPU in float32, without gradients or quantized blocks. Other
+    dtypes would round the scores, and other devices have faster kernels. Gradients need the tensors
+    that ``single_softmax`` overwrites, and all quantized blocks would be dequantized at once.
     """
     if len(query) > 1 or not table.is_one_each or table.is_dequantized or not query.is_cpu:
         return False

@@ -2,8 +2,8 @@
 
 Each program reads some chunks of blocks for one key-value head and some query rows. It rotates its
 queries once per chunk, by minus the block's shift, and keeps one online softmax. A second kernel
-merges the programs' results by their log-sum-exp (RelayAttention, equations 4-6). Everything that
-differs between requests is read from tensors, so that a CUDA graph serves contexts of any length.
+merges the programs' results by their log-sum-exp (RelayAttention, equations 4-6). All values that
+differ between requests are read from tensors, so that a CUDA graph serves contexts of any length.
 
 Shapes: ``H`` query heads, ``K`` key-value heads, ``T`` tokens, ``D`` head size, ``S`` splits.
 """
@@ -38,7 +38,7 @@ def attend_blocks(
     """Attention of new tokens to stored blocks, to the tail, and causally to each other.
 
     Args:
-        query: ``[H, T, D]``, 16-bit, rotated for their own positions. Any strides with whole rows.
+        query: ``[H, T, D]``, 16-bit, rotated for their own positions. Rows must be contiguous.
         pointers: Addresses of the keys and values of each block, int64 ``[2, blocks]``, each
             ``[K, tokens, D]``, contiguous and of the query's dtype. Block 0 is the tail.
         block_tokens: Tokens of each block's tensors, int32 ``[blocks]``.
@@ -46,8 +46,8 @@ def attend_blocks(
             ``[2, blocks, rotary_dim]``.
         chunks: Block, first token and number of tokens (at most ``chunk_tokens``) of each chunk of
             the context, int32 ``[chunks, 3]``.
-        counts: Number of chunks, and of tail tokens before the new ones, int32 ``[2]``. The tail
-            contains the new tokens' keys and values already.
+        counts: Numbers of chunks, and of tail tokens before the new tokens, int32 ``[2]``. The tail
+            already contains the new tokens' keys and values.
         scale: Factor of the scores, natural exponent.
         kv_heads: ``K``.
         rotary_dim, interleaved: See ``RotaryLayout``.
@@ -79,7 +79,7 @@ def attend_blocks(
     return merged
 
 
-# Compiled once for all lengths. Triton evaluates annotations, so that only its own are allowed.
+# Compiled once for all lengths. Triton evaluates annotations, so only its own are allowed.
 @triton.jit(do_not_specialize=["tokens", "num_blocks", "most_chunks"])  # type: ignore[untyped-decorator]
 def _attend_chunks(  # type: ignore[no-untyped-def]
     query, pointers, block_tokens, angles, chunks, counts, output, lse,

@@ -25,12 +25,12 @@ from blockattn_rag.kv.rope import Angles, RotaryLayout, rotate
 
 
 class View(NamedTuple):
-    """What queries see of a segment.
+    """Part of a segment that is visible to queries.
 
     Args:
         first: Index of the first key that any query sees.
         mask: Bool ``[1, 1, query rows of all pairs, keys from first]``, True where a key is
-            visible. None: all of these keys are.
+            visible. None: all of these keys are visible.
     """
 
     first: int = 0
@@ -38,8 +38,8 @@ class View(NamedTuple):
 
 
 class Reader(NamedTuple):
-    """A request that reads a segment: its index, and shift and start of the segment in its prompt;
-    see ``PlacedBlock``."""
+    """Index of a request that reads a segment, and the segment's shift and start in its prompt (see
+    ``PlacedBlock``)."""
 
     request: int
     shift: int
@@ -90,8 +90,9 @@ def segments_of(contexts: Sequence[Context], tokens: int) -> list[Segment]:
             same = kv.digest, kv.scales is None
             readers.setdefault(same, (kv, []))[1].append(Reader(request, shift, start))
     segments: list[Segment] = []
-    # Small blocks, grouped by the requests of their readers and by places relative to the first
-    # reader. Others may lie between them: attention depends on the keys' positions alone.
+    # Small blocks, grouped by the requests of their readers and by positions relative to the first
+    # reader. Other blocks may lie between them, because attention depends only on the keys'
+    # positions.
     small: dict[tuple[Reader, ...], list[PlacedBlock]] = {}
     for kv, pairs in readers.values():
         if kv.num_tokens >= tokens:
@@ -126,13 +127,13 @@ def _runs(blocks: Sequence[PlacedBlock], tokens: int) -> list[list[PlacedBlock]]
 
 
 def _within(context: Context, window: int) -> Context:
-    """The blocks of a context of which the next token sees a part."""
+    """The blocks of a context that are at least partly visible to the next token."""
     first = context.num_tokens + 1 - window
     return Context(tuple(b for b in context.blocks if b.start + b.kv.num_tokens > first))
 
 
 class _Window:
-    """What queries see of a segment through a sliding window.
+    """Visible parts of segments in a layer with a sliding window.
 
     Args:
         lengths: Number of context tokens of each request.
@@ -143,12 +144,12 @@ class _Window:
         blocks = segment.blocks
         self._places = torch.cat([b.start + torch.arange(b.kv.num_tokens) for b in blocks])
         self._first = blocks[0].start
-        # Place of the first key that a query right after the context sees, for each pair.
+        # Position of the first key that a query right after the context sees, for each pair.
         self._lowest = [lengths[r] + 1 - window - start for r, _, start in segment.readers]
 
     def view(self, before: int, tokens: int, groups: int, device: torch.device) -> View:
         """See ``SegmentTable.views``."""
-        highest = max(self._lowest) + before + tokens - 1  # of the last query
+        highest = max(self._lowest) + before + tokens - 1  # Position of the last query.
         if highest <= self._first:
             return View()
         first = int(torch.searchsorted(self._places, min(self._lowest) + before))
@@ -212,12 +213,12 @@ class SegmentTable:
     def states(
         self, layer: int, views: Sequence[View], *, are_latents: bool
     ) -> Iterator[tuple[Tensor, Tensor] | None]:
-        """Keys and values ``[K, N, D]`` of each segment, from the first key that any query sees.
-        None: no query sees a key, and partial results need no sorting.
+        """Iterate over the keys and values ``[K, N, D]`` of each segment, from the first key that
+        any query sees. None: no query sees a key, and partial results need no sorting.
+
+        Iterating avoids having all dequantized blocks in memory at once.
 
         ``are_latents``: Whether they are rotary keys and latents; see ``latent_states``.
-
-        An iterator, so that dequantized blocks are never all in memory at once.
         """
         for segment, (first, _) in zip(self.segments, views, strict=True):
             if self.is_one_each and first >= segment.num_tokens:
@@ -228,8 +229,8 @@ class SegmentTable:
                 yield key[:, first:], value[:, first:]
 
     def rotated(self, layer: int, query: Tensor) -> Tensor:
-        """Queries ``[pairs, K, Q, D]``, rotated for each pair's segment, from the queries
-        ``[R, K, Q, D]`` of the requests."""
+        """Rotate the requests' queries ``[R, K, Q, D]`` for the segment of each pair. Returns
+        ``[pairs, K, Q, D]``."""
         layout, pairs = self._layouts[layer], len(self._request_of)
         chosen = query[self._request_of] if self.num_requests > 1 else query
         if layout in self._angles:
@@ -237,7 +238,7 @@ class SegmentTable:
         return chosen.expand(pairs, *query.shape[1:])
 
     def views(self, before: int, tokens: int, groups: int) -> list[View]:
-        """What queries see of each segment.
+        """Visible part of each segment.
 
         Args:
             before: Number of tail tokens before the queries. The tails have no padding.
@@ -247,7 +248,8 @@ class SegmentTable:
         if self._windows is None:
             return [View()] * len(self.segments)
         asked = before, tokens, groups
-        if self._views is None or self._views[0] != asked:  # else, those of the layer before
+        if self._views is None or self._views[0] != asked:
+            # Otherwise, the previous layer's views apply.
             made = [window.view(*asked, self._device) for window in self._windows]
             self._views = asked, made
         return self._views[1]

@@ -1,1 +1,1 @@
-"""Checks of models and servers, and the oracle. Imported only by tests and ``check``."""
+"""Checks of models and servers, and the oracle. Only tests and ``check`` import this package."""

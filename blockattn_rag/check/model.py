@@ -21,7 +21,8 @@ from blockattn_rag.model.sampling import Sampling
 from blockattn_rag.prompts.blocks import Block
 from blockattn_rag.prompts.sinks import sink_ids
 
-_BLOCK_TOKENS = (24, 1, 17, 12)  # context blocks, one of a single token, and the final block
+# Context blocks, including one of a single token, and the final block.
+_BLOCK_TOKENS = (24, 1, 17, 12)
 _SINK_TOKENS = 4
 _NEW_TOKENS = 8
 _BOUNDARY_TEXT = "Halden Tower is 214 metres tall.\n\nIt was built in 1931."
@@ -29,8 +30,8 @@ _BOUNDARY_TEXT = "Halden Tower is 214 metres tall.\n\nIt was built in 1931."
 
 @dataclass(frozen=True, slots=True)
 class CheckRow:
-    """Result of one check. ``value`` is None if nothing is measured. ``budget``, its upper limit,
-    is None if there is no limit."""
+    """Result of one check. ``value``: None if nothing is measured. ``budget``: upper limit of
+    ``value``; None if there is no limit."""
 
     name: str
     passed: bool
@@ -109,7 +110,8 @@ def placed_context(
     sink: Sequence[int] = (),
     recipe: Recipe = Recipe(),  # noqa: B008 -- frozen
 ) -> Context:
-    """Encode blocks, given as token ids, and place them in this order, with a recipe's positions.
+    """Encode blocks of token ids, and place them in this order, with a recipe's positions.
+
     All blocks except the first are encoded with ``sink`` and the recipe's adapter."""
     requests = [EncodeRequest(ids, str(i), "", sink if i else ()) for i, ids in enumerate(blocks)]
     encoded = {kv.digest: kv for batch in model.encode(requests) for kv in batch}
@@ -124,7 +126,8 @@ def _full_error(
     model: BlockModel, blocks: list[list[int]], context: Context | None = None
 ) -> float:
     """Error of the logits after each token of the final block, compared with full attention.
-    ``context``: The other blocks. Default: in block mode."""
+
+    ``context``: The other blocks. Default: the blocks in block mode."""
     *others, final = blocks
     if context is None:
         context = placed_context(model, others)
@@ -139,9 +142,10 @@ def _oracle_error(
     sink: Sequence[int] = (),
     recipe: Recipe = Recipe(),  # noqa: B008 -- frozen
 ) -> float:
-    """Error of the logits after each token of the final block, compared with the oracle, for a
-    recipe's adapter and positions. Promotion, which only moves passages into the final block, and
-    recomputation are not included."""
+    """Error of the logits after each token of the final block, compared with the oracle.
+
+    Includes a recipe's adapter and positions, but not recomputation and promotion, which only moves
+    passages into the final block."""
     found = _block_logits(model, placed_context(model, blocks[:-1], sink, recipe), blocks[-1])
     expected = oracle_logits(
         model.hf_model,
@@ -169,7 +173,8 @@ def _recomputed_error(
 
 
 def _block_logits(model: BlockModel, context: Context, final_ids: list[int]) -> Tensor:
-    """Logits after each token of the final block. What follows the last one is not used."""
+    """Logits after each token of the final block. The prediction after the last token is not
+    used."""
     first, *others = final_ids
     return model.answer_logits((), [first], [*others, 0], model.cache_for(context)).float()
 
@@ -177,9 +182,8 @@ def _block_logits(model: BlockModel, context: Context, final_ids: list[int]) -> 
 def _budget(model: BlockModel, blocks: list[list[int]]) -> float:
     if model.dtype in (torch.float32, torch.float64):
         return LOGITS[model.dtype]
-    # One forward over all tokens, and two forwards over halves of them, differ by rounding alone.
-    # Kernels that compute each row by itself round both in the same way, so embeddings are rounded
-    # in another direction, too.
+    # One forward pass over all tokens, and two over halves of them, differ only by rounding. Some
+    # kernels round both equally, so the error of embeddings rounded differently is measured, too.
     tokens = [t for ids in blocks for t in ids]
     half = len(tokens) // 2
     parts = [tokens[:half], tokens[half:]]

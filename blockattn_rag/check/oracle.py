@@ -1,11 +1,11 @@
 """The oracle: a slow, obvious reference implementation of block mode.
 
-Runs one dense forward over all tokens of the prompt, with an explicit block mask. Nothing is
-stored, moved or merged. With an adapter, the final block attends to each passage's keys and values
-as changed by the adapter, and all other rows to the unchanged ones. The formula of
-``model.correction`` is written out here block by block, in float64, with explicit attention
-weights. State layers run segment by segment (``check.segments``). Imported only by tests and
-``check``.
+The oracle runs one dense forward pass over all tokens of the prompt, with an explicit block mask.
+Nothing is stored, moved or merged. With an adapter, the final block attends to each passage's keys
+and values after the adapter, and all other rows attend to the keys and values before it. The
+formula of ``model.correction`` is computed block by block, in float64, with explicit attention
+weights. State layers run segment by segment (``check.segments``). Only tests and ``check`` import
+this module.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Layout(NamedTuple):
 
 
 def layout_of(block_lengths: Sequence[int], sink_length: int = 0) -> Layout:
-    """Layout of a prompt with a sink before each block except the first and the final one."""
+    """Layout of a prompt with a sink before each block except the first and the final block."""
     block: list[int] = []
     position: list[int] = []
     is_sink: list[bool] = []
@@ -82,7 +82,7 @@ def block_mask(
         window: Size of the sliding window: a token attends to the last ``window`` tokens, including
             itself.
         sink_length: Number of tokens of the sink before each block except the first and the final
-            one.
+            block.
     """
     block, position, is_sink = layout_of(block_lengths, sink_length)
     seen = (block[:, None] == block) | ((block == len(block_lengths) - 1)[:, None] & ~is_sink)
@@ -103,11 +103,11 @@ def oracle_logits(
     """Logits ``[final tokens, vocab]`` of the final block (the last of ``block_ids``), float32.
 
     Args:
-        sink_ids: Sink tokens before each block except the first and the final one. Only that block
-            attends to them.
+        sink_ids: Sink tokens before each block except the first and the final block. Only the block
+            after them attends to them.
         adapter: Adapter for the keys and values of passages, which the final block attends to.
         layouts: Rotary layout of each layer of the adapter.
-        layers: Indices of these layers in the model. Default: 0, 1, ...
+        layers: Indices in the model of the adapter's layers. Default: 0, 1, ...
     """
     lengths = [len(block) for block in block_ids]
     layout = layout_of(lengths, len(sink_ids))
@@ -141,7 +141,7 @@ def oracle_generate(
     sink_ids: Sequence[int] = (),
     **recipe: Any,
 ) -> list[int]:
-    """Generate greedily, with one dense forward per token. New tokens extend the final block.
+    """Generate greedily, with one dense forward pass per token. New tokens extend the final block.
 
     ``recipe``: Further arguments of ``oracle_logits``.
     """
@@ -170,7 +170,7 @@ class RecipeOracle:
             "layers": [i for i, kind in enumerate(model.profile.kinds) if kind.stores],
             "positions": recipe.positions,
         }
-        # Not the tokenizer's own cut, which engines use and the oracle must check.
+        # Do not use the tokenizer's own cut, which engines use and the oracle must check.
         is_passage = [block.is_passage for block in prompt.context]
         stay, promoted = len(ids.context), min(recipe.promote, sum(is_passage))
         while sum(is_passage[stay:]) < promoted:
@@ -220,8 +220,8 @@ def adapting(
     layouts: Sequence[RotaryLayout],
     layers: Sequence[int],
 ) -> Iterator[None]:
-    """Replace the model's attention within the ``with`` block, for an adapter, and if it takes no
-    mask, as Flash Attention."""
+    """Replace the model's attention within the ``with`` block, if there is an adapter, or if the
+    attention takes no mask, such as Flash Attention."""
     before = hf_model.config._attn_implementation
     if adapter is None and before.endswith(("eager", "sdpa")):
         yield
@@ -242,7 +242,7 @@ def adapting(
             if (cap := kwargs.get("softcap")) is not None:
                 scores = cap * (scores / cap).tanh()
             scores = scores + mask
-            if (sinks := kwargs.get("s_aux")) is not None:  # attention sinks, one score per head
+            if (sinks := kwargs.get("s_aux")) is not None:  # Attention sinks, one score per head.
                 own = sinks.double().reshape(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
                 weights = torch.cat([scores, own], dim=-1).softmax(-1)[..., :-1]
             else:

@@ -1,8 +1,8 @@
-"""Reference for state layers: each segment of a prompt runs through them alone, from the beginning.
+"""Reference for state layers: each segment of a prompt runs through them separately.
 
 A segment is a block with its sink, or the prompt's first block with the final block. No state is
-kept or set: the module that computes a state sees the tokens of one segment at a time, in a forward
-without a cache. Shares no code with ``model.states``.
+kept or set: the module that computes a state processes the tokens of one segment at a time, without
+a cache. This module shares no code with ``model.states``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 Rows = tuple[Tensor, Tensor]
-"""Indices of a segment's tokens, and which of them keep their outputs (bool)."""
+"""Indices of a segment's tokens, and whether each token keeps its output (bool)."""
 
 
 def segments(block: Tensor) -> list[Rows]:
@@ -74,7 +74,7 @@ def _segmented_forward(forward: Callable[..., Any], parts: list[Rows]) -> Callab
 
 
 def _joined(outputs: Sequence[Tensor], parts: list[Rows], tokens: int) -> Tensor:
-    """One tensor of all tokens, from those of the segments."""
+    """Join the outputs of segments into one tensor of all tokens."""
     lengths = [len(at) for at, _ in parts]
     first = outputs[0]
     dims = range(1, first.dim())

@@ -1,4 +1,4 @@
-"""Answers in progress: detokenize generated tokens and pass the text to the caller."""
+"""Running answers, which detokenize generated tokens and pass the text to the caller."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class Prepared(NamedTuple):
     recomputed_tokens: int = 0
 
     def recomputed(self, context: Context, chosen: Sequence[int], seconds: float) -> Prepared:
-        """The prompt with a context in which the ``chosen`` tokens have been recomputed. Tokens of
-        blocks that were not found have been counted as computed before."""
+        """Copy of the prompt with a context in which the ``chosen`` tokens were recomputed. Chosen
+        tokens of missing blocks already count as computed."""
         reused, end = 0, 0
         for block, is_hit in zip(self.context.blocks, self.is_hit, strict=True):
             start, end = end, end + block.kv.num_tokens
@@ -54,7 +54,7 @@ class Prepared(NamedTuple):
         return self._replace(context=context, stats=stats)
 
     def after(self, known: int) -> Prepared:
-        """The prompt with ``known`` tokens of the final block counted as reused."""
+        """Copy of the prompt in which ``known`` tokens of the final block count as reused."""
         stats = replace(
             self.stats,
             reused_tokens=self.stats.reused_tokens + known,
@@ -84,7 +84,8 @@ class Answer:
         self._end_ids = end_token_ids(hf_model, tokenizer, sampling.extra)
         self._guard = self._model.loop_guard(sampling)
         self._ids: list[int] = []
-        self._shown_characters = self._shown_tokens = 0  # passed to the caller
+        # Numbers of characters and tokens that were passed to the caller.
+        self._shown_characters = self._shown_tokens = 0
 
     @property
     def stopped(self) -> bool:
@@ -125,7 +126,8 @@ class Answer:
         return self.has_ended
 
     def complete(self, ids: Sequence[int]) -> None:
-        """Set the request's result to the answer with these tokens. New ones are pushed first."""
+        """Set the request's result to the answer with these tokens, after pushing the new
+        tokens."""
         if self.has_ended:
             return
         for token in ids[len(self._ids) :]:
@@ -142,7 +144,7 @@ class Answer:
             self._shown_characters, self._shown_tokens = len(text), count
 
     def _generation(self, ids: list[int]) -> Generation:
-        ids = ids[: len(self._detokenizer.ids)]  # beams and drafts can run past stop strings
+        ids = ids[: len(self._detokenizer.ids)]  # Beams and drafts can run past stop strings.
         ended = bool(ids) and ids[-1] in self._end_ids
         reason: FinishReason = "length"
         if self.stopped or ended or len(ids) < self.prepared.limit:

@@ -20,14 +20,14 @@ _MOST_TIMES = 1 << 16
 
 
 class BlockCache:
-    """Reads and writes blocks of a store, and keeps the most recently used ones in memory.
+    """Reads and writes blocks of a store, and keeps the most recently used blocks in memory.
 
-    A cached block stays as it was read until ``keep`` replaces it with its copy on the model's
-    device. It is not read again, so its file is verified once.
+    A cached block is not read again, so its file is verified once. ``keep`` replaces a cached block
+    with a copy on the model's device.
 
     Args:
-        store: The store to read from and to write to. If it is a ``MemoryStore``, its blocks are in
-            memory already, and the cache has none.
+        store: Store to read from and to write to. The blocks of a ``MemoryStore`` are already in
+            memory, so they are not cached.
         max_bytes: Size limit of the cached keys and values. Larger blocks are not cached.
         read_only: Whether the store stays unchanged even if it is in memory.
     """
@@ -38,8 +38,8 @@ class BlockCache:
         self._store = store
         is_in_memory = isinstance(store, MemoryStore) and not read_only
         self._cached = None if is_in_memory else MemoryStore(max(1, max_bytes))
-        self._reported_s: dict[str, float] = {}  # last use of each block that the store recorded
-        self._failed_s = -math.inf  # last failure to report a use
+        self._reported_s: dict[str, float] = {}  # Last reported use of each block.
+        self._failed_s = -math.inf  # Time of the last failed report.
 
     def get_many(self, keys: Sequence[str]) -> list[ReadResult]:
         if self._cached is None:
@@ -52,13 +52,13 @@ class BlockCache:
             entries.update(zip(absent, self._store.get_many(absent), strict=True))
             for key in absent:
                 if isinstance(kv := entries[key], BlockKV):
-                    with suppress(ValueError):  # a wrong block, which the caller rejects
+                    with suppress(ValueError):  # The caller rejects a wrong block.
                         self.keep(key, kv)
                         self._note_use(key)
         return [entries[key] for key in keys]
 
     def put(self, key: str, kv: BlockKV) -> None:
-        """Cache a block and store it. If the store rejects the block, it stays cached."""
+        """Cache a block and store it. The block stays cached even if the store rejects it."""
         if self._cached is not None:
             self.keep(key, kv)
             self._note_use(key)
@@ -78,8 +78,10 @@ class BlockCache:
         self._reported_s[key] = time.monotonic()
 
     def _report_use(self, key: str) -> None:
-        """Report a use to the store, at most once a minute per block. Without reports, a store that
-        evicts the least recently used blocks would evict cached ones, which it never has to read.
+        """Report a use to the store, at most once a minute per block.
+
+        Cached blocks are not read from the store, so a store that evicts the least recently used
+        blocks would evict them without reports.
 
         After a failure, nothing is reported for a minute, so that an answer from cached blocks does
         not wait for a store that hangs.
@@ -91,7 +93,7 @@ class BlockCache:
         self._note_use(key)
         try:
             self._store.mark_used(key)
-        except StoreUnavailableError:  # logged and counted when the store failed
+        except StoreUnavailableError:  # The failure was logged and counted when it occurred.
             self._failed_s = now_s
         except StoreError as error:
             self._failed_s = now_s

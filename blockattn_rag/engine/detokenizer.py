@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Detokenizer:
-    """Turns tokens into text one by one: complete characters only, up to the first stop string.
+    """Converts tokens to text one by one, in complete characters, up to the first stop string.
 
     A token may be only part of a character, so text is decoded from a short window of the last
     tokens, as in ``tokenizers.decoders.DecodeStream``. Unlike ``DecodeStream``, this class emits an
@@ -17,7 +17,7 @@ class Detokenizer:
         stop: Strings that end the answer. They are removed from the text.
 
     Attributes:
-        ids: Tokens pushed so far, up to the one that completed a stop string.
+        ids: Tokens pushed so far, up to the token that completed a stop string.
         stopped: Whether a stop string ended the text.
     """
 
@@ -28,19 +28,19 @@ class Detokenizer:
         # The decoding window starts at token `_start`. Tokens before `_read` are decoded already.
         self._start = 0
         self._read = 0
-        self._held = ""  # text that may be the beginning of a stop string
+        self._held = ""  # Text that may be the beginning of a stop string.
         self.text = ""
         self.stopped = False
 
     def push(self, token: int) -> str:
-        """Add one token. Returns the text that it completes, which may be empty."""
+        """Add one token, and return the text that it completes, which may be empty."""
         if self.stopped:
             return ""
         self.ids.append(token)
         new = self._unread()
-        if new.endswith("\ufffd"):  # an incomplete character
+        if new.endswith("\ufffd"):  # The text ends with an incomplete character.
             return ""
-        if new:  # a control token has no text and cannot start a window
+        if new:  # A control token has no text and cannot start a window.
             self._start, self._read = self._read, len(self.ids)
         return self._emit(new, final=False)
 

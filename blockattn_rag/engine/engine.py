@@ -51,16 +51,15 @@ class BlockAttentionEngine:
             ``"fast"`` or ``"head+recompute:0.1"``, a ``Recipe``, or the folder of one.
             ``"auto"`` uses the best known recipe; see ``find_recipe.resolve_recipe``.
         resident_bytes: Bytes of stored blocks to cache on the model's device. With 0, each answer
-            reads its blocks from the store. Up to a quarter as many bytes are used in addition to
-            cache final blocks and answers for the next turns of their conversations
-            (``engine.tails``).
+            reads its blocks from the store. Up to another quarter of this size caches final blocks
+            and answers for the next turns of their conversations (``engine.tails``).
         kv_dtype: Type of computed keys and values: ``"model"``, or ``"int8"`` for half or a quarter
             of the size (``kv.quantization``). Stored blocks are read in either type.
         namespace: Isolates tenants: blocks stored under one namespace are invisible to others.
             Empty: the default namespace.
         read_namespaces: Other namespaces to read, in order, such as ``("public",)`` for passages
             that tenants share. They are never written.
-        read_only: Whether to write no blocks to the store. Missing blocks are computed and kept in
+        read_only: Whether the store receives no blocks. Missing blocks are computed and kept in
             memory within ``resident_bytes``. The store may still record that an entry was used.
         folder: Folder of the database that the store belongs to. ``recipe="auto"`` searches it
             first.
@@ -295,7 +294,7 @@ class BlockAttentionEngine:
     ) -> Generation:
         """Async ``generate``. Calls in the same iteration of the event loop share a batch.
 
-        Cancelling the task stops the generation. See ``submit`` for ``prompt`` and ``group``.
+        Canceling the task stops the generation. See ``submit`` for ``prompt`` and ``group``.
         """
         pending = self._pending(prompt, options, group=group)
         self._scheduler.submit_in_turn(pending)
@@ -323,10 +322,11 @@ class BlockAttentionEngine:
         Prompts are answered one by one for models with sliding windows, for seeded sampling, and
         for options that depend on the prompt's tokens (beam search, penalties). Batches are smaller
         if they would compute more than ``BlockModel.batch_tokens`` tokens at once. If the recipe
-        recomputes tokens, contexts count too, because each prompt needs a copy of its own.
+        recomputes tokens, contexts also count, because each prompt copies its context.
         """
         check_batch_size(batch_size)
-        options["recipe"] = self._recipes.of_call(options.get("recipe"))  # once for all prompts
+        # Resolve the recipe once for all prompts.
+        options["recipe"] = self._recipes.of_call(options.get("recipe"))
         waiting = [self._pending(prompt, options, max_batch=batch_size) for prompt in prompts]
         return self._scheduler.submit_and_wait(*waiting)
 
@@ -338,7 +338,7 @@ class BlockAttentionEngine:
         mode: Mode = "block",
         **options: Any,
     ) -> torch.Tensor:
-        """The model's logits at each token of a given answer (teacher forcing).
+        """Compute the model's logits at each token of a given answer (teacher forcing).
 
         Args:
             prompt: As for ``generate``.
@@ -368,7 +368,7 @@ class BlockAttentionEngine:
         max_batch: int = MAX_BATCH,
     ) -> PendingRequest:
         parsed = self._options(options)
-        if not callable(prompt):  # refuse an invalid prompt now, in the caller
+        if not callable(prompt):  # Refuse an invalid prompt in the caller's thread.
             prompt = to_block_prompt(prompt)
         needs = self.model.rules.start(parsed.sampling.grammar)
         return PendingRequest(

@@ -1,4 +1,4 @@
-"""Fetches keys and values of blocks: from the store on a hit, from the model on a miss."""
+"""Fetching of keys and values: from the store on a hit, from the model on a miss."""
 
 from __future__ import annotations
 
@@ -89,8 +89,8 @@ class BlockFetcher:
         self._lookup = BlockLookup(model, access)
         self._cache = BlockCache(store, resident_bytes, read_only=access.read_only)
         self._outline = model.profile.token_outline
-        # Keys of blocks to store when they are next computed or used: system messages that were
-        # used once, and damaged entries of any origin.
+        # Keys of blocks to store on their next use: system messages that were used once, and
+        # damaged entries.
         self._to_store: set[str] = set()
 
     def specs(
@@ -104,10 +104,10 @@ class BlockFetcher:
         return any(key in self.store for key in spec.keys)
 
     def claim(self, spec: BlockSpec) -> bool:
-        """Mark an entry as used now and as shared by the texts with its handles.
+        """Mark a block's entry as used now, and record the block's handles in it.
 
         Returns:
-            Whether there is an entry that looks intact.
+            Whether the store has an entry that appears intact.
         """
         own, *others = spec.keys
         if self.access.read_only:
@@ -174,7 +174,8 @@ class BlockFetcher:
         key = store_key(self._model.fingerprint, spec.encoded_digest, spec.namespaces[0])
         plain = spec._replace(keys=(key,))
         (stored,), _ = find_blocks([plain], self.store.get_many, self._outline)
-        if stored is None or stored.scales is not None:  # int8 values would be rounded twice
+        if stored is None or stored.scales is not None:
+            # A correction of int8 values would round them twice.
             return None
         return stored.to(self._model.device)
 
@@ -205,7 +206,7 @@ class BlockFetcher:
 
     def _note_error(self, spec: BlockSpec, error: StoreError) -> None:
         """Log an entry that cannot be used. A bad entry is overwritten."""
-        if not is_damage(error):  # an unavailable store may have no entry to overwrite
+        if not is_damage(error):  # An unavailable store may have no entry to overwrite.
             done = "the store is tried again next time"
         else:
             done = "kept in memory" if self.access.read_only else "the entry is overwritten"
@@ -231,7 +232,7 @@ class BlockFetcher:
             return
         try:
             self._cache.put(kv.key, kv)
-        except StoreUnavailableError:  # logged and counted by the store
+        except StoreUnavailableError:  # The store has logged and counted the failure.
             return
         except StoreError as error:
             logger.warning("%s. The answer is not affected; the block is computed again.", error)

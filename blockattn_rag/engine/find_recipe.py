@@ -1,4 +1,4 @@
-"""Resolves the recipe of an engine: the given one, or the best known one for the model."""
+"""Search for the recipe of an engine."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ AUTO = "auto"
 
 _SHIPPED = Path(__file__).parent / "recipes"
 
-# What each model was warned about: once each, regardless of the number of engines.
+# Warnings that were logged for each model. Each is logged once, for any number of engines.
 _warned_of: WeakKeyDictionary[object, set[str]] = WeakKeyDictionary()
 
 
@@ -46,7 +46,7 @@ def resolve_recipe(
     *,
     stock: str = STOCK,
 ) -> Recipe:
-    """Resolve the recipe of an engine.
+    """Find the recipe that an engine uses.
 
     Args:
         given: A recipe, a recipe's folder, settings such as ``"head+recompute:0.1"``
@@ -59,12 +59,12 @@ def resolve_recipe(
     1. The settings that a block-fine-tuned model was trained with.
     2. The folder ``recipe`` in ``folder``.
     3. The folder ``recipe`` in the store's folder, next to the store's folder, or in the folder
-       that the model was loaded from. A warning names it.
+       that the model was loaded from. A warning names the folder.
     4. A recipe shipped with the package for the model's fingerprint.
-    5. ``stock``, or ``"fast"`` if the model cannot recompute tokens. A warning says what it costs.
+    5. ``stock``, or ``"fast"`` if the model cannot recompute tokens. A warning states its cost.
 
-    Recipes for other models in places 2 and 3, and recipes in place 3 that are damaged or cannot be
-    used, are skipped with a warning.
+    In items 2 and 3, recipes for other models are skipped with a warning. In item 3, so are recipes
+    that are damaged or cannot be used.
 
     Raises:
         ValueError: the recipe is missing or damaged, or does not belong to the model.
@@ -113,7 +113,7 @@ class CallRecipes:
         self.default = self._resolved(default)
 
     def of_call(self, given: RecipeLike | None) -> Recipe:
-        """Recipe of a call. None and ``"auto"``: the engine's."""
+        """Recipe of a call. ``None`` and ``"auto"`` select the engine's recipe."""
         if given is None or given is self.default or given == AUTO:
             return self.default
         return self._resolved(given)
@@ -145,7 +145,7 @@ def check_fits(recipe: Recipe, model: AnyModel) -> None:
 
 
 def foreign(recipe: Recipe, model: AnyModel) -> str:
-    """Explain in a sentence why a recipe does not belong to a model. Empty if it does."""
+    """Reason why a recipe does not belong to a model, as a sentence. Empty if it does."""
     if not recipe.fingerprints or model.fingerprint in recipe.fingerprints:
         return ""
     known = ", ".join(f"{fingerprint[:12]}..." for fingerprint in recipe.fingerprints)
@@ -171,15 +171,15 @@ def _automatic(model: AnyModel, store: KVStore, folder: Path | None, stock: str)
 
 
 def stock_recipe(model: AnyModel, stock: str = STOCK) -> Recipe:
-    """The recipe of a stock model without a recipe: ``stock``, or the best free settings if it
-    cannot recompute tokens."""
+    """Default recipe of a stock model: ``stock``, or the best free settings if the model cannot
+    recompute tokens."""
     recipe = Recipe.of_text(stock)
     if recipe is None:
         raise ValueError(f"Invalid settings {stock!r}: expected {TEXT_FORMS}.")
     if recipe.recompute and not can_recompute(model):
         recipe = Recipe(FREE_SINK)
     if model.profile.has_states and not recipe.promote:
-        # State layers then see the last passage.
+        # With promotion, state layers process the last passage.
         recipe = replace(recipe, promote=1)
     return replace(recipe, source=STOCK_SOURCE)
 
@@ -227,8 +227,8 @@ def _found(model: AnyModel, store: KVStore, folder: Path | None) -> Recipe | Non
 def _sources(model: AnyModel) -> Iterator[str]:
     """Paths that the model may have been loaded from.
 
-    A name without a folder, such as ``tiny``, can be a mere label: it is a path only if the weights
-    were loaded from there. Otherwise, files in the current directory would change answers.
+    A name without a folder, such as ``tiny``, may be only a label. It is a path only if the weights
+    were loaded from this path. Otherwise, files in the current directory would change answers.
     """
     loaded = str(getattr(model.config, "_name_or_path", ""))
     if model.name == loaded or is_gguf(Path(model.name)) or Path(model.name).name != model.name:
@@ -271,7 +271,7 @@ def known_digests(
     folder: Path | None = None,
     stock: str = STOCK,
 ) -> list[str]:
-    """Digests of the recipes that an engine may use, found without loading its model.
+    """Digests of the recipes that an engine may use, without loading its model.
 
     ``"auto"`` may use any recipe in ``folder``, next to the store or in the model's folder, and
     ``stock``. Any other ``given`` has a single digest.
@@ -282,7 +282,7 @@ def known_digests(
         return [named.digest]
     path = None if store is None else Path(store).expanduser()
     if given != AUTO:
-        assert not isinstance(given, Recipe)  # returned above
+        assert not isinstance(given, Recipe)  # A `Recipe` was returned above.
         return [read_fields(Path(given).expanduser()).digest]
     digests = known_digests(stock, None, "")
     for place in _places(path, [model], folder):

@@ -1,4 +1,4 @@
-"""Ingestion: computes and stores blocks that are not in the store yet."""
+"""Ingestion: computing and storing blocks that are not in the store yet."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _Batch = list[tuple[BlockSpec, BlockKV]]
 Run = Callable[[Callable[[], _Batch | None]], _Batch | None]
 """Runs a function on the model's thread and returns its result."""
 
-# Blocks are sorted by length in windows of this size: bounds memory and keeps padding low.
+# Blocks are sorted by length in windows of this size, which limits memory and padding.
 _WINDOW = 256
 
 
@@ -66,14 +66,15 @@ def precompute(
 ) -> EncodeStats:
     """Compute and store missing blocks. An interruption loses at most one batch.
 
-    The passages are then added to the store's index, by which prompts without markers find them.
+    The passages are then added to the store's index, which finds them in prompts without markers.
 
     Args:
         run: Runs the encoding of one batch on the model's thread, so that answers can run between
             batches. Blocks are stored in the caller's thread.
         as_prompt: Whether the first block starts a prompt and therefore has the BOS token.
-        on_progress: Called with the number of tokens in blocks that are done, and in all distinct
-            blocks: first with those that were stored already, then after each block.
+        on_progress: Called with the number of tokens in finished blocks, and in all distinct
+            blocks. The first call counts the blocks that are already stored; a call after each
+            block follows.
         batch_tokens: Maximum number of tokens in an encoding batch, including padding.
     """
     started = time.perf_counter()
@@ -115,7 +116,8 @@ def progress(
 ) -> Iterator[Callable[[int], None]]:
     """Context with a function that reports further tokens to a progress bar and a callback.
 
-    Tokens, because the time of a block depends on its length, and short blocks are done first.
+    Progress counts tokens, because the time of a block depends on its length, and short blocks are
+    computed first.
     """
     # The bar is created only on request: even a disabled bar starts a thread that outlives it.
     bar = tqdm(total=total, initial=done, desc=f"Encoding {unit}") if show else None

@@ -15,7 +15,7 @@ from blockattn_rag.prompts.sinks import NO_SINK, sink_ids
 from blockattn_rag.store.namespaces import Access
 
 MOST_REMEMBERED = 4096
-"""Number of lookups to cache. That of a passage with 256 tokens takes about 10 KiB."""
+"""Number of lookups to cache. The lookup of a passage with 256 tokens takes about 10 KiB."""
 
 PLAIN = Recipe()
 
@@ -24,13 +24,13 @@ Name = tuple[str, str]
 
 
 class BlockSpec(NamedTuple):
-    """What identifies a block in the store, and what it is computed from.
+    """Identity of a block in the store, and the tokens that it is computed from.
 
     Args:
         keys: Store key of the block in each of ``namespaces``.
         namespaces: Namespaces to search. The block is stored in the first one.
         ids: Token ids. A block without tokens has no keys and values.
-        digest: Digest of the tokens and of how they are encoded.
+        digest: Digest of the tokens, the sink and the adapter.
         encoded_digest: Digest of the block before its adapter is applied.
         sink_ids: Prefix tokens that the block is encoded with.
         handles: Handles of all requested texts with these tokens.

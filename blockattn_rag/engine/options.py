@@ -46,7 +46,7 @@ class GenerateOptions:
         ``stop``, because transformers would search the prompt too.
 
         Args:
-            recipe: The resolved recipe of the call. The one in ``given`` is ignored.
+            recipe: The resolved recipe of the call. The recipe in ``given`` is ignored.
         """
         rest = dict(given)
         rest.pop("recipe", None)
@@ -58,7 +58,7 @@ class GenerateOptions:
         for name in rest:
             _check_name(name)
         stop = (*_texts(named.pop("stop", None)), *_texts(rest.pop("stop_strings", None)))
-        if "stop_strings" in given:  # transformers needs the tokenizer only for stop_strings
+        if "stop_strings" in given:  # Transformers needs the tokenizer only for stop_strings.
             rest.pop("tokenizer", None)
         return cls(
             mode="block" if mode is None else mode,

@@ -1,4 +1,4 @@
-"""RecipeOutline: what identifies a recipe, and its text form.
+"""RecipeOutline: the identity of a recipe, and its text form.
 
 The text form names the settings that need no fitting, joined by ``+``::
 
@@ -6,7 +6,7 @@ The text form names the settings that need no fitting, joined by ``+``::
     head                  a sink; see ``prompts.sinks``
     recompute:0.1         a share of the passages' tokens to compute again for each question
     promote:1             passages at the end of the prompt to compute with the question
-    head+recompute:0.1    several of them
+    head+recompute:0.1    several settings
     fast                  the best settings that cost nothing per answer: the same as ``head:4``
 
 Importing this module does not load torch.
@@ -22,14 +22,14 @@ from typing import Any
 from blockattn_rag.prompts.sinks import NO_SINK, is_sink
 
 STOCK = "head+recompute:0.1"
-"""Settings of ``"auto"`` for a stock model without a recipe: those that need no fitting, and keep
-the most right answers (docs/quality.md)."""
+"""Settings of ``"auto"`` for a stock model without a recipe. They need no fitting, and keep the
+most right answers among such settings (docs/quality.md)."""
 
 STOCK_SOURCE = "stock model"
 """``Recipe.source`` of these settings."""
 
 FAST, FREE_SINK = "fast", "head:4"
-"""The name of the best settings that cost nothing per answer, and the sink that they consist of."""
+"""Name of the best settings that cost nothing per answer, and their sink."""
 
 TEXT_FORMS = (
     "settings such as 'none', 'fast' or 'head+recompute:0.1' (a sink, 'promote:N' and "
@@ -69,7 +69,7 @@ class RecipeOutline:
         return hashlib.sha256(json.dumps(asdict(self)).encode()).hexdigest()
 
     def __str__(self) -> str:
-        """The text form. An adapter and positions, which have none, are shown for messages."""
+        """The text form, plus the adapter and the positions for messages."""
         parts = [self.sink] if self.sink != NO_SINK else []
         parts += [f"adapter:{self.adapter[:6]}"] if self.adapter else []
         parts += [f"promote:{self.promote}"] if self.promote else []
@@ -79,7 +79,7 @@ class RecipeOutline:
 
     @classmethod
     def parsed(cls, text: str) -> RecipeOutline | None:
-        """The settings that a text names. None: it has another form, such as a folder's path."""
+        """Parse the text form. None: the text has another form, such as a folder's path."""
         settings: dict[str, Any] = {}
         for part in (FREE_SINK if text == FAST else text).split("+"):
             name, _, value = (_SINK, "", part) if is_sink(part) else part.partition(":")
@@ -93,11 +93,11 @@ class RecipeOutline:
 
 
 _SINK = ":"
-"""Name of the sink among the settings: one that no text has."""
+"""Name of the sink among the settings. The text form does not contain it."""
 
 _KINDS: dict[str, type[str] | type[int] | type[float]] = {
     _SINK: str,
     "promote": int,
     "recompute": float,
 }
-"""Types of the settings of the text form, by name."""
+"""Types of the settings in the text form, by name."""

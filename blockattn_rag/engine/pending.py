@@ -29,7 +29,7 @@ LatePrompt = Prompt | Callable[[], Prompt]
 
 
 def to_block_prompt(prompt: LatePrompt) -> BlockPrompt:
-    """Convert a prompt to a ``BlockPrompt``."""
+    """Call the function that creates a prompt, if any, and convert a list to a ``BlockPrompt``."""
     made = prompt() if callable(prompt) else prompt
     return made if isinstance(made, BlockPrompt) else BlockPrompt.from_texts(made)
 
@@ -72,7 +72,7 @@ class Group:
             self._current.reset(token)
 
     def dissolve(self) -> None:
-        """Stop waiting for further calls, because some will never start."""
+        """Stop waiting for further calls, some of which will never start."""
         with self._lock:
             self._remaining = 0
         self._notify()
@@ -88,7 +88,8 @@ class Group:
         return group if group is not None and group._options == options else None
 
     def is_complete(self, waiting: int) -> bool:
-        """Whether every running call has a request among the ``waiting`` ones."""
+        """Whether all running calls have submitted a request. ``waiting``: number of waiting
+        requests."""
         return waiting >= min(self._at_once, self._remaining)
 
 
@@ -96,8 +97,8 @@ class Pending(Generic[T]):
     """An item of the queue, with the future of its result."""
 
     group: Group | None = None
-    needs: Future[Any] | None = None  # must be done before the work starts
-    loop: asyncio.AbstractEventLoop | None = None  # the event loop of an async caller
+    needs: Future[Any] | None = None  # The work starts when this future is done.
+    loop: asyncio.AbstractEventLoop | None = None  # Event loop of an async caller.
     max_batch = 1
 
     def __init__(self) -> None:
@@ -120,7 +121,7 @@ class Pending(Generic[T]):
         """The result, or the error that the work raised.
 
         Args:
-            timeout: Seconds to wait. Afterwards the work is cancelled.
+            timeout: Seconds to wait. Afterwards, the work is canceled.
         """
         try:
             return self.answer.result(timeout)
@@ -128,7 +129,7 @@ class Pending(Generic[T]):
             self.leave()
 
     async def wait(self) -> T:
-        """Async ``result``. Cancelling the task cancels the work."""
+        """Async ``result``. Canceling the task cancels the work."""
         self.loop = asyncio.get_running_loop()
         try:
             return await asyncio.wrap_future(self.answer)
@@ -141,7 +142,7 @@ class Pending(Generic[T]):
         return self.group is None and (self.needs is None or self.needs.done())
 
     def begin(self) -> bool:
-        """Mark the work as running, unless the caller has left. It can then not be cancelled.
+        """Mark the work as running, unless the caller has left. Running work cannot be canceled.
 
         Returns:
             Whether to run the work.
@@ -149,7 +150,7 @@ class Pending(Generic[T]):
         return not self.left and self.answer.set_running_or_notify_cancel()
 
     def fail(self, error: BaseException) -> None:
-        if isinstance(error, StopIteration):  # asyncio futures refuse StopIteration
+        if isinstance(error, StopIteration):  # Futures of asyncio refuse StopIteration.
             named = RuntimeError(f"Making the prompt or its answer raised {error!r}")
             named.__cause__ = error
             error = named
@@ -184,10 +185,10 @@ class Job(Pending[T]):
 
 
 class BatchRunner(Protocol):
-    """What answers requests: ``runner.Runner``."""
+    """Interface that answers requests, implemented by ``runner.Runner``."""
 
     def answer_batch(self, batch: Sequence[PendingRequest], /) -> None:
-        """Set the answer or the error of each request. All have equal options."""
+        """Set the answer or the error of each request. All requests have equal options."""
 
     def can_share(self, options: GenerateOptions, /) -> bool:
         """Whether batching leaves the answers to requests with these options unchanged."""
@@ -199,8 +200,8 @@ class PendingRequest(Pending[Generation]):
     Args:
         prompt: The prompt, or a function that creates it. The function is called outside the
             caller's thread, because it may be slow and the caller may be an event loop.
-        runner: Answers it, in a batch with requests of the same runner and with equal options.
-        needs: Future of the compiled grammar. Other requests may run first until it is done.
+        runner: Runner that answers the request, in a batch with requests that have equal options.
+        needs: Future of the compiled grammar. Until it is done, other requests may run first.
     """
 
     def __init__(
@@ -250,7 +251,7 @@ class PendingRequest(Pending[Generation]):
         def put(chunk: GenerationChunk | None) -> None:
             try:
                 loop.call_soon_threadsafe(chunks.put_nowait, chunk)
-            except RuntimeError:  # the loop is closed, so nobody reads the stream
+            except RuntimeError:  # The loop is closed, so nobody reads the stream.
                 self.leave()
 
         self.on_chunk = put

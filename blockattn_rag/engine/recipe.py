@@ -37,7 +37,7 @@ from blockattn_rag.model.correction import Correction, correction_bytes, read_co
 from blockattn_rag.prompts.sinks import NO_SINK, check_sink
 
 
-@dataclass(frozen=True)  # no slots: cached_property needs a __dict__
+@dataclass(frozen=True)  # Without slots: cached_property needs a __dict__.
 class Recipe:
     """How a model runs in block mode. Equal recipes give equal answers.
 
@@ -48,9 +48,9 @@ class Recipe:
         promote: Number of passages at the end of a prompt to compute with the question. They
             attend to everything before them, as in full attention.
         recompute: Share of the other passages' tokens to compute again for each question, with full
-            attention: those that the question attends to most (``model.recompute``).
-        positions: ``"reordered"`` re-encodes keys for their place in the prompt; ``"composite"``
-            does not (the papers' ablation).
+            attention: the tokens that the question attends to most (``model.recompute``).
+        positions: ``"reordered"`` moves keys to their positions in the prompt; ``"composite"`` does
+            not (the papers' ablation).
         fingerprints: Fingerprints of the models that the recipe belongs to. Empty: any model.
             Required with an adapter.
         model: Name of the model, for messages.
@@ -154,7 +154,7 @@ class Recipe:
         return str(self.outline)
 
     def _fields(self) -> dict[str, Any]:
-        # Written only if set, so that older recipes keep their digests.
+        # Written only if set, so that recipes of previous versions keep their digests.
         return ({"recompute": self.recompute} if self.recompute else {}) | {
             "sink": self.sink,
             "adapter": self.adapter.digest if self.adapter else None,
@@ -170,11 +170,11 @@ class Recipe:
     def save(self, folder: str | Path, *, plot: bytes | None = None) -> None:
         """Save the recipe to a folder, completely or not at all. Replaces an existing recipe.
 
-        Other processes that load the recipe meanwhile get the old one or the new one.
+        Other processes that load the recipe meanwhile get the old or the new recipe.
 
         Args:
-            folder: Folder to write: a new or empty one, or one with a recipe and nothing else. A
-                damaged recipe is replaced too.
+            folder: Folder that is new, empty, or contains only a recipe. A damaged recipe is
+                replaced, too.
             plot: PNG image of the report.
 
         Raises:

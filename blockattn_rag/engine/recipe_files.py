@@ -4,7 +4,7 @@
 contents, so a part never changes. A writer writes the new parts, then replaces ``recipe.json``,
 which commits them, and then deletes all other parts. An interruption leaves the old or the new
 recipe, and parts that the next save deletes. Readers take no lock: they start again if a part was
-deleted while they read. Writers exclude each other with a lock file, which is empty and stays.
+deleted while they read. Writers exclude each other with an empty lock file, which is never deleted.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def read_consistently(folder: Path, read: Callable[[RecipeFields], T]) -> T:
 
 
 def part(folder: Path, kind: str, fields: RecipeFields) -> Path:
-    """Path of a part, whose contents are checked.
+    """Path of a part, after a check of its contents.
 
     Args:
         kind: ``ADAPTER`` or ``PLOT``.
@@ -131,12 +131,12 @@ def part(folder: Path, kind: str, fields: RecipeFields) -> Path:
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if name != _name(kind, digest):
-        raise damaged(path, f"found sha256 {digest}, which is not the one in its name")
+        raise damaged(path, f"found sha256 {digest}, but the file's name contains another")
     return path
 
 
 def write_recipe(folder: Path, fields: Mapping[str, Any], parts: Mapping[str, bytes]) -> None:
-    """Replace the recipe in a folder, or write a new one. An interruption leaves either recipe.
+    """Replace the recipe in a folder, or write a new recipe. An interruption leaves either recipe.
 
     Args:
         folder: Folder that is new, empty, or contains a recipe.
@@ -144,7 +144,7 @@ def write_recipe(folder: Path, fields: Mapping[str, Any], parts: Mapping[str, by
         parts: Contents of the parts, by ``ADAPTER`` and ``PLOT``.
     """
     if _LOCK not in _own_names(folder):
-        check_replaceable(folder)  # before anything is created there
+        check_replaceable(folder)  # Check the folder before anything is created in it.
     names = {
         _name(kind, hashlib.sha256(content).hexdigest()): content for kind, content in parts.items()
     }
@@ -171,13 +171,13 @@ def check_replaceable(folder: Path) -> None:
     path = folder / RECIPE_FILE
     if RECIPE_FILE in _own_names(folder) and not _is_recipe(path):
         raise ValueError(
-            f"{path} is not of a recipe of this package: choose a new or empty folder, or move the "
+            f"{path} is not a recipe of this package: choose a new or empty folder, or move the "
             "file away."
         )
 
 
 def _own_names(folder: Path) -> set[str]:
-    """Names in a folder that contains no other files than those of a recipe."""
+    """Names of the files of a recipe's folder. Raises ValueError if it has any other file."""
     if not folder.is_dir():
         if os.path.lexists(folder):
             raise ValueError(f"{folder} is not a folder: choose a new or empty folder.")
@@ -202,14 +202,14 @@ def damaged(path: Path, why: str) -> ValueError:
 
 def _opened(path: Path) -> BinaryIO:
     try:
-        if stat.S_ISREG(path.stat().st_mode):  # opening a FIFO would block
+        if stat.S_ISREG(path.stat().st_mode):  # Opening a FIFO would block.
             return path.open("rb")
     except PermissionError as error:
         raise PermissionError(
             f"Cannot read the recipe {path}: make its folder and all files in it readable for this "
             "user."
         ) from error
-    except (OSError, ValueError) as error:  # ValueError: a null character in the name
+    except (OSError, ValueError) as error:  # A null character in the name raises ValueError.
         if isinstance(error, OSError) and error.errno not in _MISSING:
             raise
     raise ValueError(
@@ -228,17 +228,18 @@ def _is_own(path: Path) -> bool:
         return False
     try:
         status = path.stat()
-    except FileNotFoundError:  # deleted by another writer, or a link to nothing
+    except FileNotFoundError:  # Another writer deleted the file, or it is a link to nothing.
         return not path.is_symlink()
     return stat.S_ISREG(status.st_mode) and (path.name != _LOCK or status.st_size == 0)
 
 
 def _is_recipe(path: Path) -> bool:
-    """Whether a ``recipe.json`` is of a recipe, possibly a damaged one or of another version."""
+    """Whether a ``recipe.json`` belongs to a recipe, even if it is damaged or of another
+    version."""
     with path.open("rb") as file:
         content = file.read(MOST_JSON_BYTES)
     try:
         saved = json.loads(content)
-    except (ValueError, RecursionError):  # maybe a truncated one
+    except (ValueError, RecursionError):  # The file may be a truncated recipe.
         return _HEAD.startswith(content[: len(_HEAD)])
     return isinstance(saved, dict) and {"version", "digest", "sink", "fingerprints"} <= saved.keys()

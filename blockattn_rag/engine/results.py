@@ -30,9 +30,9 @@ class ReuseStats:
         reused_tokens: Prompt tokens whose KV came from the store, or from an earlier prompt with
             the same context (``engine.tails``).
         computed_tokens: Prompt tokens computed: missing blocks, the new part of the final block,
-            and tokens of passages that the recipe recomputes. Each counts once.
+            and tokens of passages that the recipe recomputes. Each token counts once.
         generated_tokens: Tokens of the answer.
-        fetch_s: Seconds to look up blocks, encode missing ones, and recompute tokens.
+        fetch_s: Seconds to look up blocks, encode missing blocks, and recompute tokens.
         assemble_s: Seconds to assemble the blocks into a KV cache.
         prefill_s: Seconds from the end of the assembly to the first token.
         ttft_s: Seconds from the call to the first token, including the wait for the model.
@@ -87,7 +87,7 @@ class Clock:
             self.first_token = time.perf_counter()
 
     def complete(self, stats: ReuseStats, generated_tokens: int) -> ReuseStats:
-        """Add the times and the length of the answer, which ends now."""
+        """Statistics with the times and the length of the answer, which ends now."""
         now = time.perf_counter()
         first = self.first_token or now
         return replace(

@@ -1,4 +1,4 @@
-"""Runs a model for waiting requests: prepares their prompts and answers them in batches."""
+"""Runner of a model, which prepares the prompts of waiting requests and answers them in batches."""
 
 from __future__ import annotations
 
@@ -41,14 +41,15 @@ class Runner:
             known = ", ".join(map(repr, get_args(Assembly)))
             raise ValueError(f"Unknown assembly {assembly!r}: expected one of {known}.")
         if assembly == "relay":
-            model.choose_assembly(assembly, final_tokens=1)  # raises now rather than in a request
+            # Raise an error now instead of in a request.
+            model.choose_assembly(assembly, final_tokens=1)
         self._model = model
         self._fetcher = fetcher
         self._assembly: Assembly = assembly
         self._tails = Tails(model, tail_bytes)
 
     def answer_batch(self, batch: Sequence[PendingRequest]) -> None:
-        """Answer requests with equal options. Each gets its answer or its own error.
+        """Answer requests with equal options. Each request gets its answer or its own error.
 
         Requests share forward passes, which does not change their answers.
         """
@@ -66,13 +67,13 @@ class Runner:
     def _prepared(self, pending: PendingRequest) -> Answer | None:
         options = pending.options
         try:
-            if pending.left:  # while other requests were prepared
+            if pending.left:  # The caller may leave while other requests are prepared.
                 raise CancelledError
             prompt = pending.prompt()
             # Raises for an invalid grammar before anything is computed.
             self._model.rules.matcher(options.sampling.grammar)
             return Answer(pending, prompt, self.prepare(prompt, options), self._model)
-        except KeyboardInterrupt:  # ends the whole batch
+        except KeyboardInterrupt:  # An interrupt ends the complete batch.
             raise
         except BaseException as error:  # noqa: BLE001 -- raised again by the caller
             pending.fail(error)
@@ -124,8 +125,8 @@ class Runner:
         )
 
     def _recomputed(self, prepared: Prepared, options: GenerateOptions) -> Prepared:
-        """The prompt with the tokens recomputed that the recipe recomputes for the question. Its
-        context is a copy. The caller must hold the model's lock."""
+        """Recompute the tokens that the recipe recomputes for the question. Returns a prompt with a
+        copied context. The caller must hold the model's lock."""
         if not prepared.recomputed_tokens:
             return prepared
         started = time.perf_counter()
@@ -157,9 +158,10 @@ class Runner:
     # -- answering ---------------------------------------------------------------------------
 
     def _batches(self, answers: Sequence[Answer]) -> list[list[Answer]]:
-        """Split requests into batches with equal token limits. No forward pass of a batch has more
-        tokens than ``BlockModel.batch_tokens``, nor do its recomputed contexts, unless a single
-        request does."""
+        """Split requests into batches with equal token limits.
+
+        A forward pass of a batch, and its recomputed contexts, have at most
+        ``BlockModel.batch_tokens`` tokens, unless a single request has more."""
         batches: list[list[Answer]] = []
         widest = 0
         for answer in sorted(answers, key=lambda answer: answer.prepared.limit):
@@ -179,7 +181,7 @@ class Runner:
         return batches
 
     def _answer(self, answers: Sequence[Answer]) -> None:
-        """Answer requests in one batch. If a batch of several fails, answer each request alone."""
+        """Answer requests in one batch. If a batch of several requests fails, answer each alone."""
         generate = self._generate_together if len(answers) > 1 else self._generate_alone
         try:
             for answer, ids in zip(answers, generate(answers), strict=True):
@@ -189,7 +191,7 @@ class Runner:
             raise
         except BaseException as error:  # noqa: BLE001 -- raised again by the callers
             failure = error
-            traceback.clear_frames(error.__traceback__)  # they keep the cache alive
+            traceback.clear_frames(error.__traceback__)  # The frames would keep the cache alive.
         for answer in answers:
             if len(answers) > 1 and answer.can_restart:
                 answer.restart()
@@ -201,11 +203,11 @@ class Runner:
         (answer,) = answers
         pending, sampling = answer.pending, answer.options.sampling
         with self._model.running(sampling):
-            if pending.left:  # while other requests used the model
+            if pending.left:  # The caller may leave while other requests use the model.
                 raise CancelledError
             prepared = self._recomputed(answer.prepared, answer.options)
             start = self._tails.begin(prepared, answer.options)
-            # Only the statistics, because the answer outlives a recomputed context.
+            # Keep only the statistics, because the answer outlives a recomputed context.
             answer.prepared = answer.prepared._replace(stats=prepared.after(start.tokens).stats)
             with _assembling([answer]):
                 tokens = len(prepared.final_ids) - start.tokens
@@ -236,7 +238,7 @@ class Runner:
             return [answer.push_batched(token) for answer, token in rows]
 
         with self._model.running(sampling):
-            if nobody_waits():  # while other requests used the model
+            if nobody_waits():  # The callers may leave while other requests use the model.
                 raise CancelledError
             prompts = [self._recomputed(answer.prepared, answer.options) for answer in answers]
             for answer, prompt in zip(answers, prompts, strict=True):

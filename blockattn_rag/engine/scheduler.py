@@ -43,9 +43,9 @@ class Scheduler:
     # -- for callers -------------------------------------------------------------------------
 
     def submit(self, *work: Pending[Any]) -> None:
-        """Add work to the queue, all items at once. Their futures get the results.
+        """Add all work items to the queue at once. Their futures get the results.
 
-        A thread that is already running a model does the work itself. Otherwise a logits processor
+        A thread that is already running a model does the work itself. Otherwise, a logits processor
         that calls an engine would wait for its own thread.
         """
         if holds_a_model():
@@ -58,7 +58,7 @@ class Scheduler:
                     pending.group.on_change = self._wake
             try:
                 self._start()
-            except RuntimeError as error:  # the system cannot start a thread
+            except RuntimeError as error:  # The system cannot start a thread.
                 for pending in work:
                     pending.fail(error)
                 return
@@ -83,7 +83,7 @@ class Scheduler:
         self.submit(*turn)
 
     def submit_and_wait(self, *work: Pending[T]) -> list[T]:
-        """Submit work and return its results, in order. After an error the rest is dropped.
+        """Submit work and return its results, in order. After an error, the other work is dropped.
 
         If the model is idle, the main thread does the work itself, so a script loads and runs its
         model in one thread. OpenMP keeps workers for each thread that has computed, and forward
@@ -96,7 +96,7 @@ class Scheduler:
             self.submit(*work)
             return [pending.result() for pending in work]
         finally:
-            for pending in work:  # drop the rest after an error or interrupt
+            for pending in work:  # After an error or interrupt, drop the other items.
                 pending.leave()
 
     def run(self, work: Callable[[], T]) -> T:
@@ -133,7 +133,7 @@ class Scheduler:
                 del batch
 
     def _take(self) -> list[Pending[Any]]:
-        """Wait for the next batch. Empty if the thread must end."""
+        """Wait for the next batch. An empty batch ends the thread."""
         with self._changed:
             self._running = ()
             while not self._has_ended:
@@ -151,7 +151,7 @@ class Scheduler:
         waiting = Counter(pending.group for pending in self._waiting)
         for pending in self._waiting:
             if pending.group is not None and pending.group.is_complete(waiting[pending.group]):
-                # It stops waiting for others, even if this batch has no room for it.
+                # This request stops waiting for others, even if the batch has no room for it.
                 pending.group = None
         ready = [pending for pending in self._waiting if pending.is_ready]
         try:
@@ -176,7 +176,7 @@ class Scheduler:
             self._changed.notify()
 
     def end(self) -> threading.Thread | None:
-        """Drop all work. Returns the thread, which ends soon."""
+        """Drop all work, and return the thread, which ends soon."""
         with self._changed:
             self._has_ended = True
             for pending in (*self._running, *self._waiting):

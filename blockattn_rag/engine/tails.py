@@ -1,9 +1,9 @@
 """Tails: cached keys and values of final blocks and answers, mostly for a conversation's next turn.
 
 Text after the last passage attends to everything before it, so its keys and values are valid only
-after the same context. If a later prompt has the same context, and its final block starts with the
-text of an earlier final block and answer, their common prefix is reused. Reuse does not change the
-answer, because attention reads the same keys and values.
+after the same context. If a later prompt has the same context, the common prefix of its final block
+and an earlier final block and answer is reused. Reuse does not change the answer, because attention
+reads the same keys and values.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Tails:
     def __init__(self, model: BlockModel, max_bytes: int) -> None:
         self._model = model
         self._max_bytes = max_bytes
-        self._kept: list[_Tail] = []  # least recently used first
+        self._kept: list[_Tail] = []  # The least recently used tail comes first.
 
     def begin(self, prepared: Prepared, options: GenerateOptions) -> Start:
         """Look up the cached prefix of a prompt's final block, without the block's last token.
@@ -104,7 +104,7 @@ class Tails:
         if longer := next((tail for tail in alike if _common(tail.ids, ids) == len(ids)), None):
             self._use(longer)
             return
-        with suppress(torch.OutOfMemoryError):  # the answer is not affected
+        with suppress(torch.OutOfMemoryError):  # The answer is not affected.
             if states := cache.tail_states(len(ids)):
                 shorter = {id(tail) for tail in alike if _common(tail.ids, ids) == len(tail.ids)}
                 self._kept = [tail for tail in self._kept if id(tail) not in shorter]

@@ -24,7 +24,7 @@ class BlockKV:
         token_ids: Token ids ``[num_tokens]``, int64, on the CPU. Compared on every cache hit.
         fingerprint: Identity of the model, tokenizer and dtype that computed the block.
         digest: ``token_digest`` of the block.
-        handle: ``Block.handle`` of each text with these tokens, as ``joined_handles`` returns them.
+        handle: ``Block.handle`` of each text with these tokens, joined by ``joined_handles``.
             ``store gc`` uses it to find the entries of a passage.
         scales: Quantization scales of the keys and values. None: the block is not quantized.
         namespace: Tenant that the block is stored for; see ``store.namespaces``.

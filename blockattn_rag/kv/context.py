@@ -1,4 +1,4 @@
-"""Contexts: blocks with their positions in a prompt, and the copy path, which joins them."""
+"""Contexts, which are blocks with positions in a prompt, and the copy path, which joins blocks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ into new tensors. ``auto``: relay where it is exact, else copy."""
 
 
 class PlacedBlock(NamedTuple):
-    """A block, the index of its first token in the prompt, and its keys' shift in positions."""
+    """A block, the index of its first token in the prompt, and the shift of its keys in
+    positions."""
 
     kv: BlockKV
     start: int
@@ -69,7 +70,7 @@ def assemble(
     Args:
         context: Context with at least one block.
         layouts: Rotary layout per layer.
-        room: Uninitialised tokens at the end of each tensor, for states that follow.
+        room: Number of uninitialized tokens at the end of each tensor, for states that follow.
 
     Yields:
         Keys re-encoded by each block's shift, and values, both
@@ -98,7 +99,7 @@ def joined_states(
     # Keys of quantized blocks are in float32 here, and are rounded once, after the rotation.
     scales = next((b.kv.scales for b in blocks if b.kv.scales is not None), None)
     dtype = joined.dtype if scales is None else scales.dtype
-    if not room and not joined.is_cuda:  # one tensor and one pass fewer
+    if not room and not joined.is_cuda:  # This path saves a tensor and a pass over memory.
         return rotate(joined, *angles[layout], layout).to(dtype), _joined(values, room)
     heads, tokens, size = joined.shape
     rotated = joined.new_empty(heads, tokens + room, size, dtype=dtype)

@@ -1,9 +1,9 @@
 """Quantization of keys and values to int8.
 
-Symmetric: ``x ~ q * scale`` with ``q`` from -127 to 127. Keys have one scale per channel of a
-block, because a few key channels are far larger than the others; values have one scale per token
-(KIVI, arXiv 2402.02750). A block is immutable, so its scales fit exactly: the largest magnitude
-maps to 127, and no number is off by more than half a step.
+Quantization is symmetric: ``x ~ q * scale`` with ``q`` from -127 to 127. Keys have one scale per
+channel of a block, because a few key channels are far larger than the others. Values have one scale
+per token (KIVI, arXiv 2402.02750). A block is immutable, so its scales fit exactly: the largest
+magnitude maps to 127, and no number is off by more than half a step.
 
 Shapes: ``K`` key-value heads, ``n`` tokens, ``D`` head size.
 """
@@ -26,14 +26,15 @@ STEPS = 127
 LEAST_SCALE = torch.finfo(torch.float32).tiny
 """Smallest scale, used for zeros and tiny numbers. Below it, float32 loses precision."""
 
-_KEY_DIM, _VALUE_DIM = 1, 2  # dimension of the maximum: tokens for keys, channels for values
+# The maximum is taken over tokens for keys, and over channels for values.
+_KEY_DIM, _VALUE_DIM = 1, 2
 
 
 def check_kv_dtype(name: object) -> KVDtype:
-    """Return ``name`` if it is a ``KVDtype``.
+    """Return ``name`` unchanged if it is a ``KVDtype``.
 
     Raises:
-        ValueError: ``name`` is not a ``KVDtype``.
+        ValueError: ``name`` is another value.
     """
     for known in get_args(KVDtype):
         if name == known:

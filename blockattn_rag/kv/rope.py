@@ -1,4 +1,4 @@
-"""Rotary position embeddings: how each layer rotates its keys, and how keys move to new positions.
+"""Rotary position embeddings: the rotary layout of layers, and moving keys to new positions.
 
 RoPE rotates each pair of a key's dimensions by ``position * frequency``. A further rotation by
 ``o * frequency`` therefore moves a key from position ``i`` to position ``o + i`` (Block-Attention,
@@ -26,7 +26,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RotaryLayout:
-    """Which dimensions of a layer's keys rotate, in which pairs, and at which frequencies.
+    """Rotary layout of a layer's keys: the dimensions that rotate, their pairs and frequencies.
 
     Args:
         frequencies: Radians per position, ``[rotary_dim / 2]``, float32. The first ``rotary_dim``
@@ -129,13 +129,13 @@ def rotate_into(
 
 
 def _rotated(states: Tensor, cos: Tensor, sin: Tensor, layout: RotaryLayout) -> Tensor:
-    """The dimensions that rotate, in float32."""
+    """Rotate the rotary dimensions of ``states`` in float32, and return only these."""
     rotary = states[..., : layout.rotary_dim].float()
     return (rotary * cos).addcmul_(_partners(rotary, layout.pairing), sin)
 
 
 _PROBE_SHAPE = 3, 37
-"""Heads and tokens of the keys that check the fused rotation: more than one program handles."""
+"""Heads and tokens of the keys that test the fused rotation. They need several programs."""
 
 
 @cache
@@ -147,9 +147,10 @@ def fused_rotation(
     rotary_dim: int,
     pairing: Pairing,
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor], None] | None:
-    """``rotation.rotate_fused`` for such keys, compiled and compared with :func:`rotate`.
+    """``rotation.rotate_fused`` for these dtypes and sizes, compiled and compared with
+    :func:`rotate`.
 
-    None if Triton is not installed, or cannot compile it.
+    Returns None if Triton is not installed or cannot compile the kernel.
 
     Raises:
         UnsupportedModelError: the results differ.
@@ -172,7 +173,7 @@ def fused_rotation(
         fused(out, keys, cos, sin)
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # noqa: BLE001 -- Triton passes on what compilers raise
+    except Exception as error:  # noqa: BLE001 -- Triton passes on compilers' errors
         _logger.warning(
             "PyTorch rotates keys, which takes longer, because Triton failed: %s", error
         )
@@ -202,8 +203,10 @@ def _join(first: Tensor, second: Tensor, pairing: Pairing) -> Tensor:
 
 
 class LayoutFit(NamedTuple):
-    """The best layout for one layer's keys, and its error: the largest difference between shifted
-    keys and keys computed at the later position, relative to the largest key."""
+    """The best layout for one layer's keys, and its error.
+
+    The error is the largest difference between shifted keys and keys computed at the later
+    position, relative to the largest key."""
 
     layout: RotaryLayout
     error: float

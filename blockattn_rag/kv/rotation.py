@@ -31,7 +31,7 @@ def rotate_fused(
     )  # fmt: skip
 
 
-# Compiled once for all lengths. Triton evaluates annotations, so that only its own are allowed.
+# Compiled once for all lengths. Triton evaluates annotations, so only its own are allowed.
 @triton.jit(do_not_specialize=["tokens", "out_tokens"])  # type: ignore[untyped-decorator]
 def _rotate_rows(  # type: ignore[no-untyped-def]
     states, cos, sin, out, tokens, out_tokens,

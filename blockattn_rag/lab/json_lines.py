@@ -47,7 +47,7 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """Yield the non-blank lines with their line numbers, starting at 1."""
     require_file(path)
     with path.open("rb") as raw:
-        zipped = raw.read(2) == _GZIP  # the file's name may lack .gz
+        zipped = raw.read(2) == _GZIP  # The name of a gzip file may lack .gz.
     if path.suffix == ".gz" and not zipped:
         raise DataError(f"{path} is named .gz, but is not a gzip file; rename it to .jsonl")
     number = 0

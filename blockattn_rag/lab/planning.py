@@ -25,7 +25,7 @@ _FIELDS = (
     "vocab_size",
 )
 _VALUES = {
-    "tiny": (2, 32, 4, 2, 8, 64, 512),  # small enough for tests
+    "tiny": (2, 32, 4, 2, 8, 64, 512),  # This shape is small enough for tests.
     "135m": (30, 576, 9, 3, 64, 1536, 49152),  # SmolLM2-135M
     "1b": (16, 2048, 32, 8, 64, 8192, 128256),  # Llama-3.2-1B
     "8b": (32, 4096, 32, 8, 128, 14336, 128256),  # Llama-3-8B
@@ -75,7 +75,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Bytes of a model's weights, and of a stored block: scales of quantized values included."""
+    """Bytes of a model's weights, and of a stored block, including scales of quantized values."""
 
     weight_bytes: int
     bytes_per_token: int
@@ -87,7 +87,7 @@ class Footprint:
 
 @dataclass(frozen=True, slots=True)
 class CapacityTier:
-    """A place for blocks: how many passages fit, and the first token's time from there."""
+    """A place for blocks, the number of passages that fit, and the time to first token from it."""
 
     name: str
     passages: int
@@ -124,7 +124,8 @@ def footprint(config: Any, dtype: torch.dtype, kv_dtype: KVDtype = "model") -> F
     """
     factory: Any = AutoModelForCausalLM
     with torch.device("meta"):
-        # Counted in elements; some kernels support only this type there.
+        # Count elements in this type, because some kernels support no other type on the meta
+        # device.
         model = factory.from_config(config, dtype=torch.bfloat16)
         cache = new_cache(config)
         model(torch.zeros(1, 1, dtype=torch.long), past_key_values=cache, use_cache=True)
@@ -160,7 +161,8 @@ def prefill_flops(config: Any, new_tokens: int, cached_tokens: int = 0) -> float
     hidden, heads = config.hidden_size, config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or hidden // heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    attention = 2 * hidden * head_dim * (heads + kv_heads)  # q and output, k and v
+    # Projections of queries and outputs, and of keys and values.
+    attention = 2 * hidden * head_dim * (heads + kv_heads)
     weights = attention + 3 * hidden * _active_width(config)
     pairs = new_tokens * cached_tokens + new_tokens * (new_tokens + 1) / 2
     layer = 2 * new_tokens * weights + 4 * heads * head_dim * pairs
@@ -191,7 +193,7 @@ def plan_capacity(
     model = footprint(config, dtype, kv_dtype)
     passage, context = model.block_bytes(passage_tokens), top_k * passage_tokens
     moved = read = top_k * passage
-    if kv_dtype != "model":  # dequantized blocks are written and read again
+    if kv_dtype != "model":  # Dequantized blocks are written and read again.
         read += 2 * context * footprint(config, dtype).bytes_per_token
     full = machine.forward_s(prefill_flops(config, context + question_tokens), model.weight_bytes)
     operations = prefill_flops(config, question_tokens, context)
@@ -218,8 +220,8 @@ def plan_capacity(
 
 
 def measured_operations_per_s(dtype: torch.dtype, device: str) -> float:
-    """Operations per second of a matrix product on this machine, an upper bound of a forward's."""
-    size = 8192 if device == "cuda" else 1024  # the smaller one is too short to time on a GPU
+    """Operations per second of a matrix product on this machine. A forward pass is slower."""
+    size = 8192 if device == "cuda" else 1024  # The smaller size is too short to time on a GPU.
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     best = math.inf
     for _ in range(6):

@@ -26,7 +26,7 @@ from blockattn_rag.errors import DivergedError
 logger = logging.getLogger("blockattn_rag")
 
 Loss = Callable[[Any, Mapping[str, Any]], tuple[Tensor, Tensor | int]]
-"""Function of the model and a batch that returns a sum of losses, and the number of summands."""
+"""Function that returns a batch's sum of losses, and its number of summands."""
 
 _REMEDY = "start again with a lower learning rate or more warm-up steps"
 
@@ -43,7 +43,7 @@ def training_arguments(folder: Path, *, batch_size: int, **settings: Any) -> Tra
         output_dir=str(folder),
         per_device_train_batch_size=batch_size,
         per_device_eval_batch_size=batch_size,
-        logging_nan_inf_filter=False,  # a loss that is not finite must end the run
+        logging_nan_inf_filter=False,  # A loss that is not finite must end the run.
         save_total_limit=2,
         remove_unused_columns=False,
         report_to=[],
@@ -52,7 +52,7 @@ def training_arguments(folder: Path, *, batch_size: int, **settings: Any) -> Tra
 
 
 class LabTrainer(Trainer):
-    """Trainer that resumes exactly, reports losses, and stops when they are not finite.
+    """Trainer that resumes exactly, reports losses, and stops if a loss is not finite.
 
     Args:
         lengths: Number of tokens of each training item, for batches of similar length. Default:
@@ -74,7 +74,7 @@ class LabTrainer(Trainer):
         watch = _Watch(on_progress, time_is_up, measures=bool(settings.get("eval_dataset")))
         super().__init__(callbacks=[watch], **settings)
         self._loss, self._lengths = loss, lengths
-        # The Trainer must not scale: compute_loss divides by the summands of the accumulated batch.
+        # The Trainer must not scale losses: compute_loss divides by the summands of the batch.
         self.model_accepts_loss_kwargs = True
         if not show_progress:
             self.remove_callback(PrinterCallback)
@@ -132,9 +132,9 @@ class LabTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """Mean loss over the whole accumulated batch. Called by the Trainer."""
+        """Mean loss over the complete accumulated batch. Called by the Trainer."""
         total, number = self._loss(model, inputs)
-        if num_items_in_batch is None:  # without labels, the Trainer averages over batches
+        if num_items_in_batch is None:  # Without labels, the Trainer averages over batches.
             return total / number
         # Gradients are averaged over processes, and the summands are counted over them.
         return total * self.accelerator.num_processes / num_items_in_batch
@@ -231,7 +231,7 @@ class LengthGroupedSampler(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
         order = torch.randperm(len(self.lengths), generator=generator).tolist()
-        size, pool = self.batch_size, 50 * self.batch_size  # each pool is sorted by length
+        size, pool = self.batch_size, 50 * self.batch_size  # Each pool is sorted by length.
         groups: list[list[int]] = []
         for start in range(0, len(order), pool):
             near = sorted(order[start : start + pool], key=lambda i: -self.lengths[i])

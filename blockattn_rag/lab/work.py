@@ -25,11 +25,11 @@ logger = logging.getLogger("blockattn_rag")
 RUN, CHECKPOINTS = "run.json", "checkpoints"
 _LOCK = "lock"
 _FIELDS = ({"model", "training data"}, {"model", "passages"})
-"""Some settings of every run of ``train``, and of every run of ``repair``."""
+"""Settings that every ``run.json`` has: of ``train``, and of ``repair``."""
 
 
 def work_of(output: str | Path) -> Path:
-    path = Path(output).resolve()  # without it, "." would have an empty name
+    path = Path(output).resolve()  # The unresolved path "." has an empty name.
     return path.with_name(f"{path.name}.work")
 
 
@@ -50,7 +50,8 @@ def interrupted_run(work: Path) -> dict[str, Any] | None:
 
 
 def check_resumable(work: Path, settings: Mapping[str, Any]) -> None:
-    """Check that no other run uses a work folder, and that an interrupted one had the settings."""
+    """Check that no other run uses a work folder, and that an interrupted run had these
+    settings."""
     if (work / _LOCK).is_file():
         with _held(work):
             pass
@@ -58,7 +59,7 @@ def check_resumable(work: Path, settings: Mapping[str, Any]) -> None:
 
 
 def _check_same(work: Path, settings: Mapping[str, Any]) -> bool:
-    """Whether there is an interrupted run. Raises ``DataError`` if it had other settings."""
+    """Whether an interrupted run exists. Raises ``DataError`` if the run had other settings."""
     before = interrupted_run(work)
     if before is None:
         return False
@@ -104,7 +105,7 @@ def work_folder(
         is_worth_keeping: Function of an error that returns whether the failed run can be resumed.
             If not, the folder is removed.
     """
-    # Locked before the settings are compared, so that a run in progress is reported as such.
+    # Lock before comparing the settings, so that a run in progress is reported as such.
     with _held(work):
         if not _check_same(work, settings):
             _clear(work)

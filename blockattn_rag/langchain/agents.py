@@ -47,7 +47,7 @@ def _check_runnable(source: Any, what: str, hint: str) -> None:
 
 
 def _lookups(retriever: BaseRetriever, document_prompt: BasePromptTemplate[str] | None) -> Any:
-    """Functions (sync, async) of a query that return marked passages, and their documents."""
+    """A sync and an async function that return marked passages and their documents for a query."""
     _check_runnable(retriever, "a retriever", "a vector store's as_retriever()")
     prompt = as_block_prompt(document_prompt)
 
@@ -109,9 +109,9 @@ class RetrieveFirst(AgentMiddleware[Any, Any]):
 
     Args:
         retriever: Retriever of the passages.
-        as_tool_call: Whether the model reads the retrieval as a tool call with its result. A small
-            model may imitate the call instead of answering. Default: the model reads the passages
-            at the beginning of the user's message, and no call.
+        as_tool_call: Whether the prompt contains the retrieval as a tool call with its result. A
+            small model may imitate the call instead of answering. Default: the passages are at the
+            beginning of the user's message, without a call.
         name: Name of the tool in the agent's messages.
         document_prompt: See ``block_retriever_tool``.
         condense: Chat model that rewrites follow-up questions as standalone questions. Default:
@@ -162,7 +162,7 @@ class RetrieveFirst(AgentMiddleware[Any, Any]):
         return self._messages(question, *await self._alook_up(question))
 
     def wrap_model_call(self, request: Any, handler: Callable[[Any], Any]) -> Any:
-        """Call the model with the retrievals in the form that the model reads."""
+        """Call the model with the retrievals in the form that ``as_tool_call`` selects."""
         return handler(self._shown(request))
 
     async def awrap_model_call(self, request: Any, handler: Callable[[Any], Awaitable[Any]]) -> Any:
@@ -190,14 +190,14 @@ class RetrieveFirst(AgentMiddleware[Any, Any]):
 
 
 def _with_passages(messages: Sequence[BaseMessage]) -> list[BaseMessage]:
-    """Replace the calls of ``RetrieveFirst`` by passages in the user's message before them."""
+    """Replace the calls of ``RetrieveFirst`` by passages in the preceding user message."""
     shown: list[BaseMessage] = []
     calls: set[str | None] = set()
     for message in messages:
         if isinstance(message, AIMessage) and _RETRIEVAL in message.additional_kwargs:
             calls |= {call["id"] for call in message.tool_calls}
         elif isinstance(message, ToolMessage) and message.tool_call_id in calls:
-            # Without the question, for example if another middleware has removed it.
+            # The question is missing, for example because another middleware has removed it.
             question = shown.pop() if shown and isinstance(shown[-1], HumanMessage) else None
             shown.append(_message_with(message.text, question))
         else:
@@ -206,7 +206,7 @@ def _with_passages(messages: Sequence[BaseMessage]) -> list[BaseMessage]:
 
 
 def _message_with(passages: str, question: BaseMessage | None) -> BaseMessage:
-    """The question with passages before it, because it must be in the final block."""
+    """The question after its passages, because the question must be in the final block."""
     if question is None:
         return HumanMessage(passages)
     before, content = f"{passages}\n\n", question.content

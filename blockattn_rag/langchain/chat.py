@@ -153,7 +153,8 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
             choice = {"type": "function", "function": {"name": choice}}
         bound = {"tool_choice": choice, "parallel_tool_calls": parallel_tool_calls}
         bound = {name: value for name, value in bound.items() if value is not None}
-        tools_of(self, {**kwargs, "tools": definitions, **bound})  # raises if an option is invalid
+        # This raises an error if an option is invalid.
+        tools_of(self, {**kwargs, "tools": definitions, **bound})
         return self.bind(tools=definitions, **bound, **kwargs)
 
     def with_structured_output(
@@ -318,7 +319,7 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
             try:
                 return list(executor.map(answer, inputs, configs))
             except BaseException:
-                group.dissolve()  # the remaining calls of the batch will not start
+                group.dissolve()  # The remaining calls of the batch will not start.
                 raise
 
     async def abatch(
@@ -329,7 +330,7 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
         return_exceptions: bool = False,
         **kwargs: Any,
     ) -> list[AIMessage]:
-        """Async version of ``batch``. The batch ends early if all of its calls are cancelled."""
+        """Async version of ``batch``. The batch ends early if all of its calls are canceled."""
         at_once = _at_once(inputs, config)
         abatch = super().abatch
         if (group := self._group(len(inputs), at_once, kwargs)) is None:
@@ -362,8 +363,8 @@ def _at_once(inputs: list[LanguageModelInput], config: Configs) -> int:
 class SourceProfile(UserDict[str, Any]):
     """Profile of a model, read on first use.
 
-    It is lazy because LangChain sets the profile before the model is loaded, and because a server
-    is not asked before the first call.
+    It is lazy because LangChain sets the profile before the model is loaded, and because no request
+    is sent to a server before the first call.
     """
 
     def __init__(self, source: EngineSource) -> None:
@@ -393,4 +394,4 @@ class SourceProfile(UserDict[str, Any]):
         )
 
     def __bool__(self) -> bool:
-        return True  # without this method, bool() would call len(), which loads the model
+        return True  # Without this method, bool() would call len(), which loads the model.

@@ -61,7 +61,7 @@ class BlockDocumentPrompt(StringPromptTemplate):
 
     @classmethod
     def is_lc_serializable(cls) -> bool:
-        """False: LangChain's ``load`` supports its own classes only."""
+        """Return False, because LangChain's ``load`` supports only its own classes."""
         return False
 
     @property

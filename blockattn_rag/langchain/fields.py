@@ -1,7 +1,7 @@
 """Pydantic fields of components with an engine, and of language models.
 
-LangChain copies, configures and pickles components by their fields, so the engine source is a field
-too.
+LangChain copies, configures and pickles components by their fields, so the engine source is also a
+field.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class SourceFields(BaseModel):
         populate_by_name=True,
         arbitrary_types_allowed=True,
         protected_namespaces=(),
-        hide_input_in_errors=True,  # which may contain an API key
+        hide_input_in_errors=True,  # The input may contain an API key.
     )
 
     apart: ClassVar[tuple[str, ...]] = ("engine",)
@@ -86,7 +86,7 @@ class SourceFields(BaseModel):
     def _source_of(
         cls, fields: dict[str, Any], arguments: dict[str, Any]
     ) -> EngineSource | ServerSource:
-        """Source of the model."""
+        """Object that loads the model or asks a server, from a constructor's arguments."""
 
 
 class GenerationFields(SourceFields):
@@ -126,7 +126,7 @@ class GenerationFields(SourceFields):
             fields.pop(name, None)
         given = {name: value for name, value in arguments.items() if value is not None}
         source: EngineSource = fields.pop("source", None) or EngineSource(**given)
-        # configurable_fields passes the old source together with fields that may have changed.
+        # The method configurable_fields passes the old source with fields that may have changed.
         known = source.fields()
         if any(known.get(name) != value for name, value in given.items() if name in known):
             return source.asking_for(given)
@@ -158,7 +158,8 @@ class GenerationFields(SourceFields):
             **self.generate_kwargs,
             **call,
         }
-        for name in ("stream", "ls_structured_output_format"):  # for LangChain itself
+        for name in ("stream", "ls_structured_output_format"):
+            # LangChain itself uses these options.
             options.pop(name, None)
         if "max_tokens" in options:
             options["max_new_tokens"] = options.pop("max_tokens")

@@ -1,4 +1,4 @@
-"""Ingestion of documents: a step that encodes them, and embeddings that need no download."""
+"""Ingestion of documents: an encoding step, and embeddings without a download."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def served_llm(
 
     Args:
         url: Address of the server, such as ``"http://gpu:8000"``.
-        model: Name of the model at the server. Default: the server's first model.
+        model: Name of the model on the server. Default: the server's first model.
         api_key: API key of the server. Default: ``BLOCKATTN_RAG_API_KEY`` of the environment.
         fields: Further fields of ``ChatOpenAI``. Defaults: ``temperature=0``, ``max_tokens=256``.
 

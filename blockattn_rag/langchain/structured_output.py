@@ -76,8 +76,9 @@ def named_schema(schema: Any) -> dict[str, Any]:
             as in OpenAI's API.
     """
     if isinstance(schema, type) and is_basemodel_subclass(schema):
-        # Uses pydantic, because LangChain's conversion inlines references, even recursive ones.
-        pydantic: Any = schema  # pydantic version 1 or 2
+        # Use pydantic, because LangChain's conversion inlines references, even recursive
+        # references.
+        pydantic: Any = schema  # A class of pydantic version 1 or 2.
         of = getattr(pydantic, "model_json_schema", None) or pydantic.schema
         return {"name": schema.__name__, "schema": of()}
     if isinstance(schema, Mapping):
@@ -87,7 +88,7 @@ def named_schema(schema: Any) -> dict[str, Any]:
         if "name" not in definition and definition.get("type") != "function":
             return {"name": definition.get("title", "answer"), "schema": dict(definition)}
     if isinstance(schema, Mapping):
-        schema = schema.get("function", schema)  # unwraps a tool
+        schema = schema.get("function", schema)  # This unwraps a tool.
     try:
         function = convert_to_openai_function(schema)
     except (TypeError, ValueError) as error:

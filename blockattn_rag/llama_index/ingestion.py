@@ -1,4 +1,4 @@
-"""Ingestion of nodes: a step that encodes them, embeddings that need no download, and Chroma."""
+"""Ingestion of nodes: an encoding step, embeddings without a download, and adding to Chroma."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ logger = logging.getLogger("blockattn_rag")
 _NO_FIELDS = ("fingerprint", "store", "namespace", "encoding")
 """Keys that ``to_dict`` adds to the fields."""
 _LONG = 8000
-"""Characters of a long passage, about twice the default chunk of LlamaIndex's splitter."""
+"""Number of characters of a long passage: about twice the default chunk of LlamaIndex's
+splitter."""
 
 
 class BlockKVTransform(SourceComponent, TransformComponent):
@@ -161,7 +162,7 @@ class BlockKVTransform(SourceComponent, TransformComponent):
         ]
 
     def _check_key(self, nodes: Sequence[BaseNode]) -> None:
-        """Warn if no node has the metadata key, because it may be misspelt."""
+        """Warn if no node has the metadata key, because it may be misspelled."""
         if self.metadata_key and nodes and all(self.metadata_key not in n.metadata for n in nodes):
             keys = sorted({key for node in nodes for key in node.metadata})
             logger.warning(
@@ -187,7 +188,7 @@ class BlockKVTransform(SourceComponent, TransformComponent):
         return await asyncio.to_thread(self, nodes, **kwargs)
 
     def to_dict(self, **kwargs: Any) -> dict[str, Any]:
-        """The fields, and everything else that ``IngestionCache`` must compare."""
+        """The fields, and all other values that ``IngestionCache`` must compare."""
         return {
             **super().to_dict(**kwargs),
             **self._source.storage,

@@ -170,7 +170,8 @@ class BlockAttentionLLM(PromptMaking, StructuredPrediction, CustomLLM, FunctionC
         )
 
     def to_payload(self) -> dict[str, Any]:
-        """Fields of this LLM for instrumentation events. Reads no files: event loops call it."""
+        """Fields of this LLM for instrumentation events. Reads no files, because event loops call
+        it."""
         names = ("model_name", "mode", "recipe", "context_window", "max_new_tokens")
         return {"class_name": self.class_name(), **{name: getattr(self, name) for name in names}}
 
@@ -276,7 +277,7 @@ class BlockAttentionLLM(PromptMaking, StructuredPrediction, CustomLLM, FunctionC
         """Return the tool calls of a response.
 
         Raises:
-            ToolCallError: The response has no tool call or an invalid one, and
+            ToolCallError: The response has no tool call or an invalid tool call, and
                 ``error_on_no_tool_call`` is True.
         """
         return tool_selections(response, required=error_on_no_tool_call)

@@ -143,7 +143,7 @@ class Responses:
         self._thoughts += step.thoughts
         thinking = {"thinking": self._thoughts, "thinking_delta": step.thoughts or None}
         fields: dict[str, Any] = {"additional_kwargs": thinking if self._thoughts else {}}
-        if step.generation is not step.output:  # the answer is streamed
+        if step.generation is not step.output:  # The answer is streamed.
             fields["delta"] = step.text
         if (generation := step.generation) is not None:
             dispatcher.event(BlockReuseEvent(stats=generation.stats))
@@ -152,7 +152,7 @@ class Responses:
         return ReadAnswer(self._text, [*step.calls], [*step.invalid]), fields
 
     def _message(self, answer: ReadAnswer) -> ChatMessage:
-        # The text includes invalid calls, so that readers see the output of the model.
+        # The text includes invalid calls, so that it shows the complete output of the model.
         shown = "\n".join(part for part in (answer.text, *(i.text for i in answer.invalid)) if part)
         blocks: list[ThinkingBlock | TextBlock | ToolCallBlock] = []
         if self._thoughts:
@@ -200,7 +200,7 @@ def tool_selections(response: ChatResponse, *, required: bool) -> list[ToolSelec
     """Return the tool calls of a response.
 
     Raises:
-        ToolCallError: A call is ``required``, and the response has no call or an invalid one.
+        ToolCallError: A call is ``required``, and the response has no call or an invalid call.
     """
     message = response.message
     invalid = message.additional_kwargs.get(INVALID_CALLS, [])

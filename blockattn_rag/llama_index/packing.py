@@ -1,4 +1,4 @@
-"""Packs whole blocks into the context window: a text splitter and a prompt helper."""
+"""A text splitter and a prompt helper, which pack complete blocks into the context window."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from blockattn_rag.prompts.markers import MarkedSpan, parse, remove_orphans, wra
 
 @runtime_checkable
 class BlockLLM(Protocol):
-    """What packing needs of an LLM: ``BlockAttentionLLM`` and the LLM of ``served_llm`` have it."""
+    """Interface that packing needs, of ``BlockAttentionLLM`` and the LLM of ``served_llm``."""
 
     @property
     def metadata(self) -> LLMMetadata: ...
@@ -41,7 +41,7 @@ class _Piece(NamedTuple):
 
 
 class BlockTextSplitter(TokenTextSplitter):
-    """Packs marked text into chunks of whole blocks, and splits other text as usual.
+    """Packs marked text into chunks of complete blocks, and splits other text as usual.
 
     Chunks of blocks do not overlap. Text directly before a block, such as the number of a source,
     stays with the block. A block that is larger than a chunk is split into blocks that fit.
@@ -50,7 +50,7 @@ class BlockTextSplitter(TokenTextSplitter):
         chunk_overlap: Tokens of overlap between chunks of text without blocks.
         tokenizer: Function that returns the token ids of a text. The model's tokenizer gives exact
             sizes.
-        block_template: Text that the LLM puts around each passage. Its tokens count too.
+        block_template: Text that the LLM puts around each passage. Its tokens also count.
     """
 
     _block_template: BlockTemplate = PrivateAttr()
@@ -107,7 +107,7 @@ class BlockTextSplitter(TokenTextSplitter):
 
     def _plain(self, text: str, chunk_size: int) -> Iterator[_Piece]:
         if text.isspace():
-            yield _Piece(text, 0)  # white space, which the block template replaces
+            yield _Piece(text, 0)  # The block template replaces white space.
         elif text := remove_orphans(text):
             for part in self._split(text, chunk_size):
                 yield _Piece(part, self._count(part))
@@ -141,7 +141,7 @@ class _Joined(list[str]):
 
 
 class BlockPromptHelper(PromptHelper):
-    """A ``PromptHelper`` that keeps blocks whole in every response mode.
+    """A ``PromptHelper`` that keeps blocks complete in every response mode.
 
     Each call uses the context window and answer length of its own LLM, so one helper in
     ``Settings`` serves several LLMs. For a ``BlockLLM``, the helper counts tokens with the

@@ -26,7 +26,8 @@ from blockattn_rag.prompts.recognition import Recognize
 PromptLike = str | Sequence[ChatMessage]
 
 PROMPT_OPTIONS = ("chat_template_kwargs", "parse_special_tokens")
-"""Options of calls and of ``generate_kwargs`` that affect the prompt. Others are for the engine."""
+"""Options of calls and of ``generate_kwargs`` that affect the prompt. The engine uses the
+others."""
 
 
 class PromptMaking(EngineComponent, LLM):
@@ -154,7 +155,7 @@ class PromptMaking(EngineComponent, LLM):
                 copies.append(message.model_copy(update=shown))
             return str((self._own_template or generic_messages_to_prompt)(copies))
 
-        # messages_to_prompt may also render additional_kwargs, which are as untrusted as the
+        # A messages_to_prompt may also render additional_kwargs, which are as untrusted as the
         # contents of messages.
         pairs = zip(turns, messages, strict=True)
         return trace(render, [{**t, "additional_kwargs": m.additional_kwargs} for t, m in pairs])
@@ -163,8 +164,8 @@ class PromptMaking(EngineComponent, LLM):
 def with_whole_passages(prompt_args: dict[str, Any]) -> dict[str, Any]:
     """Add the missing markers to cut passages in the variables of a prompt template.
 
-    LlamaIndex's prompt helper cuts long passages. After the template is filled, it is no longer
-    known where a piece begins and ends.
+    LlamaIndex's prompt helper cuts long passages. In the filled template, the boundaries of a piece
+    are unknown.
     """
     return {
         name: close_cut_passages(value) if isinstance(value, str) and name != "query_str" else value

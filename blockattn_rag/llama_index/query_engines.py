@@ -1,4 +1,4 @@
-"""Query engines and synthesizers that keep blocks whole."""
+"""Query engines and synthesizers that keep blocks complete."""
 
 from __future__ import annotations
 
@@ -57,8 +57,9 @@ def encode_prompt_head(
 ) -> None:
     """Store the KV of the text before the passages in a prompt template.
 
-    Answers store the KV of passages only. Without this function, the first question of each process
-    computes the text before the passages. Stores nothing if the template puts the question first.
+    Answers store only the KV of passages. Without this function, the first question of each process
+    computes the text before the passages. If the template puts the question first, nothing is
+    stored.
 
     Args:
         llm: LLM that generates the answers.
@@ -74,7 +75,7 @@ def encode_prompt_head(
 def block_response_synthesizer(
     llm: LLM, response_mode: ResponseMode | str = ResponseMode.COMPACT, **kwargs: Any
 ) -> BaseSynthesizer:
-    """LlamaIndex's ``get_response_synthesizer``, with blocks that are kept whole.
+    """LlamaIndex's ``get_response_synthesizer``, with complete blocks.
 
     Args:
         llm: LLM that generates the answers.
@@ -162,7 +163,7 @@ class BlockCitationQueryEngine(CitationQueryEngine):
         multimodal: bool = False,
         **kwargs: Any,
     ) -> CitationQueryEngine:
-        """``CitationQueryEngine.from_args`` with a synthesizer that keeps blocks whole."""
+        """``CitationQueryEngine.from_args`` with a synthesizer that keeps blocks complete."""
         keeps_blocks: bool = isinstance(llm, BlockLLM)
         if llm is not None and keeps_blocks and not multimodal:
             synthesizer = block_response_synthesizer(

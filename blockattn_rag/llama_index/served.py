@@ -26,7 +26,7 @@ except ModuleNotFoundError as error:
 
 
 class ServedLLM(OpenAILike):
-    """``OpenAILike`` that keeps passages whole. Created by ``served_llm``."""
+    """``OpenAILike`` that keeps passages complete. Created by ``served_llm``."""
 
     block_template: ClassVar[BlockTemplate] = BLANK_LINE
     """Text around each passage. Servers always use this one."""
@@ -75,12 +75,12 @@ def served_llm(
     """LLM of a server, such as ``blockattn-rag serve``, which reuses the passages of prompts.
 
     Works with ``configure``, ``block_query_engine``, ``BlockKVPostprocessor`` and
-    ``BlockKVTransform(llm=...)``. The field ``blockattn`` of a response's ``raw`` reports what was
-    reused.
+    ``BlockKVTransform(llm=...)``. The field ``blockattn`` of a response's ``raw`` reports the
+    reuse.
 
     Args:
         url: Address of the server, such as ``"http://gpu:8000"``.
-        model: Name of the model at the server. Default: the server's first model.
+        model: Name of the model on the server. Default: the server's first model.
         api_key: API key of the server. Default: ``BLOCKATTN_RAG_API_KEY`` of the environment.
         tokenizer: Tokenizer of the model, or its name or path, for counting tokens when passages
             are packed into the context window. Default: the tokenizer of ``model``.

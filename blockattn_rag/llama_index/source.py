@@ -1,4 +1,4 @@
-"""Base classes of components with a model: fields that describe how to load it again."""
+"""Base classes of components with a model, whose fields describe how to load it again."""
 
 from __future__ import annotations
 

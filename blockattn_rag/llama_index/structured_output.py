@@ -115,13 +115,13 @@ class _PartialObjects:
         self._last: Any = None
 
     def take(self, step: ChatResponse) -> Generator[Any, None, None]:
-        if step.raw is not None:  # only the last step has usage data
+        if step.raw is not None:  # Only the last step has usage data.
             yield _complete(self._output_cls, step)
             return
         try:
             text = step.message.content or ""
             value = _JSON.validate_json(text, experimental_allow_partial="trailing-strings")
-        except ValueError:  # the object has not begun
+        except ValueError:  # The object has not begun.
             return
         if isinstance(value, dict) and value != self._last:
             self._last = value

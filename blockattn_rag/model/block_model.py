@@ -50,10 +50,10 @@ class BlockModel(TunedModel):
         pack_weights: Whether to keep a second, packed copy of linear weights on the CPU, which
             speeds up short inputs, if it fits in memory (``packing.pack_linears``).
         files: Files that the weights were loaded from, unchanged. They identify the model. Default:
-            its tensors do.
+            its tensors identify it.
 
     Raises:
-        UnsupportedModelError: the model's blocks cannot be moved exactly.
+        UnsupportedModelError: the model's blocks cannot be moved to other positions exactly.
         ValueError: autocast is on.
     """
 
@@ -166,8 +166,10 @@ class BlockModel(TunedModel):
 
     @property
     def batch_tokens(self) -> int:
-        """Default size of an encoding batch in tokens, including padding: large enough for
-        efficient matrix products (``benchmarks/efficiency.py``; estimated for accelerators)."""
+        """Default size of an encoding batch in tokens, including padding.
+
+        It is large enough for efficient matrix products (``benchmarks/efficiency.py``; estimated
+        for accelerators)."""
         return 2048 if self.device.type == "cpu" else 16384
 
     @property
@@ -189,7 +191,7 @@ class BlockModel(TunedModel):
                 ``batch_tokens``.
 
         Yields:
-            The blocks of one batch, longest first, not in the order of ``requests``.
+            The blocks of one batch, longest first. Their order differs from ``requests``.
 
         Raises:
             ContextOverflowError: a single block exceeds the model's context window.
@@ -204,7 +206,7 @@ class BlockModel(TunedModel):
 
     @cached_property
     def end_token_ids(self) -> set[int]:
-        """Tokens that end an answer."""
+        """Ids of the tokens that end an answer, from the generation config or the tokenizer."""
         return decoding.end_token_ids(self.hf_model, self.tokenizer.tokenizer)
 
     @cached_property
@@ -226,26 +228,26 @@ class BlockModel(TunedModel):
 
     @cached_property
     def _layer_reads(self) -> dict[int, LayerReads]:
-        """What each layer reads of a block on the relay path, as measured."""
+        """The tensors of a block that each layer reads on the relay path, as measured."""
         with self.lock:
             return relay_attention.measured_reads(self.hf_model, self.profile)
 
     @cached_property
     def _is_plain(self) -> bool:
-        """Whether all attention is full, without soft caps and sinks, if relay is exact."""
+        """Whether relay is exact, and all attention is full, without soft caps and sinks."""
         with self.lock:
             return relay_attention.is_plain(self.hf_model, self.profile)
 
     @cached_property
     def has_causal_kernel(self) -> bool:
-        """Whether a GPU's flash kernel attends exactly to copied contexts, as measured."""
+        """Whether the GPU's flash kernel is exact for copied contexts, as measured."""
         with self.lock:
             exact = relay_attention.causal_is_exact
             return self.supports_relay and exact(self.hf_model, self.profile)
 
     @cached_property
     def graph_runner(self) -> GraphRunner | None:
-        """Runner of single requests, where a GPU runs them exactly, as measured."""
+        """Runner of single requests on a GPU. None: not exact for this model, as measured."""
         if self.device.type != "cuda" or not self.supports_relay:
             return None
         with self.lock:
@@ -280,8 +282,8 @@ class BlockModel(TunedModel):
     ) -> DynamicCache | None:
         """A transformers cache with one context per row, padded on the left on the copy path.
 
-        None if all contexts are empty, unless the ``graph_runner`` runs the final block. The states
-        of a hybrid model, which takes one context, are those after its first block.
+        Returns None if all contexts are empty, unless the ``graph_runner`` runs the final block. A
+        hybrid model takes one context; its states are the states after the first block.
         """
         hf_model, profile = self.hf_model, self.profile
         runner = self.graph_runner if assembly == "relay" and len(contexts) == 1 else None
@@ -295,7 +297,7 @@ class BlockModel(TunedModel):
             if len(contexts) == 1 and self.has_causal_kernel:
                 cache.attention = relay_attention.CausalAttention()
         if cache.attention is not None:
-            # Enabled again, because other code may have changed the model's attention.
+            # Enable relay again, because other code may have changed the model's attention.
             relay_attention.enable_relay(hf_model)
         if profile.has_states:
             (context,) = contexts
@@ -354,7 +356,7 @@ class BlockModel(TunedModel):
     ) -> list[list[int]]:
         """Generate answers to several (context ids, final ids) with transformers' ``generate``.
 
-        Stop strings are applied only with beams. Otherwise, the caller must search the tokens for
+        Stop strings end answers only with beams. Otherwise, the caller must search the tokens for
         ``decoding.stop_strings``, and end rows with ``on_tokens`` or ``is_cancelled``.
 
         Args:
@@ -370,7 +372,7 @@ class BlockModel(TunedModel):
 
         Raises:
             ValueError: the model has sliding windows, and final blocks of different lengths follow
-                a cache: their windows would include the padding before shorter ones.
+                a cache: their windows would include the padding before shorter blocks.
         """
         lengths = {len(final) for _, final in prompts}
         if cache is not None and self.profile.has_windows and len(lengths) > 1:
@@ -386,7 +388,7 @@ class BlockModel(TunedModel):
         with self.running(sampling):
             if isinstance(cache, ContextCache) and cache.takes_one_token:
                 ((_, final),) = prompts
-                for token in final[:-1]:  # the last one is left to transformers
+                for token in final[:-1]:  # Transformers computes the last token.
                     relay_attention.last_logits(self.hf_model, torch.tensor([[token]]), cache, 1)
             return decoding.generate(
                 self.hf_model,
@@ -402,13 +404,14 @@ class BlockModel(TunedModel):
             )
 
     def batches_exactly(self, sampling: Sampling) -> bool:
-        """Whether prompts of different lengths get the same answers in a batch as alone. False for
-        sliding windows and states, which would include padding before the final block."""
+        """Whether prompts of different lengths get the same answers in a batch as alone.
+
+        False for sliding windows and states, which would include padding before the final block."""
         is_alone = self.profile.has_windows or self.profile.has_states
         return not is_alone and decoding.batches_exactly(self.hf_model, sampling)
 
     def room_for(self, prompt_tokens: int, sampling: Sampling) -> int:
-        """Maximum number of new tokens: ``max_new_tokens``, or what the context window leaves.
+        """Maximum number of new tokens: ``max_new_tokens``, or the room in the context window.
 
         Raises:
             ContextOverflowError: the prompt leaves no room for a single token.

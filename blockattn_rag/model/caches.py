@@ -1,9 +1,9 @@
 """Transformers caches over placed blocks, with their keys and values copied or read in place.
 
-Hooks before and after each forward record the forward's ``ContextCache``, if any, so that the
-attention can look it up (``running_cache``). Nested forwards, such as those of a logits processor
-with its own cache, therefore compute as usual. The record is a context variable, so several engines
-and threads may run concurrently.
+Hooks before and after each forward pass record its ``ContextCache``, if any, so that the attention
+can look it up (``running_cache``). A nested forward pass, such as one of a logits processor with
+its own cache, is therefore not affected. The record is a context variable, so several engines and
+threads may run concurrently.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from blockattn_rag.model.kinds import LayerKind, in_order, new_cache, storing
 
 
 class CacheAttention(Protocol):
-    """Attention of a forward's queries; see ``RelayPlan.attend``.
+    """Attention of the queries of a forward pass; see ``RelayPlan.attend``.
 
-    ``takes_mask``: Whether ``attend`` uses the forward's mask. Else, none is made.
+    ``takes_mask``: Whether ``attend`` uses a mask. Otherwise, no mask is made.
     """
 
     @property
@@ -55,8 +55,8 @@ States = Sequence[tuple[Tensor, Tensor]]
 class ContextCache(DynamicCache):
     """A cache whose first tokens are the blocks of a context.
 
-    ``attention``: Attention for forwards over this cache. None: the model's own attention.
-    ``takes_one_token``: Whether each forward must have one token; see ``model.states``.
+    ``attention``: Attention of forward passes over this cache. None: the model's own attention.
+    ``takes_one_token``: Whether each forward pass must have one token; see ``model.states``.
     """
 
     attention: CacheAttention | None = None
@@ -66,7 +66,7 @@ class ContextCache(DynamicCache):
         """Repeat each row, for beams."""
         layers: Any = self.layers
         for layer in layers:
-            if isinstance(layer, LinearAttentionLayer):  # transformers repeats no states
+            if isinstance(layer, LinearAttentionLayer):  # Transformers does not repeat states.
                 for states in (layer.conv_states, layer.recurrent_states):
                     for index, state in states.items():
                         if state is not None:
@@ -76,8 +76,8 @@ class ContextCache(DynamicCache):
 
     @property
     def _storing(self) -> list[int]:
-        """Indices of the layers that store something: all but those that share keys and values."""
-        # By name, because transformers 5.19 has no class for the others.
+        """Indices of the layers that store keys and values, without layers that share them."""
+        # Compare names, because transformers 5.19 has no class for layers that share.
         names = [type(layer).__name__ for layer in self.layers]
         return [index for index, name in enumerate(names) if name != "DummyLayer"]
 
@@ -91,10 +91,10 @@ class ContextCache(DynamicCache):
                 self.update(keys[:, :, :tokens], values[:, :, :tokens], index)
 
     def tail_states(self, tokens: int) -> States | None:
-        """Keys and values of the last ``tokens`` tokens in the layers that store them, in memory of
-        their own.
+        """Copy of the keys and values of the last ``tokens`` tokens, in the layers that store them.
 
-        None if the cache may have dropped tokens (sliding windows), or has several rows (beams).
+        Returns None if the cache may have dropped tokens (sliding windows), or has several rows
+        (beams).
         """
         layers: Any = [self.layers[index] for index in self._storing]
         if any(type(one) not in (DynamicLayer, _GrowingLayer, _TailLayer) for one in layers):
@@ -106,8 +106,8 @@ class ContextCache(DynamicCache):
 
 
 ROOM = 512
-"""Tokens for which a copied context's tensors have room when they are created or have become full,
-so that a new token rarely copies the whole context."""
+"""Number of tokens by which the tensors of a copied context grow, so that a new token rarely copies
+the complete context."""
 
 
 def copied_cache(
@@ -146,13 +146,13 @@ def copied_cache(
             )
             if type(cache.layers[index]) is DynamicLayer:
                 cache.layers[index] = _GrowingLayer(keys, values, width)
-            else:  # sliding windows drop states
+            else:  # Sliding windows drop keys and values.
                 cache.update(keys[:, :, :width], values[:, :, :width], index)
     return cache
 
 
 class _GrowingLayer(DynamicLayer):
-    """Layer that writes new tokens to room at the end of its tensors.
+    """Layer that writes new tokens into free space at the end of its tensors.
 
     Args:
         keys, values: ``[rows, heads, tokens + room, size]``.
@@ -168,7 +168,7 @@ class _GrowingLayer(DynamicLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> Any:
         assert self.keys is not None
         fits = len(key_states) == len(self.keys) and key_states.dtype == self.keys.dtype
-        if torch.is_grad_enabled() or not fits:  # gradients need the tensors as they are
+        if torch.is_grad_enabled() or not fits:  # Gradients need the original tensors.
             return super().update(key_states, value_states)
         keys, values = self._buffers
         self._buffers = (
@@ -192,18 +192,20 @@ class _GrowingLayer(DynamicLayer):
         self._drop_room()
 
     def _drop_room(self) -> None:
-        """Release the tensors from which other rows were taken."""
+        """Release the tensors with room, after rows were selected."""
         assert self.keys is not None
         assert self.values is not None
         self._buffers = self.keys, self.values
 
 
 def _appended(states: Any, new: Tensor, buffer: Tensor) -> Tensor:
-    """A tensor that begins with ``states`` and ``new``: ``buffer``, if it begins with ``states``
-    and has room, else one with more room."""
+    """A tensor that begins with ``states`` and ``new``.
+
+    ``buffer`` is returned if it begins with ``states`` and has room, else a larger tensor."""
     used, tokens = states.shape[2], states.shape[2] + new.shape[2]
     if states.data_ptr() != buffer.data_ptr() or tokens > buffer.shape[2]:
-        with torch.inference_mode(mode=False):  # so that forwards outside of it can write, too
+        with torch.inference_mode(mode=False):
+            # Later forward passes outside of inference mode must be able to write.
             buffer = torch.empty(
                 (*states.shape[:2], tokens + ROOM, states.shape[3]),
                 dtype=states.dtype,
@@ -243,7 +245,7 @@ class _TailLayer(DynamicLayer):
         return self.prefix_tokens + super().get_seq_length()
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        # Masks cover the tail alone, because the context is visible to every token of it.
+        # Masks cover only the tail, because all of its tokens see the complete context.
         return super().get_seq_length() + query_length, self.prefix_tokens
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -271,8 +273,8 @@ class RelayCache(ContextCache):
 
     Args:
         plan: The plan.
-        layers: Layers of the model's own cache.
-        kinds: Their kinds. Layers that store keys and values are replaced.
+        layers: Layers of the model's own cache. Layers that store keys and values are replaced.
+        kinds: Kinds of the layers.
     """
 
     attention: RelayPlan
@@ -286,16 +288,16 @@ class RelayCache(ContextCache):
         self.attention = plan
 
 
-# Caches of the nested forwards in this thread, innermost last. Forwards nest because a model's
-# forward calls its decoder's forward, with the same cache.
+# Caches of the nested forward passes in this thread, innermost last. They nest because a model
+# calls its decoder with the same cache.
 _caches: ContextVar[tuple[ContextCache | None, ...]]
 _caches = ContextVar("blockattn_running_caches", default=())
 
 
 def note_caches(hf_model: PreTrainedModel) -> None:
-    """Register the hooks that record the cache of each forward."""
+    """Register the hooks that record the cache of each forward pass."""
     for module in hf_model.modules():
-        # Includes inner models, because `generate` of a PEFT model runs the wrapped one.
+        # Inner models need hooks, too, because `generate` of a PEFT model runs the wrapped model.
         if isinstance(module, PreTrainedModel):
             if _enter not in module._forward_pre_hooks.values():
                 module.register_forward_pre_hook(_enter, with_kwargs=True)
@@ -304,19 +306,19 @@ def note_caches(hf_model: PreTrainedModel) -> None:
 
 
 def _enter(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Record the cache of a forward that begins."""
+    """Record the cache of a forward pass that begins."""
     given = (*args, *kwargs.values())
     caches = (value for value in given if isinstance(value, ContextCache))
     _caches.set((*_caches.get(), next(caches, None)))
 
 
 def _leave(*_: Any) -> None:
-    """Remove the record of a forward that ends, normally or with an error."""
+    """Remove the record of a forward pass that ends, normally or with an error."""
     _caches.set(_caches.get()[:-1])
 
 
 def running_cache() -> ContextCache | None:
-    """The cache of the innermost running forward in this thread."""
+    """The cache of the innermost running forward pass in this thread."""
     caches = _caches.get()
     return caches[-1] if caches else None
 

@@ -1,4 +1,4 @@
-"""CheckpointModel: what a server needs to know of a model, from its files alone."""
+"""CheckpointModel: the properties of a model that a server needs, read from its files."""
 
 from __future__ import annotations
 
@@ -27,10 +27,9 @@ from blockattn_rag.prompts.tokenization import BlockTokenizer
 
 
 class CheckpointModel(TunedModel):
-    """A model that another program runs: its weights are hashed, but not loaded.
+    """A model that another program runs. Its weights are hashed, but not loaded.
 
-    It has the fingerprint of a ``BlockModel`` that was loaded from the same files in the same
-    dtype.
+    Its fingerprint equals that of a ``BlockModel`` loaded from the same files in the same dtype.
 
     Args:
         model: Path, hub id, ``"bundled"``, ``"smollm2"`` or GGUF file.
@@ -79,7 +78,8 @@ class CheckpointModel(TunedModel):
 
 
 def _as_loaded(config: Any) -> Any:
-    """The config that a loaded model has: that of its language model, if it has a class."""
+    """The config that a loaded model would have: that of its language model, if this has a
+    class."""
     text = config.get_text_config(decoder=True)
     loads_text = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     is_alone = getattr(loads_text, "config_class", None) is type(text) or text_class(text)

@@ -1,4 +1,4 @@
-"""Attention of some tokens of a copied context, for recomputation; see ``model.recompute``."""
+"""Attention of chosen tokens of a copied context, for recomputation; see ``model.recompute``."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from blockattn_rag.attention.kernels import (
 from blockattn_rag.attention.merge import Partial, merge, with_sinks
 
 _MOST_ROWS = 512
-"""Recomputed tokens whose attention is computed at once. More need fewer kernels, but compute more
-scores that the mask hides."""
+"""Number of recomputed tokens whose attention is computed at once. A larger number needs fewer
+kernels, but computes more scores that the mask hides."""
 
 
 class ChosenAttention:
-    """Attention of some tokens of a context to all earlier tokens and themselves.
+    """Attention of chosen tokens of a context to all earlier tokens and themselves.
 
-    Computed in chunks, so that memory is bounded whatever the number of tokens. Without a window,
-    all tokens of a chunk see the keys before its first token, so only the keys after that need a
+    Attention is computed in chunks, so that memory does not grow with the number of tokens. Without
+    a window, all tokens of a chunk see the keys before its first token, so only later keys need a
     mask.
 
     Args:
         chosen: Indices of the tokens, in order.
-        places: The same on the device.
+        places: ``chosen`` as a tensor on the device.
         windows: Sliding window of each layer.
         has_causal_kernel: Whether ``attend_causal`` may be used.
     """
@@ -66,9 +66,9 @@ class ChosenAttention:
         cap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """See ``RelayPlan.attend``. Keys and values are those of the context."""
+        """See ``RelayPlan.attend``. Keys and values of the context."""
         window, outputs = self._windows[layer], []
-        # Some models compute only the last tokens in layers that store nothing.
+        # Some models compute only the last tokens in layers that store no keys and values.
         start = skipped = len(self._chosen) - query.shape[2]
         while start < len(self._chosen):
             run = self._run(start)
@@ -90,7 +90,7 @@ class ChosenAttention:
         return torch.cat(outputs, dim=2)
 
     def _run(self, start: int) -> int:
-        """Number of chosen tokens from ``start`` that follow each other without a gap."""
+        """Length of the run of consecutive chosen tokens that begins at ``start``."""
         places = self._chosen
         sizes = range(1, len(places) - start)
         return 1 + bisect_right(sizes, 0, key=lambda n: places[start + n] - places[start] - n)
@@ -115,7 +115,8 @@ class ChosenAttention:
             most = min(most, bisect_left(self._chosen, first + window, lo=start) - start)
 
         def elements(rows: int) -> int:
-            """Elements of the chunk's mask, or of its scores if the kernel keeps them."""
+            """Number of elements of the chunk's mask, or of its scores if the kernel keeps
+            scores."""
             end = self._chosen[start + rows - 1] + 1
             return rows * (heads * (end - scored) if keeps_scores else groups * (end - masked))
 
@@ -132,8 +133,8 @@ class ChosenAttention:
         window: int | None,
         cap: float | None,
     ) -> Partial:
-        """Attention of the chunk from ``start``. The keys begin with ``first``, and end with that
-        of the last query."""
+        """Attention of the chunk from ``start`` to the keys from ``first`` to the last query's
+        key."""
         places = self._places[start : start + query.shape[2], None]
         # Keys that all queries see need no mask.
         seen = self._chosen[start] - first if window is None else 0
@@ -148,9 +149,10 @@ class ChosenAttention:
 
 
 class MeasuredAttention(ChosenAttention):
-    """Attention of the tokens after a context, which adds up what the context's tokens receive.
+    """Attention of the tokens after a context, which adds up the weights that context tokens
+    receive.
 
-    Measured in float32, because the scores decide which tokens are chosen.
+    The weights are computed in float32, because they decide which tokens are chosen.
 
     Args:
         before: Number of tokens in the context.
@@ -184,7 +186,7 @@ class MeasuredAttention(ChosenAttention):
         cap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """See ``RelayPlan.attend``. Keys and values are those of context and tail."""
+        """See ``RelayPlan.attend``. Keys and values of context and tail."""
         if layer not in self._layers:
             return super().attend(layer, query, key, value, scale, mask, cap=cap, sinks=sinks)
         keys, before, outputs = key.float().mT, len(self.total), []

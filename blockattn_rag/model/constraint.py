@@ -1,4 +1,4 @@
-"""Constrained decoding: masks tokens that an answer's grammar forbids."""
+"""Constrained decoding, which masks the tokens that an answer's grammar forbids."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class AnswerRules:
         return LoopEndingMatcher(matcher, self._decode, self._quotes, among_text=among_text)
 
     def loop_guard(self, grammar: Grammar | None) -> LoopGuard:
-        """Loop guard for one answer."""
+        """Loop guard for one answer with this grammar. None: free text."""
         return LoopGuard(self._decode, grammar)
 
     @cached_property
@@ -83,11 +83,11 @@ class AnswerRules:
 class GrammarConstraint(LogitsProcessor):
     """Constrains each row of a batch to its grammar. Must be the last logits processor.
 
-    Matchers follow complete rows instead of new tokens, because beams change places and drafts are
+    Matchers process complete rows instead of new tokens, because beams are reordered and drafts are
     rolled back between steps. The beams of a prompt share its matcher.
 
     Args:
-        matchers: Matcher per prompt. None leaves its rows unconstrained.
+        matchers: Matcher of each prompt. None leaves the prompt's rows unconstrained.
         prompt_width: Number of prompt tokens in each row, including padding.
         ends: Ids of the tokens that end an answer.
         pad: Token that pads rows that have ended at a stop string, without one of ``ends``.

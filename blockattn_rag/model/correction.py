@@ -1,4 +1,4 @@
-"""Correction: moves a block's keys and values towards those that full attention would compute.
+"""Correction: a map that brings a block's keys and values closer to those of full attention.
 
 In full mode, a passage attends to the passages before it; in block mode, only to itself. Much of
 the resulting change of its keys and values does not depend on the other passages: it is a linear
@@ -51,7 +51,7 @@ class LayerCorrection(NamedTuple):
     bias: Tensor
 
 
-@dataclass(frozen=True, eq=False, repr=False)  # no slots, because of the cached properties
+@dataclass(frozen=True, eq=False, repr=False)  # Without slots, because of the cached properties.
 class Correction:
     """Correction for the blocks of one model. Corrections with equal digests are equal.
 
@@ -240,7 +240,8 @@ def read_correction(path: Path) -> Correction:
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError, RuntimeError) as error:  # RuntimeError: it was just deleted
+    except (SafetensorError, OSError, RuntimeError) as error:
+        # A file that was just deleted raises RuntimeError.
         raise ValueError(f"{path} is not a correction file: {error}") from error
     if found := {
         name: metadata.get(name) for name in _FORMAT if metadata.get(name) != _FORMAT[name]

@@ -45,12 +45,14 @@ class _AfterEachStep(StoppingCriteria):
         self._is_cancelled = is_cancelled
         self._on_tokens = on_tokens
         self._prompt_width = self._seen = prompt_width
-        self.lengths: dict[int, int] = {}  # token counts of rows that have ended; padding follows
+        # Token counts of rows that have ended. Padding follows these tokens.
+        self.lengths: dict[int, int] = {}
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
         met: Any = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
         if self._on_tokens is not None:
-            for newest in input_ids[:, self._seen :].T.tolist():  # several per step with a draft
+            for newest in input_ids[:, self._seen :].T.tolist():
+                # With a draft, a step has several tokens.
                 self._seen += 1
                 ended = self._on_tokens(newest)
                 for row in (row for row, has_ended in enumerate(ended) if has_ended):
@@ -106,7 +108,7 @@ def generate(
     if cache is not None:
         _check_no_draft(hf_model, arguments)
     has_beams = _beams(hf_model, arguments) > 1
-    # Tokens of beam search are not final before it ends.
+    # Tokens of beam search are not final before the search ends.
     on_tokens = None if has_beams else on_tokens
     step = _AfterEachStep(is_cancelled or (lambda: False), on_tokens, width)
     _add_criterion(arguments, step)
@@ -151,8 +153,8 @@ def greedy_answers(
     ends = end_token_ids(hf_model, tokenizer)
     pad = min(ends, default=0)
     ids, mask = (rows.to(hf_model.device) for rows in _left_padded(prompts, pad))
-    # `generate` falls back to the model's generation config for every unset option, even if a
-    # config is passed. So each of its settings must be unset explicitly.
+    # `generate` uses the model's generation config for every unset option, even if a config is
+    # passed. Each of its settings must therefore be unset explicitly.
     unset = dict.fromkeys(hf_model.generation_config.to_diff_dict()) | _ONE_ANSWER
     arguments = unset | {
         "max_new_tokens": max_new_tokens,
@@ -189,7 +191,7 @@ def _run(
 ) -> Tensor:
     if cache is not None and (beams := _beams(hf_model, arguments)) > 1:
         cache.batch_repeat_interleave(beams)
-    seed = sampling.seed  # a seeded run leaves the global random state unchanged
+    seed = sampling.seed  # A seeded run leaves the global random state unchanged.
     with torch.inference_mode(), torch.random.fork_rng(enabled=seed is not None), running_with():
         if seed is not None:
             torch.manual_seed(seed)
@@ -218,7 +220,7 @@ def _arguments(
         "do_sample": samples,
         "use_cache": True,
         "pad_token_id": _pad_token_id(hf_model, tokenizer),
-        "stop_strings": None,  # the caller searches the answer for them
+        "stop_strings": None,  # The caller searches the answer for stop strings.
     }
     for name in ("temperature", "top_p", "top_k"):
         # Unset these for greedy decoding, even if the model's generation config sets them.
@@ -306,7 +308,7 @@ def _beams(hf_model: PreTrainedModel, arguments: dict[str, Any]) -> int:
     return int(arguments.get("num_beams") or config.num_beams or 1)
 
 
-# Settings whose effect does not depend on the prompt, which has padding in a batch.
+# Settings whose effect does not depend on the prompt, because prompts have padding in a batch.
 _BATCH_SAFE = frozenset(
     {
         *("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"),
@@ -326,7 +328,8 @@ def batches_exactly(hf_model: PreTrainedModel, sampling: Sampling) -> bool:
     given = {*hf_model.generation_config.to_diff_dict(), *sampling.extra}
     seeded = sampling.seed is not None and bool(sampling.temperature or sampling.extra)
     ends = sampling.extra.get("eos_token_id", ())
-    plain = isinstance(ends, (int, list, tuple))  # neither None nor a tensor of another length
+    # The ids are neither None nor a tensor of another length.
+    plain = isinstance(ends, (int, list, tuple))
     return given <= _BATCH_SAFE and plain and not seeded
 
 
@@ -338,7 +341,7 @@ def end_token_ids(
     configs = (given.get("generation_config"), hf_model.generation_config, tokenizer)
     own = (getattr(config, "eos_token_id", None) for config in configs)
     first = next((token for token in own if token is not None), None)
-    ends = given.get("eos_token_id", first)  # explicit None: answers never end
+    ends = given.get("eos_token_id", first)  # With an explicit None, answers never end.
     ends = ends.flatten().tolist() if isinstance(ends, Tensor) else ends
     return set() if ends is None else set(ends) if isinstance(ends, (list, tuple)) else {ends}
 

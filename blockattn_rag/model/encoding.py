@@ -1,4 +1,4 @@
-"""Encoding: computes keys and values of blocks at positions 0..n-1, in batches."""
+"""Encoding: computing the keys and values of blocks at positions 0..n-1, in batches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from blockattn_rag.model.probe import AttentionProfile, check_ready
 
 
 class EncodeRequest(NamedTuple):
-    """Token ids of one block, digest and handle for its KV, and token ids of its sink."""
+    """Token ids of one block, the digest and handle of its KV, and token ids of its sink."""
 
     token_ids: list[int]
     digest: str
@@ -102,10 +102,10 @@ def encode_batch(
 def logits_to_keep(
     hf_model: PreTrainedModel, count: int = 1, *, computes_all: bool = False
 ) -> dict[str, Any]:
-    """Argument of ``forward`` to compute only the last tokens' logits; empty if unsupported.
+    """Argument of ``forward`` to compute only the last tokens' logits. Empty if unsupported.
 
-    ``computes_all``: Whether all layers compute all tokens. Else, layers that store nothing may
-    compute only the last ``count`` tokens.
+    ``computes_all``: Whether all layers compute all tokens. Otherwise, layers that store no keys
+    and values may compute only the last ``count`` tokens.
     """
     if "logits_to_keep" not in inspect.signature(hf_model.forward).parameters:
         return {}

@@ -1,4 +1,4 @@
-"""Locks: one request at a time per model, and no other random draws during a seeded run."""
+"""Locks that allow one request at a time per model, and no other draws during a seeded run."""
 
 from __future__ import annotations
 
@@ -88,21 +88,21 @@ def turn_to_draw(lock: ModelLock, *, alone: bool) -> Iterator[None]:
                 finally:
                     lock.__exit__()
                 return
-        with lock:  # wait for the model without the turn, then try again
+        with lock:  # Wait for the model without the turn, then try again.
             pass
 
 
 class _Draws:
     """Lock that admits one thread alone, or any number of threads together.
 
-    A thread that is inside may enter again, in the mode in which it first entered.
+    A thread that holds the lock may enter again, in the mode in which it first entered.
     """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._depths: dict[int, int] = {}  # nesting depth of each thread inside
+        self._depths: dict[int, int] = {}  # Nesting depth of each thread that holds the lock.
         self._is_alone = False
-        self._waiting = 0  # threads that wait to be alone; later threads wait for them
+        self._waiting = 0  # Number of threads that wait to be alone. Later threads wait for them.
 
     @contextmanager
     def entered(self, *, alone: bool) -> Iterator[None]:
@@ -128,7 +128,7 @@ class _Draws:
         self._waiting += 1
         try:
             self._changed.wait_for(lambda: not self._depths)
-        finally:  # also after an interrupt, so that other threads can proceed
+        finally:  # Release the lock even after an interrupt, so that other threads can proceed.
             self._waiting -= 1
             self._changed.notify_all()
         self._is_alone = True

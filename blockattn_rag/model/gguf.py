@@ -1,4 +1,4 @@
-"""GGUF files: dequantized once into a folder that transformers can load."""
+"""GGUF files, which are dequantized once into a folder that transformers can load."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ logger = logging.getLogger("blockattn_rag.model.gguf")
 
 SMOLLM2 = "smollm2"
 _SHARD_BYTES = 1 << 30
-"""Weights that are dequantized before they are written."""
+"""Bytes of weights that are dequantized before they are written."""
 # Errors that the GGUF reader raises for damaged or unsupported files.
 _UNREADABLE = (
     *(ValueError, LookupError, TypeError, AttributeError, OverflowError, NotImplementedError),
@@ -80,7 +80,8 @@ def _digest(file: Path, state: tuple[int, ...]) -> str:  # noqa: ARG001 - part o
 
 
 def _dequantize(file: Path, folder: Path) -> None:
-    for package in ("gguf", "accelerate"):  # transformers imports them to read GGUF files
+    for package in ("gguf", "accelerate"):
+        # Transformers imports these packages to read GGUF files.
         if importlib.util.find_spec(package) is None:
             raise ImportError(f"Reading {file.name} needs {missing_extra(package, 'gguf')}")
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -104,7 +105,7 @@ def _rename(temporary: Path, folder: Path) -> None:
     try:
         temporary.rename(folder)
     except OSError:
-        if not folder.is_dir():  # if it exists, another process was faster
+        if not folder.is_dir():  # If the folder exists, another process was faster.
             raise
 
 
@@ -131,7 +132,7 @@ def _write_model(file: Path, folder: Path) -> None:
         config=load_gguf_checkpoint(str(file))["config"]
     )
     names = get_gguf_hf_weights_map(skeleton, processor)
-    pending: dict[str, torch.Tensor] = {}  # experts are joined here by the processor
+    pending: dict[str, torch.Tensor] = {}  # The processor joins experts here.
     shards: dict[str, str] = {}
 
     def write(tensors: dict[str, torch.Tensor]) -> None:
@@ -149,7 +150,8 @@ def _write_model(file: Path, folder: Path) -> None:
             parsed_parameters={"tensors": pending},
         )
         if result.name in names:
-            array = np.array(result.weights, dtype=np.float32)  # a copy, in its own memory
+            # The array is a copy with its own memory.
+            array = np.array(result.weights, dtype=np.float32)
             ready[names[result.name]] = torch.from_numpy(array)
         if sum(one.nbytes for one in ready.values()) >= _SHARD_BYTES:
             write(ready)
@@ -164,10 +166,10 @@ def _write_model(file: Path, folder: Path) -> None:
 
 
 def _has_own_reader(architecture: str) -> bool:
-    """Whether transformers reads this architecture's tensors by its own, newer reader."""
+    """Whether transformers has its own reader for this architecture's tensors."""
     try:
         from transformers.integrations.gguf.utils import is_gguf_arch_supported
-    except ImportError:  # before transformers 5.23
+    except ImportError:  # Transformers before 5.23 has no such reader.
         return False
     return bool(is_gguf_arch_supported(architecture))
 
@@ -176,7 +178,8 @@ def _plain_model(file: Path) -> Any:
     """The file's model in float32, without the quantizer that transformers attaches when it loads
     the file. A model with a quantizer cannot be saved."""
     where: dict[str, Any] = {"gguf_file": file.name, "dtype": torch.float32}
-    if config_type := getattr(transformers, "GgufConfig", None):  # since transformers 5.23
+    if config_type := getattr(transformers, "GgufConfig", None):
+        # Transformers has this class since 5.23.
         where["quantization_config"] = config_type(dequantize=True)
     loaded = AutoModelForCausalLM.from_pretrained(file.parent, **where)
     config = copy.deepcopy(loaded.config)

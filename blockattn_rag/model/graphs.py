@@ -1,8 +1,9 @@
-"""Forwards of one request on a GPU, replayed as CUDA graphs.
+"""Forward passes of one request on a GPU, replayed as CUDA graphs.
 
-A forward over a few tokens takes longer to launch than to compute. It is captured once for each
-number of tokens, rounded up to a power of two, and then replayed for contexts of any length,
-because everything that differs between requests is read from tensors (``DeviceRelay``).
+A forward pass over a few tokens takes longer to launch than to compute. It is captured once for
+each number of tokens, rounded up to a power of two, and then replayed for contexts of any length.
+This is possible because all values that differ between requests are read from tensors
+(``DeviceRelay``).
 """
 
 from __future__ import annotations
@@ -28,16 +29,17 @@ from blockattn_rag.model.caches import ContextCache, RelayCache, States
 from blockattn_rag.model.kinds import PLAIN
 
 MOST_TOKENS = 512
-"""Longest forward that is captured. Longer ones take longer to compute than to launch."""
+"""Tokens of the longest captured forward pass. A longer one takes longer to compute than to
+launch."""
 
 _LEAST_TOKENS = 16
-"""Tokens of the shortest captured forward, except decoding's single token."""
+"""Tokens of the shortest captured forward pass, except decoding's single token."""
 
 _ARGUMENTS = {
     *("input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache"),
     *("logits_to_keep", "return_dict", "cache_position"),
 }
-"""Arguments of forwards that can be captured."""
+"""Arguments of forward passes that can be captured."""
 
 _logger = logging.getLogger(__name__)
 Forward = Callable[..., Any]
@@ -55,7 +57,8 @@ def record(compute: Callable[[], Tensor], device: torch.device, pool: Any) -> Re
     side: Any = torch.cuda.Stream(device)
     current = torch.cuda.current_stream(device)
     side.wait_stream(current)
-    with torch.cuda.stream(side):  # compiles kernels, and lets libraries allocate
+    with torch.cuda.stream(side):
+        # The first run compiles kernels, and lets libraries allocate memory.
         compute()
     current.wait_stream(side)
     graph = torch.cuda.CUDAGraph()
@@ -64,13 +67,14 @@ def record(compute: Callable[[], Tensor], device: torch.device, pool: Any) -> Re
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             result = compute()
     finally:
-        torch.cuda.set_stream(current)  # a failed capture leaves its own stream
+        torch.cuda.set_stream(current)  # A failed capture does not restore the stream.
     graph.replay()
     return Recording(graph.replay, result)
 
 
 class _Inputs:
-    """Inputs of a captured forward over ``tokens`` tokens, the last of which may be padding."""
+    """Inputs of a captured forward pass over ``tokens`` tokens, the last of which may be
+    padding."""
 
     def __init__(self, tokens: int, device: torch.device) -> None:
         with torch.inference_mode(mode=False):
@@ -83,7 +87,7 @@ class _Inputs:
         tokens, width = ids.shape[1], self._ids.shape[1]
         self._ids[:, tokens:] = 0
         self._ids[:, :tokens] = ids
-        # Padding repeats a position, because LongRoPE's frequencies depend on the last one.
+        # Padding repeats a position, because LongRoPE's frequencies depend on the last position.
         torch.arange(start, start + width, out=self._positions[0])
         self._positions.clamp_(max=start + tokens - 1)
         self._last.fill_(tokens - 1)
@@ -99,7 +103,8 @@ class _Inputs:
 
 
 class GraphRunner:
-    """Runs the forwards of one request at a time over the blocks and the tail of a ``DeviceRelay``.
+    """Runs the forward passes of one request at a time, over the blocks and tail of a
+    ``DeviceRelay``.
 
     Args:
         hf_model: The model. Its ``forward`` is replaced.
@@ -117,11 +122,11 @@ class GraphRunner:
         self._address = relay.tail_address
 
     def cache_for(self, context: Context) -> GraphCache | None:
-        """A cache over a context; None for blocks that the kernel cannot read."""
+        """A cache over a context. None: the kernel cannot read the blocks."""
         return GraphCache(context, self) if self.relay.reads(context) else None
 
     def run(self, forward: Forward, cache: GraphCache, kwargs: dict[str, Any]) -> Any:
-        """Run one forward over the cache. The caller holds the model's lock."""
+        """Run one forward pass over the cache. The caller holds the model's lock."""
         ids: Tensor = kwargs["input_ids"]
         tokens = ids.shape[1]
         width = _captured_tokens(tokens)
@@ -144,13 +149,13 @@ class GraphRunner:
             self.relay.load(cache.context)
             self._user = weakref.ref(cache)
         self.relay.begin(cache.tail_tokens, tokens)
-        if self.relay.tail_address != self._address:  # graphs write to the old tail
+        if self.relay.tail_address != self._address:  # The graphs write to the old tail.
             self._graphs.clear()
-            self._pool = None  # PyTorch frees a pool with its last graph
+            self._pool = None  # PyTorch frees a pool with its last graph.
             self._address = self.relay.tail_address
 
     def _replayed(self, forward: Forward, cache: GraphCache, ids: Tensor, width: int) -> Any:
-        """The forward's output from a graph; None if the forward cannot be captured."""
+        """Output of a forward pass from a graph. None: the forward pass cannot be captured."""
         start = cache.get_seq_length()
         if width in self._graphs:
             inputs, recording = self._graphs[width]
@@ -200,14 +205,14 @@ class GraphCache(ContextCache):
 
     def __init__(self, context: Context, runner: GraphRunner) -> None:
         super().__init__()
-        self.context = context  # keeps the blocks alive
+        self.context = context  # This reference keeps the blocks alive.
         self.runner: GraphRunner | None = runner
         self.attention = self.relay = runner.relay
         self.tail_tokens = 0
         self.layers = [_SlotLayer(self, index) for index in range(len(self.relay.layouts))]
 
     def release(self) -> None:
-        """Continue without the runner: with relay attention, in forwards of any kind."""
+        """Continue without the runner, with relay attention, which supports any forward pass."""
         if self.runner is None:
             return
         states = self.tail_states(self.tail_tokens)
@@ -245,25 +250,26 @@ class GraphCache(ContextCache):
 
 
 def _captured_tokens(tokens: int) -> int:
-    """Number of tokens of the captured forward that runs ``tokens`` tokens."""
+    """Number of tokens of the captured forward pass that runs ``tokens`` tokens."""
     return 1 if tokens == 1 else max(_LEAST_TOKENS, 1 << (tokens - 1).bit_length())
 
 
 def _is_plain(kwargs: dict[str, Any], tokens: int) -> bool:
-    """Whether a forward returns no more than the logits after its last token."""
+    """Whether a forward pass returns only the logits after its last token."""
     others = (value for name, value in kwargs.items() if name not in _ARGUMENTS)
-    # By identity, because a tensor of several elements has no truth value.
+    # Compare by identity, because a tensor of several elements has no truth value.
     asks_more = any(value is not None and value is not False for value in others)
     keep = kwargs.get("logits_to_keep", 0)
     return not asks_more and (tokens == 1 or (isinstance(keep, int) and keep == 1))
 
 
 class _Forward:
-    """``forward`` of a model that leaves forwards over a ``GraphCache`` to its runner.
+    """``forward`` of a model that passes forward passes over a ``GraphCache`` to the cache's
+    runner.
 
     Args:
         hf_model: The model. Not kept alive.
-        own: The ``forward`` that the model had as an attribute. None: that of its class.
+        own: The ``forward`` that the model had as an attribute. None: the method of its class.
     """
 
     def __init__(self, hf_model: PreTrainedModel, own: Forward | None) -> None:
@@ -272,7 +278,7 @@ class _Forward:
         self.__signature__ = inspect.signature(own or hf_model.forward)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copies and pickles of the model have a ``forward`` of their own."""
+        """Give copies and pickles of the model their own ``forward``."""
         return _Forward, (self._hf_model(), self._own)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -289,20 +295,20 @@ class _Forward:
 
 
 def _has_ids(kwargs: dict[str, Any]) -> bool:
-    """Whether a forward's input is token ids, and nothing but them."""
+    """Whether the only input of a forward pass is token ids."""
     return kwargs.get("input_ids") is not None and not any(
         kwargs.get(name) is not None for name in ("inputs_embeds", "labels")
     )
 
 
 def _current(device: torch.device) -> AbstractContextManager[Any]:
-    """Make a GPU the current one, to which kernels are launched."""
+    """Make a GPU the current device, on which kernels are launched."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def install(hf_model: PreTrainedModel) -> None:
-    """Make forwards over a ``GraphCache`` run by its runner."""
-    # The wrapped model, because `generate` of a PEFT model runs it alone.
+    """Make the model pass forward passes over a ``GraphCache`` to the cache's runner."""
+    # `generate` of a PEFT model runs only the model that it wraps.
     inner = next(one for one in hf_model.modules() if isinstance(one, PreTrainedModel))
     own = vars(inner).get("forward")
     if not isinstance(own, _Forward):

@@ -1,7 +1,7 @@
-"""Kinds of layers: what each layer of a model caches.
+"""Kinds of layers, by the tensors that each layer of a model caches.
 
-Kinds are measured when a model is loaded, from its cache objects after a short forward and from
-what changes when the forward's positions move. Names of model families play no role.
+Kinds are measured when a model is loaded: from its cache after a short forward pass, and from the
+cached values that change at other positions. Names of model families play no role.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _REFUSED = {
 
 @dataclass(frozen=True, slots=True)
 class LayerKind:
-    """What one layer caches.
+    """Kind of a layer, which describes the tensors that it caches.
 
     Args:
         attention: ``"full"``, ``"windowed"``: keys, which may be rotated, and values. ``"latent"``
@@ -70,7 +70,7 @@ class LayerKind:
     attention: Attention = "full"
     window: int | None = None
     has_state: bool = False
-    source: int | None = field(default=None, repr=False)  # fingerprints contain the text
+    source: int | None = field(default=None, repr=False)  # Fingerprints contain the repr.
 
     @property
     def stores(self) -> bool:
@@ -79,7 +79,7 @@ class LayerKind:
 
     @property
     def is_attention(self) -> bool:
-        """Whether the layer caches keys and values of its own, and nothing else."""
+        """Whether the layer caches only its own keys and values."""
         return self.attention in ("full", "windowed") and not self.has_state
 
     def __str__(self) -> str:
@@ -104,7 +104,7 @@ def storing(kinds: Sequence[LayerKind]) -> list[int]:
 
 
 def new_cache(config: Any) -> DynamicCache:
-    """Empty cache that keeps all tokens, those beyond sliding windows included."""
+    """Empty cache that keeps all tokens, including tokens beyond sliding windows."""
     cache = DynamicCache(config=config)
     for index, layer in enumerate(cache.layers):
         if type(layer) is LinearAttentionAndSlidingWindowAttentionLayer:
@@ -116,10 +116,10 @@ def new_cache(config: Any) -> DynamicCache:
 
 
 class SeenAttention(NamedTuple):
-    """What the attention of a layer sees in a forward.
+    """Inputs of a layer's attention in a forward pass.
 
     Args:
-        keys, values: The keys and values. Layers that share keys see the same tensor.
+        keys, values: The keys and values. Layers that share keys have the same tensor.
         sees: Whether a query sees a key, by their positions and the layer's mask. None: unknown.
         settings: Names of the settings of scores that the model passes: ``"softcap"`` and
             ``"s_aux"`` (attention sinks).
@@ -131,8 +131,8 @@ class SeenAttention(NamedTuple):
     settings: frozenset[str]
 
     def has_window(self, window: int | None) -> bool:
-        """Whether a token sees the last ``window`` tokens, including itself, and none before. None:
-        all tokens. False if the mask is unknown."""
+        """Whether a token sees exactly the last ``window`` tokens, including itself. None: all
+        tokens. False if the mask is unknown."""
         if self.sees is None:
             return False
         if window is None:
@@ -143,7 +143,7 @@ class SeenAttention(NamedTuple):
 
 @contextmanager
 def seen_attention(hf_model: PreTrainedModel) -> Iterator[dict[int, SeenAttention]]:
-    """Record what the attention of each layer sees, within the ``with`` block.
+    """Record the inputs of each layer's attention within the ``with`` block.
 
     Models that do not use transformers' attention interface leave no record.
     """
@@ -164,12 +164,12 @@ def seen_attention(hf_model: PreTrainedModel) -> Iterator[dict[int, SeenAttentio
         return own_attention(original, module, query, key, value, attention_mask, **kwargs)
 
     def make_mask(*args: Any, **kwargs: Any) -> Any:
-        # A mask that is left out could not be assigned to its layers.
+        # Masks must be made, because an omitted mask could not be assigned to its layers.
         kwargs["allow_is_causal_skip"] = False
         own = ALL_MASK_ATTENTION_FUNCTIONS[original](*args, **kwargs)
         if "mask_function" not in kwargs:
             return own
-        # Flash and flex attention have other masks, or none.
+        # Flash and flex attention have masks of other types, or none.
         made: Any = own if isinstance(own, Tensor) else sdpa_mask(*args, **kwargs)
         masks.append((made, own, partial(_sees, kwargs["mask_function"])))
         return made
@@ -194,18 +194,18 @@ class _Changed:
 
 
 def own_attention(name: str, module: Any, *args: Any, **kwargs: Any) -> Any:
-    """Attention of a model's module by an implementation of transformers, whatever name the model's
-    config has now."""
+    """Attention of a module by the implementation ``name`` of transformers, whatever name the
+    model's config currently has."""
     # For ``eager``, transformers calls the function in the model's own source file.
     eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     forward = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
-    if "flash" in name:  # it imports the package that the config names
+    if "flash" in name:  # Flash attention imports the package that the config names.
         module = _Changed(module, config=_Changed(module.config, _attn_implementation=name))
     return forward(module, *args, **kwargs)
 
 
 def _is_part(mask: Any, made: Tensor) -> bool:
-    """Whether a mask is another one, or a view of it."""
+    """Whether ``mask`` is ``made`` or a view of it."""
     if not isinstance(mask, Tensor):
         return False
     return mask.untyped_storage().data_ptr() == made.untyped_storage().data_ptr()
@@ -259,7 +259,7 @@ def _measured(
     window: int | None,
     seen: Mapping[int, SeenAttention],
 ) -> LayerKind:
-    """Kind of a layer: from its cache and window, and the keys that it attends to."""
+    """Derive the kind of a layer from its cache, its window, and the keys that it attends to."""
     keys = seen[index].keys if index in seen else None
     known = (DynamicLayer, LinearAttentionLayer, LinearAttentionAndFullAttentionLayer)
     keeps = getattr(layer, "keys", None) is not None and getattr(layer, "values", None) is not None
@@ -269,13 +269,13 @@ def _measured(
         )
         if keeps:
             attention: Attention = "full" if window is None else "windowed"
-            # Else, the keys are computed from what is cached.
+            # Otherwise, the keys are computed from cached latents.
             if keys is not None and keys.shape[-1] != layer.keys.shape[-1]:
                 attention = "latent"
             return LayerKind(attention, window, has_state)
         if has_state:
             return STATE
-    elif keeps or type(layer).__name__ != "DummyLayer":  # which transformers 5.19 does not have
+    elif keeps or type(layer).__name__ != "DummyLayer":  # Transformers 5.19 has no such class.
         name = type(layer).__name__
         about = _REFUSED.get(name, f"caches its state in a {name}, which is not supported")
         raise refusal(hf_model, f"layer {index} has {about}")
@@ -295,7 +295,7 @@ def layer_states(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Keys and values ``[batch, heads, tokens, size]`` of the layers that store them.
 
-    Those of a latent layer are its rotary key and its latent.
+    The keys and values of a latent layer are its rotary keys and its latents.
     """
     layers: Any = cache.layers
     for layer, kind in zip(layers, kinds, strict=True):
@@ -304,20 +304,20 @@ def layer_states(
 
 
 def in_order(kind: LayerKind, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values in the order of a block, from the order of a cache, or the other way round.
-    They differ for latent layers alone."""
+    """Convert between the order of keys and values in a cache and in a block. The orders differ
+    only for latent layers."""
     return (values, keys) if kind.attention == "latent" else (keys, values)
 
 
 class ProbeError(UnsupportedModelError):
-    """Raised if a model cannot run the forwards that measure it."""
+    """Raised if a model cannot run the forward passes that measure it."""
 
     def __init__(self, subject: object, reason: str) -> None:
         super().__init__(_message(subject, reason))
 
 
 def refusal(subject: object, reason: str) -> UnsupportedModelError:
-    """Error that says why a model cannot run in block mode."""
+    """Error with the reason why a model cannot run in block mode."""
     return UnsupportedModelError(_message(subject, reason))
 
 

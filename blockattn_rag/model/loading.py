@@ -39,7 +39,7 @@ SHORT_NAMES = (BUNDLED, SMOLLM2)
 
 _ADAPTER_CONFIG = "adapter_config.json"
 _PLACEMENT = frozenset({"device_map", "max_memory", "offload_folder", "attn_implementation"})
-"""Arguments of ``from_pretrained`` that leave the weights as they are in their files."""
+"""Arguments of ``from_pretrained`` that do not change the weights of the files."""
 _MODEL_FILES = ("config.json", _ADAPTER_CONFIG)
 _TOKENIZER_FILE = "tokenizer_config.json"
 _INSTALL_SMOLLM2 = (
@@ -56,7 +56,7 @@ def resolve_name(model: str | Path) -> str:
 
     Raises:
         FileNotFoundError: a path does not exist, a folder contains no model, or one of the two
-            names is misspelt.
+            names is misspelled.
     """
     if str(model) == BUNDLED:
         return str(_BUNDLED_FOLDER)
@@ -88,7 +88,7 @@ def _hub(model: str | Path) -> AbstractContextManager[None]:
 
 
 def commit_of(model: str | Path, revision: str | None = None) -> str | None:
-    """Commit of the hub that a revision is now, so that all files of a model are of one commit.
+    """Current commit of a revision of the hub, so that all files of a model come from one commit.
 
     Args:
         revision: Branch, tag or commit. Default: the main branch.
@@ -118,7 +118,7 @@ def load_tokenizer(model: str | Path, *, revision: str | None = None) -> Any:
         tokenizer: Any = AutoTokenizer.from_pretrained(name, revision=revision)
     known = known_checkpoint(str(model))
     if known is not None and not known.bos:
-        tokenizer.backend_tokenizer.post_processor = None  # it adds BOS to a text
+        tokenizer.backend_tokenizer.post_processor = None  # The post-processor adds BOS to a text.
     return tokenizer
 
 
@@ -187,7 +187,8 @@ def load_model(
             with small_heap() if "quantization_config" in arguments else nullcontext():
                 arguments = {"revision": revision, **arguments, **kwargs}
                 loaded = _from_pretrained(name, config, arguments)
-    if getattr(loaded, "is_quantized", False):  # placed while it was loaded
+    if getattr(loaded, "is_quantized", False):
+        # Quantized models are moved to their device while they load.
         allow_all_shapes(loaded)
         return loaded.eval()
     if "device_map" not in kwargs:
@@ -196,7 +197,7 @@ def load_model(
 
 
 def _target(device: str, device_map: Any) -> str:
-    """Device that weights are loaded to. Of a device map that uses several, the map as a text."""
+    """Device that weights are loaded to. For a device map with several devices, the map as text."""
     if device_map is None:
         return default_device() if device == "auto" else str(device)
     only_cpu = device_map == {"": "cpu"} or not torch.accelerator.is_available()
@@ -215,13 +216,13 @@ def load_with_files(
     revision: str | None = None,
     **kwargs: Any,
 ) -> tuple[PreTrainedModel, WeightFiles | None]:
-    """Load a model, and find the files that its weights are in.
+    """Load a model, and find the files of its weights.
 
     Takes the arguments of ``load_model``, and raises the same errors.
 
     Returns:
-        The model and its files. None: its weights differ from those of any files, because an
-        adapter was merged into them, or because they are quantized or were dequantized.
+        The model and its files. The files are None if the weights differ from them, because an
+        adapter was merged, or because the weights were quantized or dequantized.
     """
     source, commit = resolve_name(model), commit_of(model, revision)
 
@@ -231,18 +232,19 @@ def load_with_files(
     if is_adapter(source) or dtype in WEIGHTS or not kwargs.keys() <= _PLACEMENT:
         return load(), None
     if Path(source).is_dir():
-        files = weight_files(model)  # before loading, because a file may be replaced meanwhile
+        # Record the files before loading, because a file may be replaced meanwhile.
+        files = weight_files(model)
         loaded = load()
     else:
-        loaded = load()  # downloads the files, which belong to the commit
+        loaded = load()  # Loading downloads the files of the commit.
         files = weight_files(model, commit) if commit is not None else None
-    # Quantized weights are run by other kernels than a server's, or are dequantized.
+    # Quantized weights run with other kernels than on a server, or are dequantized.
     is_other = hasattr(loaded, "peft_config") or bool(quantization_of(loaded.config))
     return loaded, None if is_other else files
 
 
 def weight_files(model: str | Path, commit: str | None = None) -> WeightFiles | None:
-    """The files with a model's weights: ``WeightFiles.of``, with errors of the hub in a sentence.
+    """Weight files of a model: ``WeightFiles.of``, with errors of the hub in one sentence.
 
     Args:
         commit: Commit of the hub, as of ``commit_of``.
@@ -308,7 +310,8 @@ def _load_adapter(
     merged = PeftModel.from_pretrained(base, name).merge_and_unload()
     tuning = adapter["tuning"]
     if isinstance(tuning, dict) and "block" not in tuning.get("modes", ["block"]):
-        merged.config.block_attention = None  # full-mode training may have undone the base's tuning
+        # Training in full mode may have undone the base's tuning.
+        merged.config.block_attention = None
     elif tuning:
         merged.config.block_attention = tuning
     return merged

@@ -1,11 +1,12 @@
 """Miniatures: tiny random models of the architecture that a config describes.
 
 A model's cache can only be measured on a model that runs. A miniature has the classes and the kinds
-of layers of the original, and takes milliseconds to build, so that a model can be refused before
-its weights are downloaded, and every architecture of transformers can be measured.
+of layers of the original, and takes milliseconds to build. With miniatures, a model can be refused
+before its weights are downloaded, and every architecture of transformers can be measured.
 
-``profile_config`` measures one that keeps all layers, the sizes of heads and the rotary embeddings.
-It caches what the model itself does, so that a server needs no second copy of the model.
+``profile_config`` measures a miniature with all layers, the sizes of heads and the rotary
+embeddings. Its cache has the layout of the model's cache, so a server needs no second copy of the
+model.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ VOCABULARY = 264
 _HEADS, _KV_HEADS, _HEAD_SIZE, _WIDTH, _WINDOW = 4, 2, 16, 64, 16
 _MOST_LAYERS = 12
 
-# New values of numbers in a config, by patterns of their names. The first match counts. None keeps
+# New values of numbers in a config, by patterns of their names. The first match applies. None keeps
 # a number. Numbers are never increased.
 _SIZES: tuple[tuple[str, int | None], ...] = (
     (r"n_mamba_heads", None),
@@ -67,7 +68,7 @@ def miniature(config: Any) -> PreTrainedModel:
     Weights are spread, so that attention is far from uniform.
 
     Raises:
-        Exception: the architecture cannot be built at such a size; its code may raise anything.
+        Exception: the architecture cannot be built at this size; its code may raise any error.
     """
     config = config.get_text_config(decoder=True)
     return _built(config, shrunk(config))
@@ -77,7 +78,7 @@ def _built(config: Any, fields: dict[str, Any]) -> PreTrainedModel:
     small = type(config).from_dict({**fields, "quantization_config": None})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        # Some language models have no class of their own, only as a part of a multimodal model.
+        # Some language models have no class of their own, and exist only in a multimodal model.
         auto: Any = auto_class(small) if text_class(small) else AutoModel
         model: PreTrainedModel = auto.from_config(small, dtype=torch.float32)
         with torch.no_grad():
@@ -113,7 +114,7 @@ def check_architecture(config: Any) -> AttentionProfile | None:
 
 
 def profile_config(config: Any, dtype: torch.dtype) -> AttentionProfile:
-    """Measure what a model of a config caches, without its weights.
+    """Measure what a model caches, from its config and without its weights.
 
     Measures a miniature with all layers of the model, its head sizes and its rotary embeddings, on
     the CPU. Takes seconds and a few hundred megabytes, for a model of any size.
@@ -129,7 +130,7 @@ def profile_config(config: Any, dtype: torch.dtype) -> AttentionProfile:
     config = config.get_text_config(decoder=True)
     sketch = check_architecture(config)
     if sketch is not None and sketch.has_states:
-        return sketch  # only the kinds are used: servers refuse models with states
+        return sketch  # Servers refuse models with states, so only the kinds are used.
     try:
         size = _head_size(config)
     except (AttributeError, TypeError, ZeroDivisionError) as error:
@@ -157,15 +158,16 @@ def profile_config(config: Any, dtype: torch.dtype) -> AttentionProfile:
 
 
 def _head_size(config: Any) -> int:
-    """Size of a key: of the rotary key for latent attention, of some layer if they differ."""
-    fields = config.to_dict()  # attributes that differ by layer cannot be read
+    """Size of a key. For latent attention, size of the rotary key. If layers differ, any layer's
+    size."""
+    fields = config.to_dict()  # Attributes that differ by layer cannot be read.
     size = fields.get("qk_rope_head_dim") or fields.get("head_dim")
     size = size or getattr(config, "head_dim", None)
     return int(size or config.hidden_size // config.num_attention_heads)
 
 
 def _head_counts(config: Any, small: Mapping[str, Any]) -> dict[int, int]:
-    """A config's numbers of heads, by those of a smaller config."""
+    """Numbers of heads in a config, by the numbers in a smaller config."""
     counts: dict[int, int] = {1: 1}
     for name in _HEAD_COUNTS:
         if isinstance(count := getattr(config, name, None), int):
@@ -231,17 +233,17 @@ _CACHED = re.compile(
     rf"{_HEADS_OR_GROUPS}|.*head_?dim|.*d_head|dim_head|kv_channels|rotary_dim|kv_lora_rank"
     r"|sliding_window|sliding_window_size|.*chunk_size|.*layers?|.*_period|.*_interval"
 )
-"""Fields of a config that decide what attention caches."""
+"""Fields of a config that determine what attention caches."""
 _WIDTHS = re.compile(r"hidden_size|n_embd|d_model|dim_model|.*embed_dim|word_embed_proj_dim")
 _ALL = 1 << 30
 
 
 def _thinned(config: Any, size: int | None = None) -> dict[str, Any]:
-    """The fields of a config with all its layers, which are narrow.
+    """The fields of a narrow config with all layers.
 
     Args:
-        size: Size of heads, for models that compute it from the width. Fewer heads are left.
-            Default: the config's, and all heads of keys.
+        size: Size of heads, for models that compute it from the width. The model then has fewer
+            heads. Default: the config's size, with all heads of keys.
     """
     small = {
         name: value if _CACHED.fullmatch(name) else _smaller(name, value, _ALL, _ALL)
@@ -252,7 +254,7 @@ def _thinned(config: Any, size: int | None = None) -> dict[str, Any]:
         few = shrunk(config)
         small |= {name: few[name] for name in small if re.fullmatch(_HEADS_OR_GROUPS, name)}
     elif isinstance(count := small.get(keys), int) and count and small[queries] % count == 0:
-        small[queries] = count  # heads of queries cache nothing
+        small[queries] = count  # Query heads do not affect the cache.
     width = small[queries] * (size or max(2, _WIDTH // small[queries] // 2 * 2))
     return {
         name: width if isinstance(value, int) and _WIDTHS.fullmatch(name) else value
@@ -261,7 +263,7 @@ def _thinned(config: Any, size: int | None = None) -> dict[str, Any]:
 
 
 def _kept_layers(types: Sequence[str], layers: int) -> int:
-    """How many of the first layers have every type of layer."""
+    """Number of first layers that include every type of layer."""
     for count in range(2, len(types) + 1):
         if {*types[:count]} == {*types}:
             return min(count, _MOST_LAYERS)
@@ -269,12 +271,12 @@ def _kept_layers(types: Sequence[str], layers: int) -> int:
 
 
 def _smaller(name: str, value: Any, layers: int, kept: int) -> Any:
-    """A config's field at the smaller size."""
+    """Value of a config's field at the smaller size."""
     if isinstance(value, Mapping):
         return {
             key: _smaller(key, one, layers, kept)
             for key, one in value.items()
-            if not (str(key).isdigit() and int(key) >= kept)  # settings of single layers
+            if not (str(key).isdigit() and int(key) >= kept)  # The keys are indices of layers.
         }
     if isinstance(value, (list, tuple)) and len(value) == layers > kept:
         value = value[:kept]

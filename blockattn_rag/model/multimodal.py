@@ -1,4 +1,4 @@
-"""Language models of multimodal checkpoints, which also read images or sound."""
+"""Language models of checkpoints that also process images or sound."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ def text_class(config: Any) -> type[PreTrainedModel] | None:
 
 
 def keep_settings(config: Any, text: Any) -> None:
-    """Copy to a text config what a multimodal config says about the weights of both."""
+    """Copy a multimodal config's settings of the weights to its text config."""
     for name in ("block_attention", "quantization_config"):
         if (value := getattr(config, name, None)) is not None:
             setattr(text, name, value)
 
 
 def language_model(loaded: PreTrainedModel) -> PreTrainedModel:
-    """The language model of a multimodal model, without the parts that read images or sound.
+    """The language model of a multimodal model, without the parts that process images or sound.
 
     Returns:
-        The language model alone, which shares its layers with ``loaded``. ``loaded`` itself if it
-        is not multimodal, or if its language model computes other logits alone, or has no class of
-        its own: then the other parts stay in memory, unused.
+        The language model, which shares its layers with ``loaded``. If ``loaded`` is not
+        multimodal, or its language model has no class or computes other logits than ``loaded``,
+        ``loaded`` itself. Its other parts then stay in memory unused.
     """
     config: Any = loaded.config
     text = config.get_text_config(decoder=True)
@@ -62,7 +62,7 @@ def language_model(loaded: PreTrainedModel) -> PreTrainedModel:
             logits = [model(input_ids=ids).logits.float() for model in (alone, loaded)]
         error = relative_error(*logits)
     except (AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError):
-        return loaded  # which is measured as it is
+        return loaded  # The complete model is measured.
     return alone if error <= LOGITS.get(loaded.dtype, max(LOGITS.values())) else loaded
 
 

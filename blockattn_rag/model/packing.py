@@ -1,4 +1,4 @@
-"""Packed weights: faster linear layers on the CPU for inputs of few tokens.
+"""Packed weights, which speed up linear layers on the CPU for inputs of few tokens.
 
 A matrix product of 4 to about 200 rows spends much of its time rearranging the weights for the
 processor, on every call. oneDNN can rearrange (pack) them once. Packed weights speed up questions
@@ -45,7 +45,7 @@ class _PackedForward:
         linear: Any = self._linear()
         weight, rows = linear.weight, input.numel() // input.shape[-1]
         if torch.is_grad_enabled() or not _is_plain(weight):
-            # The layer may be trained, or was moved. Optimizer writes may be undetectable.
+            # The layer is in training or was moved. An optimizer may write undetected.
             self._packed = None
         elif rows in _PACKED_ROWS and _takes(input) and _is_available():
             return self.product(input)
@@ -123,7 +123,7 @@ def _is_available() -> bool:
 
 
 def free_memory(root: Path = Path("/sys/fs/cgroup")) -> int:
-    """Free memory in bytes: that of the machine, or of the container if it is limited."""
+    """Free memory of the machine in bytes, or of the container if its memory is limited."""
     free = psutil.virtual_memory().available
     for limit, used in (
         ("memory.max", "memory.current"),
@@ -131,7 +131,7 @@ def free_memory(root: Path = Path("/sys/fs/cgroup")) -> int:
     ):
         try:
             allowed, taken = (int((root / name).read_text("utf-8")) for name in (limit, used))
-        except (OSError, ValueError):  # no such file, or "max"
+        except (OSError, ValueError):  # The file does not exist, or contains "max".
             continue
         free = min(free, max(0, allowed - taken))
     return free

@@ -1,4 +1,4 @@
-"""Attention probe: measures a model's attention, and refuses models without exact block mode.
+"""Attention probe, which measures a model's attention and refuses models without exact block mode.
 
 Block mode is exact for a model if moving a block leaves its values unchanged and rotates its keys
 in a known way. Both are measured once, when the model is loaded.
@@ -38,7 +38,8 @@ from blockattn_rag.model.kinds import (
 # types are wide, because cosine and sine are also rounded, and errors add up over layers.
 LOGITS = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 3e-2, torch.bfloat16: 0.15}
 """Tolerances of logits: block mode vs. the oracle, and relay vs. copy."""
-# Tolerances of keys and values. Wider, because rotation angles round differently by position.
+# Tolerances of keys and values. They are wider, because the rounding of angles depends on the
+# position.
 _STATES = LOGITS | {torch.float64: 1e-3, torch.float32: 1e-3}
 _STATES_OF_OTHER_DTYPES = max(_STATES.values())
 
@@ -88,7 +89,7 @@ class AttentionProfile:
     def layer_outlines(self) -> list[tuple[StateOutline, StateOutline]]:
         """Outlines of the keys and values of each layer that stores them."""
         found = [StateOutline(*one) for one in self.token_outline]
-        layers = len(found) // 2  # the keys of all layers come first
+        layers = len(found) // 2  # The keys of all layers come first.
         return list(zip(found[:layers], found[layers:], strict=True))
 
 
@@ -96,7 +97,8 @@ def profile_attention(hf_model: PreTrainedModel) -> AttentionProfile:
     """Measure a model's attention.
 
     Raises:
-        UnsupportedModelError: block mode would change this model's answers; the message says why.
+        UnsupportedModelError: block mode would change this model's answers. The message has the
+            reason.
     """
     if hf_model.config.is_encoder_decoder:
         raise refusal(
@@ -119,10 +121,10 @@ def profile_attention(hf_model: PreTrainedModel) -> AttentionProfile:
 
 
 def _check_fused_rotations(layouts: Sequence[RotaryLayout], keys: Sequence[Tensor]) -> None:
-    """Compare the rotation that a GPU uses with PyTorch's, once for each kind of keys.
+    """Compare the GPU's fused rotation with PyTorch's, once for each shape and layout of keys.
 
     Raises:
-        UnsupportedModelError: they differ.
+        UnsupportedModelError: the rotations differ.
     """
     for layout, states in zip(layouts, keys, strict=True):
         if layout.rotates and states.is_cuda:
@@ -133,7 +135,7 @@ def _check_fused_rotations(layouts: Sequence[RotaryLayout], keys: Sequence[Tenso
 
 
 def position_limit(config: Any) -> int:
-    """Maximum context length, in tokens, with constant RoPE frequencies. Read from the config."""
+    """Maximum context length with constant RoPE frequencies, in tokens, from the config."""
     config = config.get_text_config(decoder=True)
     limit = int(getattr(config, "max_position_embeddings", 0) or _UNLIMITED)
     for rope in _rope_parameters(getattr(config, "rope_parameters", None)):
@@ -155,7 +157,7 @@ def position_limit(config: Any) -> int:
 
 
 def _rope_parameters(parameters: Any) -> Iterator[Mapping[str, Any]]:
-    """All RoPE settings of a config. Some models have one per layer type."""
+    """All RoPE settings of a config. Some models have separate settings for each layer type."""
     if not isinstance(parameters, Mapping):
         return
     if "rope_type" in parameters or "rope_theta" in parameters:
@@ -225,7 +227,7 @@ def _fit(
     away: Sequence[tuple[int, tuple[Tensor, Tensor]]],
     candidates: Sequence[Tensor],
 ) -> _Fit:
-    """Fit the rotary layout of a layer, given its keys and values at several offsets."""
+    """Fit the rotary layout of a layer to its keys and values at several offsets."""
     keys = fit_layout(home[0], [(offset, pair[0]) for offset, pair in away], candidates)
     moved = (relative_error(pair[1].float(), home[1].float()) for _, pair in away)
     return _Fit(keys, max(moved))
@@ -257,9 +259,9 @@ def _refuse_foresight(
 def _refuse_other_positions(hf_model: PreTrainedModel, kinds: Sequence[LayerKind]) -> None:
     """Refuse a model without rotary positions, unless it has no positions at all.
 
-    Then the order of cached tokens is of no effect, as it is with biases by distance (ALiBi), and
-    equal tokens have equal keys, unless positions are counted and added to their embeddings, or
-    change a state.
+    In a model without positions, the order of cached tokens has no effect, and equal tokens have
+    equal keys. The first test detects biases by distance (ALiBi), and the second test detects
+    positions that are added to embeddings or change a state.
     """
     if not any(kind.has_state for kind in kinds):
         cache = probe_cache(hf_model, repeated=True)
@@ -290,7 +292,8 @@ def probe_cache(
     *,
     repeated: bool = False,
 ) -> DynamicCache:
-    """Cache after a forward over fixed probe tokens at ``offset``. ``repeated``: the same one.
+    """Cache after a forward pass over fixed probe tokens at ``offset``. ``repeated``: one token,
+    repeated.
 
     Raises:
         UnsupportedModelError: the model cannot run the probe.
@@ -343,12 +346,13 @@ def _frequencies(hf_model: PreTrainedModel) -> list[Tensor]:
     """The distinct RoPE frequency tables among the model's buffers."""
     tables: list[Tensor] = []
     config: Any = hf_model.config.get_text_config(decoder=True)
-    if size := getattr(config, "rotary_dim", None):  # GPT-J keeps cos and sin instead
+    if size := getattr(config, "rotary_dim", None):
+        # GPT-J keeps cos and sin instead of frequencies.
         tables.append(10000.0 ** (-torch.arange(0, size, 2) / size))
     for name, buffer in hf_model.named_buffers():
         if name.endswith("inv_freq") and buffer.dim() == 1:
             # Copied, because the model may overwrite its table after blocks have been stored.
             table = buffer.detach().float().cpu().clone()
             if not any(torch.equal(known, table) for known in tables):
-                tables += [table, -table]  # some models rotate backwards
+                tables += [table, -table]  # Some models rotate backwards.
     return tables

@@ -1,4 +1,4 @@
-"""Quantized weights: checkpoints that have them, and weights that are quantized at load."""
+"""Quantized weights: quantized checkpoints, and weights that are quantized at load."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def check_quantization(name: str, settings: Mapping[str, Any]) -> None:
     Raises:
         ImportError: a package is missing; the message says how to install it.
         UnsupportedModelError: block mode is not exact for this quantization, or transformers does
-            not support it.
+            not support the quantization.
     """
     if not settings:
         return
@@ -126,7 +126,7 @@ def loading_arguments(
             arguments["config"] = copy.deepcopy(config)
             arguments["config"].quantization_config = {**settings, "dequantize": True}
     if dtype == "auto" and device == "cpu" and (not settings or "config" in arguments):
-        # Not after loading: in the config's dtype, weights that have more bits would be rounded.
+        # Convert while loading: in the config's dtype, weights with more bits would be rounded.
         arguments["dtype"] = torch.float32
     return arguments
 
@@ -138,8 +138,8 @@ def _quantized_at_load(weights: str) -> dict[str, Any]:
             raise ImportError(
                 f"Loading with dtype={weights!r} needs {missing_extra(needed, 'quantized')}"
             )
-    # Computed in bfloat16: in float32, torchao converts all weights for each token, which takes ten
-    # times as long, and bitsandbytes rounds to bfloat16 anyway on processors that have it.
+    # Compute in bfloat16. In float32, torchao converts all weights for each token, which takes ten
+    # times as long, and bitsandbytes still rounds to bfloat16 on processors that support it.
     dtype = torch.bfloat16
     config: Any
     if weights == "int8":
@@ -154,9 +154,10 @@ def _quantized_at_load(weights: str) -> dict[str, Any]:
 
 @contextmanager
 def small_heap() -> Iterator[None]:
-    """Return the memory of plain weights to the system as soon as they are quantized.
+    """Return the memory of original weights to the system as soon as they are quantized.
 
-    By default, glibc keeps most of it, so that a load would take the memory of the plain weights.
+    By default, glibc keeps most of this memory, so that a load would take as much memory as the
+    original weights.
     """
     if platform.libc_ver()[0] != "glibc":
         yield
@@ -166,7 +167,8 @@ def small_heap() -> Iterator[None]:
     try:
         yield
     finally:
-        libc.mallopt(_MMAP_THRESHOLD, 32 << 20)  # the most that glibc chooses by itself
+        # This is the largest threshold that glibc chooses by itself.
+        libc.mallopt(_MMAP_THRESHOLD, 32 << 20)
         libc.malloc_trim(0)
 
 

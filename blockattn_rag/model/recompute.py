@@ -1,11 +1,11 @@
-"""Recomputation: a share of the passages' tokens, chosen by the question, with full attention.
+"""Recomputation of a share of the passages' tokens, chosen by the question, with full attention.
 
-Block mode computes each passage alone. Here, the tokens that the question attends to most in the
-last third of the layers (``measured_layers``) are computed again and attend to everything before
-them; the others keep their keys and values. This costs two more forward passes: one of the
-question, for its attention, and one of the chosen tokens. CacheBlend (arXiv 2405.16444) recomputes
-tokens; ProphetKV and QCFuse choose them by the question. ``benchmarks/results/quality`` compares
-ways to choose.
+Block mode computes each passage alone. Recomputation chooses the tokens that the question attends
+to most in the last third of the layers (``measured_layers``), and computes them again with
+attention to everything before them. The other tokens keep their keys and values. This costs two
+more forward passes: one over the question, which measures attention, and one over the chosen
+tokens. CacheBlend (arXiv 2405.16444) also recomputes tokens; ProphetKV and QCFuse also choose
+tokens by the question. ``benchmarks/results/quality`` compares ways to choose.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ def recompute(
     Args:
         model: The model; see ``check_can_recompute``. The caller must hold its lock.
         context: The context, with reordered positions.
-        may_change: Whether the tokens of each block may be chosen: those of passages. It makes no
-            sense for the prompt's first block, which already attends to everything before it.
+        may_change: Whether the tokens of each block may be chosen. True only for passages after the
+            prompt's first block, because the first block has nothing before it to attend to.
         final_ids: Token ids of the final block.
         share: Share of the tokens that may be chosen.
 
     Returns:
-        The context as one block of its own, and the recomputed tokens' indices in it, in order. The
-        given context and no tokens if the share is less than half a token.
+        The context as a single block, and the recomputed tokens' indices in it, in order. If the
+        share is less than half a token: the given context and no tokens.
 
     Raises:
         ValueError: the model is in training mode, or autocast is on.
@@ -86,11 +86,11 @@ def recompute(
 def with_recomputed(
     model: BlockModel, context: Context, chosen: Sequence[int], cache: ContextCache | None = None
 ) -> Context:
-    """The context as one block of its own, with the chosen tokens recomputed.
+    """The context as a single block, with the chosen tokens recomputed.
 
     Args:
         chosen: Indices of at least one token, in order.
-        cache: A copied cache of the context, which keeps all tokens, and is used up.
+        cache: A copied cache of the context that keeps all tokens. It must not be used afterwards.
     """
     if cache is None:
         cache = _copied(model, context)
@@ -99,7 +99,9 @@ def with_recomputed(
     keys, values = [], []
     layers: Any = cache.layers
     kinds = [*model.profile.kinds]
-    while layers:  # copies, because the cache has room for more tokens; one layer exists twice
+    while layers:
+        # Copy each layer, because the cache has room for more tokens. Only one layer at a time
+        # exists twice.
         layer = layers.pop(0)
         if kinds.pop(0).stores:
             keys.append(layer.keys[0].clone())
@@ -124,7 +126,7 @@ def _copied(model: BlockModel, context: Context) -> ContextCache:
 def choose_tokens(
     received: Tensor, lengths: Sequence[int], may_change: Sequence[bool], count: int
 ) -> list[int]:
-    """Indices of the tokens to recompute, in order: those that receive the most attention.
+    """Indices of the tokens that receive the most attention, in order, which are to be recomputed.
 
     Args:
         received: Attention that each token of the context receives, ``[tokens]`` float32.
@@ -140,9 +142,11 @@ def choose_tokens(
 
 
 def can_recompute(model: BlockModel | CheckpointModel) -> bool:
-    """Whether relay computes the attention of all layers, and none has latents or a state. Of a
-    model that vLLM runs: whether each layer attends to keys and values of its own, none has a
-    window, outside of which vLLM keeps no pages, and positions are not multimodal (M-RoPE)."""
+    """Whether a model can recompute tokens.
+
+    In process, relay must compute the attention of all layers, and no layer may have latents or a
+    state. In vLLM, each layer must attend to its own keys and values without a window, because vLLM
+    keeps no pages outside of windows, and positions must not be multimodal (M-RoPE)."""
     kinds = model.profile.kinds
     if isinstance(model, CheckpointModel):
         rotary = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
@@ -179,7 +183,7 @@ def attention_to_context(
     layers, and averaged over heads and the final block's tokens.
 
     Args:
-        cache: A copied cache of the context, which keeps all tokens, and is left as it was.
+        cache: A copied cache of the context that keeps all tokens. It is unchanged afterwards.
         layers: Indices of the layers to measure. Default: ``measured_layers``.
     """
     if cache is None:
@@ -198,8 +202,8 @@ def attention_to_context(
 
 
 def measured_layers(windows: Mapping[int, int | None]) -> list[int]:
-    """The last third of the layers without sliding windows, which hide most passages. If all layers
-    have windows: the last third of all layers.
+    """The last third of the layers without sliding windows, because windows hide most passages. If
+    all layers have windows, the last third of all layers.
 
     Args:
         windows: Sliding window of each layer.
@@ -209,7 +213,7 @@ def measured_layers(windows: Mapping[int, int | None]) -> list[int]:
 
 
 class _ReplacingLayer(DynamicLayer):
-    """Layer that replaces the keys and values of some tokens by those of the forward pass.
+    """Layer that replaces the keys and values of some tokens with the forward pass's results.
 
     Args:
         layer: Layer whose tensors are changed.

@@ -60,19 +60,19 @@ from blockattn_rag.model.probe import (
 )
 
 OTHER_ATTENTION = "layers, masks or attention code of its own"
-"""What models without relay attention have, in messages."""
+"""Reason in messages why a model does not support relay attention."""
 
 _PREFIX = "blockattn_relay_"
 _logger = logging.getLogger(__name__)
 
 
 def enable_relay(hf_model: PreTrainedModel) -> None:
-    """Make a model use the attention of the running cache, if the cache has one."""
+    """Make a model use the attention of the running cache, if the cache has its own."""
     note_caches(hf_model)
     original = hf_model.config._attn_implementation
     if original.startswith(_PREFIX):
         return
-    # transformers would take a name with "flash" or a slash for one of its own kernels.
+    # Transformers would interpret a name with "flash" or a slash as one of its own kernels.
     name = _PREFIX + re.sub("flash|/", "_", original)
     AttentionInterface.register(name, _attention_function(original))
     AttentionMaskInterface.register(name, _mask_function(original))
@@ -96,7 +96,7 @@ class CausalAttention:
         cap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """See ``RelayPlan.attend``. Keys and values are those of context and tail."""
+        """See ``RelayPlan.attend``. Keys and values of context and tail."""
         assert cap is None  # see `is_plain`
         assert sinks is None
         return attend_causal(query, key, value, scale)
@@ -138,8 +138,8 @@ def _mask_function(original: str) -> Any:
         own = _running_attention()
         if own is None:
             if original == "sdpa" and getattr(kwargs.get("config"), "num_kv_shared_layers", None):
-                # Without a mask, models whose shared layers compute only the last tokens do so
-                # unless the attention is named "sdpa", although a causal one would be wrong there.
+                # In models whose shared layers compute only the last tokens, no mask would mean
+                # causal attention, unless the attention is named "sdpa". That would be wrong.
                 kwargs["allow_is_causal_skip"] = False
             return ALL_MASK_ATTENTION_FUNCTIONS[original](*args, **kwargs)
         return sdpa_mask(*args, **kwargs) if own.takes_mask else None
@@ -148,7 +148,7 @@ def _mask_function(original: str) -> Any:
 
 
 def tail_mask(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
-    """Mask over the tail, True where a token is visible. transformers' None stands for causal."""
+    """Mask over the tail, True where a token is visible. In transformers, None means causal."""
     if mask is not None:
         return mask if mask.dtype == torch.bool else mask >= 0
     rows, columns = query.shape[2], key.shape[2]
@@ -174,7 +174,7 @@ def last_logits(
         steps = [last_logits(hf_model, one, cache, 1) for one in ids.split(1, dim=1)]
         return torch.cat(steps[-count:])
     start = 0 if cache is None else cache.get_seq_length()
-    # Given, because some models count from 0 whatever the cache contains.
+    # Pass positions, because some models count from 0 whatever the cache contains.
     positions = torch.arange(start, start + ids.shape[1], device=hf_model.device)[None]
     with torch.inference_mode(), running_with():
         out = hf_model(
@@ -192,8 +192,8 @@ def relay_is_exact(
 ) -> bool:
     """Enable relay attention, and test whether its logits equal those of the copy path.
 
-    Models whose layers, masks, soft caps or attention sinks differ from what relay attention
-    computes are rejected without a test, because a short probe might not reveal it.
+    Models with layers, masks, soft caps or attention sinks that relay attention does not compute
+    are rejected without a test, because a short probe might not reveal the difference.
 
     Raises the same errors as ``check_ready``.
     """
@@ -201,7 +201,7 @@ def relay_is_exact(
     if not all(index in reads or kind.attention == "none" for index, kind in enumerate(kinds)):
         return False
     seen = _seen(hf_model)
-    # Older transformers cache nothing for shared layers, so that they have no kind.
+    # Older versions of transformers cache nothing for shared layers, so these layers have no kind.
     if seen.keys() != reads.keys():
         return False
     for index, (_, window, _) in reads.items():
@@ -222,7 +222,7 @@ def relay_is_exact(
 
 
 def _settings(hf_model: PreTrainedModel) -> set[str]:
-    """Settings of scores that a model has; see ``SeenAttention``."""
+    """Names of the model's settings that change attention scores; see ``SeenAttention``."""
     config = hf_model.config.get_text_config(decoder=True)
     capped = getattr(config, "attn_logit_softcapping", None) is not None
     sinks = any(name.endswith("sinks") for name, _ in hf_model.named_parameters())
@@ -236,8 +236,8 @@ def _seen(hf_model: PreTrainedModel) -> dict[int, SeenAttention]:
 
 
 def is_plain(hf_model: PreTrainedModel, profile: AttentionProfile) -> bool:
-    """Whether all attention is full and plain, as the kernels of a GPU compute it. Only for models
-    for which relay is exact."""
+    """Whether all attention is full and plain, as the kernels of a GPU compute it. Relay must be
+    exact for the model."""
     kinds = (kind for kind in profile.kinds if kind.attention != "none")
     return all(kind == PLAIN for kind in kinds) and not any(
         layer.settings for layer in _seen(hf_model).values()
@@ -250,7 +250,8 @@ def layer_windows(kinds: Sequence[LayerKind]) -> dict[int, int | None]:
 
 
 def _reads(kinds: Sequence[LayerKind], latents: Mapping[int, LatentMap]) -> dict[int, LayerReads]:
-    """What each layer reads of a block, if it attends to keys and values, or to known latents."""
+    """The tensors of a block that each layer reads, if it attends to keys and values or known
+    latents."""
     places = {layer: place for place, layer in enumerate(storing(kinds))}
     reads = {}
     for index, kind in enumerate(kinds):
@@ -262,8 +263,8 @@ def _reads(kinds: Sequence[LayerKind], latents: Mapping[int, LatentMap]) -> dict
 
 
 def measured_reads(hf_model: PreTrainedModel, profile: AttentionProfile) -> dict[int, LayerReads]:
-    """What each layer reads of a block, by its index. Layers without attention, and those that
-    relay attention cannot compute, are left out."""
+    """The tensors of a block that each layer reads, by the layer's index. Layers without attention,
+    and layers that relay attention cannot compute, are left out."""
     return _reads(profile.kinds, _latent_maps(hf_model, profile))
 
 
@@ -315,10 +316,10 @@ def relay_cache(
 
 
 def graph_runner(hf_model: PreTrainedModel, profile: AttentionProfile) -> GraphRunner | None:
-    """Runner of single requests whose logits equal those of the model's own attention.
+    """Runner of single requests, tested against the logits of the model's own attention.
 
-    Only for models for which relay is exact. None without a GPU of 16-bit matrix units and Triton,
-    or if the kernel fails.
+    Relay must be exact for the model. Returns None without Triton or a GPU with 16-bit matrix
+    units, or if the kernel fails.
     """
     # The addresses of states differ between requests.
     if profile.has_states or not is_plain(hf_model, profile):
@@ -329,17 +330,17 @@ def graph_runner(hf_model: PreTrainedModel, profile: AttentionProfile) -> GraphR
         return None
     programs = 2 * torch.cuda.get_device_properties(device).multi_processor_count
     runner = GraphRunner(hf_model, DeviceRelay(profile.layouts, outline, device, programs))
-    # Long enough for full tiles of the kernel.
+    # These lengths fill complete tiles of the kernel.
     sizes = (7, 300, 70) if profile.max_context_tokens > 512 else (7, 7, 7)
     try:
-        for seed in range(2):  # the second time, the graphs of the first one are replayed
+        for seed in range(2):  # The second run replays the graphs of the first run.
             context, final = _probe(hf_model, profile, sizes, seed)
             cache = partial(runner.cache_for, context)
             if not _equals_copies(hf_model, profile, context, final, cache):
                 return None
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # noqa: BLE001 -- Triton passes on what compilers raise
+    except Exception as error:  # noqa: BLE001 -- Triton passes on compilers' errors
         _logger.warning("Single requests copy their blocks, because Triton failed: %s", error)
         return None
     return runner
@@ -348,7 +349,7 @@ def graph_runner(hf_model: PreTrainedModel, profile: AttentionProfile) -> GraphR
 def causal_is_exact(hf_model: PreTrainedModel, profile: AttentionProfile) -> bool:
     """Test whether the logits of ``attend_causal`` equal those of the model's own attention.
 
-    Only for models for which relay is exact. False where the flash kernel is missing or fails.
+    Relay must be exact for the model. False if the flash kernel is missing or fails.
     """
     sizes = {states.size for layer in profile.layer_outlines for states in layer}
     if len(sizes) > 1 or not takes_flash(hf_model.device, hf_model.dtype, *sizes):
@@ -366,7 +367,7 @@ def causal_is_exact(hf_model: PreTrainedModel, profile: AttentionProfile) -> boo
         return _equals_copies(hf_model, profile, context, final, causal)
     except torch.OutOfMemoryError:
         raise
-    except RuntimeError as error:  # a kernel that this GPU or PyTorch lacks
+    except RuntimeError as error:  # This GPU or PyTorch lacks the kernel.
         _logger.warning("Single requests use relay, because PyTorch's flash failed: %s", error)
         return False
 
@@ -392,8 +393,8 @@ def _equals_copies(
     final: Tensor,
     cache: Callable[[], ContextCache | None],
 ) -> bool:
-    """Whether logits over new caches equal those of the model's own attention over copies."""
-    for tokens in sorted({final.shape[1], 7, 1}, reverse=True):  # prefill and decoding
+    """Whether new caches give the logits of the model's own attention over copied blocks."""
+    for tokens in sorted({final.shape[1], 7, 1}, reverse=True):  # Lengths of prefill and decoding.
         copied = copied_cache(hf_model.config, [context], profile.layouts, profile.kinds)
         expected = last_logits(hf_model, final[:, :tokens], copied, 1)
         found = last_logits(hf_model, final[:, :tokens], cache(), 1)

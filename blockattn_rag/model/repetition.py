@@ -1,20 +1,23 @@
-"""Loop detection: ends answers that repeat themselves.
+"""Loop detection, which ends answers that repeat themselves.
 
 With greedy decoding, a small model may repeat the same words until the token limit. The following
 rule applies in block and full mode, in batches and in streams.
 
 An answer repeats itself when it ends with consecutive copies of one unit of at most
-``LONGEST_UNIT`` tokens. How many copies count depends on the unit:
+``LONGEST_UNIT`` tokens. The required number of copies depends on the unit:
 
-- Prose consists mostly of sentences, that is, of words next to words (``is_prose``). It counts
-  after ``TEXT_COPIES`` copies that fill ``TEXT_TOKENS`` tokens of free text, or after
-  ``STRING_COPIES`` copies that fill ``STRING_TOKENS`` tokens of one JSON string. The copies must
-  also fill ``CHARACTERS`` characters per required token.
-- Words without a sentence, such as ``the`` or ``Berlin,``, count like prose, but after
+- Prose consists mostly of sentences, that is, of words next to words (``is_prose``). It needs
+  ``TEXT_COPIES`` copies that fill ``TEXT_TOKENS`` tokens of free text, or ``STRING_COPIES`` copies
+  that fill ``STRING_TOKENS`` tokens of one JSON string. The copies must also fill ``CHARACTERS``
+  characters per required token.
+- Words without a sentence, such as ``the`` or ``Berlin,``, are treated like prose, but need
   ``TEXT_WORD_COPIES`` or ``STRING_WORD_COPIES`` copies (``is_words``).
-- Other text with a word counts after ``DATA_COPIES`` copies that fill ``DATA_TOKENS`` tokens. Rows
-  of tables, lines of code and constants are often equal.
-- Text without a word never counts: numbers (``0x00`` and ``0.0f`` too), rules, blanks, empty cells.
+- Other text with a word, such as rows of tables, lines of code and constants, is often equal. It
+  needs ``DATA_COPIES`` copies that fill ``DATA_TOKENS`` tokens.
+- Text without a word is never a repetition: numbers (including ``0x00`` and ``0.0f``), rules,
+  blanks, empty cells.
+
+The effect depends on where the repetition occurs:
 
 - Free text ends at the repetition.
 - With a grammar, a JSON string that repeats itself must end: only tokens that close the string are
@@ -24,7 +27,7 @@ An answer repeats itself when it ends with consecutive copies of one unit of at 
   only the end of the answer is allowed, as soon as the grammar allows it. In such text, JSON begins
   at ``{`` or ``[``. It ends at the matching bracket, or at a character that is invalid in JSON. A
   string outside brackets is text.
-- Everything else is left to the grammar.
+- Elsewhere, only the grammar applies.
 
 ``finish_reason`` is ``"repetition"`` in all cases, unless the answer is cut off later. The repeated
 text stays in the answer.
@@ -73,7 +76,7 @@ DATA_COPIES = 512
 """Copies of other text that count as a loop."""
 
 LATER_TOKENS = 16
-"""Tokens of a known loop that end a later JSON string. More than a common phrase has."""
+"""Number of tokens of a known loop that end a later JSON string. A common phrase has fewer."""
 
 LONGEST_UNIT = 128
 """Maximum length of a unit in tokens."""
@@ -92,7 +95,7 @@ _MARKS = ".,;:!?…\"'“”‘’«»()[]*_-–—。，、；：！？「」�
 _WORD = re.compile(r"[^\W\d_](?:[^\W\d_]|[^\x00-\x7f]|['-](?=[^\W\d_]))*")
 _PAUSES = ".,;:!?…،؛。、，；：！？"
 _CONSTANT = re.compile(r"null|none|nil|true|false|nan|inf|na|nop|[0-9a-f]+", re.IGNORECASE)
-_BASES = re.compile("[ACGTUN]+")  # of DNA and RNA
+_BASES = re.compile("[ACGTUN]+")  # Letters of the bases of DNA and RNA.
 _SENTENCE_END = re.compile(r"[.!?…।؟۔][*_”’»]*(?!\S)|[。！？][”’」』]*")
 
 _UNSPACED = r"\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3000-\u30ff\u3400-\u9fff\uff00-\uff0f"
@@ -103,14 +106,14 @@ Decode = Callable[[Sequence[int]], str]
 """Function that decodes token ids to text."""
 
 
-@lru_cache(maxsize=4 * LONGEST_UNIT)  # the units of one loop differ in their first token
+@lru_cache(maxsize=4 * LONGEST_UNIT)  # The units of one loop differ in their first token.
 def is_prose(copies: str) -> bool:
     """Whether the text of three copies of a unit consists mostly of sentences.
 
     In text with line breaks, a sentence is a line that ends like one. Text without line breaks may
     be part of a sentence that never ends.
     """
-    text = copies.replace("\\n", "\n").replace('\\"', '"')  # as escaped in JSON strings
+    text = copies.replace("\\n", "\n").replace('\\"', '"')  # Undo the escapes of JSON strings.
     text = _CHARACTER_END.sub(" ", text)
     # A unit may begin anywhere, so the first and the last line or word may be incomplete.
     lines = text.splitlines(keepends=True)[1:-1] or [" ".join(text.split()[1:-1])]
@@ -118,24 +121,25 @@ def is_prose(copies: str) -> bool:
 
 
 def _is_sentence(line: str) -> bool:
-    """Whether a line is mostly words, and enough different ones stand next to each other."""
+    """Whether a line is mostly words, with enough different words next to each other."""
     ends = [match.end() for match in _SENTENCE_END.finditer(line)]
     if line.endswith("\n") and not (ends and not line[ends[-1] :].strip()):
         return False
     tokens = [token for token in line.split() if token.strip(_MARKS)]
     words = _words(line)
-    has_phrase = any(map(_WORD.fullmatch, tokens))  # a word without a mark before the next word
+    # A word without punctuation before the next word.
+    has_phrase = any(map(_WORD.fullmatch, tokens))
     least = 2 if ends else 3
     return has_phrase and 2 * len(words) > len(tokens) and len(set(words)) >= least
 
 
 @lru_cache(maxsize=4 * LONGEST_UNIT)
 def is_words(copies: str) -> bool:
-    """Whether the text of three copies of a unit is nothing but words in one line.
+    """Whether the text of three copies of a unit consists only of words in one line.
 
     Constants, quoted words and lists of different words are data.
     """
-    tokens = copies.split()[1:-1]  # the first and the last word may be incomplete
+    tokens = copies.split()[1:-1]  # The first and the last word may be incomplete.
     words = [token.strip(_PAUSES) for token in tokens]
     is_list = len(set(words)) > 1 and not any(map(_WORD.fullmatch, tokens))
     is_line = len(copies.splitlines()) == 1
@@ -170,8 +174,8 @@ class Repetition:
         self._word_copies = word_copies
         self._needed = np.maximum(_PERIODS * copies, least_tokens)
         self._needed_characters = CHARACTERS * least_tokens
-        self._recent = np.full(LONGEST_UNIT, -1)  # newest token first
-        self._equal = np.zeros(LONGEST_UNIT, int)  # per period: length of the match
+        self._recent = np.full(LONGEST_UNIT, -1)  # The newest token comes first.
+        self._equal = np.zeros(LONGEST_UNIT, int)  # Length of the match, for each period.
 
     def push(self, token: int) -> tuple[int, ...]:
         """Add a token. Return the unit that is repeated at the end of the text, or ``()``."""
@@ -211,9 +215,9 @@ class JsonStrings:
     def _begin(self) -> None:
         self.has_loop = False
         self._ids: list[int] = []
-        self._depth = 0  # number of open brackets
+        self._depth = 0  # Number of open brackets.
         self._is_open = self._is_escaped = False
-        self._loops: set[tuple[int, ...]] = set()  # all runs of LATER_TOKENS tokens in known loops
+        self._loops: set[tuple[int, ...]] = set()  # All runs of LATER_TOKENS tokens in known loops.
         self._begin_string()
         self._begin_text()
 
@@ -260,7 +264,8 @@ class JsonStrings:
         if self._among_text and not was_open:
             self._note_depth(character)
         is_json = self._depth > 0 or not self._among_text
-        if was_open and self._among_text and character == "\n":  # invalid in a JSON string
+        if was_open and self._among_text and character == "\n":
+            # A line break is invalid in a JSON string.
             self._depth, self._is_open = 0, False
         elif is_json and character == '"' and not self._is_escaped:
             self._is_open = not was_open
@@ -268,7 +273,7 @@ class JsonStrings:
         return self._is_open != was_open
 
     def _note_depth(self, character: str) -> None:
-        """Process a character outside strings."""
+        """Update the depth of brackets for a character outside strings."""
         was_json = self._depth > 0
         self._depth += (character in "{[") - (was_json and character in "}]")
         if was_json and self._depth == 0 and self._has_data:

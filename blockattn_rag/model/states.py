@@ -1,8 +1,8 @@
-"""States of hybrid models: where state layers start when they compute a final block.
+"""States of hybrid models, from which state layers compute a final block.
 
-A state layer has no keys and values that could be joined. In block mode its state at the start of
-the final block is that after the prompt's first block, its head. The states of recent heads are
-kept in memory and shared by all requests.
+A state layer has no keys and values that could be joined. In block mode, the final block starts
+from the state after the prompt's first block, its head. The states of recent heads are kept in
+memory and shared by all requests.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class HeadStates:
 
     Args:
         kinds: Kinds of the model's layers.
-        max_bytes: Maximum size of the states. The least recently used ones are evicted.
+        max_bytes: Maximum size of the states. The least recently used states are evicted.
     """
 
     def __init__(
@@ -47,14 +47,14 @@ class HeadStates:
 
     @cached_property
     def _takes_several_tokens(self) -> bool:
-        """Whether a forward of several tokens continues from a cache's states, as measured."""
+        """Whether a forward pass of several tokens continues from a cache's states, as measured."""
         return takes_several_tokens(self._hf_model, self._indices[-1])
 
     def __len__(self) -> int:
         return len(self._kept)
 
     def start(self, cache: ContextCache, head_ids: Sequence[int]) -> None:
-        """Set the states of a cache to copies of those after a head.
+        """Set the states of a cache to copies of the states after a head.
 
         Raises the same errors as ``check_ready``.
         """
@@ -65,7 +65,8 @@ class HeadStates:
                 self._kept.popitem(last=False)
         self._kept.move_to_end(head)
         cache.takes_one_token = not self._takes_several_tokens
-        with torch.inference_mode(mode=False):  # so that forwards outside of it can write, too
+        with torch.inference_mode(mode=False):
+            # Later forward passes outside of inference mode must be able to write.
             for index, state in zip(self._indices, self._kept[head], strict=True):
                 _copy(state, cache.layers[index])
 
@@ -80,7 +81,7 @@ class HeadStates:
                 **logits_to_keep(self._hf_model),
             )
         states = []
-        for index in self._indices:  # without the layer's keys and values
+        for index in self._indices:  # Copy states, but not the layer's keys and values.
             states.append(LinearAttentionLayer())
             _copy(cache.layers[index], states[-1])
         return states
@@ -94,14 +95,14 @@ class HeadStates:
 
 @torch.inference_mode()
 def takes_several_tokens(hf_model: PreTrainedModel, layer: int) -> bool:
-    """Whether a forward of several tokens continues from a state layer's state in the cache.
+    """Whether a forward pass of several tokens continues from a state layer's state in the cache.
 
-    Some models of transformers use it in forwards of one token only. A state that is used changes
-    the logits when it is replaced, whatever the dtype. One layer is tested, because the state
+    Some models of transformers use the state only in forward passes of one token. The test replaces
+    the state: if the logits change, the state is used. One layer is tested, because the state
     layers of a model are alike.
 
     Raises:
-        UnsupportedModelError: a forward of one token does not continue from the state, either.
+        UnsupportedModelError: a forward pass of one token does not continue from the state, either.
     """
     one, several = (
         all(_is_used(hf_model, layer, name, tokens) for name in ("conv_states", "recurrent_states"))

@@ -1,4 +1,4 @@
-"""How a model was fine-tuned for block mode."""
+"""Settings with which a model was fine-tuned for block mode."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from blockattn_rag.prompts.checkpoints import Checkpoint, known_checkpoint
 
 
 class TunedModel:
-    """Base of ``BlockModel`` and ``CheckpointModel``: what a model's config and its name say about
-    fine-tuning."""
+    """Base of ``BlockModel`` and ``CheckpointModel``, which reads settings of fine-tuning from a
+    model's config and name."""
 
     name: str
 

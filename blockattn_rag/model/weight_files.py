@@ -1,4 +1,4 @@
-"""The files that a checkpoint's weights are in, and a digest of every byte of them."""
+"""Weight files of a checkpoint, and their digests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from blockattn_rag.files import locked, state_folder, write_json
 logger = logging.getLogger("blockattn_rag")
 
 _NAMES = ("model.safetensors", "pytorch_model.bin")
-"""Files that transformers loads, in its order. Each may be split, and then has an index."""
+"""Files that transformers loads, in order of preference. A split file has an index."""
 _DIGEST_DIGITS = 32
 _THREADS = 8
 _LOCK_TIMEOUT_S = 1800.0
@@ -32,15 +32,15 @@ class ChangedFileError(OSError):
 
 @dataclass(frozen=True, slots=True)
 class WeightFile:
-    """A file with weights, at one moment.
+    """Snapshot of a weight file's metadata.
 
     Args:
         path: Path without links, so that snapshots of a hub share the digest of a file.
         size: Bytes.
         mtime_ns: Time of the last change of the content, in nanoseconds.
-        ctime_ns: Time of the last change of the content, name, mode or links, in nanoseconds. Files
-            that differ in nothing else are equal.
-        inode: Number of the file on its device. A file that replaces another has a new one.
+        ctime_ns: Time of the last change of the content, name, mode or links, in nanoseconds.
+            Ignored in comparisons.
+        inode: Number of the file on its device. A file that replaces another has a new number.
         device: Number of the device.
     """
 
@@ -53,15 +53,15 @@ class WeightFile:
 
     @classmethod
     def at(cls, path: Path) -> WeightFile:
-        """The file as it is now. Raises OSError."""
+        """Snapshot of a file's current metadata. Raises OSError."""
         resolved = path.resolve()
         stat = resolved.stat()
         times = stat.st_mtime_ns, stat.st_ctime_ns
         return cls(resolved, stat.st_size, *times, stat.st_ino, stat.st_dev)
 
     def digest(self) -> str:
-        """xxh3-128 of the file. It is computed once for a path and its metadata, and then kept in
-        ``state_folder()``. Of several processes, one reads the file, and the others wait.
+        """xxh3-128 of the file. It is computed once for a path and its metadata, and then cached in
+        ``state_folder()``. If several processes need it, one reads the file, and the others wait.
 
         Raises:
             ChangedFileError: The file changed.
@@ -81,7 +81,8 @@ class WeightFile:
             except OSError as error:
                 self._warn(error)
                 return self._computed()
-            if (digest := _kept(place, key)) is not None:  # computed by another process meanwhile
+            if (digest := _kept(place, key)) is not None:
+                # Another process has computed the digest meanwhile.
                 return digest
             digest = self._computed()
             try:
@@ -108,7 +109,7 @@ class WeightFile:
 
 @dataclass(frozen=True, slots=True)
 class WeightFiles:
-    """All files with a checkpoint's weights, at one moment.
+    """Snapshot of all weight files of a checkpoint.
 
     Args:
         source: Folder or hub id.
@@ -116,7 +117,7 @@ class WeightFiles:
         folder: Folder with the files or links to them.
         names: Names of the files in the checkpoint.
         files: The files, in the order of their names.
-        index: The file that lists them. None: there is one file.
+        index: The file that lists the weight files. None: the weights are in one file.
     """
 
     source: str
@@ -157,15 +158,14 @@ class WeightFiles:
 
     @property
     def is_current(self) -> bool:
-        """Whether no file was changed, replaced or removed since, and no link or index leads to
-        another file."""
+        """Whether all files are unchanged, and no link or index leads to another file."""
         try:
             return WeightFiles.of(self.source, self.commit) == self
         except (OSError, ValueError):
             return False
 
     def digests(self) -> list[str]:
-        """xxh3-128 of each file, sorted, so that the names of files do not count.
+        """xxh3-128 of each file, sorted, so that the digests do not depend on file names.
 
         xxh3 is fast but not cryptographic. It protects against mistakes, not against attackers, who
         could replace the model itself.
@@ -199,7 +199,7 @@ def _shards(index: Path) -> tuple[str, ...]:
 
 
 def _place(path: Path) -> Path | None:
-    """File with the digest of a file. None: the user has no folder for it."""
+    """Path of the cached digest of a weight file. None: the user has no cache folder."""
     try:
         folder = state_folder()
     except RuntimeError:
@@ -208,7 +208,7 @@ def _place(path: Path) -> Path | None:
 
 
 def _kept(place: Path, key: dict[str, object]) -> str | None:
-    """The digest that was kept for this state of a file. None: it was not computed yet."""
+    """Cached digest of a file with this metadata. None: it was not computed yet."""
     try:
         kept = json.loads(place.read_bytes())
     except (OSError, ValueError):

@@ -23,7 +23,7 @@ tokens of the model, so it can force a tool call::
     call: %json {"type": "object", "properties": {"name": {"const": "find"}, "arguments": ...}}
 
 A structural tag constrains the answer only after one of its triggers. ``Generation.json()`` parses
-a complete answer and raises for a truncated one.
+a complete answer, and raises an error for a truncated answer.
 """
 
 from blockattn_rag.output.tool_calls import InvalidToolCall, ToolCall

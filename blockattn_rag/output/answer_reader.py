@@ -1,4 +1,4 @@
-"""Reads the output of a model with thoughts and tool calls, complete or streamed."""
+"""Reader of a model's output with thoughts and tool calls, complete or streamed."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class AnswerReader:
         self._parser = parser
         self._output = ""
         self._ids: list[int] = []
-        self._answer_length = 0  # at the end of the output
+        self._answer_length = 0  # Length of the answer at the end of the output.
         self._shown = 0
         self._is_held = False
 
     def push(self, text: str, token_ids: Sequence[int]) -> Said:
-        """Add the next piece. Returns thoughts and text that can be shown now."""
+        """Add the next piece. Returns the thoughts and text that can be shown."""
         said = self._split(text)
         self._ids += token_ids
         if self._parser is None or not self._answer_length or self._is_held:

@@ -1,4 +1,4 @@
-"""Reads answers: the thoughts of reasoning models, and JSON, with errors for incomplete JSON.
+"""Parsing of answers: the thoughts of reasoning models, and complete JSON.
 
 Thoughts are the part of an answer between ``<think>`` and ``</think>``. Some chat templates write
 the opening mark at the end of the prompt, so the answer lacks it.
@@ -40,7 +40,7 @@ def complete_json(text: str, finish_reason: str | None) -> Any:
         ) from None
     except ValueError as error:
         raise incomplete(text, finish_reason, str(error)) from error
-    if finish_reason == "length" and type(value) in (int, float):  # digits may be missing
+    if finish_reason == "length" and type(value) in (int, float):  # Digits may be missing.
         raise incomplete(text, finish_reason)
     return value
 
@@ -85,7 +85,8 @@ class ThoughtReader:
     Args:
         tokenizer: Tokenizer of the model. If its chat template has no marks of thoughts, all text
             is the answer.
-        answers_at_once: Whether a grammar excludes thoughts, even if the prompt opens them.
+        answers_at_once: Whether a grammar excludes thoughts. An opening mark of thoughts at the end
+            of the prompt is then ignored.
     """
 
     def __init__(
@@ -95,7 +96,7 @@ class ThoughtReader:
         self._at: Literal["start", "thoughts", "gap", "answer"] = "thoughts" if is_open else "start"
         if not marks_thoughts(tokenizer):
             self._at = "answer"
-        self._held = ""  # text that is not classified yet
+        self._held = ""  # Text that is not classified yet.
         self._has_thoughts = False
 
     def push(self, text: str) -> Said:

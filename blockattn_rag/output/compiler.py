@@ -1,4 +1,4 @@
-"""Compiles grammars for a tokenizer, with llguidance.
+"""Compilation of grammars for a tokenizer, with llguidance.
 
 llguidance has no dependencies, compiles JSON schemas, regular expressions and Lark grammars, and
 refuses constraints that it cannot enforce.
@@ -69,7 +69,7 @@ class Matcher:
         return bool(self._matcher.is_accepting())
 
     def allowed(self, vocabulary: int, ends: Collection[int]) -> NDArray[np.bool_]:
-        """Which tokens may come next: bool ``[vocabulary]``.
+        """Whether each token may come next, bool ``[vocabulary]``.
 
         Args:
             vocabulary: Number of tokens that the model predicts.
@@ -83,7 +83,7 @@ class Matcher:
         return allowed
 
     def check_begins(self) -> None:
-        """Try the first token of an answer, where most grammars that are too large fail."""
+        """Try the first token of an answer, at which most too large grammars fail."""
         self.follow(np.flatnonzero(self._mask())[:1].tolist())
 
     def _mask(self) -> NDArray[np.uint8]:
@@ -92,7 +92,8 @@ class Matcher:
         return np.unpackbits(bits, bitorder="little")
 
     def _check(self) -> None:
-        # llguidance does not raise: a matcher with an error accepts no token and allows the end.
+        # A matcher of llguidance with an error does not raise: it accepts no token and allows the
+        # end.
         if self._matcher.is_error():
             reason = self._matcher.get_error().partition("\n")[0]
             raise GrammarError(
@@ -103,7 +104,7 @@ class Matcher:
 
 
 class GrammarCompiler:
-    """Compiles grammars for one tokenizer and caches the latest ones. Thread-safe.
+    """Compiles grammars for one tokenizer, and caches the latest grammars. Thread-safe.
 
     Each grammar is compiled once, in its own thread, so a slow grammar delays neither the model nor
     other grammars.
@@ -125,7 +126,7 @@ class GrammarCompiler:
         Returns:
             Future of the compiled grammar, or of the reason why it cannot be compiled.
         """
-        key = os.getpid(), grammar.kind, grammar.text  # a forked process lacks the threads
+        key = os.getpid(), grammar.kind, grammar.text  # A forked process lacks the threads.
         new: Future[LLMatcher | str] = Future()
         if (compiled := self._compiled.setdefault(key, new)) is not new:
             return compiled
@@ -138,19 +139,20 @@ class GrammarCompiler:
             except GrammarError as error:
                 new.set_result(str(error))
             except BaseException as error:  # noqa: BLE001 -- raised again by `matcher`
-                self._compiled.pop(key, None)  # the next call tries again
+                self._compiled.pop(key, None)  # The next call tries again.
                 new.set_exception(error)
 
         try:
             threading.Thread(target=work, name="blockattn-grammar", daemon=True).start()
-        except RuntimeError:  # no thread can be started
+        except RuntimeError:  # No thread can be started.
             work()
         return new
 
     def matcher(self, grammar: Grammar) -> Matcher:
         """Create a matcher for a new answer. Waits until the grammar is compiled."""
         compiled = self.start(grammar).result()
-        if isinstance(compiled, str):  # a new error each time, because tracebacks keep frames alive
+        if isinstance(compiled, str):
+            # Make a new error each time, because tracebacks keep frames alive.
             raise GrammarError(compiled)
         return Matcher(compiled.deep_copy(), self._ends, grammar.name)
 
@@ -173,7 +175,8 @@ class GrammarCompiler:
         compiled = LLMatcher(self._ll_tokenizer, text, log_level=0, limits=limits)
         if compiled.is_error():
             reason = compiled.get_error()
-            is_panic = reason.startswith("panic:")  # an assertion about the number of symbols
+            # This is an assertion about the number of symbols.
+            is_panic = reason.startswith("panic:")
             raise _refused(grammar, "it has too many rules" if is_panic else reason)
         for warning in compiled.get_grammar_warnings():
             logger.warning("%s: %s", grammar.name, warning)

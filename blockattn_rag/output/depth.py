@@ -1,4 +1,4 @@
-"""Bounds the depth of grammars, because llguidance compiles them recursively.
+"""Limit of the depth of grammars, which llguidance compiles recursively.
 
 Each nested level and each reference takes up to 4.5 KiB of the compiling thread's stack, which
 usually has 8 MiB. An overflow would end the process.
@@ -55,7 +55,7 @@ def check_lark(grammar: str) -> None:
         if token["json"]:
             try:
                 schema, at = json.JSONDecoder().raw_decode(grammar, at)
-            except ValueError:  # llguidance reports it
+            except ValueError:  # An error in the schema is reported by llguidance.
                 continue
             check_schema(schema)
         elif token["rule"]:
@@ -109,7 +109,7 @@ def _longest(parts: Mapping[str, _Part]) -> int:
             users[reference].append(name)
     ready = [name for name, count in waiting.items() if not count]
     levels: dict[str, int] = {}
-    for name in ready:  # grows
+    for name in ready:  # The list grows during the loop.
         references: Collection[str] = parts[name].names & parts.keys()
         below = max((levels[reference] for reference in references), default=0)
         levels[name] = parts[name].levels + below

@@ -1,4 +1,4 @@
-"""Prepares JSON schemas for compilation by closing objects where this is safe.
+"""Preparation of JSON schemas for compilation: objects are closed where this is safe.
 
 JSON Schema allows objects to have properties that the schema does not name. Small models keep
 adding such properties, so objects are closed, as in vLLM. Every answer that fits the closed schema
@@ -89,7 +89,7 @@ def _nodes(node: Any) -> Iterator[dict[str, Any]]:
     if isinstance(node, list):
         for item in node:
             yield from _nodes(item)
-    elif isinstance(node, dict):  # true and false are schemas too
+    elif isinstance(node, dict):  # The values true and false are also schemas.
         yield node
         for name in _MAPS:
             if isinstance(node.get(name), dict):

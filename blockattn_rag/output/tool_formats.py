@@ -25,7 +25,7 @@ class ToolFormat:
         arguments_mark: Mark between a tool's name and its arguments, for formats that do not write
             both as one JSON object.
         id_mark: Optional mark between the tool's name and the call's id.
-        argument_keys: Accepted keys of a call's arguments, the documented one first.
+        argument_keys: Accepted keys of a call's arguments, the documented key first.
         is_bare: Whether a JSON object at the start of an answer is a call without ``opening``.
         one_a_message: Whether each message of the history has at most one call.
     """
@@ -82,7 +82,7 @@ FORMATS: dict[str, ToolFormat] = {
         ),
     )
 }
-"""The known formats by name. Later ones also accept calls in other forms."""
+"""The known formats by name. Later formats also accept calls in other forms."""
 
 
 def mark_ids(form: ToolFormat, tokenizer: Any) -> dict[str, int]:
@@ -142,7 +142,7 @@ def calls_grammar(
     elif form.arguments_mark:
         start = f"{opening} call" + (f" ({opening} call)*" if several else "")
     else:
-        start = "call"  # Llama's chat templates allow one call per message
+        start = "call"  # Llama's chat templates allow one call per message.
     if answer is not None or or_text:
         rules.append(f"calls: {start}")
         start = "calls | answer"

@@ -1,4 +1,4 @@
-"""Parses answers into text and tool calls."""
+"""Parser of answers with text and tool calls."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ReadAnswer(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """The mark with this number, at ``start`` to ``end`` of an answer.
+    """Position of a mark in an answer, from ``start`` to ``end``.
 
     Control tokens are not in an answer's text, so their start is their end.
     """
@@ -110,11 +110,11 @@ class CallParser:
         return _Reader(self, text, self._marks(text, token_ids, start)).read(start)
 
     def shown(self, text: str, token_ids: Sequence[int] = (), start: int = 0) -> tuple[int, bool]:
-        """Which part of an unfinished answer can be shown; see ``parse`` for the arguments.
+        """The part of an unfinished answer that can be shown; see ``parse`` for the arguments.
 
         Returns:
-            Index of the end of the text before the first call, and whether a call has begun. Then
-            the remaining text is known when the answer is finished.
+            Index of the end of the text before the first call, and whether a call has begun. After
+            a call has begun, the remaining text is not known until the answer is finished.
         """
         form, answer = self.form, text[start:].lstrip()
         if form.is_bare and (not answer or answer.startswith("{")):
@@ -138,7 +138,8 @@ class CallParser:
         marks = [Mark(*match.span(), match[0]) for match in self._spelled.finditer(text)]
         if not self._tokens.keys().isdisjoint(token_ids):
             marks = sorted([*marks, *self._token_marks(text, token_ids)])
-        # A control token after the thoughts may come before white space that belongs to them.
+        # A control token after the thoughts may come before white space that belongs to the
+        # thoughts.
         marks = [mark for mark in marks if mark.start >= len(text[:start].rstrip())]
         return [
             Mark(max(mark.start, start), max(mark.end, start), mark.text, number)
@@ -155,7 +156,7 @@ class CallParser:
             new = token_ids[first:index]
             start = end + len(self._decode([*before, *new])) - len(self._decode(before))
             end, first = start + len(self._decode([token])), index + 1
-            if end <= len(text):  # not removed with a stop string
+            if end <= len(text):  # The mark was not removed with a stop string.
                 marks.append(Mark(start, end, mark))
         return marks
 
@@ -173,12 +174,12 @@ class _Reader:
         self._text = text
         self._marks = marks
         self._starts = [mark.start for mark in marks]
-        self._next = 0  # index of the first mark that was not read
+        self._next = 0  # Index of the first mark that was not read.
         self._calls: list[ToolCall | InvalidToolCall] = []
-        self._latest = ""  # the call before, if nothing but white space follows it
+        self._latest = ""  # The previous call, if only white space follows it.
         self._may_be_bare = parser.form.is_bare
         self._shown = ""
-        self._blank = ""  # white space before the calls since the latest text
+        self._blank = ""  # White space before the calls since the latest text.
 
     def read(self, at: int) -> ReadAnswer:
         is_over = False
@@ -195,7 +196,7 @@ class _Reader:
         )
 
     def _read_part(self, at: int) -> tuple[str, list[ToolCall | InvalidToolCall], int] | None:
-        """The text up to the next calls, these calls, and the index of their end."""
+        """Text before the next calls, the calls, and the index of the end of the calls."""
         opening = self._mark(at, self._form.opening)
         bare = self._bare_start(at, opening) if self._may_be_bare else None
         if bare is not None:
@@ -246,7 +247,7 @@ class _Reader:
         return start if self._text.startswith("{", start) and not is_marked else None
 
     def _read_calls(self, start: int) -> tuple[list[ToolCall | InvalidToolCall], int]:
-        """The calls that begin at an index, and the index of their end."""
+        """The calls that begin at an index, and the index of the end of the calls."""
         form, text = self._form, self._text
         name, call_id, begin = self._read_head(start)
         end = start
@@ -288,7 +289,8 @@ class _Reader:
         return mark.end
 
     def _read_head(self, start: int) -> tuple[str | None, str | None, int | None]:
-        """The name and id before the JSON, in formats that have them there, and its start."""
+        """The name and id before the JSON, if the format has them there, and the start of the
+        JSON."""
         form, begin = self._form, self._visible(start)
         mark = self._mark(start, *form.marks) if form.arguments_mark else None
         is_json = bool(form.closing) or self._text.startswith(("[", "{"), begin)
@@ -334,7 +336,7 @@ class _Reader:
             at = self._visible(at + 1)
 
     def _mark(self, at: int, *kinds: str) -> Mark | None:
-        """The next mark of these kinds from an index on that was not read."""
+        """The next unread mark of these kinds, from an index on."""
         places = range(max(self._next, bisect_left(self._starts, at)), len(self._marks))
         return next((self._marks[i] for i in places if self._marks[i].text in kinds), None)
 

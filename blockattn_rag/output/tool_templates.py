@@ -1,4 +1,4 @@
-"""Detects how a chat template supports tools, by rendering a tool, a call and its result."""
+"""Detection of a chat template's support for tools, by rendering a tool, a call and its result."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _FUNCTION = {
 }
 _TOOL: dict[str, Any] = {"type": "function", "function": _FUNCTION}
 _RESULT = "kvresult"
-_THOUGHTS = re.compile(r"<think>\s*(</think>\s*)?\Z")  # opened, or skipped, by the template
+_THOUGHTS = re.compile(r"<think>\s*(</think>\s*)?\Z")  # The template opens or skips thoughts.
 
 _IN_WORDS = (
     "Answer with a call of one of these functions, written as\n{opening}\n"
@@ -34,7 +34,7 @@ _IN_WORDS = (
 
 @dataclass(frozen=True, slots=True)
 class ToolTemplate:
-    """How a chat template supports tools.
+    """Tool support of a chat template.
 
     Args:
         variable: Template variable for the definitions of tools. None: the template does not
@@ -119,7 +119,8 @@ class ToolTemplate:
 
 
 def without_tools(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Convert messages for a chat template without tools: drop calls, show results as the user's.
+    """Convert messages for a chat template without tools: drop calls, and show results as user
+    text.
 
     A result is moved before the question that it answers, because the question must be in the final
     block, after all passages.
@@ -145,7 +146,7 @@ def _short_id(call_id: str) -> str:
 def _one_call_each(turns: Sequence[Message]) -> list[Message]:
     """Split messages with several calls into one message per call, each before its result."""
     split: list[Message] = []
-    moved: set[int] = set()  # indices of results that already follow their calls
+    moved: set[int] = set()  # Indices of results that already follow their calls.
     for place, turn in enumerate(turns):
         calls = turn.get("tool_calls") or ()
         if len(calls) < 2:
@@ -183,7 +184,7 @@ _known: dict[str, _Probed] = {}
 
 
 def tool_template(tokenizer: Any) -> ToolTemplate | None:
-    """How the chat template of a tokenizer supports tools.
+    """Detect the tool support of a tokenizer's chat template.
 
     Returns:
         None if the template does not support tools, or the format of the calls is unknown.
@@ -231,7 +232,7 @@ def _probe(tokenizer: Any, source: str) -> _Probed:
     else:
         return _Probed(None, shows)
     text = render(history, **tools)
-    asked = _THOUGHTS.sub("", asked)  # a mark of thoughts may start like a mark of calls
+    asked = _THOUGHTS.sub("", asked)  # A mark of thoughts may start like a mark of calls.
     begin = len(os.path.commonprefix([asked, text]))  # noqa: RUF071 (characters are meant)
     answer = text[begin:].partition(_RESULT)[0]
     template = ToolTemplate(FORMATS["hermes"], variable, is_wrapped)

@@ -51,7 +51,7 @@ class ToolUse:
     def of_call(
         cls, call: Mapping[str, Any], load_tokenizer: Callable[[], Any], model_name: str | None
     ) -> ToolUse | None:
-        """The tools of a request. None: no tool may be called.
+        """Parse the tools of a request. Returns None if no tool may be called.
 
         Args:
             call: Options of the request. ``tools``: definitions. ``tool_choice``: None, ``"auto"``,
@@ -72,7 +72,7 @@ class ToolUse:
         if template is None and choice != AUTO and has_chat_template(tokenizer):
             template = ToolTemplate(
                 FORMATS["hermes"], variable=None
-            )  # a grammar enforces the format
+            )  # A grammar enforces the format.
         if template is None:
             raise ValueError(
                 f"The chat template of {model_name or 'this model'} supports no tools, or writes "

@@ -1,8 +1,7 @@
 """Blocks, and prompts made of blocks.
 
 A prompt consists of context blocks and a final block. Each context block attends only to itself;
-the final block attends to everything (Block-Attention, section 2.1). This module handles text only:
-no tokens and no tensors.
+the final block attends to everything (Block-Attention, section 2.1). This module handles only text.
 
 Every piece of text has an *origin*, which determines whether control tokens such as
 ``<|im_start|>`` are parsed in it, and whether its KV may be stored (docs/security.md).
@@ -83,7 +82,7 @@ def merged(spans: Iterable[Span], only: Origin | None = None) -> tuple[Span, ...
     Args:
         only: The only origin whose spans are joined. Default: all.
     """
-    groups: list[tuple[Origin, list[str]]] = []  # joined at the end, in linear time
+    groups: list[tuple[Origin, list[str]]] = []  # Texts are joined at the end, in linear time.
     for span in spans:
         joins = span.origin not in PASSAGES and only in (None, span.origin)
         if joins and groups and groups[-1][0] == span.origin:
@@ -174,7 +173,7 @@ class BlockPrompt:
     """Prompt of a request: context blocks and the final block.
 
     Args:
-        context: Blocks before the final one.
+        context: Blocks before the final block.
         final: Text after the last context block: instructions, history, the question, and the
             start of the answer.
         final_spans: ``final`` by origin. Default: one ``prompt`` span, in which control tokens are
@@ -227,8 +226,8 @@ class BlockPrompt:
         """Create a prompt from spans. Each passage becomes a block with ``template``.
 
         Text before the first passage is the first block, and text after the last passage is the
-        final block. Text between passages is a block of its own; white space there is dropped,
-        because the template has its own separator.
+        final block. Text between two passages is a separate block; white space between them is
+        dropped, because the template has its own separator.
         """
         context: list[Block] = []
         between: list[Span] = []

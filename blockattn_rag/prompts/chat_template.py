@@ -1,10 +1,11 @@
-"""Renders chat messages with a model's chat template, with the origin of each piece of text.
+"""Rendering of chat messages with a model's chat template, with the origin of each piece of text.
 
 A chat template is a program: it may trim, escape or drop contents. Its output does not show whether
 the template or a message wrote ``<|im_end|>``, but a question that quotes a control token must not
-end its turn. Therefore every template is rendered twice: once with the contents, which gives the
-text, and once with a slot in place of each content, which gives the template's own text. Between
-the pieces of the template's own text, each content must appear unchanged, trimmed or escaped.
+end its turn. Every template is therefore rendered twice. The first rendering, with the contents,
+gives the text. The second rendering, with a slot in place of each content, gives the template's own
+text. Between the pieces of the template's text, each content must appear unchanged, trimmed or
+escaped.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _RESERVED = frozenset(
         *("raise_exception", "strftime_now", "tojson", "chat_template", "tokenize", "return_dict"),
     }
 )
-_GENERATION_TAG = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")  # only transformers has this tag
+_GENERATION_TAG = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")  # Only transformers has this tag.
 
 
 def has_chat_template(tokenizer: Any) -> bool:
@@ -124,7 +125,7 @@ def _trace(
     variables: Mapping[str, Any] | None = None,
     control_tokens: Sequence[str] = (),
 ) -> tuple[Spans, set[int]]:
-    """Prompt as spans, and the numbers of the slots shown in it. The first content has slot 0.
+    """Prompt as spans, and the numbers of the slots in it. The first content has slot 0.
 
     Args:
         variables: Variables of the template. Strings in them that contain one of
@@ -134,14 +135,15 @@ def _trace(
     slotted = [slots.put_in(turn) for turn in turns]
     skeleton = render(slotted, **slots.instead_of(values, control_tokens))
     text = render([{**turn, "content": text_of(turn["content"])} for turn in turns], **values)
-    pieces = slots.pattern.split(skeleton)  # template, slot, template, slot, ..., template
+    # The pieces are template, slot, template, slot, ..., template.
+    pieces = slots.pattern.split(skeleton)
     template, numbers = pieces[::2], [int(number) for number in pieces[1::2]]
     asked, shown = [slots.spans[number] for number in numbers], set(numbers)
     _check_passages_are_shown(turns, slots, shown)
     contents = _find(asked, text, template)
     if contents is None:
         # The template changes a content in an unknown way. Fill the slots with the original
-        # contents, so that no part of them is attributed to the template.
+        # contents, so that no part of a content is attributed to the template.
         if not set(slots.of_turn.values()) <= shown:
             raise SegmentationError(
                 "The chat template changes contents so that they cannot be found in its output, or "
@@ -196,7 +198,7 @@ def _plain_ids(message: Any) -> Any:
     for key, value in message.items():
         if key in _ID_FIELDS and isinstance(value, str):
             plain[key] = _HARMFUL_CHARACTER.sub("_", value)[:128]
-        elif key != "arguments":  # keys of arguments are arbitrary
+        elif key != "arguments":  # Keys of arguments are arbitrary.
             plain[key] = _plain_ids(value)
     return plain
 
@@ -240,7 +242,7 @@ class _Slots:
         self._name = f"Kv{secrets.token_hex(8)}"
         self.pattern = re.compile(rf"{self._name}x(\d+)x")
         self.spans: list[Spans] = []
-        self.of_turn: dict[int, int] = {}  # slot of the content, by id(message)
+        self.of_turn: dict[int, int] = {}  # Slot of the content, by id(message).
 
     def put_in(self, turn: Message) -> dict[str, Any]:
         """Replace a message's content and all other untrusted strings with slots."""
@@ -278,7 +280,7 @@ class _Slots:
 
     def _slot(self, spans: Spans) -> str:
         if not (text := text_of(spans)).strip():
-            return text  # some templates check for empty contents
+            return text  # Some templates check for empty contents.
         self.spans.append(spans)
         return f"{self._name}x{len(self.spans) - 1}x"
 

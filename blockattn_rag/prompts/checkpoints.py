@@ -1,6 +1,6 @@
 """Known block-fine-tuned checkpoints, with the prompt format and settings of each.
 
-Nothing is loaded: a model is recognized by its hub id, or by the path of its local copy.
+A model is recognized by its hub id, or by the path of its local copy.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Checkpoint:
         hub_id: Name on the Hugging Face hub.
         format: Name of the prompt format of its training. None: the format is not published.
         confirmed: Whether the format comes from the authors' own code.
-        block_tuned: Whether it was trained in block mode. False for a control.
+        block_tuned: Whether the model was trained in block mode. False for a control.
         bos: Whether prompts start with the tokenizer's BOS token.
     """
 
@@ -47,12 +47,12 @@ class Checkpoint:
         return SWITCHES if self.block_tuned else {}
 
     def unmet(self, positions: str, sink: str) -> str:
-        """Explain in a sentence why block mode is worse than published. Empty if it is not."""
+        """Reason why block mode is worse than published, as a sentence. Empty: it is not worse."""
         return other_switches(self.hub_id, self.switches, {"positions": positions, "sink": sink})
 
 
 def other_switches(model: str, trained: Mapping[str, str], used: Mapping[str, str]) -> str:
-    """Explain in a sentence how options of block mode differ from training. Empty if they match.
+    """Sentence on how options of block mode differ from training. Empty: they match.
 
     Args:
         trained: Options of the training. Other options may have any value.

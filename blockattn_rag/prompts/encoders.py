@@ -23,7 +23,7 @@ from blockattn_rag.errors import UnsupportedModelError
 
 
 class FoundToken(NamedTuple):
-    """An added token at ``text[start:end]``. It may swallow the white space next to it."""
+    """An added token at ``text[start:end]``, with white space next to it that the token strips."""
 
     start: int
     end: int
@@ -41,7 +41,7 @@ def private_encoder(tokenizer: Any) -> RustEncoder | PythonEncoder:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     try:
         return RustEncoder(backend.to_str()) if backend is not None else PythonEncoder(tokenizer)
-    except Exception as error:  # a foreign tokenizer's serialization may raise anything
+    except Exception as error:  # A foreign tokenizer's serialization may raise any error.
         raise UnsupportedModelError(
             f"{type(tokenizer).__name__} cannot be copied ({error}), but blocks are tokenized with "
             "a private copy. Use a tokenizer that can be saved as tokenizer.json"
@@ -58,7 +58,8 @@ def _prefix_of(full: list[int], plain: list[int]) -> list[int]:
 def _is_control(token: str) -> bool:
     """Whether plain text must never be tokenized to an added token.
 
-    Runs of blanks are allowed: they are harmless, and ordinary tokens in some vocabularies.
+    Runs of blanks are allowed, because they are harmless, and are ordinary tokens in some
+    vocabularies.
     """
     return len(token) > 1 and not token.replace("\u2581", " ").isspace()
 
@@ -82,7 +83,7 @@ class RustEncoder:
         self.digest = hashlib.sha256(self._parsing.to_str().encode()).hexdigest()
         alone = self._parsing.encode("a", add_special_tokens=False).ids
         self.prefix_ids = _prefix_of(self._parsing.encode("a").ids, alone)
-        self._parsing.post_processor = None  # it may change the offsets of tokens
+        self._parsing.post_processor = None  # The post-processor may change the offsets of tokens.
         self._added = self._parsing.get_added_tokens_decoder()
         self._control = {i: t.content for i, t in self._added.items() if _is_control(t.content)}
         self.control_tokens = frozenset(self._control.values())
@@ -118,7 +119,7 @@ class RustEncoder:
         return ids
 
     def _cuts(self, text: str, ids: list[int], offsets: list[tuple[int, int]]) -> list[int]:
-        """Where to cut a text so that it is not tokenized to a control token.
+        """Positions at which to cut a text, so that it is not tokenized to a control token.
 
         A control token may also be in the vocabulary (``<s>`` in many models). A cut after its
         first character prevents the token. The token for unknown characters needs no cut, because

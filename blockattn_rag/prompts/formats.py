@@ -1,8 +1,8 @@
-"""Prompt formats: how a question and its passages become a prompt.
+"""Prompt formats, which turn a question and its passages into a prompt.
 
 A prompt format defines the text before the passages, around each passage, and after the passages.
-The text before the first passage is the first block, each passage is a block, and the rest is the
-final block.
+The text before the first passage is the first block, each passage is a block, and the text after
+the last passage is the final block.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Frame:
 
 @dataclass(frozen=True, slots=True)
 class PromptFormat:
-    """How a question and its passages become a prompt.
+    """Format of a prompt with a question and its passages.
 
     Args:
         name: Name on the command line.
@@ -86,7 +86,7 @@ class PromptFormat:
         """
         before, _, after = self.after.partition("{question}")
         return (
-            Span(self.before, "system"),  # the same for every question
+            Span(self.before, "system"),  # This text is the same for every question.
             *(Span(self.canonical_text(passage), "passage") for passage in passages),
             *merged([Span(before, "conversation"), *question, Span(after, "conversation")]),
         )
@@ -109,7 +109,8 @@ class PromptFormat:
 
 
 def follow_up(question: str, tokenizer: Any) -> tuple[Span, ...]:
-    """Text between the end of an answer and the start of the next one, including ``question``."""
+    """Text between the end of an answer and the start of the next answer, including
+    ``question``."""
     if not has_chat_template(tokenizer):
         return (Span(f"\n\nQuestion: {question}\nAnswer: ", "conversation"),)
     answer = (Span(_SENTINEL, "prompt"),)

@@ -1,6 +1,7 @@
 """Markers, which preserve the boundaries of passages in a string, and their parser.
 
-Frameworks join retrieved passages into one string. Markers show where each one starts and ends::
+Frameworks join retrieved passages into one string. Markers show where each passage starts and
+ends::
 
     [[kvblock:H]]text[[/kvblock:H]]
 
@@ -50,7 +51,7 @@ _key_guard = threading.Lock()
 
 _MARKER = re.compile(r"\[\[(/?)kvblock:([0-9a-f]{32})\]\]")
 _HALF = 16
-_SHORTEST_PIECE = 6  # "[[/kvb": shorter pieces may be ordinary text
+_SHORTEST_PIECE = 6  # The length of "[[/kvb". Shorter pieces may be ordinary text.
 
 MAX_MARKED = 4096
 """Maximum number of marked passages in one message."""
@@ -104,7 +105,7 @@ def wrap(text: str) -> str:
 
 
 def strip_markers(string: str) -> str:
-    """Remove all markers from a string, including foreign ones, for display."""
+    """Remove all markers from a string, including foreign markers, for display."""
     return _MARKER.sub("", string)
 
 
@@ -119,7 +120,7 @@ def parse(string: str) -> Parsed:
     position, to_hash = 0, 4 * len(string)
     for index, marker in enumerate(markers):
         if marker.start < position:
-            continue  # inside a passage
+            continue  # This marker is inside a passage.
         if index in partners:
             partner = markers[partners[index]]
             text = string[marker.end : partner.start]
@@ -152,7 +153,7 @@ def closing(seal: str) -> str:
 
 
 def _partners(markers: Sequence[Marker]) -> dict[int, int]:
-    """Index of the closing marker for each opening one: the next marker with the same digits.
+    """Index of the closing marker for each opening marker: the next marker with the same digits.
 
     A text cannot contain its own digest, so no marker inside a passage has the passage's digits.
     """
@@ -193,7 +194,7 @@ def marker_key() -> bytes:
     Raises:
         ValueError: The key in the environment is too short.
     """
-    with _key_guard:  # concurrent threads must not create different keys
+    with _key_guard:  # Concurrent threads must not create different keys.
         return _found_key()
 
 
@@ -208,7 +209,7 @@ def _found_key() -> bytes:
         return key.encode()
     try:
         return _key_in(state_folder() / "marker.key")
-    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home folder
+    except (OSError, RuntimeError) as error:  # A missing home folder raises RuntimeError.
         logger.info("Markers are valid in this process only: the key cannot be saved (%s)", error)
         return secrets.token_bytes(_KEY_BYTES)
 
@@ -218,13 +219,13 @@ def _key_in(path: Path) -> bytes:
     with suppress(FileNotFoundError):
         if len(key := path.read_bytes()) == _KEY_BYTES:
             return key
-        path.unlink()  # truncated by a full disk
+        path.unlink()  # A full disk truncated the file.
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary_name(path)
     temporary.touch(0o600, exist_ok=False)
     try:
         temporary.write_bytes(secrets.token_bytes(_KEY_BYTES))
-        with suppress(FileExistsError):  # another process was first
+        with suppress(FileExistsError):  # Another process was first.
             os.link(temporary, path)
     finally:
         temporary.unlink()

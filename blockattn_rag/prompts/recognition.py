@@ -1,9 +1,9 @@
 """Recognition of known passages in plain text, so that a prompt needs no markers.
 
-A passage is indexed by two polynomial hashes, of its ``WINDOW`` characters in the middle and of all
-of its characters, its length, and its handle. Many passages start or end alike, with a header or a
-footer, but few have the same middle. A scan computes the hash of every window of a text in one
-pass. A window that is in the index leads to candidates, whose text is compared by its handle, so a
+The index entry of a passage has a polynomial hash of the ``WINDOW`` characters in its middle, a
+hash of all its characters, its length, and its handle. The middle is used because many passages
+start or end alike, with a header or a footer. A scan computes the hash of every window of a text in
+one pass. A window that is in the index gives candidates, whose text is compared by its handle, so a
 wrong entry can only cost time.
 
 Importing this module does not load torch.
@@ -39,16 +39,18 @@ ENTRY = np.dtype([("window", "<u8"), ("whole", "<u8"), ("chars", "<u4"), ("handl
 handle."""
 
 MOST_CHARACTERS = 1 << 20
-"""Longer passages are not indexed, and longer prompts are not scanned."""
+"""Maximum number of characters of an indexed passage and of a scanned prompt."""
 
 _BASE, _SCALE = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93
 _MASK = (1 << 64) - 1
-_MOST_PAIRS = 1 << 17  # compared hashes of one scan: bounds the work for passages that are alike
-_WASTED = 8  # a scan stops after hashing this multiple of its text in vain
+# Maximum number of hashes that one scan compares. It bounds the work for similar passages.
+_MOST_PAIRS = 1 << 17
+_WASTED = 8  # A scan stops after hashing this multiple of its text without a match.
 
-_WORDLESS = re.compile(rf"[\W_]{{{WINDOW},}}")  # no letter or digit, as long as a passage
-# Two characters that may be of one grapheme. Flags and joined emoji or letters depend on the
-# characters before these two, so any two letters of flags match, and all that may follow a joiner.
+# A text without a letter or digit that is as long as a passage.
+_WORDLESS = re.compile(rf"[\W_]{{{WINDOW},}}")
+# Two characters that may belong to one grapheme. Flags and joined emoji or letters depend on
+# earlier characters, so any two letters of flags match, and any character after a joiner.
 _GRAPHEME = regex.compile(
     r"\X|.\p{M}|[\p{M}\p{GCB=Extend}\p{GCB=ZWJ}][\w\p{Extended_Pictographic}]", regex.DOTALL
 )
@@ -110,8 +112,8 @@ class PassageMatcher:
         self.entries = entries[order]
         self._windows = np.ascontiguousarray(self.entries["window"])
         self._chars = self.entries["chars"].astype(np.int64)
-        # One bit for each of the first bits of a hash rejects most windows without a search. The
-        # table has 8 bytes per passage, so that it stays in the processor's cache.
+        # A table of bits, indexed by the first bits of a hash, rejects most windows without a
+        # search. It has 8 bytes per passage, so that it stays in the processor's cache.
         bits = min(30, max(12, (64 * len(entries)).bit_length()))
         self._shift = np.uint64(64 - bits)
         seen = np.zeros(1 << bits, np.bool_)
@@ -135,13 +137,13 @@ class PassageMatcher:
         """Split the passages of a prompt out of its text.
 
         The longest passages are found first, and passages do not overlap. The chat template's text,
-        earlier answers and existing passages stay unchanged. So do passages in several spans, which
-        are of different messages (``chat_spans``), and passages that start or end within a word,
-        because their tokens would differ.
+        earlier answers and existing passages stay unchanged. A passage is not found across spans,
+        which belong to different messages (``chat_spans``), or if it starts or ends within a word,
+        because its tokens would differ.
 
         Args:
-            in_system: Whether to search system messages. A passage in them is cut out of the rules
-                around it, so only for applications whose documents are as trusted as their rules.
+            in_system: Whether to search system messages. A passage in a system message is separated
+                from the rules around it. Use this only if documents are as trusted as rules.
         """
         spans = tuple(span for span in spans if span.text)
         room = MOST_PASSAGES - sum(span.origin in PASSAGES for span in spans)
@@ -167,7 +169,7 @@ class PassageMatcher:
     def candidates(
         self, sums: Integers, inverses: Integers, windows: Integers
     ) -> tuple[Integers, Entries]:
-        """Starts of passages in a text with these ``_hashes``, and the entries that match there."""
+        """Starts of passages in a text, from its ``_hashes``, and the index entry of each start."""
         at = self._seen_at(windows)
         left = np.searchsorted(self._windows, windows[at], "left")
         counts = np.searchsorted(self._windows, windows[at], "right") - left
@@ -183,14 +185,14 @@ class PassageMatcher:
         return starts[same], self.entries[rows[same]]
 
     def _seen_at(self, windows: Integers) -> Integers:
-        """Places of the hashes that may be indexed."""
+        """Indices of the hashes that may be in the index."""
         prefixes = windows >> self._shift
         seen = self._seen.take((prefixes >> np.uint64(3)).view(np.int64))
         return np.flatnonzero((seen >> (prefixes.astype(np.uint8) & 7)) & 1)
 
 
 def _hashes(text: str) -> tuple[Integers, Integers, Integers]:
-    """Sums of a text's hash up to each place, their scales, and the hash of each window."""
+    """Prefix sums of a text's hash, their scales, and the hash of each window."""
     size = len(text)
     powers, inverses = _powers(size + 1)
     sums = np.zeros(size + 1, np.uint64)
@@ -214,7 +216,8 @@ def _passages(
     taken, passages, wasted = bytearray(len(text)), list[tuple[int, int]](), 0
     for row in np.lexsort((starts, starts - stops)).tolist():
         start, stop = int(starts[row]), int(stops[row])
-        if taken[start] or taken[stop - 1]:  # by a passage that is as long or longer
+        if taken[start] or taken[stop - 1]:
+            # A passage that is at least as long has taken this text.
             continue
         if any(_is_within(text, cut, first[row], last[row]) for cut in (start, stop)):
             continue
@@ -240,7 +243,8 @@ def _has_words(text: str, starts: Integers, stops: Integers) -> NDArray[np.bool_
     runs = np.array([run.span() for run in _WORDLESS.finditer(text)]).reshape(-1, 2)
     if not len(runs):
         return np.ones(len(starts), np.bool_)
-    run = runs[runs[:, 0].searchsorted(starts, "right") - 1]  # the last run if none starts before
+    # If no run starts before, this is the last run.
+    run = runs[runs[:, 0].searchsorted(starts, "right") - 1]
     return (starts < run[:, 0]) | (stops > run[:, 1])
 
 

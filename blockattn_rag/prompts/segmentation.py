@@ -1,4 +1,4 @@
-"""Splits conversations into blocks (Block-Attention, arXiv 2409.15355, section 3.1)."""
+"""Splitting of conversations into blocks (Block-Attention, arXiv 2409.15355, section 3.1)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def conversation(
     are parsed only in the template's own text, never in contents.
 
     Args:
-        messages: Messages with the fields ``role`` and ``content`` only.
+        messages: Messages with only the fields ``role`` and ``content``.
         tokenizer: Transformers tokenizer with a chat template.
         blocks_per_turn: Maximum number of blocks per turn. Turns are split at paragraphs, rules or
             lines. The last turn is split only if it is the only one, as in single-turn training
@@ -75,7 +75,8 @@ def _turns(messages: Sequence[Mapping[str, str]], tokenizer: Any) -> list[_Turn]
     marked = [{**m, "content": mark} for m, mark in zip(messages, marks, strict=True)]
     open_end = messages[-1]["role"] != "assistant"
     text = render_chat(tokenizer, marked, add_generation_prompt=open_end)
-    pieces = re.split(f"({'|'.join(marks)})", text)  # gap, mark, gap, mark, ..., gap
+    # The pieces are gap, mark, gap, mark, ..., gap.
+    pieces = re.split(f"({'|'.join(marks)})", text)
     if pieces[1::2] != marks:
         raise SegmentationError(
             "The chat template drops, repeats or reorders messages, so its output cannot be split "
@@ -94,7 +95,7 @@ def _closing(tokenizer: Any, marked: list[dict[str, str]]) -> str:
     """The template's text after the last message. Empty if the template refuses the messages."""
     try:
         text = render_chat(tokenizer, marked, add_generation_prompt=False)
-    except TemplateError:  # many templates refuse a lone system message
+    except TemplateError:  # Many templates refuse a lone system message.
         return ""
     return text.partition(marked[-1]["content"])[2]
 
@@ -113,7 +114,7 @@ def _blocks(turn: _Turn, limit: int) -> list[Block]:
 
 
 # Separators, coarsest first: paragraphs, rules, indented lines, lines. A text is split at the first
-# one that it contains. Lines may end with \r\n, and empty lines may contain spaces.
+# separator that it contains. Lines may end with \r\n, and empty lines may contain spaces.
 _SEPARATORS = (r"\n[ \t]*\r?\n\s*", r"-{3,}\s*", r"={3,}\s*", r"\n\t\s*", r"\n\s*")
 
 

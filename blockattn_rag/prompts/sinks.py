@@ -9,9 +9,9 @@ in full attention (the shared prefix of APE, arXiv 2502.05431). This costs nothi
     bos     the BOS token
     head    the head of a prompt in the format ``chat``, in the model's own chat template: a system
             message, and the start of the user's message
-    head:N  its first N tokens (4 work as well as more, unless tokens are recomputed)
+    head:N the first N tokens of the head (4 work as well as more, unless tokens are recomputed)
 
-No sink depends on the prompt, so blocks serve prompts with any system message.
+Sinks do not depend on the prompt, so blocks are reused in prompts with any system message.
 """
 
 from __future__ import annotations
@@ -72,8 +72,10 @@ def sink_ids(sink: str, tokenizer: BlockTokenizer) -> list[int]:
 
 
 def _whole_head_ids(tokenizer: BlockTokenizer) -> list[int]:
-    """Token ids of the head up to the first passage. They are the same every day, although some
-    templates write a date, because another head would make every stored block a miss."""
+    """Token ids of the head up to the first passage.
+
+    A date that a template writes is fixed, because another head would make every stored block a
+    miss."""
     template = str(tokenizer.tokenizer.chat_template)
     writes_today = "strftime_now" in template and "date_string" not in template
     if not has_chat_template(tokenizer.tokenizer) or writes_today:
@@ -88,7 +90,7 @@ def _whole_head_ids(tokenizer: BlockTokenizer) -> list[int]:
 
 
 def _head_ids(tokenizer: BlockTokenizer) -> list[int]:
-    """Token ids of the head: the start that prompts of both frameworks have in common."""
+    """Token ids of the head: the common start of the prompts of both frameworks."""
     if not has_chat_template(tokenizer.tokenizer):
         return tokenizer.final_ids(CHAT.system, first=True)
     turns: list[Message] = [

@@ -28,7 +28,7 @@ def marked_sources(spans: Iterable[Span]) -> tuple[Span, ...]:
 
     A source is the text between a mark and the next end of the same kind, such as
     ``<source id="1" name="notes.txt">`` and ``</source>``. The marks stay text, because their
-    numbers change from question to question. Only users', tools' and system messages are split.
+    numbers change from question to question. Only user, tool and system messages are split.
     """
     spans = tuple(spans)
     room = MOST_PASSAGES - sum(span.origin in PASSAGES for span in spans)
@@ -49,7 +49,8 @@ def marked_sources(spans: Iterable[Span]) -> tuple[Span, ...]:
 
 def _places(text: str) -> Iterator[tuple[int, int]]:
     """Start and end of each source, in order."""
-    starts: dict[str, int] = {}  # by kind; a mark without an end, as in instructions, is replaced
+    # Start of the open source of each kind. A later mark replaces a mark without an end.
+    starts: dict[str, int] = {}
     for mark in _MARKS.finditer(text):
         kind, _, is_end = str(mark.lastgroup).partition("_")
         if not is_end:

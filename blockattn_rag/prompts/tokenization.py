@@ -74,8 +74,8 @@ class BlockTokenizer:
         last context block with tokens becomes the final block.
 
         Args:
-            promote: Number of passages at the end of the prompt to compute with the question. They
-                and all text after the first of them become part of the final block.
+            promote: Number of passages at the end of the prompt to compute with the question. The
+                final block then begins with the first of them.
 
         Raises:
             ValueError: The prompt has no tokens.
@@ -106,7 +106,8 @@ class BlockTokenizer:
 
     def _ids(self, spans: Iterable[Span]) -> list[int]:
         ids: list[int] = []
-        run, swallows = "", False  # text since the last added token, which may swallow blanks
+        # Text since the last added token, and whether this token strips blanks after it.
+        run, swallows = "", False
         for span in spans:
             # A lone surrogate cannot be tokenized; it becomes a question mark.
             text, at = span.text.encode("utf-8", "replace").decode("utf-8"), 0

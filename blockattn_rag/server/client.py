@@ -99,7 +99,7 @@ class ServerClient:
             return probe.info
 
     def check_markers(self) -> None:
-        """Raise ServingError if the server would read this installation's markers as text."""
+        """Raise ServingError if the server has another marker key than this installation."""
         if self.info.marker_key != marker_key_id():
             raise ServingError(
                 f"{self.url} has another marker key, so it would read markers as text; set the "
@@ -214,8 +214,7 @@ class ServerClient:
         schema: Mapping[str, Any] | None,
         chat_template_kwargs: Mapping[str, Any] | None,
     ) -> Iterable[Any]:
-        """Chunks of a streamed answer: of a chat, or of a completion if the model has no chat
-        template."""
+        """Stream an answer: of a chat, or of a completion if the model has no chat template."""
         extra: dict[str, Any] = {FIELD: {"mode": mode}}
         if schema is not None:
             named = {"name": "answer", "schema": dict(schema), "strict": True}
@@ -268,7 +267,8 @@ class ServerClient:
             ) from error
         except openai.APIConnectionError as error:
             raise ServingError(f"Cannot reach {self.url}: {error.__cause__ or error}") from error
-        except (openai.APIError, httpx.HTTPError) as error:  # inside a stream
+        except (openai.APIError, httpx.HTTPError) as error:
+            # The connection failed within a stream.
             raise ServingError(f"{self.url} failed in the middle of an answer: {error}") from error
 
     def _failure(self, error: openai.APIStatusError, path: str) -> ServingError | MissError:
@@ -288,7 +288,7 @@ class ServerClient:
 
 
 def server_url(url: str) -> str:
-    """Validate a server's address, and remove the path of an API.
+    """Validate a server's address, and remove a path such as ``/v1``.
 
     Raises:
         ValueError: The address is invalid, or contains a user name or password.
@@ -306,8 +306,8 @@ def server_url(url: str) -> str:
         is_address = False
     if not is_address or parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError(
-            f"Invalid server address {url!r:.200}: expected one such as http://gpu:8000 or "
-            "https://gpu/v1"
+            f"Invalid server address {url!r:.200}: expected an address such as http://gpu:8000 "
+            "or https://gpu/v1"
         )
     path = parts.path.rstrip("/").removesuffix(OPENAI).removesuffix("/v1")
     return f"{parts.scheme}://{parts.netloc}{path}"

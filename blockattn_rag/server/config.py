@@ -51,16 +51,16 @@ class ServingConfig:
             several servers may share. None: no such tier.
         namespace: Namespace of requests without a tenant.
         read_namespaces: Further namespaces to read from; never written.
-        read_only: Store nothing.
+        read_only: Whether the server stores nothing.
         tenant_secret_env: Name of the environment variable with the secret that authenticates
             tenants. The secret itself is not an option, because engines log their options.
         recognize: Whether the routes for OpenAI clients find stored passages in plain text.
-            ``"system"``: also in system messages. ``"sources"``: as True, and what chat front ends
-            mark as sources is a passage, stored or not (``prompts/sources.py``).
+            ``"system"``: also in system messages. ``"sources"``: as True, and text that chat front
+            ends mark as a source is a passage, even if it is not stored (``prompts/sources.py``).
         kv_dtype: Format in which this server stores blocks.
-        fingerprint: Fingerprint that each process must find. ``serve`` passes it, so that a model
-            that changes while the server starts is refused. None: not compared.
-        recipe_digest: Digest of the recipe that each process must find. None: not compared.
+        fingerprint: Expected fingerprint of the model. ``serve`` passes it, so that a process does
+            not start if the model's files change during startup. None: not compared.
+        recipe_digest: Expected digest of the recipe. None: not compared.
     """
 
     store: str
@@ -120,10 +120,10 @@ class ServingConfig:
     def profile_of(
         self, model: str, dtype: torch.dtype, revision: str | None = None
     ) -> tuple[ModelProfile, Recipe]:
-        """Profile of a model that vLLM runs, and the recipe in it.
+        """Make the profile of a model that vLLM runs, with its recipe.
 
-        Every process of a server calls this when it starts, and gets the same result. No weights
-        are loaded. Their files are hashed once, and take seconds per 10 GB.
+        Every process of a server calls this function at startup, and gets the same result. The
+        weight files are not loaded, but hashed once, which takes seconds per 10 GB.
 
         Args:
             model: Folder or hub id.
@@ -134,7 +134,7 @@ class ServingConfig:
             UnsupportedModelError: The model cannot run in block mode.
             ValueError: The recipe is missing or damaged, does not belong to the model, or cannot be
                 served.
-            ServingError: The model or the recipe is not the one of ``fingerprint`` and
+            ServingError: The model differs from ``fingerprint``, or the recipe from
                 ``recipe_digest``.
         """
         checkpoint = CheckpointModel(model, dtype, revision)
@@ -157,7 +157,7 @@ class ServingConfig:
         return bytes_of(self.private_memory)
 
     def private_tokens(self, profile: ModelProfile) -> int:
-        """``private_memory`` in tokens of a model."""
+        """Number of tokens of a model that ``private_memory`` has room for."""
         return self.private_bytes // profile.bytes_per_token
 
     @property

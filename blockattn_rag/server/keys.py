@@ -24,7 +24,7 @@ def salt(plan: BlockPlan, profile: ModelProfile, own: str | None = None) -> str:
 
     Apart from the token ids, pages depend on the split into blocks, the model, the sink and the
     adapter, so the salt covers these. It also covers the tenant and which blocks are private, so
-    response times do not reveal what others asked.
+    response times do not reveal the prompts of others.
     """
     private = [place for place, keep in enumerate(plan.keep) if keep.is_private]
     cut = [plan.op, plan.lengths, private]
@@ -34,17 +34,17 @@ def salt(plan: BlockPlan, profile: ModelProfile, own: str | None = None) -> str:
 
 
 def full_mode_salt(secret: str, namespace: str, given: str | None) -> str:
-    """Cache salt of a tenant's requests in full mode, which nobody else can guess.
+    """Secret cache salt of a tenant's requests in full mode.
 
-    Without it, response times would reveal what other tenants asked, because an engine shares the
-    pages of equal prompts.
+    An engine shares the pages of equal prompts, so without the salt, response times would reveal
+    the prompts of other tenants.
     """
     said = json.dumps([PROTOCOL_VERSION, "full", namespace, given])
     return "tenant-" + code(said, secret)
 
 
 def is_salt(cache_salt: object) -> bool:
-    """Whether a cache salt looks like one from ``salt``. Clients must not send such salts."""
+    """Whether a cache salt has the form of ``salt``. Clients must not send such salts."""
     return isinstance(cache_salt, str) and _SALT.fullmatch(cache_salt) is not None
 
 

@@ -1,4 +1,4 @@
-"""Runs vLLM's API server, with this package's connector and endpoints, as a child process."""
+"""Run vLLM's API server, with this package's connector and endpoints, as a child process."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ _NOT_OPTIONS = {
     "--ssl-keyfile-password": _TLS,
     "--kv-transfer-config": f"change single options of the connector, such as {_MEMORY}",
 }
-"""Options that vLLM may not be given, and what to do instead."""
+"""Refused options of vLLM, and what to do instead."""
 _NOT_IN_FILES = ("--api-key", "--hf-token", "--kv-transfer-config")
-"""Options that a config file may not contain. This command's options replace the others."""
+"""Options that a config file may not contain. This command overrides all other options."""
 _NOT_RECOMPUTING = ("--enable-lora", "--pipeline-parallel-size", "--kv-cache-dtype")
 """Options with which workers recompute no tokens (``server/vllm/compatibility.py``)."""
 _SECRET = re.compile(
@@ -78,13 +78,13 @@ kill -KILL "-$0"
 """
 """Shell script that stops a process group when its standard input ends."""
 _SYMPTOM = "Engine core initialization failed"
-"""What the API server logs when the engine, whose log has the cause, does not start."""
+"""Message of the API server if the engine does not start. The engine's log has the cause."""
 
 
 def require_vllm() -> None:
     if importlib.util.find_spec("vllm") is None:
         raise ImportError(
-            "Serving needs vLLM, which is not installed: make an environment of its own, and run "
+            "Serving needs vLLM, which is not installed: make a separate environment, and run "
             '`pip install ".[cli,vllm,serving]"` in the folder that blockattn-rag was installed '
             "from. Without a GPU, run `pip install --no-deps -r constraints-vllm.txt` and `pip "
             'install -c constraints-vllm.txt ".[cli,llama-index,langchain,serving]"` instead; see '
@@ -135,7 +135,8 @@ def check_options(options: Sequence[str]) -> None:
 
 
 def prevents_recomputing(options: Sequence[str]) -> str | None:
-    """The first option of vLLM with which workers may recompute no tokens, whatever its value."""
+    """The first option of vLLM that prevents workers from recomputing tokens, whatever its
+    value."""
     names = [_name(option) for option in options]
     names += [name for file in _configured(options).values() for name in sorted(file)]
     found = (_meant(name, _NOT_RECOMPUTING) for name in names)
@@ -143,7 +144,7 @@ def prevents_recomputing(options: Sequence[str]) -> str | None:
 
 
 def _meant(name: str, options: Iterable[str]) -> str | None:
-    """The first of ``options`` that vLLM may read a name as. It accepts the beginning of names."""
+    """The first of ``options`` that starts with a name, because vLLM accepts abbreviated names."""
     return next((option for option in options if len(name) > 2 and option.startswith(name)), None)
 
 
@@ -180,7 +181,7 @@ def vllm_command(
     origins = () if _ORIGINS in names else (_ORIGINS, "[]")
     transfer = {"kv_connector": CONNECTOR, "kv_role": "kv_both"}
     extra = {f"kv_connector_extra_config.{key}": value for key, value in connector.items()}
-    # vLLM merges single options into one object, so that later ones replace earlier ones.
+    # vLLM merges single options into one object, in which later options replace earlier options.
     pairs = [
         (f"--kv-transfer-config.{key}", json.dumps(value))
         for key, value in (transfer | extra).items()
@@ -210,8 +211,8 @@ def vllm_environment(given: Mapping[str, str]) -> dict[str, str]:
 
 
 class VllmServer:
-    """vLLM's API server in a process group of its own. Leaving its context stops all its processes,
-    and so does the end of this process, even by SIGKILL.
+    """vLLM's API server in a separate process group. All its processes stop when its context is
+    left, or when this process ends, even by SIGKILL.
     """
 
     def __init__(
@@ -274,8 +275,7 @@ class VllmServer:
         raise self._ended("while it was serving")
 
     def stop(self) -> None:
-        """Stop the server with SIGTERM, and end what is left of its process group after
-        ``STOP_S``."""
+        """Stop the server with SIGTERM, and kill its remaining processes after ``STOP_S``."""
         if self._process.poll() is None:
             self._log(f"Stopping vLLM, which takes up to {STOP_S:.0f} s while requests are running")
         self._process.terminate()
@@ -283,7 +283,7 @@ class VllmServer:
             self._process.wait(STOP_S)
         except subprocess.TimeoutExpired:
             self._log(f"vLLM did not stop within {STOP_S:.0f} s and is killed")
-        finally:  # also after a second Ctrl-C
+        finally:  # Kill the processes even after a second Ctrl-C.
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
@@ -296,7 +296,8 @@ class VllmServer:
         with self._process.stdout as lines:
             for line in lines:
                 self._lines.append(line.rstrip("\n"))
-                # Reading must go on if nobody reads the log, because vLLM would fail to print.
+                # Keep reading even if printing fails, because vLLM would fail if its pipe is full
+                # or closed.
                 with suppress(OSError, ValueError):
                     self._log(line.rstrip("\n"))
 

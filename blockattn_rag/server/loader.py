@@ -1,4 +1,4 @@
-"""Loads the blocks of prompts in background threads: all of them before a deadline, or none."""
+"""Loading of blocks in background threads: all blocks of a prompt before a deadline, or none."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ logger = logging.getLogger("blockattn_rag")
 
 @dataclass(frozen=True, slots=True)
 class LoaderStats:
-    """Totals of a loader."""
+    """Total counts and times of a loader."""
 
     loads: int = 0
     failures: int = 0
@@ -43,7 +43,7 @@ class BlockLoader:
     Args:
         store: Store of this rank: ``open_share``, usually behind faster tiers.
         deadline_s: Seconds that a load may take, including the wait for a thread.
-        most_waiting: Maximum number of running and waiting loads; further ones fail at once.
+        most_waiting: Maximum number of running and waiting loads; further loads fail at once.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class BlockLoader:
         if most_waiting < 1:
             raise ValueError(f"Expected room for at least one load, found {most_waiting}")
         self._most_waiting = most_waiting
-        # A store may hang, so some threads read, and others wait for them until the deadline.
+        # A store may hang, so waiting for a read until the deadline needs a second thread.
         self._readers = Readers(threads, "blockattn-rag-loader")
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="blockattn-rag-load")
         self._lock = threading.Lock()
@@ -86,7 +86,8 @@ class BlockLoader:
                 self._waiting += 1
                 load = self._pool.submit(self._load, blocks, deadline(self._deadline_s))
         if is_taken:
-            load.add_done_callback(self._note_end)  # called at once if it has ended
+            # The callback runs at once if the load has ended.
+            load.add_done_callback(self._note_end)
             return load
         self._count(failures=1)
         refused: Future[list[BlockKV]] = Future()
@@ -101,7 +102,7 @@ class BlockLoader:
             return replace(self._stats, tiers=tiers)
 
     def close(self) -> None:
-        """Start no further loads. Running ones complete; waiting ones are cancelled."""
+        """Stop starting loads. Running loads complete, and waiting loads are canceled."""
         with self._lock:
             self._is_closed = True
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -128,7 +129,7 @@ class BlockLoader:
         return [found[block.place] for block in blocks]
 
     def _look_up(self, blocks: Sequence[BlockId], until: float) -> dict[int, BlockKV]:
-        """Look up blocks. Returns them by their index in the prompt."""
+        """Look up blocks, and return them by their index in the prompt."""
         if not remaining(until):
             raise StoreError("other loads took all the time until the deadline")
 

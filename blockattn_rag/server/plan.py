@@ -39,7 +39,7 @@ Op = Literal["complete", "encode"]
 
 @dataclass(config=STRICT, frozen=True, slots=True)
 class BlockPlan:
-    """How the prompt of a request is split into blocks.
+    """Split of a request's prompt into blocks.
 
     Args:
         lengths: Number of tokens of each context block, in order. ``complete``: the prompt starts
@@ -47,10 +47,10 @@ class BlockPlan:
             prompt.
         keep: Where each block may be kept. Default: ``PRIVATE`` for all, so that the KV of text
             that a client did not mark as a passage never reaches the store.
-        fixed: Places of the blocks after the first that are not passages. Their tokens are never
-            recomputed, nor are those of the first block.
-        opens_prompt: For ``encode``: whether the block opens a prompt, and so is encoded without
-            sink and adapter.
+        fixed: Indices of the blocks after the first that are not passages. The tokens of the first
+            block and of these blocks are never recomputed.
+        opens_prompt: For ``encode``: whether the block is the first of a prompt, which is encoded
+            without sink and adapter.
     """
 
     op: Op
@@ -92,7 +92,8 @@ class BlockPlan:
         return tuple(place not in fixed for place in range(len(self.lengths)))
 
     def check_fits(self, num_prompt_tokens: int) -> None:
-        """Raise ProtocolError if the blocks, and for answers one more token, exceed the prompt."""
+        """Raise ProtocolError if the blocks do not fit in the prompt. For answers, one more
+        token."""
         answers = self.op != "encode"
         most = num_prompt_tokens - answers
         last = ", and its last token must not be in a block" if answers else ""
@@ -124,7 +125,7 @@ class BlockPlan:
         return {FIELD: fields}
 
     def is_signed(self, mac: object, secret: str) -> bool:
-        """Whether ``mac`` proves that the writer of this plan has the secret."""
+        """Whether ``mac`` is the signature of this plan with the secret."""
         is_text = isinstance(mac, str) and mac.isascii()
         return is_text and hmac.compare_digest(str(mac), self._mac(secret))
 
@@ -143,7 +144,7 @@ def parse_plan(
     secret: str | None = None,
     namespace: str = "",
 ) -> BlockPlan | None:
-    """Parse the plan in a request's ``kv_transfer_params``. None: the request has no plan.
+    """Parse the plan in a request's ``kv_transfer_params``. Returns None if there is none.
 
     Args:
         secret: The server's tenant secret. If the server has one, plans must be signed with it.

@@ -1,4 +1,4 @@
-"""Ingestion on one or several servers over one store, with a journal of what is done."""
+"""Ingestion on one or several servers over one store, with a journal of stored passages."""
 
 from __future__ import annotations
 
@@ -56,17 +56,17 @@ S = TypeVar("S", bound=Server)
 
 
 class ServerPool:
-    """Servers of one model over one store, which share the encoding of passages.
+    """Servers with one model and one store that share the encoding of passages.
 
-    Each server receives new requests as fast as it answers. A request that fails for a temporary
-    reason, such as a server that was stopped, goes to another server. The failed server is checked
-    every few seconds, and used again once it is healthy.
+    Each server receives new requests as fast as it answers. If a server fails temporarily, its
+    requests go to other servers. It is checked every few seconds, and used again once it is
+    healthy.
 
     Args:
         servers: Clients of the servers (``ServerClient``).
-        journal: Folder of a journal: which server stored which passage. Recorded passages are
-            skipped without a request; delete the folder to have them looked up again. Several
-            processes may share it. Default: no journal.
+        journal: Folder that records which server stored which passage. Recorded passages are
+            skipped without a request; delete the folder to look them up again. Several processes
+            may share it. Default: no journal.
 
     Raises:
         ValueError: ``servers`` is empty.
@@ -75,7 +75,7 @@ class ServerPool:
     def __init__(self, servers: Sequence[Server], journal: str | Path | None = None) -> None:
         if not servers:
             raise ValueError("Expected one or several servers, found none")
-        is_checked = len(servers) == 1  # a single server's own error says enough
+        is_checked = len(servers) == 1  # With a single server, its own error is the message.
         self._members = [_Member(server, None if is_checked else 0.0) for server in servers]
         self._folder = None if journal is None else Path(journal)
         self._stored_text: str | None = None
@@ -177,7 +177,7 @@ class ServerPool:
                         else:
                             self._note_stored(member, job.body.texts[-1])
                             yield member.server.url, job.body, answer
-            finally:  # after an error or an interrupt
+            finally:  # Do not wait for running requests after an error or an interrupt.
                 for request in running:
                     request.cancel()
 
@@ -189,7 +189,8 @@ class ServerPool:
         now, is_first = time.monotonic(), self._stored_text is None and len(self._members) > 1
         for member in self._members:
             if member.check_at is not None and member.check_at <= now:
-                member.check_at = float("inf")  # until this check ends
+                # The server is not checked again before this check ends.
+                member.check_at = float("inf")
                 running[threads.submit(self._check, member.server)] = (member, None)
         while free := [m for m in self._members if m.check_at is None and m.requests < _AT_ONCE]:
             if is_first and any(member.requests for member in self._members):
@@ -210,7 +211,7 @@ class ServerPool:
         return None if until == float("inf") else max(0.0, until)
 
     def _set_aside(self, member: _Member, job: _Job | None, error: ServingError) -> None:
-        """Stop using a server until a check succeeds. Raises errors that a retry cannot help."""
+        """Stop using a server until a check succeeds. Raises errors that a retry cannot fix."""
         status = getattr(error.__cause__, "status_code", 500)
         if job is not None:
             job.failed.append(member)
@@ -223,7 +224,7 @@ class ServerPool:
             member.check_at = 0.0
 
     def _check(self, server: Server) -> bool:
-        """Whether a server has a passage that another one stored. False: nothing is stored yet.
+        """Whether a server has a passage that another server stored. False: nothing is stored yet.
 
         Raises:
             ServingError: The server is not healthy.
@@ -242,7 +243,7 @@ class ServerPool:
         return text is not None
 
     def _note_stored(self, member: _Member, text: str) -> None:
-        """Note a stored passage. After the first one, check whether the other servers have it."""
+        """Note a stored passage. Check whether the other servers have the first passage."""
         if self._stored_text is None:
             for other in self._members:
                 if other is not member and other.check_at is None:
@@ -255,7 +256,7 @@ class _Member:
     """A server of a pool.
 
     Args:
-        check_at: When to check it before it is used (``time.monotonic``). None: it is healthy.
+        check_at: Time of the next check (``time.monotonic``). None: the server is healthy.
         requests: Number of running requests.
     """
 
@@ -283,13 +284,13 @@ class Journal:
     """Folder that records which server stored which passage, one line of JSON for each.
 
     A line has ``passage`` (its beginning), ``handle``, ``server``, ``done`` (``"encoded"``, or
-    ``"found"`` if it was stored before) and ``identity``: lines of another model, recipe or
-    namespace are ignored. Each process appends to a file of its own, so several machines can share
-    the folder. A line that a crash cut off is ignored: its passage is looked up again.
+    ``"found"`` if it was stored before) and ``identity``. Lines with another identity are ignored,
+    and so are incomplete lines after a crash. Each process appends to its own file, so several
+    machines can share the folder.
 
     Args:
-        folder: The folder. Created with the first line.
-        identity: What passages are encoded for.
+        folder: Path of the folder. Created with the first line.
+        identity: Digest of the model, recipe and namespace that passages are encoded for.
     """
 
     def __init__(self, folder: Path, identity: str) -> None:
@@ -327,7 +328,7 @@ class Journal:
 
 
 def first_reachable(servers: Sequence[S]) -> S:
-    """The first server that answers. Raises the ServingError of the last one if none does."""
+    """The first server that answers. Raises the last server's ServingError if none answers."""
     for server in servers[:-1]:
         try:
             _ = server.info

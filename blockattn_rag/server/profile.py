@@ -1,7 +1,7 @@
-"""ModelProfile: everything that a server needs to know about a model.
+"""ModelProfile: the properties of a model that a server needs.
 
-A server does not load the model with transformers, and its engine stores the weights in another
-form. So each process of a server makes the profile from the checkpoint's files, with equal results.
+A server does not load the model with transformers. Each of its processes makes the profile from the
+checkpoint's files, with equal results.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class LayerProfile:
-    """Layer that stores keys and values.
+    """Properties of a layer that stores keys and values.
 
     Args:
-        kv_heads: Key-value heads.
-        key_size, value_size: Sizes of a head. For a latent layer: of its rotary key and its latent.
+        kv_heads: Number of key-value heads.
+        key_size, value_size: Sizes of a head's key and value. For a latent layer: sizes of its
+            rotary key and its latent.
         rotary: Index of the layer's rotary layout in ``ModelProfile.rotary``.
         index: Index of the layer in the model.
     """
@@ -59,14 +60,14 @@ class LayerProfile:
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    """A ``kv.RotaryLayout`` that can be compared: pairing, and float32 frequencies in radians per
+    """A ``kv.RotaryLayout`` that can be compared, with float32 frequencies in radians per
     position."""
 
     pairing: Pairing
     frequencies: tuple[float, ...]
 
 
-@dataclass(frozen=True)  # without slots, because of the cached property
+@dataclass(frozen=True)  # Slots would not allow the cached property.
 class ModelProfile:
     """Properties of a model that a server needs to load and store its blocks.
 
@@ -78,7 +79,7 @@ class ModelProfile:
         layers: Layers that store keys and values.
         hidden_layers: Number of all layers.
         vocab_size: Upper bound of token ids.
-        max_positions: Maximum tokens of a prompt and its answer for which keys are exact.
+        max_positions: Maximum number of tokens of a prompt and its answer for which keys are exact.
         adapter: Digest of the adapter that is applied to these blocks; empty if there is none.
         block_tuned: Whether the model is known to be block-fine-tuned.
     """
@@ -141,7 +142,8 @@ def profile_of(model: AnyModel, recipe: Recipe | None = None) -> ModelProfile:
     """Make the profile of a model. Reads all weights or their files, for its fingerprint.
 
     Args:
-        recipe: How block mode runs. Default: as the model was block-fine-tuned, or without sink.
+        recipe: Recipe of block mode. Default: the settings that the model was block-fine-tuned
+            with, or no sink.
     """
     if recipe is None:
         trained: dict[str, Any] = {**model.tuned_with}

@@ -55,8 +55,9 @@ Outcome = Literal["found", "encoded", "missing"]
 
 
 def marker_key_id() -> str:
-    """Public name of the marker key. Two installations with the same name read each other's
-    markers."""
+    """Public name of the marker key. Two installations with equal names accept each other's
+    markers.
+    """
     return hmac.new(marker_key(), b"blockattn-rag key id", hashlib.sha256).hexdigest()[:16]
 
 
@@ -130,7 +131,7 @@ class EncodeBody:
 
 @dataclass(config=STRICT, frozen=True, slots=True)
 class EncodeAnswer:
-    """Answer of ``ENCODE``."""
+    """Answer of ``ENCODE``: the outcome of each passage."""
 
     passages: Annotated[tuple[Outcome, ...], Field(min_length=1, max_length=MOST_BLOCKS)]
     encoded_tokens: Count = 0

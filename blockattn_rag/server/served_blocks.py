@@ -1,4 +1,4 @@
-"""Report of an engine on the context blocks of an answer, in its ``kv_transfer_params``.
+"""Reuse report of an engine, in the ``kv_transfer_params`` of an answer.
 
 Importing this module does not load torch.
 """
@@ -15,10 +15,11 @@ from blockattn_rag.server.protocol import FIELD
 
 @dataclass(frozen=True, slots=True)
 class ServedBlocks:
-    """Report on the context blocks of a request in block mode: loaded, cached or encoded.
+    """Counts of the context blocks of a request in block mode that were loaded, cached or encoded.
 
     Args:
-        loaded_tokens: Context tokens loaded from a store, also those that are then recomputed.
+        loaded_tokens: Context tokens loaded from a store, including tokens that are then
+            recomputed.
         local_tokens: Context tokens found in the engine's own cache.
         encoded: Blocks encoded for this request, because no store had them.
         encoded_tokens: Tokens of these encoded blocks.
@@ -27,8 +28,8 @@ class ServedBlocks:
         cut_short: Whether a stop string ended the answer. The engine then reports nothing, so
             ``loaded_tokens``, ``local_tokens``, ``fetch_s`` and ``int8_blocks`` are unknown and 0,
             and ``recomputed`` is empty.
-        recomputed: Recomputed tokens of each block, except of those encoded for this request. Empty
-            if there are none.
+        recomputed: Number of recomputed tokens of each block that was not encoded for this request.
+            Empty: no tokens were recomputed.
     """
 
     blocks: int

@@ -1,7 +1,7 @@
-"""Share of each block that one rank of a server reads: its heads and layers.
+"""Shares: the heads and layers of each block that one rank of a server reads.
 
-Tensor-parallel ranks split the heads of each layer, pipeline-parallel ranks split the layers. A
-rank reads only the tensors of its heads, and keeps its layers of them.
+Tensor-parallel ranks split the heads of each layer, and pipeline-parallel ranks split the layers. A
+rank reads only the tensors of its heads, and keeps only its layers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from blockattn_rag.store.base import KVStore, MaintainedStore, ReadResult, Store
 from blockattn_rag.store.header import Header
 from blockattn_rag.store.layout import LayerShape, Layout, share_of
 
-# Bytes read together with the header, to save a request: the ids of 1024 tokens.
+# Read the ids of up to 1024 tokens together with the header, to save a request.
 _IDS_BYTES = 8 << 10
 
 
@@ -75,7 +75,7 @@ class Share:
 
     def cut(self, kv: BlockKV) -> BlockKV:
         for layer in self.layers:
-            kv.stored(layer)  # waits until it is loaded
+            kv.stored(layer)  # This line waits until the adapter is loaded.
         return kv.with_tensors(
             [
                 [tensor[heads.start : heads.stop].clone() for tensor in kv.tensors(layer)]
@@ -84,7 +84,8 @@ class Share:
         )
 
     def cut_adapter(self, adapter: Correction) -> Correction:
-        """Copy this share out of an adapter, for ``Correction.applied``. The digest differs."""
+        """Copy this share of an adapter, for ``Correction.applied``. The copy has another
+        digest."""
         layers = [
             LayerCorrection(*(t[heads.start : heads.stop].clone() for t in adapter.layers[layer]))
             for layer, heads in zip(self.layers, self.heads, strict=True)

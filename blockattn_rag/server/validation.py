@@ -21,7 +21,7 @@ _MOST = 1 << 53
 _MOST_FIELDS = 100
 """pydantic collects an error for each unknown field, so long objects would take seconds."""
 
-_OTHER_BODY_BYTES = 4 << 20  # grammars have up to 2 million characters
+_OTHER_BODY_BYTES = 4 << 20  # Grammars have up to 2 million characters.
 _BODY_BYTES_PER_TOKEN = 64
 
 STRICT = ConfigDict(extra="forbid")
@@ -41,7 +41,7 @@ _repr.maxstring = _repr.maxother = 80
 
 
 def shown(value: object) -> str:
-    """Shorten a value for a message."""
+    """Value as text for a message, shortened."""
     if type(value) is int and abs(value) > _MOST:  # Python refuses to print very long integers
         return f"a number of {value.bit_length()} bits"
     return _repr.repr(value)
@@ -60,7 +60,7 @@ def parse(kind: type[T], value: object, name: str) -> T:
 
 @cache
 def _adapter(kind: Any) -> TypeAdapter[Any]:
-    """Validator of a type, which takes long to create."""
+    """Validator of a type. It is cached, because creating it takes long."""
     return TypeAdapter(kind)
 
 

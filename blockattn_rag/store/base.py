@@ -27,7 +27,7 @@ class TierStats:
         hits: Entries read.
         read_tokens, read_bytes: Tokens and bytes (keys, values, scales) of the entries read.
         misses: Lookups of absent or damaged entries.
-        written: Entries written, including promoted ones.
+        written: Entries written, including copies of hits in slower tiers.
         failures: Failed reads and writes. A read of many entries counts once.
         skipped: Entries not looked up or written because the breaker was open.
         dropped: Entries not written because the queue was full or the write failed.
@@ -71,7 +71,7 @@ SIDECAR = "sidecar"
 
 
 class Sidecar(ABC):
-    """Small immutable files beside the entries of a store, such as the index of passages.
+    """Small immutable files alongside the entries of a store, such as the index of passages.
 
     A file has a path of several parts, ``"folder/name"``. It is written atomically and never
     changed, so readers need no lock: a file is complete or absent. All methods raise StoreError if
@@ -99,8 +99,8 @@ class KVStore(ABC):
     """Base class of stores: a thread-safe map from store keys (``kv.store_key``) to ``BlockKV``.
 
     A new backend implements ``get`` (or ``get_many``, if reading several entries at once is
-    faster), ``put``, ``__contains__``, ``delete``, ``keys`` and ``stats``. The others have
-    defaults: override ``touch`` if the store evicts entries, ``mark_used`` if marking a use is
+    faster), ``put``, ``__contains__``, ``delete``, ``keys`` and ``stats``. The other methods have
+    defaults. Override ``touch`` if the store evicts entries, ``mark_used`` if marking a use is
     cheaper than ``touch``, and ``sidecar`` to support recognition. A store that ``blockattn-rag
     store`` maintains derives from ``MaintainedStore``.
     """
@@ -139,7 +139,7 @@ class KVStore(ABC):
 
         Raises:
             ValueError: ``key`` is not the ``store_key`` of ``kv``, or ``kv`` is malformed.
-            StoreError: The entry cannot be written; or it contains NaN or infinity, and the store
+            StoreError: The entry cannot be written. Or it contains NaN or infinity, and the store
                 is not in the memory of this process.
         """
 
@@ -160,9 +160,9 @@ class KVStore(ABC):
         """Size and counters."""
 
     def touch(self, key: str) -> bool:
-        """Mark an entry as used now. Returns whether it exists and looks intact.
+        """Mark an entry as used now. Returns whether it exists and appears intact.
 
-        An entry that looks damaged counts as absent, so that its block is computed again.
+        An entry that appears damaged counts as absent, so that its block is computed again.
         """
         return key in self
 
@@ -178,13 +178,13 @@ class KVStore(ABC):
         live. Of two concurrent claims, one may be lost; its block may then be computed again.
 
         Returns:
-            Whether the entry exists and looks intact.
+            Whether the entry exists and appears intact.
         """
         return self.touch(key)
 
     @property
     def sidecar(self) -> Sidecar | None:
-        """Small files beside the entries, such as the index of passages. None: not supported."""
+        """Small files alongside the entries, such as the index of passages. None: not supported."""
         return None
 
 
@@ -258,14 +258,14 @@ class MaintainedStore(KVStore):
     ) -> list[ReadResult]:
         """Read some heads of some layers of entries, verified like complete entries.
 
-        Counts as a use. A remote store reads the headers of all entries concurrently, and then the
-        rest.
+        The read counts as a use. A remote store first reads the headers of all entries
+        concurrently, and then the selected heads.
 
         Args:
             choose: Function that returns the heads of each layer to read, given the header. If it
                 raises a StoreError, that error is returned.
-            head_bytes: Number of bytes to read first. Bytes within them are not read again. A
-                remote store rejects entries with a longer header.
+            head_bytes: Number of bytes to read first, which are not read again. A remote store
+                rejects entries with a longer header.
 
         Returns:
             For each key: the part as a block with the key of the entry, None if there is no entry,
@@ -310,6 +310,6 @@ def age_s(used_ns: int, now_ns: int | None = None) -> float:
     """Seconds between a time (nanoseconds since 1970) and now.
 
     A time in the future comes from a wrong clock, so its absolute distance counts: a file that is a
-    few seconds ahead is new, but one that is a year ahead must not be kept forever.
+    few seconds ahead is new, but a file that is a year ahead must not be kept forever.
     """
     return abs((time.time_ns() if now_ns is None else now_ns) - used_ns) / 1e9

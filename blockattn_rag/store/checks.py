@@ -1,4 +1,4 @@
-"""Validation of keys, of blocks before they are stored, and of tensors that a header describes."""
+"""Validation of keys, of blocks before they are stored, and of tensors in a header."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ DTYPES = {
     "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
     "F8_E5M2": torch.float8_e5m2,
     "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
-    "I8": torch.int8,  # for quantized keys and values only
-    "I64": torch.int64,  # for token ids only
+    "I8": torch.int8,  # Only quantized keys and values have this dtype.
+    "I64": torch.int64,  # Only token ids have this dtype.
 }
 """Dtypes of an entry, by their names in safetensors."""
 
@@ -75,7 +75,7 @@ def check_storable(kv: BlockKV) -> None:
 
 
 def check_block(kv: BlockKV, key: str, token_ids: Sequence[int], outline: Outline) -> None:
-    """Check that a block that was read is the requested one."""
+    """Check that a block read from a store is the requested block."""
     if kv.key != key:
         raise FingerprintMismatchError(
             f"The store has another block under {key} (found digest {kv.digest[:12]}, fingerprint "
@@ -93,7 +93,7 @@ def check_block(kv: BlockKV, key: str, token_ids: Sequence[int], outline: Outlin
 
 
 def is_finite(kv: BlockKV) -> bool:
-    """Whether all keys and values are finite. One NaN or infinity spoils every answer."""
+    """Whether all keys and values are finite. A single NaN or infinity spoils every answer."""
     if kv.scales is None:
         return all(all_finite(states) for states in (*kv.keys, *kv.values))
     # The largest magnitude that a scale can give, in the dtype of the dequantized states.
@@ -182,7 +182,7 @@ def check_text(value: object) -> str:
         raise ValueError(
             f"fingerprint, digest, handle and namespace must be text, found {value!r:.80}"
         )
-    value.encode()  # half a surrogate pair raises UnicodeEncodeError, a ValueError
+    value.encode()  # Half a surrogate pair raises UnicodeEncodeError, a ValueError.
     return value
 
 
@@ -190,5 +190,5 @@ def all_finite(states: Tensor) -> bool:
     """Whether all numbers are finite. Takes one pass; only 8-bit numbers are copied."""
     wide = (
         states.float() if states.element_size() == 1 else states
-    )  # aminmax does not support 8 bits
+    )  # `aminmax` does not support 8 bits.
     return all(bool(torch.isfinite(extreme)) for extreme in torch.aminmax(wide))

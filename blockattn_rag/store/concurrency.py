@@ -1,6 +1,6 @@
 """Concurrency of stores: reads with deadlines, merged reads, and a write queue.
 
-A forked process has none of its parent's threads, so these objects reset themselves in it.
+A forked process lacks its parent's threads, so these objects reset themselves in it.
 """
 
 from __future__ import annotations
@@ -132,13 +132,13 @@ class SingleFlight(_ForkAware):
                 awaited[key].set_result(entry)
         finally:
             for key in own:
-                if not awaited[key].done():  # read_many raised in this thread
+                if not awaited[key].done():  # `read_many` raised in this thread.
                     awaited[key].set_result(StoreError(f"The read of {key} was interrupted"))
                 self._end(key, awaited[key])
         return [_answer(awaited[key], until, key) for key in keys]
 
     def forget(self, key: str) -> None:
-        """Keep later reads of a changing entry from joining a running read."""
+        """Prevent later reads of a changing entry from joining a running read."""
         with self._lock:
             self._reads.pop(key, None)
 
@@ -200,7 +200,7 @@ class WriteQueue(_ForkAware):
                 return False
             try:
                 self._threads.submit(self._run, key, queued)
-            except RuntimeError:  # the interpreter is exiting
+            except RuntimeError:  # The interpreter is exiting.
                 return False
             self._waiting[key] = queued
             self._bytes += kv.nbytes
@@ -221,7 +221,8 @@ class WriteQueue(_ForkAware):
             return was_queued
 
     def flush(self, wait_s: float | None = None) -> bool:
-        """Wait until the queue is empty, at most ``wait_s`` seconds. Returns whether it is."""
+        """Wait until the queue is empty, at most ``wait_s`` seconds. Returns whether it is
+        empty."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._bytes, wait_s)
 
@@ -237,7 +238,7 @@ class WriteQueue(_ForkAware):
 
     def _run(self, key: str, queued: _Write) -> None:
         with self._changed:
-            # One write per key at a time: an older write that ends last would undo a newer one.
+            # One write per key at a time: an older write that ends last would undo a newer write.
             self._changed.wait_for(lambda: key not in self._running)
             self._running.add(key)
             is_wanted = self._waiting.get(key) is queued

@@ -99,7 +99,7 @@ class DirectoryStore(MaintainedStore):
                 if not self._mark.exists():
                     self._make(create)
                 _check_mark(self._mark)
-        except ValueError as error:  # a path with a NUL, or with half a surrogate pair
+        except ValueError as error:  # The path contains a NUL, or half a surrogate pair.
             raise StoreError(f"No folder can have the name {str(path)!r}: {error}") from error
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -133,10 +133,10 @@ class DirectoryStore(MaintainedStore):
         return self._at_once(partial(self._part, choose), keys)
 
     def touch(self, key: str) -> bool:
-        """Mark an entry as used now. Returns whether it exists and looks intact.
+        """Mark an entry as used now. Returns whether it exists and appears intact.
 
-        The header and the size of the file are checked; checking the rest would take as long as
-        reading it. A damaged or unreadable entry counts as absent.
+        Only the header and the size of the file are checked, because a complete check would take as
+        long as reading the file. A damaged or unreadable entry counts as absent.
         """
         path = self.entry_path(key)
         try:
@@ -182,8 +182,8 @@ class DirectoryStore(MaintainedStore):
         return (path.stem for path in self._names() if _is_entry(path))
 
     def entries(self) -> Iterator[StoredEntry]:
-        """All entries. The time of use is the file's modification time: of its last write, touch,
-        or read (recorded once a minute)."""
+        """All entries. Their time of use is the file's modification time: the time of its last
+        write, touch, or read (recorded once a minute)."""
         for path in self._names():
             if _is_entry(path):
                 with files.explained("look at", path):
@@ -249,7 +249,7 @@ class DirectoryStore(MaintainedStore):
             return error
 
     def _write(self, path: Path, content: bytes) -> None:
-        if not self._mark.exists():  # the folder was deleted since it was opened
+        if not self._mark.exists():  # The folder was deleted since it was opened.
             self._make(create=True)
         if not path.parent.exists():
             files.make_folder(self._objects)

@@ -13,7 +13,7 @@ from blockattn_rag.store.base import KVStore, MaintainedStore, StoredEntry, age_
 logger = logging.getLogger("blockattn_rag")
 
 _SHARE = 64  # see SizeBound
-_LOOKS = 3  # attempts to make room while entries are in use
+_LOOKS = 3  # Number of attempts to make room while entries are in use.
 
 Remove = Callable[[str, int], bool | None]
 """Function that deletes the entry of a key unless it was used after a given time; see
@@ -43,7 +43,7 @@ class Refusals:
         if is_first:
             logger.warning(
                 "A block of %d bytes does not fit in %r and is not stored, so it is computed again "
-                "each time; raise %s. Further ones are only counted (stats().refused)",
+                "each time; raise %s. Further blocks are only counted (stats().refused)",
                 nbytes,
                 store,
                 self._limit,
@@ -57,10 +57,10 @@ def evict(
     *,
     more_bytes: int = 0,
 ) -> tuple[int, tuple[StoredEntry, ...]]:
-    """Delete the least recently used entries until the rest take at most ``max_bytes``.
+    """Delete the least recently used entries until the others take at most ``max_bytes``.
 
     Args:
-        more_bytes: Extra bytes to free, in complete entries, if any entry must be deleted.
+        more_bytes: Additional bytes to free, in complete entries, if any entry must be deleted.
 
     Returns:
         Bytes of the remaining entries, and the deleted entries.
@@ -80,7 +80,7 @@ def evict(
         removed = remove(entry.key, entry.used_ns)
         if removed:
             deleted.append(entry)
-        if removed is not False:  # deleted now or before
+        if removed is not False:  # The entry was deleted now or before.
             left -= entry.nbytes
     return left, tuple(deleted)
 
@@ -88,10 +88,10 @@ def evict(
 class SizeBound:
     """Makes room in a store before a write. Callers must hold ``lock``.
 
-    Listing all files for each write would be slow in a large store. So a writer lists them only
-    after it has written a 64th of the size limit, or if there is no room, and then frees up to a
-    64th at once. With one writer, a store never exceeds its limit. Each further writer may exceed
-    it by a 64th, or by one entry if that is larger, until one of the writers lists the files again.
+    Listing all files for each write would be slow in a large store. A writer therefore lists them
+    only after it has written a 64th of the size limit, or if there is no room, and then frees up to
+    a 64th at once. With one writer, a store never exceeds its limit. Each additional writer may
+    exceed the limit by a 64th, or by one larger entry, until a writer lists the files again.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -100,7 +100,7 @@ class SizeBound:
         self.lock = threading.Lock()
         self.evictions = 0
         self.refusals = Refusals()
-        self._room = 0  # bytes that may be written before the files are listed again
+        self._room = 0  # Bytes that may be written before the files are listed again.
 
     def make_room(
         self,
@@ -136,7 +136,7 @@ class ShrinkReport:
 
 
 def shrink(store: MaintainedStore, max_bytes: int) -> ShrinkReport:
-    """Delete the least recently used entries until the rest take at most ``max_bytes``.
+    """Delete the least recently used entries until the others take at most ``max_bytes``.
 
     To limit the size permanently, use ``DirectoryStore(path, max_bytes=...)``. Deleted entries are
     computed again when they are needed. Temporary files are ignored.

@@ -1,7 +1,7 @@
-"""Files of a store: private to their owner, and deleted only when they are not in use.
+"""Files of a store, which are private to their owner and deleted only if they are not in use.
 
 The modification time of a file is the time of its last use. To delete a file by age, it is renamed
-to a temporary name and its time of use is checked again: a process that used the file in the
+to a temporary name, and its time of use is checked again. A process that used the file in the
 meantime finds it either restored or deleted. This needs no lock, and is safe if a process dies.
 """
 
@@ -71,7 +71,7 @@ def opened(path: Path) -> Iterator[FileIO | None]:
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK)  # opening a pipe without a writer would block
+    return os.open(path, flags | os.O_NONBLOCK)  # Opening a pipe without a writer would block.
 
 
 def read_whole(file: FileIO) -> Tensor:
@@ -101,7 +101,7 @@ def read_places(file: FileIO, places: Sequence[tuple[int, int]]) -> Tensor:
 def _memory(size: int) -> Tensor:
     try:
         return torch.empty(size, dtype=torch.uint8)
-    except RuntimeError as error:  # raised by torch if an allocation fails
+    except RuntimeError as error:  # Torch raises this if an allocation fails.
         raise OSError(errno.ENOMEM, f"not enough memory for {size} bytes") from error
 
 
@@ -119,7 +119,7 @@ def mark_used(descriptor: int, at_most_every_s: float = 0.0) -> None:
     """
     if at_most_every_s and age_s(os.fstat(descriptor).st_mtime_ns) < at_most_every_s:
         return
-    now = time.time_ns()  # more precise than the system's own timestamps
+    now = time.time_ns()  # This time is more precise than the system's own timestamps.
     try:
         os.utime(descriptor, ns=(now, now))
     except OSError as error:
@@ -143,7 +143,8 @@ def remove_unused(path: Path, used_ns: int) -> bool | None:
                 is_deleted = True
         finally:
             if not is_deleted:
-                # A file that was written here meanwhile is the same block, so either may stay.
+                # A file that was written here meanwhile has the same block, so either file may
+                # stay.
                 os.replace(aside, path)
     except FileNotFoundError:
         return None
@@ -151,7 +152,7 @@ def remove_unused(path: Path, used_ns: int) -> bool | None:
 
 
 def status_of(path: Path) -> os.stat_result | None:
-    """Status of a file, or of a link that leads nowhere. None: nothing has this path."""
+    """Status of a file, or of a broken link. None: the path does not exist."""
     try:
         return os.stat(path)
     except OSError as error:

@@ -25,7 +25,7 @@ class LookupResult(NamedTuple):
     """Result of ``find_blocks``.
 
     Args:
-        errors: Errors by key: of damaged or foreign entries, and of failed reads.
+        errors: Errors of damaged or foreign entries, and of failed reads, by key.
     """
 
     blocks: list[BlockKV | None]
@@ -37,10 +37,10 @@ def find_blocks(
     get_many: Callable[[Sequence[str]], Sequence[ReadResult]],
     outline: Outline,
 ) -> LookupResult:
-    """Look blocks up, with one read for their first keys, one for the second keys of the blocks
-    that are still missing, and so on.
+    """Look blocks up, with one read for the first keys of all blocks, one read for the second keys
+    of the blocks that are still missing, and so on.
 
-    A damaged entry is a miss, and so is an entry that is not the requested block.
+    A damaged entry is a miss, and so is an entry with another block.
     """
     blocks: list[BlockKV | None] = [None] * len(queries)
     errors: dict[str, StoreError] = {}

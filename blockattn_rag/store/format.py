@@ -1,7 +1,7 @@
-"""Encoding of entries: safetensors files with a checksum of each tensor and of the header.
+"""Encoding of entries as safetensors files with a checksum of each tensor and of the header.
 
-Pure functions that convert a ``BlockKV`` to bytes and back; they open no files. ``docs/format.md``
-is the specification. ``store.layout`` defines the tensors, ``store.header`` the metadata. Stores
+These pure functions convert a ``BlockKV`` to bytes and back. ``docs/format.md`` is the
+specification. ``store.layout`` defines the tensors, ``store.header`` the metadata. Stores
 use ``encoded`` and ``decoded``, which check keys and name the place of an entry in errors.
 """
 
@@ -95,7 +95,8 @@ def decode_part(header: Header, part: HeadsByLayer, data: Tensor) -> BlockKV:
         stop = at + header.places[name].nbytes
         tensors[name] = _verified(header, name, data[at:stop])
         at = stop
-    # A copy: a view would keep all keys and values in memory after they moved to another device.
+    # Copy the token ids: a view would keep all keys and values in memory after they moved to a
+    # device.
     token_ids = tensors[TOKEN_IDS].clone()
     if token_ids.min() < 0:
         raise FormatError(f"found token id {int(token_ids.min())}, expected 0 or more")
@@ -106,7 +107,7 @@ def decode_part(header: Header, part: HeadsByLayer, data: Tensor) -> BlockKV:
             joined = _stacked([tensors[tensor_name(h, kind, number)] for h in part[own[0]]])
             for layer in own:
                 state = joined[:, members.index(layer)]
-                # A copy of some layers does not keep the others in memory.
+                # Copy the layers: a view would keep the other layers in memory.
                 states[kind][layer] = state if len(own) == len(members) else state.clone()
     by_layer = {kind: [part[layer] for layer in sorted(part)] for kind, part in states.items()}
     kv = _block(header, token_ids, by_layer)
@@ -125,7 +126,7 @@ def check_entry_key(key: str, entry: BlockKV | Header, place: object) -> None:
 
 
 def encoded(key: str, kv: BlockKV, place: object) -> bytes:
-    """Encode an entry for ``place``."""
+    """Encode an entry as bytes, after checking that ``kv`` belongs under ``key``."""
     checks.check_entry(key, kv)
     checks.check_finite(kv, place)
     return encode(kv)

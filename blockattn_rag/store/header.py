@@ -26,7 +26,7 @@ _LENGTH_BYTES = 8
 _MOST_HEADER_BYTES = 1 << 22
 _MOST_TEXT_BYTES = 1024
 _TEXTS = ("fingerprint", "digest", "handle", "namespace")
-_HEADER = "header"  # name of the header's own checksum
+_HEADER = "header"  # Name of the header's own checksum.
 
 Buffer = bytes | bytearray | memoryview
 

@@ -1,7 +1,7 @@
-"""Tensors of an entry, which follow from the shapes of a block (``docs/format.md``).
+"""Layout of an entry's tensors, which follows from the shapes of a block (``docs/format.md``).
 
-Layers of equal shape and dtype form a group. Each head of a group is one tensor of keys and one of
-values, so that a tensor-parallel rank reads complete tensors, and each read can be verified.
+Layers of equal shape and dtype form a group. Each head of a group has one tensor of keys and one
+tensor of values, so that a tensor-parallel rank reads complete tensors, and can verify each read.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class LayerGroup(NamedTuple):
     layers: tuple[int, ...]
 
 
-@dataclass(frozen=True)  # without slots, for the cached properties
+@dataclass(frozen=True)  # Without slots, because of the cached properties.
 class Layout:
     """Shapes of an entry."""
 
@@ -95,14 +95,14 @@ class Layout:
 
 
 def tensor_name(head: int, kind: str, group: int) -> str:
-    """Name of a tensor. Files are sorted by dtype and name, so that consecutive heads adjoin."""
+    """Name of a tensor. Files are sorted by dtype and name, so consecutive heads are adjacent."""
     return f"head.{head:04}.{kind}.{group:02}"
 
 
 def share_of(rank: int, ranks: int, count: int) -> range:
     """Indices of a rank's heads or layers, out of ``count``.
 
-    With more ranks than heads, neighbouring ranks have the same head, as in engines that replicate
+    With more ranks than heads, neighboring ranks have the same head, as in engines that replicate
     key-value heads.
     """
     if not 0 <= rank < ranks or count < 1:

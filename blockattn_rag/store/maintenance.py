@@ -1,6 +1,6 @@
-"""Maintenance of a store: find damaged entries, delete unreferenced ones, and limit the size.
+"""Maintenance of a store: finding damaged entries, and deleting unreferenced entries.
 
-Entries are processed while they are listed, several at once. Neither memory use nor the length of a
+Entries are processed in parallel, while the store is listed. Neither memory use nor the length of a
 report grows with the store.
 """
 
@@ -24,13 +24,13 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 GRACE_S = 3600.0
-"""Default grace period of ``gc``: an ingestion stores a block before anything refers to it."""
+"""Default grace period of ``gc`` in seconds. An ingestion stores blocks before their passages."""
 
 MOST_NAMES = 100
 """Maximum number of names in a ``Tally``."""
 
 _HEADERS_AT_ONCE = 16
-_WHOLE_AT_ONCE = 4  # each is read into memory completely
+_WHOLE_AT_ONCE = 4  # Each entry is read into memory completely.
 
 
 @dataclass(slots=True)
@@ -66,7 +66,7 @@ class VerifyReport:
             may be intact, and are never deleted.
         deleted: Number of damaged entries that were deleted.
         errors: Damaged entries that could not be deleted, and why.
-        leftovers: Temporary files of running or killed writers. ``gc`` removes old ones.
+        leftovers: Temporary files of running or killed writers. ``gc`` removes old files.
     """
 
     ok: int
@@ -81,7 +81,7 @@ class VerifyReport:
 
 @dataclass(frozen=True, slots=True)
 class GcReport:
-    """Result of ``gc``. With ``dry_run``, what ``gc`` would have done.
+    """Result of ``gc``. With ``dry_run``, the result that ``gc`` would have had.
 
     Args:
         kept: Number of entries that are referenced.
@@ -91,8 +91,8 @@ class GcReport:
         freed_bytes: Size of everything deleted.
         leftovers: Deleted temporary files.
         errors: Entries and files that could not be read or deleted, and why.
-        dry_run: Whether nothing was deleted.
-        other: Number of entries of other namespaces, which were ignored.
+        dry_run: Whether the call only reported.
+        other: Number of ignored entries of other namespaces.
     """
 
     kept: int
@@ -128,7 +128,8 @@ def _added_up(
     note: Callable[[_Verdict], None],
     progress: Callable[[int], None] | None,
 ) -> tuple[Counter[str], int, Tally]:
-    """Counts of outcomes, sum of bytes, and errors. Calls ``note`` with verdicts with a reason."""
+    """Counts of outcomes, sum of bytes, and errors. Calls ``note`` for each verdict with a
+    reason."""
     counts: Counter[str] = Counter()
     nbytes, errors = 0, Tally()
     for done, verdict in enumerate(verdicts, start=1):
@@ -152,12 +153,14 @@ def verify(
     seed: int = 0,
     on_damage: Callable[[str, str], None] | None = None,
 ) -> VerifyReport:
-    """Read and verify complete entries, alongside readers and writers. Does not count as a use.
+    """Read and verify complete entries, alongside readers and writers.
+
+    Times of use stay unchanged.
 
     Args:
         progress: Called after each entry with the number of checked entries.
-        delete_damaged: Delete damaged entries, so that a later ingestion computes them again.
-            Entries that were replaced in the meantime are kept.
+        delete_damaged: Whether to delete damaged entries, so that a later ingestion computes them
+            again. Entries that were replaced in the meantime are kept.
         sample: Fraction of the entries to read, more than 0 and at most 1. Keys are divided into
             ``ceil(1 / sample)`` parts, of which one is read.
         seed: Number of the part to read. Runs with consecutive seeds cover all entries.
@@ -170,13 +173,13 @@ def verify(
     """
     if not 0 < sample <= 1:
         raise ValueError(f"sample must be more than 0 and at most 1, found {sample!r}")
-    parts = math.ceil(1 / sample - 1e-9)  # tolerates rounding of the division
+    parts = math.ceil(1 / sample - 1e-9)  # This tolerates rounding of the division.
     skipped = 0
     damaged, unread, leftovers = Tally(), Tally(), Tally()
 
     def sampled() -> Iterator[StoredEntry]:
         nonlocal skipped
-        for entry in store.entries():  # parts have equal sizes, because keys are digests
+        for entry in store.entries():  # The parts have equal sizes, because keys are digests.
             if int(entry.key[-15:], 16) * parts >> 60 == seed % parts:
                 yield entry
             else:
@@ -244,9 +247,9 @@ def gc(
 
     Texts with the same tokens share an entry, which has the handles of all ingested texts
     (``KVStore.claim``). Entries without a handle, encoded by a server or shared by many texts, are
-    deleted only by ``ttl_s``. An object store records only writes. There, ``gc`` may delete an old
-    entry that a running ingestion has found, if the ingestion refers to it only after
-    ``live_handles`` were read.
+    deleted only by ``ttl_s``. An object store records only writes. In an object store, ``gc`` may
+    therefore delete an old entry that a running ingestion reuses, if the ingestion adds the passage
+    after ``live_handles`` were read.
 
     Args:
         live_handles: Set of the handles (``BlockKV.handle``) of all referenced blocks. None: all
@@ -258,8 +261,9 @@ def gc(
         ttl_s: Seconds after which unused entries are deleted even if they are referenced.
         namespaces: Namespaces to process, each including its private blocks; entries of others are
             ignored. None: all namespaces.
-        dry_run: Delete nothing.
-        force: Accept an empty ``live_handles``, which may delete every entry that has a handle.
+        dry_run: Whether to report without deleting.
+        force: Whether to accept an empty ``live_handles``, which may delete every entry that has a
+            handle.
 
     Raises:
         StoreError: The store cannot be listed.
@@ -288,7 +292,7 @@ def gc(
                 return _Verdict(key, outcome)
             if dry_run or store.discard(key, info.used_ns):
                 return _Verdict(key, outcome, info.nbytes, reason)
-            return _Verdict(key, "used")  # in the meantime
+            return _Verdict(key, "used")  # The entry was used in the meantime.
         except StoreError as error:
             return _Verdict(key, error=str(error))
 
@@ -314,7 +318,7 @@ def _outcome(
     info: EntryInfo, live_handles: Collection[str] | None, grace_s: float, ttl_s: float | None
 ) -> tuple[str, str]:
     """Counter of ``gc`` that an entry belongs to, and the reason if the entry is to be deleted."""
-    handles = info.handles  # none for entries that a server encoded
+    handles = info.handles  # Entries that a server encoded have no handles.
     is_live = (
         live_handles is None or not handles or any(handle in live_handles for handle in handles)
     )
@@ -341,7 +345,7 @@ def _sweep_leftovers(
                 path.unlink()
             leftovers.add(str(path), "temporary file")
             freed_bytes += status.st_size
-        except FileNotFoundError:  # its writer has finished
+        except FileNotFoundError:  # The file's writer has finished.
             continue
         except OSError as error:
             errors.add(str(path), f"Cannot delete {path}: {error.strerror or error}")
@@ -351,7 +355,8 @@ def _sweep_leftovers(
 def describe_all(store: MaintainedStore) -> Iterator[tuple[str, EntryInfo | StoreError | None]]:
     """Yield the key and the header of each entry (``describe``), reading several at once.
 
-    The header is None for an entry deleted in the meantime, and a StoreError for an unreadable one.
+    The header is None if the entry was deleted in the meantime, and a StoreError if it is
+    unreadable.
     """
 
     def described(key: str) -> tuple[str, EntryInfo | StoreError | None]:

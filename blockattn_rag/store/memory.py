@@ -43,8 +43,8 @@ class MemoryStore(KVStore):
 
     Args:
         max_bytes: Size limit of keys and values (``BlockKV.nbytes``).
-        on_host: Keep copies in host memory, page-locked if CUDA is available, for transfers to a
-            device at full speed. For a tier in front of a slower store.
+        on_host: Whether to keep copies in host memory, page-locked if CUDA is available, for fast
+            transfers to a device. Use it for a tier in front of a slower store.
     """
 
     def __init__(self, max_bytes: int, *, on_host: bool = False) -> None:

@@ -1,7 +1,7 @@
 """Namespaces, which isolate the tenants of a store.
 
-The namespace is part of every key (``kv.store_key``). So a tenant cannot find out which blocks are
-stored for other tenants, not even from response times.
+The namespace is part of every key (``kv.store_key``). Response times therefore do not reveal to a
+tenant which blocks are stored for other tenants.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_PRIVATE = "/private"  # names contain no slash
+_PRIVATE = "/private"  # Names of namespaces contain no slash.
 
 
 def check_namespace(name: object) -> str:
@@ -25,7 +25,8 @@ def check_namespace(name: object) -> str:
 
 
 def is_of(namespace: str, names: Collection[str]) -> bool:
-    """Whether an entry's namespace is one of ``names``, or the private part of one."""
+    """Whether an entry's namespace is in ``names``, or is the private part of a name in
+    ``names``."""
     return namespace.removesuffix(_PRIVATE) in names
 
 
@@ -36,7 +37,7 @@ class Access:
     Args:
         namespace: Namespace to store blocks in, and to read first.
         read_namespaces: Shared collections to read next, in order. They are never written.
-        read_only: Whether to store nothing at all.
+        read_only: Whether nothing is stored.
     """
 
     namespace: str = ""
@@ -57,8 +58,8 @@ class Access:
 
         Args:
             private: Whether the block is neither a passage nor a system message. Such blocks have a
-                separate part of the namespace, so that users cannot find out from response times
-                which passages are stored.
+                separate part of the namespace, so that response times do not reveal to users which
+                passages are stored.
         """
         if private:
             return (self.namespace + _PRIVATE,)

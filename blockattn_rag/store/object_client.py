@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from obstore.store import ClientConfig, RetryConfig
     from obstore.store import ObjectStore as Backend
 
-# One connection to S3 transfers about 90 MB/s, so large objects are read and written over several.
+# A connection to S3 transfers about 90 MB/s, so large objects use several connections.
 _PART_BYTES = 8 << 20
 _WRITTEN_PART_BYTES = 16 << 20
 _PAGE = 1000
@@ -99,7 +99,7 @@ class ObjectClient:
             self._backend.put(path, content, chunk_size=_WRITTEN_PART_BYTES)
 
     def delete(self, path: str) -> bool:
-        if self.head(path) is None:  # most servers do not report if there was one
+        if self.head(path) is None:  # Most servers do not report whether an object existed.
             return False
         with self._explained("delete", path):
             try:
@@ -131,7 +131,7 @@ class ObjectClient:
         size = sum(stop - start for start, stop in places)
         try:
             raw = torch.empty(size, dtype=torch.uint8)
-        except RuntimeError:  # raised by torch if an allocation fails
+        except RuntimeError:  # Torch raises this if an allocation fails.
             place = self.place(path)
             raise StoreError(f"Cannot read {place}: not enough memory for {size} bytes") from None
         view, at = raw.numpy().data, 0
@@ -247,7 +247,7 @@ class ObjectSidecar(Sidecar):
         self._client.delete(f"{SIDECAR}/{path}")
 
 
-_first_user: list[int] = []  # id of the first process that used the client library
+_first_user: list[int] = []  # Id of the first process that used the client library.
 
 
 def _has_its_threads() -> bool:
@@ -276,7 +276,7 @@ def connect(url: str, deadline_s: float, retries: int) -> Backend:
     for name in _S3_SERVERS:
         server = os.environ.get(name, "")
         if server.startswith("http://"):
-            client["allow_http"] = True  # http:// requests no encryption
+            client["allow_http"] = True  # An http:// address requests no encryption.
         elif server and not server.startswith("https://"):
             raise ValueError(
                 f"{name} is not the address of a server: expected http://... or https://..."

@@ -42,7 +42,8 @@ _OBJECTS = "objects"
 _SUFFIX = ".safetensors"
 _NAME = re.compile(rf"{_OBJECTS}/([0-9a-f]{{2}})/([0-9a-f]{{64}}){re.escape(_SUFFIX)}")
 
-_HEADER_BYTES = 16 << 10  # fits the headers of most models; a longer one takes a second read
+# The headers of most models fit in this size. A longer header takes a second read.
+_HEADER_BYTES = 16 << 10
 
 
 class ObjectStore(MaintainedStore):
@@ -60,11 +61,11 @@ class ObjectStore(MaintainedStore):
 
     Args:
         url: ``s3://bucket/prefix``, ``gs://bucket/prefix`` or ``az://container/prefix``.
-        deadline_s: Seconds that a read may take, retries included; ``get_many`` is one read. A
-            write may take this long for each of its requests.
+        deadline_s: Seconds that a read may take, including retries; ``get_many`` is one read. A
+            write may take this time for each of its requests.
         retries: Maximum number of retries of a failed request.
         parallel: Maximum number of concurrent reads.
-        backend: An open obstore store at this address, with options of your own.
+        backend: An open obstore store at this address, with your own options.
 
     Raises:
         ImportError: obstore is not installed.
@@ -98,8 +99,8 @@ class ObjectStore(MaintainedStore):
     def __reduce__(self) -> tuple[Any, ...]:
         if not self._own_backend:
             raise TypeError(
-                f"{self!r} has a backend of its own, which may contain credentials, so it cannot "
-                "be pickled; open the store by its address alone"
+                f"{self!r} was opened with a backend object, which may contain credentials, so it "
+                "cannot be pickled; open the store by its address alone"
             )
         return self._reopen, ()
 
@@ -189,7 +190,7 @@ class ObjectStore(MaintainedStore):
                 yield StoredEntry(name[2], meta["size"], _written_ns(meta))
 
     def stats(self) -> StoreStats:
-        """Lists all objects, with one request per 1000."""
+        """Size and counters. Lists all objects, with one request per 1000 objects."""
         sizes = [entry.nbytes for entry in self.entries()]
         return StoreStats(len(sizes), sum(sizes))
 

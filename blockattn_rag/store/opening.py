@@ -25,8 +25,8 @@ def open_store(spec: KVStore | str | Path | None) -> KVStore:
     Args:
         spec: A store, which is returned unchanged; None for a new ``MemoryStore`` of 1 GiB; or
 
-            - a path or ``file:///path``: a ``DirectoryStore`` without a size limit (pass
-              ``DirectoryStore(path, max_bytes=...)`` for one with a limit)
+            - a path or ``file:///path``: a ``DirectoryStore`` without a size limit (for a limit,
+              pass ``DirectoryStore(path, max_bytes=...)``)
             - ``s3://bucket/prefix``, ``gs://bucket/prefix``, ``az://container/prefix``: an
               ``ObjectStore`` (extra ``s3``)
             - ``redis://host:port/database``, or ``rediss://``: a ``RedisStore`` (extra ``redis``),

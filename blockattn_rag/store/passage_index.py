@@ -34,10 +34,10 @@ from blockattn_rag.store.namespaces import Access
 
 logger = logging.getLogger("blockattn_rag")
 
-_FOLDER = "passages-1"  # with the version of the format
+_FOLDER = "passages-1"  # The name contains the version of the format.
 _SUFFIX = ".safetensors"
-_ATTEMPTS = 3  # a merge may delete files between their listing and their reading
-_MOST_ENTRIES = 1 << 22  # in memory, of the most recently used namespaces
+_ATTEMPTS = 3  # A merge may delete files between their listing and their reading.
+_MOST_ENTRIES = 1 << 22  # Entries in memory, of the most recently used namespaces.
 _MOST_NAMESPACES = 1 << 10
 _PATIENCE_S = 0.2
 _THREADS = 2
@@ -47,7 +47,7 @@ class PassageIndex:
     """Index of the passages in a store. Thread-safe.
 
     Args:
-        refresh_s: Seconds for which passages that other processes add may stay unknown.
+        refresh_s: Maximum seconds until passages that other processes add are found.
         in_background: Whether ``split`` waits at most 0.2 s for new files. Until they are read,
             only the passages of earlier files are found.
 
@@ -78,7 +78,8 @@ class PassageIndex:
         """Split known passages out of a prompt's text; see ``PassageMatcher.split``.
 
         Reads new index files at most every ``refresh_s`` seconds, so call it in a thread if the
-        store is remote. If the index cannot be read, what was read before is used; this is logged.
+        store is remote. If the index cannot be read, this is logged, and the entries in memory are
+        used.
         """
         first, *others = map(self._matcher, access.namespaces(private=False))
         return first.split(spans, *others, in_system=in_system)
@@ -92,7 +93,7 @@ class PassageIndex:
         return self._index(namespace).add(entries, self._refresh_s)
 
     def _matcher(self, namespace: str) -> PassageMatcher:
-        """Matcher of a namespace. Of concurrent prompts, one waits for new files."""
+        """Matcher of a namespace. Only one of several concurrent prompts waits for new files."""
         index = self._index(namespace)
         with self._lock:
             starts = index.is_due(self._refresh_s) and (index.read is None or index.read.done())
@@ -104,7 +105,8 @@ class PassageIndex:
         return index.matcher
 
     def _index(self, namespace: str) -> _NamespaceIndex:
-        """Index of a namespace. Drops the least recently used ones if they take too much memory."""
+        """Index of a namespace. Drops the least recently used indexes if they take too much
+        memory."""
         with self._lock:
             index = self._loaded.pop(namespace, None) or _NamespaceIndex(self.sidecar, namespace)
             self._loaded[namespace] = index
@@ -127,7 +129,7 @@ def _refresh_logged(index: _NamespaceIndex, every_s: float) -> None:
 
 
 class _NamespaceIndex:
-    """Index files of a namespace, as far as they were read, and the matcher of their entries.
+    """The index files of a namespace that were read, and the matcher of their entries.
 
     The matcher is replaced, never changed, so using it needs no lock.
     """
@@ -143,7 +145,7 @@ class _NamespaceIndex:
         self.matcher = PassageMatcher(np.empty(0, ENTRY))
 
     def is_due(self, every_s: float) -> bool:
-        """Whether the files were not read for this time."""
+        """Whether the files were last read more than ``every_s`` seconds ago."""
         return time.monotonic() - self._read_s >= every_s
 
     def refresh(self, every_s: float) -> None:
@@ -166,7 +168,8 @@ class _NamespaceIndex:
             return len(fresh)
 
     def merge(self, stored: set[bytes] | None, added: Entries) -> tuple[int, int]:
-        """Replace the files that were read by one. Returns the numbers of kept and dropped ones."""
+        """Replace the files that were read with one file. Returns the numbers of kept and dropped
+        entries."""
         with self._lock:
             entries = joined([self.matcher.entries, added])
             kept = entries
@@ -191,7 +194,7 @@ class _NamespaceIndex:
             for name, content in zip(new, contents, strict=True)
             if content is not None
         }
-        if not is_grown:  # the files were merged
+        if not is_grown:  # The files were merged.
             self._use(frozenset(parts), [*parts.values()])
         elif parts:
             self._use(self._names | parts.keys(), [self.matcher.entries, *parts.values()])
@@ -209,8 +212,7 @@ class _NamespaceIndex:
 
 
 class IndexReport(NamedTuple):
-    """Result of ``merge_index``: numbers of passages in the index, and of passages dropped from
-    it."""
+    """Result of ``merge_index``: the numbers of passages in the index and of dropped passages."""
 
     passages: int
     dropped: int
@@ -221,7 +223,7 @@ def merge_index(
     added: Mapping[str, Entries] = MappingProxyType({}),
     progress: Callable[[int], None] | None = None,
 ) -> IndexReport:
-    """Merge the index files of each namespace, and drop passages that are no longer stored.
+    """Merge the index files of each namespace, and drop passages that are not stored.
 
     Safe to run alongside writers. Entries that a server encoded have no handle, so a namespace with
     such entries keeps all of its passages.
@@ -233,7 +235,8 @@ def merge_index(
     names = {bytes.fromhex(path.partition("/")[0][1:]).decode() for path in sidecar.names(_FOLDER)}
     indexes = {name: _NamespaceIndex(sidecar, name) for name in sorted(names | added.keys())}
     for index in indexes.values():
-        index.refresh(0)  # before the entries: a passage is added after its entry was stored
+        # Read the index before the entries, because a passage is added after its entry was stored.
+        index.refresh(0)
     stored: dict[str, set[bytes]] = {name: set() for name in indexes}
     unknown: set[str] = set()
     for done, (_, info) in enumerate(describe_all(store), start=1):
@@ -254,7 +257,7 @@ def merge_index(
 
 
 def folder_of(namespace: str) -> str:
-    """Folder of a namespace's index files. Differs on file systems that ignore case, too."""
+    """Folder of a namespace's index files, unique even on file systems that ignore case."""
     return f"{_FOLDER}/n{namespace.encode().hex()}"
 
 

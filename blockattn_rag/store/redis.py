@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _TTL_S = 7 * 86400
-_MOST_ENTRY_BYTES = 512 << 20  # limit of Redis for one value
+_MOST_ENTRY_BYTES = 512 << 20  # The limit of Redis for one value.
 _PAGE = 1000
 _MOST_RETRIES = 1
 
@@ -143,7 +143,7 @@ class RedisStore(KVStore):
                     yield key
 
     def stats(self) -> StoreStats:
-        """Lists all entries and requests the size of each, which is slow for a large cache."""
+        """Size and counters. Requests the size of each entry, which is slow for a large cache."""
         keys = set(self.keys())
         sizes = [
             self._asked("look up an entry", partial(self._server.strlen, self._name(k)))
@@ -215,7 +215,8 @@ def _connect(url: str, deadline_s: float) -> Redis:
             password=os.environ.get("REDIS_PASSWORD"),
             socket_timeout=deadline_s,
             socket_connect_timeout=deadline_s,
-            retry=Retry(NoBackoff(), _MOST_RETRIES),  # for connections that the server has closed
+            # Retry connections that the server has closed.
+            retry=Retry(NoBackoff(), _MOST_RETRIES),
         )
     except ValueError as error:
         raise ValueError(f"Cannot open a store at {url}: {reason(error)}") from None

@@ -76,7 +76,7 @@ class Tier:
     """Store that is called with a deadline, and skipped while its circuit breaker is open.
 
     Args:
-        deadline_s: Seconds that any call but a write may take. Does not apply to stores in memory.
+        deadline_s: Seconds that a call may take. Does not apply to writes and to stores in memory.
     """
 
     def __init__(self, store: KVStore, deadline_s: float, breaker: CircuitBreaker) -> None:

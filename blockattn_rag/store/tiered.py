@@ -28,11 +28,11 @@ logger = logging.getLogger("blockattn_rag")
 
 
 class TieredStore(KVStore):
-    """Store in several tiers: small and fast ones first, the *home* of all entries last.
+    """Store in several tiers, from small and fast tiers to the *home*, which has all entries.
 
     A read queries the tiers in order, each once for all entries that are still missing, and copies
-    hits to the faster tiers. Concurrent reads of one entry are merged. A write goes to all tiers,
-    to slow copies in the background.
+    hits to the faster tiers. Concurrent reads of one entry are merged. A write goes to all tiers;
+    slow tiers before the home are written in the background.
 
     A failing tier makes answers slower but never fails them: its entries come from the next tier or
     are computed. After ``failures`` failures in a row, a tier is skipped and retried every
@@ -42,7 +42,7 @@ class TieredStore(KVStore):
         tiers: Stores, or paths and addresses as for ``open_store``. ``"memory:4GiB"`` keeps copies
             in host memory, page-locked if CUDA is available.
         queue_bytes: Size limit of the blocks that are waiting to be copied to faster tiers. Further
-            ones are not copied.
+            blocks are not copied.
         deadline_s: Seconds that a tier may take to answer a read.
 
     Raises:
@@ -90,7 +90,7 @@ class TieredStore(KVStore):
 
     def mark_used(self, key: str) -> None:
         for tier in self._tiers:
-            if tier.store.records_use:  # a call without a request would close the breaker
+            if tier.store.records_use:  # A call without a request would close the breaker.
                 with suppress(StoreError):
                     tier.ask(partial(tier.store.mark_used, key))
 
@@ -103,11 +103,11 @@ class TieredStore(KVStore):
 
         Raises:
             ValueError: See ``KVStore.put``.
-            StoreError: The block contains NaN or infinity; or the home cannot store it. In the
-                second case, faster tiers have it.
+            StoreError: The block contains NaN or infinity, or the home cannot store it. In the
+                second case, faster tiers have the block.
         """
         check_entry(key, kv)
-        check_finite(kv, f"to {self!r}")  # checked here, so that no tier counts it as a failure
+        check_finite(kv, f"to {self!r}")  # Checked here, so that no tier counts a failure.
         self._flights.forget(key)
         self._copy(key, kv, self._copies)
         self._home.write(key, kv)
@@ -135,8 +135,7 @@ class TieredStore(KVStore):
         return tuple(tier.stats() for tier in self._tiers)
 
     def flush(self, wait_s: float | None = None) -> bool:
-        """Wait until all copies are written, at most ``wait_s`` seconds. Returns whether they
-        are."""
+        """Wait at most ``wait_s`` seconds for all copies. Returns whether they are written."""
         return self._queue.flush(wait_s)
 
     def close(self) -> None:
@@ -161,13 +160,13 @@ class TieredStore(KVStore):
         ]
 
     def _ask_copies(self, question: Callable[[KVStore], bool]) -> Iterator[bool]:
-        """Query each faster tier, and skip the ones that fail."""
+        """Query each faster tier, and skip tiers that fail."""
         for tier in self._copies:
             with suppress(StoreError):
                 yield tier.ask(partial(question, tier.store))
 
     def _copy(self, key: str, kv: BlockKV, tiers: Sequence[Tier]) -> None:
-        """Write to faster tiers: to memory at once, to others in the background."""
+        """Write to faster tiers: at once to memory, and in the background to others."""
         _write_to([tier for tier in tiers if tier.is_in_memory], key, kv)
         others = [tier for tier in tiers if not tier.is_in_memory]
         if others and not self._queue.add(key, kv, partial(_write_to, others)):
@@ -179,7 +178,7 @@ def _write_to(tiers: Sequence[Tier], key: str, kv: BlockKV) -> None:
     for tier in tiers:
         try:
             tier.write(key, kv)
-        except StoreError:  # counted, and logged when the breaker opens
+        except StoreError:  # The tier counts failures, and logs them when its breaker opens.
             tier.count(dropped=1)
         except Exception as error:
             tier.count(dropped=1)

@@ -28,7 +28,7 @@ _LONGEST_REASON = 500
 # Error document of an S3 server. The groups are its code and its message.
 _XML_ERROR = re.compile(r"<\?xml.*?<Code>(.*?)</Code>.*?<Message>(.*?)</Message>.*", re.DOTALL)
 
-# Patterns of client-library errors that have a known cause, each with advice. The first match wins.
+# Patterns of client-library errors with a known cause, and advice. The first match applies.
 _ADVICE = (
     (r"NoSuchBucket", "create the bucket, or correct its name"),
     (
@@ -60,7 +60,7 @@ def scheme_of(spec: str) -> str:
     if (match := _SCHEME.match(spec)) is None:
         return ""
     if not spec.startswith(f"{match[0]}://"):
-        raise ValueError(  # omits the rest, which may contain a password
+        raise ValueError(  # The message omits the rest, which may contain a password.
             f"Expected two slashes after {match[0]}: in a store address; pass it as a str, because "
             "pathlib.Path removes one of them"
         )
@@ -99,11 +99,11 @@ def folder_of(url: str) -> Path:
 def check_no_credentials(url: str) -> None:
     """Reject an address with credentials, because addresses are shown, logged and saved."""
     if not (scheme := scheme_of(url)):
-        return  # a path
+        return  # This is a path.
     instead = _CREDENTIALS.get(scheme, "the environment")
     try:
         parts = urlsplit(url)
-    except ValueError:  # its message would contain the credentials
+    except ValueError:  # The original message would contain the credentials.
         raise ValueError(
             f"Invalid server address after {scheme}://: expected host[:port]"
         ) from None
@@ -120,7 +120,7 @@ def reason(error: BaseException) -> str:
     the cause is known."""
     text = " ".join(str(error).partition("\n\nDebug source")[0].split()) or type(error).__name__
     text = _XML_ERROR.sub(r"\1: \2", text)
-    text = re.sub(r"(?<!<)\?[^\s\"'<>)]+", "?...", text)  # queries may contain signatures
+    text = re.sub(r"(?<!<)\?[^\s\"'<>)]+", "?...", text)  # Queries may contain signatures.
     text = re.sub(r"//[^/\s@]+@", "//", text)
     for name, value in os.environ.items():
         owned = name.startswith(_CREDENTIAL_OWNERS) and _CREDENTIAL_NAMES.search(name)

@@ -4,7 +4,7 @@ The words of the formats that the package knows come from :mod:`blockattn_rag.pr
 others are words of LlamaIndex's and LangChain's own prompts.
 
 A prompt is: ``head`` (special tokens parsed, BOS in front), the passages (each one a block,
-tokenised alone), ``tail`` with the question (special tokens parsed), then the answer.
+tokenized alone), ``tail`` with the question (special tokens parsed), then the answer.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Five sorts. *Copy* rows teach to repeat what was seen, *fact* rows to find the value of a named
 entity, *article* rows to tell whose value a pronoun gives, *number* rows to compare numbers: short
 and dense. *Scene* rows are whole prompts with several questions over the same passages.
-Each part of a prompt is tokenised alone, as the engine does it at inference.
+Each part of a prompt is tokenized alone, as the engine does it at inference.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class RowWriter:
         self._bos: int = tokenizer.bos_token_id
 
     def row(self, parts: list[tuple[str, float]]) -> Row:
-        """BOS and the parts, each tokenised alone, with one weight a part."""
+        """BOS and the parts, each tokenized alone, with one weight per part."""
         backend = self.tokenizer.backend_tokenizer
         backend.encode_special_tokens = False  # a call elsewhere may have left it on
         encoded = backend.encode_batch([text for text, _ in parts], add_special_tokens=False)

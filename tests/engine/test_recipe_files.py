@@ -120,15 +120,15 @@ def similar_json(folder: Path) -> None:
     ("fill", "message"),
     [
         (with_pancakes, "contains 'photos', 'thesis.txt', expected nothing but the files"),
-        (pancakes_alone, "is not of a recipe of this package"),
+        (pancakes_alone, "is not a recipe of this package"),
         (with_notes, "contains 'NOTES.md', expected nothing but the files"),
-        (no_json, "is not of a recipe of this package"),
+        (no_json, "is not a recipe of this package"),
         (without_recipe, "contains 'report.json', expected nothing but the files"),
         (folder_of_that_name, "contains 'recipe.json', expected"),
         (foreign_temporary, "expected nothing but the files of a recipe"),
         (part_of_another_program, "contains 'adapter.safetensors', expected nothing but"),
         (foreign_lock, "contains '.lock', expected nothing but the files of a recipe"),
-        (similar_json, "is not of a recipe of this package"),
+        (similar_json, "is not a recipe of this package"),
     ],
 )
 def test_saving_deletes_no_file_that_is_not_its_own(

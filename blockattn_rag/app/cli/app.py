@@ -56,7 +56,7 @@ class _OneLineErrors(TyperGroup):
     """Reports an error in one line, with exit status 1; ``--debug`` shows the traceback."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Accept some options after a command too, and refuse NUL, which no file name has."""
+        """Accept some options after a command, and refuse NUL, which file names cannot contain."""
         if damaged := next((argument for argument in args if "\0" in argument), None):
             raise typer.BadParameter(f"Found a NUL character in {damaged!r}, expected none")
         own = args[: args.index("--")] if "--" in args else args
@@ -147,10 +147,10 @@ def options(
 ) -> None:
     """Block-Attention for RAG: encode passages once, reuse them in every answer."""
     # huggingface_hub and tqdm read these variables when they are imported.
-    if not sys.stderr.isatty():  # no progress bars in log files
+    if not sys.stderr.isatty():  # Log files get no progress bars.
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
         os.environ.setdefault("TQDM_DISABLE", "1")
-    if not debug:  # the error line at the end is enough
+    if not debug:  # The error line at the end is sufficient.
         os.environ.setdefault("HF_HUB_VERBOSITY", "error")
         # Some packages set up logging on import, which would log every request and model.
         for package in ("httpx", "sentence_transformers"):
@@ -160,7 +160,7 @@ def options(
     logger.setLevel(logging.DEBUG if debug else usual)
     # Dequantizing a file takes minutes on its first use, so its start is always logged.
     logging.getLogger(_DEQUANTISING).setLevel(logging.DEBUG if debug else logging.INFO)
-    logger.propagate = False  # a handler that another package installs would print it again
+    logger.propagate = False  # A handler of another package would print the message again.
     if not any(isinstance(handler, _ToStderr) for handler in logger.handlers):
         logger.addHandler(_ToStderr())
 
@@ -168,8 +168,8 @@ def options(
 class _ToStderr(logging.Handler):
     """Prints the package's log on stderr.
 
-    Warnings of ``app.rag`` and the start of dequantizing are shown as notes. A handler on the root
-    logger would print the logs of some libraries twice.
+    Warnings of ``app.rag``, and the message that weights are dequantized, are shown as notes. A
+    handler on the root logger would print the logs of some libraries twice.
     """
 
     def emit(self, record: logging.LogRecord) -> None:

@@ -95,7 +95,7 @@ def ask(
 ) -> None:
     """Answer questions from the ingested passages, with sources and reuse statistics.
 
-    A conversation keeps the model loaded, and later questions may refer to earlier ones. Ctrl-C
+    A conversation keeps the model loaded, and questions may refer to earlier questions. Ctrl-C
     stops an answer, Ctrl-D leaves, /help lists the commands.
     """
     is_conversation = _is_conversation(question)
@@ -140,7 +140,7 @@ def ask(
 def _object(text: str | bytes, option: str, example: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
-    except ValueError as error:  # includes UnicodeDecodeError
+    except ValueError as error:  # This includes UnicodeDecodeError.
         raise typer.BadParameter(f"Invalid JSON: {error}", param_hint=option) from error
     if not isinstance(value, dict):
         message = f"Found {json.dumps(value)[:100]}, expected an object such as {example}"
@@ -159,7 +159,7 @@ def _answer(assistant: Assistant, questions: Iterable[str], mode: Mode) -> None:
 
 
 def talk(assistant: Assistant, *, mode: Mode) -> None:
-    with contextlib.suppress(ImportError):  # missing on Windows; makes lines editable
+    with contextlib.suppress(ImportError):  # This module makes lines editable. Windows lacks it.
         import readline  # noqa: F401
     turns: list[Turn] = []
     last: AssistantAnswer | None = None

@@ -1,4 +1,4 @@
-"""``blockattn-rag check``: checks that block mode is exact for a model, or works on a server."""
+"""``blockattn-rag check``: check that block mode is exact for a model, or works on a server."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _API_KEY = "BLOCKATTN_RAG_API_KEY"
 Result = tuple["CheckReport", dict[str, Any], list[str]]
-"""A report, further fields of the JSON object, and the lines below the table."""
+"""A report, additional fields of the JSON object, and the lines below the table."""
 
 
 def check(

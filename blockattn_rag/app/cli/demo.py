@@ -1,4 +1,4 @@
-"""``blockattn-rag demo``: answers questions about a small collection, offline, in both modes."""
+"""``blockattn-rag demo``: answer questions about a small collection, offline, in both modes."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def demo(
 
 
 def _web(db: Path | None, model: str | None, store: str | None) -> None:
-    if not web.is_available():  # before a model is loaded
+    if not web.is_available():  # Check this before a model is loaded.
         raise ImportError(f"--web needs {web.MISSING}")
     if db:
         with waiting("loading the model"):

@@ -98,7 +98,7 @@ def evaluate(
     """Compare block mode with full mode, by right answers or by predictions.
 
     With --db, the database's recipe is compared with full mode and with the recipe fast, on your
-    questions. The last line says which one to use. With --data, questions are answered and scored.
+    questions. The last line recommends a recipe. With --data, questions are answered and scored.
     With --data --fidelity or --log, no labels are needed: the predictions of each recipe are
     compared with full mode's at each token of full mode's answers.
     """
@@ -256,7 +256,7 @@ def _database_row(row: CollectionRow, report: CollectionReport) -> list[str]:
 
 
 def verdict(report: CollectionReport) -> str:
-    """One line that says which recipe to use."""
+    """One line that recommends a recipe."""
     from blockattn_rag.lab.evaluation.collection import FEWEST, TOLERANCE
 
     row = report.best

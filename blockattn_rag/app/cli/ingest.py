@@ -131,7 +131,7 @@ def ingest(
         servers=server,
     )
     if not settings.servers:
-        require_model(settings.model)  # before the documents are read
+        require_model(settings.model)  # Check the model before the documents are read.
     with stage_progress("reading files") as tick:
         loaded = load_documents(paths, exclude=db, on_progress=tick)
     for file, reason in (*loaded.inaccessible, *loaded.skipped):
@@ -240,10 +240,10 @@ def _manifest(db: Path, **options: Any) -> Manifest:
 
 
 def _is_model_of(old: Manifest, model: str) -> bool:
-    """Whether this is the database's model.
+    """Whether ``model`` is the database's model.
 
-    If the folder of the database's model no longer exists, any model is accepted: the folder may
-    have moved.
+    If the folder of the database's model does not exist, any model is accepted, because the folder
+    may have moved.
     """
     path, was = Path(model).expanduser(), Path(old.model)
     whole = str(path.resolve()) if path.exists() else model

@@ -21,7 +21,7 @@ KV_DTYPE_HELP = (
     "Type of the stored keys and values: model (the model's own type) or int8 (half the size of "
     "16 bits, with nearly the same answers)."
 )
-KVDtypeName = Literal["model", "int8"]  # importing kv.KVDtype would load torch
+KVDtypeName = Literal["model", "int8"]  # Importing kv.KVDtype would load torch.
 KVDtypeOption = Annotated[KVDtypeName, typer.Option(help=KV_DTYPE_HELP)]
 MODEL_HELP = "Model name or folder. [bold]bundled[/bold] is the test model inside this package."
 RecipeOption = Annotated[

@@ -1,4 +1,4 @@
-"""Output of commands: results on stdout, everything else on stderr, with readable numbers."""
+"""Output of commands: results on stdout, and all other text on stderr, with readable numbers."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def piece(text: str) -> None:
 def printing(as_json: bool) -> Iterator[None]:
     """Context of a command: with ``as_json``, only ``emit`` prints on stdout, and only JSON.
 
-    Everything else that is printed on stdout, such as by libraries, goes to stderr.
+    All other output to stdout, such as output of libraries, goes to stderr.
     """
     before = _JSON_FILE.set(sys.stdout if as_json else None)
     try:
@@ -101,7 +101,7 @@ def table(
     title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], *, left: Sequence[int] = (0,)
 ) -> RenderableType:
     """Create a table with a title. Columns in ``left`` are left-aligned, others right-aligned."""
-    # As narrow as possible: wide tables must fit into a terminal.
+    # Tables are as narrow as possible, so that wide tables fit in a terminal.
     result = Table(box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False, show_edge=False)
     cells = [[plain(str(cell)) for cell in row] for row in rows]
     # Short names are not folded. Long paths are, because they would squeeze the other columns.

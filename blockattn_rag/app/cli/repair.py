@@ -1,4 +1,4 @@
-"""``blockattn-rag repair``: makes a recipe that improves a model's answers in block mode."""
+"""``blockattn-rag repair``: make a recipe that improves a model's answers in block mode."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _EMBEDDED_AT_ONCE = 512
 _LINE = '.jsonl or .jsonl.gz, one per line: {"title": "...", "text": "..."}'
 _ENCODED_AT_ONCE = 64
 _DATABASE_FORMAT = "ask"
-RECIPE_FOLDER = "recipe"  # repeated because importing store/directory.py would load torch
+RECIPE_FOLDER = "recipe"  # Repeated here, because importing store/directory.py would load torch.
 
 
 def repair(

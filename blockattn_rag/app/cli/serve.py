@@ -46,7 +46,7 @@ _PLAIN: dict[str, Any] = {
 
 
 class WithVllmOptions(TyperCommand):
-    """Passes everything after ``--`` on to vLLM, as ``ctx.args``."""
+    """Passes all arguments after ``--`` to vLLM, as ``ctx.args``."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         end = args.index("--") if "--" in args else len(args)
@@ -85,8 +85,8 @@ def serve(
     sources: Annotated[
         bool,
         typer.Option(
-            help="Like --recognize; also store and reuse what chat front ends, such as Open WebUI, "
-            "mark as sources."
+            help="Like --recognize; also store and reuse text that chat front ends, such as Open "
+            "WebUI, mark as sources."
         ),
     ] = False,
 ) -> None:

@@ -165,7 +165,8 @@ def _chroma(user: str) -> ClientAPI:
 
 
 def _namespaces_of(named: list[str], users: list[str]) -> set[str] | None:
-    """Namespaces to clean: the given ones, or else the namespaces of the databases. None: all."""
+    """Namespaces to clean: ``named``, else the namespaces of the databases. None: all
+    namespaces."""
     if _ALL in named:
         return None
     manifests = [Manifest.read(Path(user)) for user in users]
@@ -245,7 +246,7 @@ def list_entries(store: StoreArgument) -> None:
 def _time(used_ns: int) -> str:
     try:
         return datetime.fromtimestamp(used_ns // 10**9, UTC).isoformat()
-    except (ValueError, OverflowError):  # a wrong clock
+    except (ValueError, OverflowError):  # A wrong clock caused this time.
         return f"{used_ns} ns"
 
 
@@ -291,7 +292,7 @@ def verify(
 
 @app.command()
 def index(store: StoreArgument) -> None:
-    """Merge the files of the index of passages, and drop passages that are no longer stored.
+    """Merge the files of the index of passages, and drop passages that are not stored.
 
     For a database folder, its passages are added if they are missing, so that an index that was
     deleted or damaged is complete again.

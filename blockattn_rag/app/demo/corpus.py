@@ -1,6 +1,6 @@
 """Demo encyclopedia of the bundled model: passages, questions and correct answers.
 
-``recipes/bundled_model`` of the repository generated the files in ``data``.
+``recipes/bundled_model`` in the repository generated the files in ``data``.
 """
 
 from __future__ import annotations

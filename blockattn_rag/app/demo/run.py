@@ -1,7 +1,8 @@
 """The demo: ingests a collection into Chroma, and answers questions about it in both modes.
 
-The collection is the 40 articles of ``demo.facts``. Only the bundled model, the fallback where
-SmolLM2 cannot be installed, cannot read them: it answers about the encyclopedia of its training.
+The collection is the 40 articles of ``demo.facts``. The bundled model, which replaces SmolLM2 if it
+is not installed, cannot answer questions about them. Its collection is the encyclopedia that it was
+trained on.
 """
 
 from __future__ import annotations
@@ -125,7 +126,7 @@ class DemoAnswer:
 def _check_folder(folder: Path) -> None:
     """Refuse a user's database, because the demo would add its passages to it."""
     manifest = Manifest.read(folder)
-    is_own = folder == default_folder()  # may be from an earlier version
+    is_own = folder == default_folder()  # A previous version may have made it.
     if manifest and not is_own and manifest.collection not in (_ENCYCLOPEDIA, _FACTS):
         raise DatabaseError(
             f"{folder} is a database with other documents than the demo's: choose another folder "

@@ -105,7 +105,7 @@ class Race:
     def _stream(
         self, question: str, mode: Mode
     ) -> Iterator[tuple[str, float, AssistantAnswer | None]]:
-        """Yield the text so far, the time until its first token (or until now), and the answer.
+        """Yield the text so far, the seconds until the first token (or until now), and the answer.
 
         The answer is None until it is complete.
         """
@@ -126,12 +126,12 @@ class Race:
                         text += pieces.get(timeout=_TICK_S)
                         first_s = first_s or time.perf_counter() - started
                     except Empty:
-                        pass  # only the clock changes
+                        pass  # Only the clock changes.
                     yield text, first_s or time.perf_counter() - started, None
                 answer = coming.result()
                 yield answer.answer, answer.stats.ttft_s, answer
             finally:
-                closed.set()  # closing the page stops the answer
+                closed.set()  # Closing the page stops the answer.
 
 
 def _column(
@@ -205,9 +205,9 @@ def serve_page(race: Race, examples: Sequence[str], on_ready: Callable[[str], No
 async def _guarded(app: Any) -> AsyncIterator[None]:
     """Lifespan of a server that refuses foreign host names, and bodies other than JSON.
 
-    Other websites can give the server's address a name of theirs (DNS rebinding) to read its
-    answers, and can send forms without reading the answers, which would fill the disk with uploads.
-    The checks are outside of the app, because gradio's own middleware adds headers to errors.
+    Other websites can make their own name point to the server's address (DNS rebinding) to read its
+    answers. They can also send forms, which would fill the disk with uploads. The checks are
+    outside of the app, because gradio's own middleware adds headers to errors.
     """
     from starlette.datastructures import Headers
     from starlette.middleware.trustedhost import TrustedHostMiddleware

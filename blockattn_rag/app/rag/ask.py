@@ -1,4 +1,4 @@
-"""Answers questions from a database with a LlamaIndex query engine."""
+"""Answering questions from a database with a LlamaIndex query engine."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class AssistantAnswer:
 
 
 class _Outcome(NamedTuple):
-    """What an answer was made from, and how it ended."""
+    """Sources and end of an answer."""
 
     nodes: Sequence[NodeWithScore]
     finish_reason: str
@@ -203,7 +203,7 @@ class Assistant:
         return _Outcome(response.source_nodes, finish_reason, _total(mode, calls))
 
     def _served(self, query: QueryBundle, mode: Mode, take: Callable[[str], None]) -> _Outcome:
-        """Answer with the server, which makes the same prompt of the passages."""
+        """Answer with the server, which makes the same prompt from the passages."""
         assert self._database.server is not None
         nodes = self._retriever.retrieve(query)
         texts = filter(None, (adapter.canonical_text(node.node) for node in nodes))
@@ -314,7 +314,8 @@ def _check_text(question: str) -> None:
 
 
 def _total(mode: Mode, calls: Sequence[Any]) -> ReuseStats:
-    """Add up the statistics of all model calls. The first token is that of the last call."""
+    """Add up the statistics of all model calls. ``ttft_s`` ends at the first token of the last
+    call."""
     used = [ReuseStats.from_dict(call["usage"]) for call in calls]
     total = sum(used, ReuseStats(mode))
     *_, last = used or [total]

@@ -6,7 +6,7 @@
     DIR/recipe/         recipe that `repair` made for these passages
     DIR/chroma/         embedded Chroma: passages, their embeddings and KV handles
     DIR/kv/             keys and values, unless the manifest names another store
-    DIR/journal/        which server has stored which passage, while an ingestion runs
+    DIR/journal/        records which server has stored which passage, while an ingestion runs
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class Manifest:
         chunk_size: Maximum length of a passage in tokens.
         recipe: Recipe of block mode: ``"auto"``, settings such as ``"fast"``, or a folder.
             ``"auto"`` is the folder ``recipe`` of the database, if there is one.
-        stock: Settings of ``"auto"`` for a stock model without a recipe. They stay those of the
-            first ingestion, because the stored keys and values belong to them.
+        stock: Settings of ``"auto"`` for a stock model without a recipe. The settings of the first
+            ingestion stay, because the stored keys and values belong to them.
         store: Address or absolute path of the store. None: the folder ``kv`` of the database.
         servers: Addresses of the servers with the model and the store. Empty: this process.
     """
@@ -104,7 +104,8 @@ class Manifest:
             stock = fields.setdefault("stock", _EARLIER_STOCK)
             if not isinstance(stock, str) or RecipeOutline.parsed(stock) is None:
                 raise ValueError(f"Found stock {stock!r}, expected {TEXT_FORMS}")
-            if server := fields.pop("server", None):  # of earlier databases
+            if server := fields.pop("server", None):
+                # Databases of previous versions have this field.
                 fields["servers"] = [server]
             return cls(**fields)
         except (ValueError, TypeError, AttributeError) as error:
@@ -230,7 +231,7 @@ class Database:
 
     @cached_property
     def tokenizer(self) -> BlockTokenizer:
-        """Tokenizer of the model. With a server: the local one that the manifest names."""
+        """Tokenizer of the model. With a server: the local tokenizer that the manifest names."""
         from blockattn_rag.model.loading import load_tokenizer
         from blockattn_rag.prompts.tokenization import BlockTokenizer
 

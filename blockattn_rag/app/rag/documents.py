@@ -1,4 +1,4 @@
-"""Reads files into LlamaIndex documents."""
+"""Reading of files into LlamaIndex documents."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _HTML = (".html", ".htm", ".xhtml")
 
 @dataclass(slots=True)
 class Loaded:
-    """Documents, and what was left out.
+    """Documents, and files that were left out.
 
     Args:
         skipped: Files without readable text, with the reason.
@@ -105,7 +105,8 @@ def _reason(error: OSError) -> str:
 
 
 def _below(folder: Path, exclude: Path | None, loaded: Loaded) -> list[Path]:
-    """The visible files in a folder, sorted. Reports links out of it and what cannot be opened."""
+    """The visible files in a folder, sorted. Reports links out of it, and files that cannot be
+    opened."""
 
     def failed(error: OSError) -> None:
         loaded.inaccessible.append((Path(error.filename or folder), _reason(error)))
@@ -132,15 +133,15 @@ def _is_file(path: Path) -> bool:
         return stat.S_ISREG(path.stat().st_mode)
     except OSError as error:
         if path.is_symlink() and not isinstance(error, PermissionError):
-            return False  # a link to nothing, or in a circle
+            return False  # The link is broken or circular.
         raise
 
 
 def _target(link: Path) -> Path:
-    """Target of a link, or the link itself if it leads in a circle."""
+    """Target of a link, or the link itself if it is circular."""
     try:
         return link.resolve()
-    except (OSError, RuntimeError):  # RuntimeError before Python 3.13
+    except (OSError, RuntimeError):  # Python before 3.13 raises RuntimeError.
         return link
 
 

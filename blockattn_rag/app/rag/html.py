@@ -17,7 +17,7 @@ from turbohtml import PlainText, parse
 
 _LAYOUT = PlainText(layout="strict", table_cell_separator=" | ", bullet="")
 _WIDER = {"GBK": "gb18030"}
-"""Encodings that the HTML standard decodes as others, of which they are a part."""
+"""Encodings that the HTML standard decodes as larger encodings that include them."""
 _UNSEEN = "iframe, noembed, noframes, noscript, svg, template"
 """Elements that ``to_text`` includes, although browsers do not show their text."""
 # Empty elements of XHTML that HTML would read as start tags of text without markup.
@@ -44,7 +44,7 @@ def html_text(page: bytes) -> str:
     document = parse(_EMPTY.sub(b"", page), encoding=label, scripting=True)
     encoding = document.encoding or "utf-8"
     try:
-        # turbohtml replaces invalid bytes.
+        # The package turbohtml replaces invalid bytes.
         text, _ = webencodings.decode(page, _WIDER.get(encoding, encoding), "strict")
     except UnicodeDecodeError as error:
         raise ValueError(

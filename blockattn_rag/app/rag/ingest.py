@@ -1,4 +1,4 @@
-"""Ingestion: splits documents, encodes and stores passages, and adds them to Chroma."""
+"""Ingestion: splitting documents, encoding and storing passages, and adding them to Chroma."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from blockattn_rag.server import ServerPool
 
 _ADD_BATCH = 128
-"""Passages per embedding batch, which is the most that an interruption can lose."""
+"""Number of passages per embedding batch. An interruption loses at most one batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +55,12 @@ def ingest_documents(
     on_progress: Callable[[str, int, int], None] | None = None,
     on_estimate: Callable[[Estimate], None] | None = None,
 ) -> IngestReport:
-    """Split documents, encode the passages, and add new ones to Chroma. Idempotent.
+    """Split documents, encode the passages, and add new passages to Chroma. Idempotent.
 
     Keys and values are stored before passages are added to Chroma, so another run completes an
     interrupted ingestion. With servers, a journal in the database's folder records the stored
-    passages until the ingestion is complete. Passages that are no longer in their source are
-    removed.
+    passages until the ingestion is complete. Passages that their source does not contain any more
+    are removed.
 
     Args:
         documents: Documents with their origin in ``metadata["source"]``.

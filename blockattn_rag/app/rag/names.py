@@ -1,4 +1,4 @@
-"""Models, recipes and embeddings by name: early checks, and errors that say what to do."""
+"""Early checks of models, recipes and embeddings by name."""
 
 from __future__ import annotations
 

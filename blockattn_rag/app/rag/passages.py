@@ -41,8 +41,8 @@ def all_sources(collection: Collection) -> list[str]:
 def sources_at(path: Path, sources: Sequence[str]) -> list[str]:
     """The sources at a path or below it.
 
-    The name of a source is the resolved path of the ingested folder and the path inside the folder,
-    with links not resolved. So a link is looked up first by its own name, then by its target's.
+    The name of a source is the resolved path of the ingested folder, and the unresolved path within
+    the folder. A link is therefore looked up first by its own name, then by its target's name.
     """
     for place in (path.parent.resolve() / path.name, path.resolve()):
         if inside := [source for source in sources if Path(source).is_relative_to(place)]:
@@ -58,7 +58,7 @@ def orphaned_sources(collection: Collection, unread: Container[str]) -> list[str
 def _is_gone(path: Path) -> bool:
     try:
         return path.is_absolute() and not path.exists()
-    except OSError:  # no permission to look
+    except OSError:  # The user has no permission to access the path.
         return False
 
 

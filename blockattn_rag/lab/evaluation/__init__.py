@@ -1,1 +1,1 @@
-"""Measures accuracy and fidelity of full mode and of block mode with recipes."""
+"""Measurement of accuracy and fidelity, of full mode and of block mode with recipes."""

@@ -1,4 +1,4 @@
-"""Measures the accuracy of full mode, block mode with recipes, and questions without passages."""
+"""Accuracy of full mode, of block mode with recipes, and of answers without passages."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _COUNTS = ("hits", "misses", "reused_tokens", "computed_tokens", "generated_toke
 
 @dataclass(frozen=True, slots=True)
 class EvaluationRecord:
-    """One question answered in one row."""
+    """Scored answer to one question in one row of the evaluation."""
 
     id: str
     digest: str

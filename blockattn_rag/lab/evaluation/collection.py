@@ -1,9 +1,9 @@
-"""How much of full mode's answers a collection keeps in block mode, measured on real questions.
+"""Share of full mode's answers that a collection keeps in block mode, on real questions.
 
 Three ways to answer are compared on every question: full mode, the recipe in use, and ``"fast"``,
 which costs nothing per answer. Divergence and agreement need no right answers
-(``evaluation.fidelity``). With right answers, these are counted too, and the same model answers
-without passages, which shows what passages gain.
+(``evaluation.fidelity``). If right answers are known, they are also counted, and the same model
+answers without passages, which shows the gain from passages.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from blockattn_rag.lab.evaluation.records import CLOSED_BOOK, FULL, Row
 from blockattn_rag.prompts.blocks import BlockPrompt
 
 TOLERANCE = 0.95
-"""Share of full mode's answers that a recipe must keep: of its tokens, or of its right answers."""
+"""Share of full mode's tokens, or of its right answers, that a recipe must keep."""
 
 FEWEST = 30
 """Number of questions below which a verdict is not reliable."""
 
 _TIMED = 5
-"""Questions whose first token is timed. Full mode needs another pass of the prompt for that."""
+"""Number of questions whose first token is timed, which takes another pass in full mode."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Asked:
 
     @property
     def digest(self) -> str:
-        """Empty, because no record is resumed."""
+        """Empty, because these records are never resumed."""
         return ""
 
 
@@ -116,7 +116,7 @@ class CollectionReport:
 
     @property
     def best(self) -> CollectionRow | None:
-        """The cheapest recipe within ``TOLERANCE`` of full mode. None: no recipe keeps as much."""
+        """The cheapest recipe that keeps ``TOLERANCE`` of full mode. None: no recipe does."""
         return next((row for row in self.recipes[::-1] if self.share(row) >= TOLERANCE), None)
 
     def to_dict(self) -> dict[str, Any]:
@@ -151,12 +151,12 @@ def evaluate_collection(
 
 
 def _engines(engine: BlockAttentionEngine, folder: str) -> dict[str, BlockAttentionEngine]:
-    """Engines of the recipe in use and of ``"fast"``, by row name. One if these are equal."""
+    """Engines of the recipe in use and of ``"fast"``, by row name. If equal, a single engine."""
     fast = Recipe.of_text(FAST)
     assert fast is not None
     if engine.recipe.outline == fast.outline:
         return {FAST: engine}
-    # Blocks of the recipe in use serve an equal encoding, and the user's store gets no others.
+    # Recipes that encode equally share blocks. Other blocks do not belong in the user's store.
     store = engine.store if engine.recipe.encoding == fast.encoding else folder
     options: dict[str, Any] = {"namespace": engine.access.namespace, "kv_dtype": engine.kv_dtype}
     other = BlockAttentionEngine(engine.model, store, recipe=fast, resident_bytes=0, **options)
@@ -170,7 +170,7 @@ class _Measured:
         self.times: dict[str, list[float]] = {row: [] for row in rows}
 
     def report(self, questions: int) -> CollectionReport:
-        """Summaries of all rows. The last one, without passages, needs right answers."""
+        """Summaries of all rows. The last row, without passages, needs right answers."""
         with_answers = len(self.right[FULL])
         names = [*self.right] if with_answers else [*self.right][:-1]
         return CollectionReport(questions, with_answers, tuple(map(self._row, names)))

@@ -108,12 +108,12 @@ def id_of(value: object) -> str:
 def _sample(record: JsonRecord) -> EvaluationSample:
     try:
         json.dumps(record, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:  # for example \ud800
+    except UnicodeEncodeError as error:  # The text contains, for example, \ud800.
         raise DataError(f"found half of a surrogate pair ({error}); write full pairs") from error
     return EvaluationSample(
         id=id_of(value_of(record, "id")),
         question=required_text(record, "question"),
-        answers=answers_of(record),  # must not be empty: no output could be right
+        answers=answers_of(record),  # The list must not be empty, because no output could be right.
         passages=passages_of(record, may_be_empty=True),
     )
 

@@ -1,9 +1,9 @@
-"""Fidelity: how close block mode's predictions are to full mode's, measured without labels.
+"""Fidelity: the divergence of block mode's predictions from full mode's, without labels.
 
 Full mode answers each question greedily. Then, each recipe predicts every token of this answer from
 the tokens before it. Its predictions are compared with full mode's (Kullback-Leibler divergence, in
-nats). This distinguishes recipes with far fewer questions than accuracy does. It rewards agreement
-with full mode, whether full mode is right or wrong.
+nats). Fidelity distinguishes recipes with far fewer questions than accuracy does. It rewards
+agreement with full mode, whether full mode is right or wrong.
 
 Prompts come from evaluation data or from a log. A log has one JSON object per line, plain or gzip.
 Its ``prompt`` is a list as for ``engine.generate``, with the final block last::
@@ -57,14 +57,14 @@ from blockattn_rag.prompts.blocks import BlockPrompt
 from blockattn_rag.prompts.checkpoints import AUTO_FORMAT, format_for
 
 FLOOR = Row("floor")
-"""Row of full attention computed in two steps, context first. Differs from full mode by rounding
-only."""
+"""Row of full attention computed in two steps, context first. It differs from full mode only by
+rounding."""
 
 _ROUNDING = 10.0
 """A divergence below this multiple of the floor's divergence is considered rounding."""
 
 _UNMEASURED_FLOOR = 1e-9
-"""Assumed divergence of the floor if it was not measured: more than the floor of float32."""
+"""Assumed divergence of the floor if it was not measured. It is above the floor of float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,7 +280,7 @@ def full_answer(
 
 
 def _log_probabilities(logits: Tensor) -> Tensor:
-    # float64, because the rounding of float32 would give a divergence of about 1e-12.
+    # Computed in float64, because the rounding of float32 would give a divergence of about 1e-12.
     return F.log_softmax(logits.double(), dim=-1)
 
 

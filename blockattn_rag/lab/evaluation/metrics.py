@@ -18,11 +18,11 @@ _QUANTILES = (0.025, 0.975)
 
 
 def normalize_answer(text: str) -> str:
-    """Normalise an answer: lower case, no ASCII punctuation or English articles, single spaces.
+    """Normalize an answer: lower case, no ASCII punctuation or English articles, single spaces.
 
-    The normalisation of the SQuAD and NQ-Open evaluation scripts (Rajpurkar et al. 2016). A text
-    that consists only of articles and punctuation ("A") keeps them, because an empty text would
-    match everything.
+    This is the normalization of the SQuAD and NQ-Open evaluation scripts (Rajpurkar et al. 2016). A
+    text that consists only of articles and punctuation ("A") keeps them, because an empty text
+    would match everything.
     """
     lowered = " ".join(text.lower().split())
     return " ".join(_ARTICLES.sub(" ", lowered.translate(_PUNCTUATION)).split()) or lowered
@@ -31,8 +31,8 @@ def normalize_answer(text: str) -> str:
 def contains_answer(output: str, answers: Sequence[str]) -> float:
     """1.0 if any gold answer occurs in the output, both normalized, else 0.0.
 
-    The accuracy metric of Block-Attention (Ma et al. 2025, section 3.1), and ``best_subspan_em`` of
-    Liu et al. 2023. It compares characters, not words: "7" occurs in "1970".
+    This is the accuracy metric of Block-Attention (Ma et al. 2025, section 3.1), and
+    ``best_subspan_em`` of Liu et al. 2023. It compares characters, not words: "7" occurs in "1970".
     """
     found = normalize_answer(output)
     return float(any(normalize_answer(answer) in found for answer in answers))
@@ -94,7 +94,7 @@ def bootstrap_ratio(
     pairs = np.stack([numerators, denominators]).astype(np.float64)
     size = pairs.shape[1]
     rng = np.random.default_rng(0)
-    # In slices, because one matrix of resamples x samples could exceed the memory.
+    # Computed in slices, because a matrix of resamples x samples could exceed the memory.
     rows = max(1, _DRAWN_AT_ONCE // size)
     counts = [min(rows, _RESAMPLES - start) for start in range(0, _RESAMPLES, rows)]
     drawn = [pairs[:, rng.integers(size, size=(n, size))].mean(axis=2) for n in counts]

@@ -51,7 +51,8 @@ class Row:
 def rows_of(
     engine: BlockAttentionEngine, first: Row, recipes: Recipes, closed_book: bool = False
 ) -> list[Row]:
-    """Return ``first``, a row for each recipe, and with ``closed_book`` a row without passages.
+    """Rows of an evaluation: ``first``, a row for each recipe, and, with ``closed_book``, a row
+    without passages.
 
     Recipes are resolved for the engine's model.
     """
@@ -68,7 +69,7 @@ def rows_of(
 
 
 def settings_of(engine: BlockAttentionEngine, **others: Any) -> dict[str, Any]:
-    """Settings of an engine that its records depend on."""
+    """Settings of an engine that the records of an evaluation depend on."""
     own = {"fingerprint": engine.model.fingerprint, "kv_dtype": engine.kv_dtype}
     return {**own, **others}
 
@@ -97,7 +98,7 @@ R = TypeVar("R", bound=Record)
 F = TypeVar("F", bound=RowResult)
 
 
-@dataclass(frozen=True)  # without slots, which generic classes cannot have
+@dataclass(frozen=True)  # Generic classes cannot have slots.
 class Report(Generic[R, F]):
     """Result of a run: its settings, all records, and the summary of each row, in order."""
 
@@ -161,7 +162,8 @@ class RecordFile(Generic[R]):
     ) -> None:
         start = _dump(header).encode()
         data = path.read_bytes() if path.exists() else b""
-        if len(data) < len(start) and start.startswith(data):  # new, or cut off within the header
+        if len(data) < len(start) and start.startswith(data):
+            # The file is new, or cut off within the header.
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(start)
             return

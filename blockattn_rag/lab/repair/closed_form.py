@@ -1,4 +1,4 @@
-"""Fits a correction by ridge regression, from the KV of blocks to the KV of full attention.
+"""Fit of a correction by ridge regression, from the KV of blocks to the KV of full attention.
 
 The fit needs only passages: no questions, labels or gradients. The context of each prompt is
 computed twice, in blocks and with full attention. Only sums over tokens are kept, so memory does
@@ -26,8 +26,7 @@ from blockattn_rag.model.correction import (
 from blockattn_rag.prompts.sinks import NO_SINK, sink_ids
 
 _RIDGES = (1e-4, 1e-3, 1e-2, 1e-1)
-"""Penalties on the weights, relative to the mean square of states. Held-out prompts decide which
-one is used."""
+"""Penalties on the weights, relative to the mean square of states. Held-out prompts select one."""
 
 TokenBlocks = Sequence[Sequence[int]]
 """Token ids of a prompt's blocks."""
@@ -37,7 +36,7 @@ TokenBlocks = Sequence[Sequence[int]]
 _ROUNDING = 1e-9
 _ROUNDING_EPS2 = 4
 
-# Weight of the prior that the constants are 0, in tokens.
+# Weight in tokens of the prior that the constants are 0.
 _PRIOR_TOKENS = 1.0
 
 
@@ -86,7 +85,7 @@ class Sums:
         return torch.linalg.solve(self.xx + torch.diag_embed(penalty), self.xy)
 
     def left(self, solution: Tensor) -> Tensor:
-        """Squared difference that remains after a solution is applied, ``[K, D]``."""
+        """Squared difference that remains after applying a solution, ``[K, D]``."""
         fitted = (solution * (self.xx @ solution)).sum(dim=1)
         return self.yy - 2 * (solution * self.xy).sum(dim=1) + fitted
 

@@ -1,8 +1,9 @@
-"""Candidate recipes of a repair: their comparison with full mode, and the choice of one.
+"""Candidate recipes of a repair: their comparison with full mode, and the choice of a recipe.
 
-The choice has two steps. Of the candidates that cost nothing per answer, it takes the simplest that
-the data cannot distinguish from the best (the one-standard-error rule, Breiman et al. 1984). If it
-does not keep enough of full mode's answers, it adds the smallest cost per answer that does.
+The choice has two steps. The first step takes the simplest candidate without a cost per answer that
+the data cannot distinguish from the best (the one-standard-error rule, Breiman et al. 1984). If
+this recipe does not keep enough of full mode's answers, the second step adds the smallest cost per
+answer that does.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ from blockattn_rag.prompts.sinks import HEAD, NO_SINK
 logger = logging.getLogger("blockattn_rag")
 
 Tick = Callable[[int, int], None]
-"""Function of the finished part of the work and its total."""
+"""Callback that receives the finished part of the work and its total."""
 
 _GENERATED_AT_ONCE = 8
 
 _CONFIDENCE = 1.96
-"""Standard errors by which a recipe that replaces another must be better."""
+"""Number of standard errors by which a recipe must be better to replace another."""
 
 _SHARES = (0.05, 0.1, 0.2)
 """Shares of the tokens to recompute, as candidates."""
@@ -53,7 +54,7 @@ Losses = Mapping[str, NDArray[np.float64]]
 """Losses of recipes on the same questions, ``[questions]``, by name; the simplest recipe first."""
 
 IN_USE = "in use"
-"""Name of the candidate that is the model's current recipe."""
+"""Candidate name of the model's current recipe."""
 
 
 def free_recipes(
@@ -80,7 +81,7 @@ def free_recipes(
 
 
 def count_candidates(model: BlockModel, sink: str, in_use: Recipe | None) -> int:
-    """Maximum number of candidates: those of ``free_recipes`` and ``costly_recipes``."""
+    """Maximum number of candidates in ``free_recipes`` and ``costly_recipes`` together."""
     without, closed, trained = 1, 1, 1
     has_sink, has_in_use = sink != NO_SINK, in_use is not None
     costly = len(costly_recipes(model, "", Recipe()))
@@ -88,10 +89,11 @@ def count_candidates(model: BlockModel, sink: str, in_use: Recipe | None) -> int
 
 
 def costly_recipes(model: BlockModel, name: str, free: Recipe) -> dict[str, Recipe]:
-    """A recipe with what keeps more answers at a cost per answer, by name, the cheapest first.
+    """Variants of a recipe that keep more answers at a cost per answer, by name, the cheapest
+    first.
 
-    Recomputed tokens, or a promoted passage for models that cannot recompute. Passages are encoded
-    after the head, which helps recomputing, unless an adapter was fitted to another sink.
+    They recompute tokens, or promote a passage for models that cannot recompute. Passages are
+    encoded after the head, which helps recomputing, unless an adapter was fitted to another sink.
     """
     if can_recompute(model):
         base, name = (free, name) if free.adapter else (Recipe(HEAD), HEAD)
@@ -108,8 +110,8 @@ class Choice:
     """The chosen candidate.
 
     Args:
-        recipes: All candidates by name: those without a cost per answer, the simplest first, then
-            those with one, the cheapest first.
+        recipes: All candidates by name: first candidates without a cost per answer, from the
+            simplest, then candidates with such a cost, from the cheapest.
         shares: Share of full mode's answers that the candidates of the last step keep, by name.
     """
 
@@ -138,7 +140,8 @@ class Comparer:
     def adapter_helps(
         self, samples: Sequence[Question], recipes: Mapping[str, Recipe], tick: Tick
     ) -> bool:
-        """Whether the last recipe, with an adapter, is better than the one without before it."""
+        """Whether the last recipe, with an adapter, is better than the recipe before it, without
+        one."""
         sink, closed = [name for name in recipes if name != IN_USE][-2:]
         losses = self.losses(samples, {name: recipes[name] for name in (sink, closed)}, tick)
         loss, before = losses[closed].mean(), losses[sink].mean()
@@ -184,7 +187,7 @@ class Comparer:
     ) -> dict[str, float]:
         """Share of full mode's answers that each recipe keeps.
 
-        Right answers if enough are known, else tokens that the recipe would choose too.
+        Counts right answers if enough are known, else tokens that the recipe would also choose.
         """
         report = self.compared(samples, recipes, tick)
         right = self._right(samples, recipes, max_new_tokens)
@@ -277,9 +280,9 @@ def loss_of(record: FidelityRecord) -> float:
 def choose(losses: Losses, in_use: str | None = None) -> str:
     """Choose a recipe by the losses of all candidates that cost nothing per answer.
 
-    The first whose loss is at most one standard error above the lowest loss. The recipe in use is
-    kept unless the choice is better by more than the 95 % interval of the difference. Standard
-    errors are of differences, paired by question.
+    The choice is the first recipe whose loss is at most one standard error above the lowest loss.
+    The recipe in use is kept unless the choice is better by more than the 95 % interval of the
+    difference. Standard errors are of differences, paired by question.
 
     Args:
         losses: Losses on at least two questions.
@@ -292,7 +295,8 @@ def choose(losses: Losses, in_use: str | None = None) -> str:
 
 
 def cheapest(shares: Mapping[str, float], tolerance: float) -> str:
-    """The cheapest recipe that keeps enough of full mode's answers, or the one that keeps most."""
+    """The cheapest recipe that keeps enough of full mode's answers, else the recipe that keeps
+    most."""
     within = (name for name, share in shares.items() if share >= tolerance)
     return next(within, max(shares, key=lambda name: shares[name]))
 

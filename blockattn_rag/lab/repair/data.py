@@ -1,4 +1,4 @@
-"""Data that a recipe is fitted to: questions and passages, from files or written by the model.
+"""Questions and passages that a recipe is fitted to, from files or written by the model.
 
 Files are plain or gzip. A question is ``{"question": str}``. Optional keys are
 ``"answers": [str, ...]``, the right answers, and
@@ -33,7 +33,7 @@ from blockattn_rag.prompts.formats import Passage
 from blockattn_rag.store.base import KVStore
 
 Nearest = Callable[[str, int], Sequence[Passage]]
-"""Function of a text and a number that returns up to so many nearest passages, best first."""
+"""Function that returns the nearest passages to a text, at most the given number, best first."""
 
 _ASK = (
     "Here is a text.\n---------------------\n",
@@ -148,7 +148,8 @@ def read_passages(path: Path) -> list[Passage]:
 
 
 def read_questions(path: Path, nearest: Nearest | None, num_passages: int) -> list[Question]:
-    """Read the questions of a file, with their own passages (gold first) or the nearest ones."""
+    """Read the questions of a file, with their own passages (gold first) or the nearest
+    passages."""
 
     def question(record: JsonRecord, _: int) -> Question:
         text = required_text(record, "question").strip()

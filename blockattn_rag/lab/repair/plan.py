@@ -1,4 +1,4 @@
-"""The plan of a repair: numbers of prompts and steps that fit into its time at measured speeds.
+"""The plan of a repair: the numbers of prompts and steps that fit in its time.
 
 This module does not import torch, because the command line reads the limits.
 """
@@ -29,15 +29,16 @@ class Limits:
             questions, and each token costs a forward pass.
         top_k: Number of the teacher's likeliest tokens to keep at each token of an answer. All
             other tokens count as one.
-        held_out: Maximum number of questions for choosing and measuring together. With fewer,
-            intervals are too wide to be useful. More take time from the fit.
+        held_out: Maximum number of questions for choosing and measuring together. With fewer
+            questions, intervals are too wide; more questions take time from the fit.
         held_out_share: Maximum share of the questions that are held out.
         fewest_held_out: Minimum number of held-out questions: two for choosing and two for
             measuring, because a standard error needs two.
-        closed_form: Number of prompts for the closed form. More do not improve it.
+        closed_form: Number of prompts for the closed form. More prompts do not improve it.
         samples: Maximum number of prompts to train on.
         draws: Maximum number of samples of one question, each with other passages.
-        fewest_samples: Minimum number of prompts to train on. With fewer, there is no training.
+        fewest_samples: Minimum number of prompts to train on. With fewer prompts, training is
+            skipped.
         epochs: Passes over the samples. On held-out questions, new samples improve more than
             further passes.
         measurements: Number of times that a training is measured and saved as a checkpoint.

@@ -1,4 +1,4 @@
-"""Makes a recipe for a model: checks the inputs, then runs the stages of a repair."""
+"""Entry point of a repair, which checks the inputs and runs the stages."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ def repair(
     limits: Limits = LIMITS,
     on_progress: Progress = lambda *_: None,
 ) -> Recipe:
-    """Fit recipes for a model, choose the cheapest good one, measure it, and write it.
+    """Fit recipes for a model, choose the cheapest good recipe, measure it, and write it.
 
     An interrupted run with the same inputs is resumed. The weights of the model are frozen and not
     changed.
 
     Args:
-        output: Folder of the recipe. An earlier recipe in the folder is replaced.
+        output: Folder of the recipe. An existing recipe in the folder is replaced.
         tolerance: Share of full mode's answers that the recipe must keep, on the questions for
-            choosing: right answers if enough are known, else tokens. If no candidate does, the one
-            that keeps most is chosen.
+            choosing: right answers if enough are known, else tokens. If no candidate keeps this
+            share, the candidate that keeps most is chosen.
 
     Returns:
         The recipe, with its report.
@@ -85,15 +85,15 @@ def repair(
 
 
 def _check_output(output: Path, model: BlockModel) -> None:
-    """Refuse an output folder that is not writable or contains anything but a recipe of the model.
+    """Refuse an output folder that is not writable, or has other files than a recipe of the model.
 
-    An earlier recipe of the model, or a damaged one, will be replaced.
+    An existing recipe of the model, or a damaged recipe, will be replaced.
     """
     try:
         check_replaceable(output)
     except ValueError as error:
         raise DataError(f"{str(error).rstrip('.')} (--output)") from error
-    with suppress(ValueError):  # there is no recipe, or a damaged one
+    with suppress(ValueError):  # The folder has no recipe, or a damaged recipe.
         earlier = read_fields(output)
         if earlier.fingerprints and model.fingerprint not in earlier.fingerprints:
             shown = ", ".join(owner[:12] for owner in earlier.fingerprints)

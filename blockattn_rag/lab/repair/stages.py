@@ -54,7 +54,7 @@ from blockattn_rag.model.correction import Correction, read_correction, save_cor
 from blockattn_rag.prompts.blocks import BlockPrompt
 
 Progress = Callable[[str, int, int], None]
-"""Function of the name of a stage, its finished part, and its total."""
+"""Callback that receives the name of a stage, its finished part, and its total."""
 
 PLAN, QUESTIONS = "plan.json", "questions.jsonl"
 """Files of the work folder: the plan, and the questions that the model wrote."""
@@ -91,7 +91,7 @@ class Repair:
         limits, model, namespace = self.limits, self.model, self.material.namespace
         self.sink = FREE_SINK
         store = ReadThroughStore(self.folder / "kv", limits.store_bytes, self.material.lender)
-        # No resident blocks, so that memory has only the blocks of one prompt at a time.
+        # Without resident blocks, memory has only the blocks of one prompt at a time.
         self.engine = BlockAttentionEngine(
             model, store, recipe="none", namespace=namespace, resident_bytes=0
         )
@@ -100,7 +100,7 @@ class Repair:
 
     def run(self, version: str) -> tuple[Recipe, bytes | None]:
         """Run all stages. Returns the recipe with its report, and the plot of the report."""
-        # Measured first, so that too little time is reported before anything else is computed.
+        # Measure speeds first, so that a lack of time is reported before anything else is computed.
         speeds = None if self._plan_path.exists() else self._checked_speeds()
         questions = distinct_questions(self._questions(speeds), _SEED)
         plan = self._plan(questions, speeds)
@@ -186,8 +186,10 @@ class Repair:
         return count_candidates(self.model, self.sink, self.material.in_use)
 
     def _questions(self, speeds: Speeds | None) -> Sequence[Question]:
-        """The questions. Without speeds, which a planned repair does not measure, none is written
-        any more, because the split into fitted and held-out questions depends on all of them."""
+        """The questions of the repair.
+
+        A planned repair has no speeds, and writes no further questions, because the split into
+        fitted and held-out questions depends on all questions."""
         material, limits = self.material, self.limits
         if material.questions is not None:
             return material.questions
@@ -219,7 +221,7 @@ class Repair:
         minutes = self.budget_s / 60
 
         def make() -> dict[str, Any]:
-            assert speeds is not None  # measured if there is no plan
+            assert speeds is not None  # Without a plan, speeds were measured.
             left = self._until_reserve() - time.monotonic()
             plan = RepairPlan.for_time(
                 left,
@@ -247,8 +249,8 @@ class Repair:
     def speeds(self, questions: Sequence[Question]) -> Speeds:
         """Estimate the seconds of each step for one prompt with as many passages as ``ask`` uses.
 
-        Measured with two passages, after a warm-up with the beginnings of these passages, because
-        a complete prompt takes minutes on slow machines.
+        Speeds are measured with two passages, after a warm-up with the beginnings of these
+        passages, because a complete prompt takes minutes on slow machines.
         """
         student = Student(self.model, no_correction(self.model, self.sink))
         loss = CorrectionLoss(student, self.teacher, self.source)
@@ -279,10 +281,11 @@ class Repair:
     def samples(
         self, questions: Sequence[Question], plan: RepairPlan
     ) -> tuple[list[Question], list[Question]]:
-        """Draw samples to fit to, with one or more passages, and held-out samples.
+        """Draw training samples and held-out samples.
 
-        Held-out samples have as many passages as ``ask`` retrieves. The number of samples to fit to
-        is the maximum of the limits. The fits use the first samples, as many as the time allows.
+        Training samples have one or more passages. As many are drawn as the limits permit, and the
+        fits use the first of them if time is short. Held-out samples have as many passages as
+        ``ask`` retrieves.
         """
         held, rest = questions[: plan.held_out], questions[plan.held_out :]
         most = self.limits.passages
@@ -327,7 +330,8 @@ class Repair:
         held: Sequence[BlockPrompt],
         plan: RepairPlan,
     ) -> tuple[Correction | None, list[dict[str, float]]]:
-        """Train a correction. Returns it and its losses; None and no losses if there is no time."""
+        """Train a correction. Returns the correction and its losses, or None and no losses if there
+        is no time."""
         path, curve = self.folder / "trained.safetensors", self.folder / "curve.json"
         if not plan.samples:
             return None, []

@@ -31,7 +31,7 @@ from blockattn_rag.store import DirectoryStore, KVStore, StoreStats
 from blockattn_rag.store.base import ReadResult
 from blockattn_rag.store.namespaces import Access
 
-# Settings of the trials on SmolLM2 and Natural Questions whose results are in the guide. They are
+# Settings from trials on SmolLM2 and Natural Questions, whose results are in the guide. They are
 # constants, because users cannot choose better values without such trials.
 BATCH = 4
 LEARNING_RATE = 1e-4
@@ -46,12 +46,12 @@ Adam's steps have the same size for both."""
 class ReadThroughStore(KVStore):
     """Store that writes to its own folder, and reads missing blocks from a lender.
 
-    A repair can thus use the blocks of a database without adding any. Blocks in int8 are not read
-    from the lender, because an adapter must not be fitted to rounded blocks.
+    A repair can thus use the blocks of a database without adding blocks to it. Blocks in int8 are
+    not read from the lender, because an adapter must not be fitted to rounded blocks.
     """
 
     def __init__(self, path: Path, max_bytes: int, lender: KVStore | None) -> None:
-        # Not flushed to disk, because blocks lost in a power failure are computed again.
+        # Blocks are not flushed to disk, because blocks lost in a power failure are computed again.
         self._own = DirectoryStore(path, max_bytes=max_bytes, fsync=False)
         self._lender = lender
 

@@ -133,7 +133,7 @@ class Teacher:
         return answer
 
     def seconds(self, prompt: BlockPrompt) -> float:
-        """Measure the time of an answer. It is computed even if its file exists."""
+        """Measure the seconds of an answer, which is computed even if its file exists."""
         ids = list(self._model.tokenizer.prompt_ids(prompt).flat)
         self._check_room(len(ids))
         started = time.monotonic()

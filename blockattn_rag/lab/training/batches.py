@@ -53,7 +53,7 @@ def layout_mask(layout: TokenLayout, *, window: int | None = None) -> Tensor:
     """
     block, place = layout.block[:, None], layout.place[:, None]
     query, key = block[..., :, None], block[..., None, :]
-    same_block = query.abs() == key.abs()  # a sink has the negative number of its block
+    same_block = query.abs() == key.abs()  # A sink has the negative number of its block.
     by_final = (query == FINAL) & (key >= 0)
     allowed = torch.tril(same_block | by_final)
     if window is None:
@@ -74,7 +74,8 @@ class ModelMasks:
 
     def __init__(self, config: Any, implementation: str) -> None:
         self._is_eager = implementation == "eager"
-        config = config.get_text_config(decoder=True)  # for models that also accept images
+        # Models that also accept images have a separate text config.
+        config = config.get_text_config(decoder=True)
         window = getattr(config, "sliding_window", None)
         default = "sliding_attention" if window else "full_attention"
         kinds = sorted(set(getattr(config, "layer_types", None) or [default]))
@@ -99,7 +100,7 @@ class ModelMasks:
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
     def _as_taken(self, mask: Tensor, dtype: torch.dtype) -> Tensor:
-        """The mask as eager attention expects it: 0 where visible, else the dtype's minimum."""
+        """The mask in the form of eager attention: 0 where visible, else the dtype's minimum."""
         if not self._is_eager:
             return mask
         lowest = torch.finfo(dtype).min

@@ -1,4 +1,4 @@
-"""Settings of a fine-tuning run, with the papers' defaults. Importing this loads no torch."""
+"""Settings of a fine-tuning run, with the papers' defaults. Does not import torch."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class FinetuneConfig:
             if (value := getattr(self, name)) not in choices:
                 raise ValueError(f"Found {name} {value!r}, expected one of {choices}")
         self._check_bounds()
-        if self.adam_beta2 >= 1 or self.seed >= 2**32:  # the limit of numpy's seeds
+        if self.adam_beta2 >= 1 or self.seed >= 2**32:  # This is the limit of numpy's seeds.
             raise ValueError(
                 f"Found adam_beta2 {self.adam_beta2} and seed {self.seed}, expected adam_beta2 "
                 "below 1 and seed below 4294967296"
@@ -108,7 +108,7 @@ class FinetuneConfig:
                 "leave out sink"
             )
         chosen = format_for(self.prompt_format, self.model).name
-        object.__setattr__(self, "prompt_format", chosen)  # recorded for resuming
+        object.__setattr__(self, "prompt_format", chosen)  # Recorded for resuming.
         if not Path(self.output).name.strip("."):
             raise ValueError(f"Found output {str(self.output)!r}, expected the name of a folder")
 
@@ -134,7 +134,7 @@ class FinetuneConfig:
 
 def _choices() -> dict[str, tuple[str, ...]]:
     """The allowed values of each setting with a ``Literal`` type."""
-    from blockattn_rag.kv.context import Positions  # imported here because it loads torch
+    from blockattn_rag.kv.context import Positions  # Imported here, because it loads torch.
 
     hints = get_type_hints(FinetuneConfig, localns={"Positions": Positions})
     return {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}

@@ -107,7 +107,7 @@ class SampleEncoder:
         self._end = self.tokenizer.final_ids(self._end_text, first=False)
 
     def encode_record(self, record: object) -> EncodedSample:
-        """Encode one record."""
+        """Encode a record of training data, of any kind, to token ids and labels."""
         try:
             sample = self.parse(record)
         except SegmentationError as error:

@@ -51,7 +51,7 @@ from blockattn_rag.prompts.sinks import sink_ids
 
 logger = logging.getLogger("blockattn_rag")
 
-_LORA_SCALE = 2  # the usual choice
+_LORA_SCALE = 2  # The usual choice.
 LOGGING_STEPS = 10
 _LOG = "training_log.json"
 
@@ -73,7 +73,7 @@ def finetune(config: FinetuneConfig) -> FinetuneReport:
     """
     arguments = _arguments(config)
     settings, process = check_folders(config), PartialState()
-    process.wait_for_everyone()  # all processes check before one of them writes
+    process.wait_for_everyone()  # All processes check before one of them writes.
     folder = work.work_of(config.output)
 
     def has_checkpoint() -> bool:
@@ -191,7 +191,7 @@ def _load_model(config: FinetuneConfig) -> Any:
     """Load the model to train, check its attention, and mark its config as block-fine-tuned."""
     name = resolve_name(config.model)
     if Path(name).is_dir():
-        name = str(Path(name).resolve())  # adapters refer to their base by this path
+        name = str(Path(name).resolve())  # Adapters refer to their base by this path.
     if is_adapter(name):
         raise ValueError(
             f"{name} is a LoRA adapter; merge it into its base before further training"
@@ -205,13 +205,13 @@ def _load_model(config: FinetuneConfig) -> Any:
     # With a mask and gradients, eager attention is faster than SDPA on CPUs.
     model.set_attn_implementation("sdpa" if torch.cuda.is_available() else "eager")
     if config.gradient_checkpointing:
-        # transformers 6 renames the method.
+        # Transformers 6 renames the method.
         renamed = getattr(model, "activation_checkpointing_enable", None)
         (renamed or model.gradient_checkpointing_enable)({"use_reentrant": False})
     if "block" in config.modes:
         model.config.block_attention = config.marker
     elif hasattr(model.config, "block_attention"):
-        del model.config.block_attention  # training in full mode alone may undo the block tuning
+        del model.config.block_attention  # Training only in full mode may undo the block tuning.
     return _with_adapters(model, config) if config.lora else model
 
 
@@ -285,14 +285,16 @@ def publish(
     trainer.accelerator.wait_for_everyone()
     if not trainer.is_world_process_zero():
         return
-    (staging / "training_args.bin").unlink(missing_ok=True)  # a pickle, which readers do not need
+    # This file is a pickle. Readers of the model do not need it.
+    (staging / "training_args.bin").unlink(missing_ok=True)
     tokenizer.save_pretrained(staging)
     if config.lora:
         write_json(staging / SIDECAR, {**config.marker, **_base_of_adapter(config.model)})
     write_json(staging / _LOG, report.history)
     write_plot(report.history, staging / "training_curves.png")
     write_card(config, report, staging / "README.md")
-    # safetensors writes weights that only their owner can read; the log has the default mode.
+    # The safetensors library writes weights that only their owner can read. The log has the default
+    # mode.
     mode = stat.S_IMODE((staging / _LOG).stat().st_mode)
     for path in staging.rglob("*"):
         if path.is_file():
@@ -303,8 +305,9 @@ def publish(
 
 
 def _base_of_adapter(model: str) -> dict[str, str]:
-    """Name of an adapter's base, if peft would record a path that is valid only on this machine:
-    the folder of a model in a package, or the cache of a GGUF file."""
+    """Name of an adapter's base, if peft would record a path that is valid only on this machine.
+
+    Such a path is the folder of a model in a package, or the cache of a GGUF file."""
     path = Path(model).expanduser()
     if model in (BUNDLED, SMOLLM2):
         return {"base_model": model}

@@ -46,7 +46,7 @@ It is also an ordinary {kind} of transformers.
 
 @dataclass(frozen=True, slots=True)
 class FinetuneReport:
-    """Result of a fine-tuning run."""
+    """Losses, counts and settings of a finished fine-tuning run."""
 
     output: Path
     steps: int

@@ -1,1 +1,1 @@
-"""Block-Attention in vLLM: a KV connector, and endpoints that encode what is missing."""
+"""Block-Attention in vLLM: a KV connector, and endpoints that encode missing blocks."""

@@ -1,4 +1,4 @@
-"""Bodies of OpenAI clients: chats and completions, checked, with their passages.
+"""Parsed bodies of OpenAI clients: chats and completions, with their passages.
 
 Clients send passages as ``documents``, as content parts of messages, or between markers.
 
@@ -74,10 +74,10 @@ _Documents = Annotated[tuple[Document, ...], Field(max_length=MOST_BLOCKS, fail_
 
 
 class ChatBody(NamedTuple):
-    """Body of a chat, checked.
+    """Parsed body of a chat.
 
     Args:
-        messages: Messages as chat templates take them, with the documents. Contents are spans.
+        messages: Messages in the form for chat templates, with the documents. Contents are spans.
         not_text: First content part that is not text. None if all parts are text.
         fields: The other fields, and the messages as they were sent, for vLLM.
     """
@@ -106,7 +106,7 @@ class ChatBody(NamedTuple):
 
     @property
     def passages(self) -> list[str]:
-        """Texts of the passages in documents and messages, without altered ones."""
+        """Texts of the passages in documents and messages, without altered passages."""
         return _intact_passages(self.spans)
 
     @property
@@ -116,7 +116,7 @@ class ChatBody(NamedTuple):
 
 
 class CompletionBody(NamedTuple):
-    """Body of a completion, checked.
+    """Parsed body of a completion.
 
     Args:
         spans: The documents, and the prompt, which may contain markers. Control tokens in it are
@@ -139,7 +139,7 @@ class CompletionBody(NamedTuple):
 
     @property
     def passages(self) -> list[str]:
-        """Texts of the passages in documents and prompt, without altered ones."""
+        """Texts of the passages in documents and prompt, without altered passages."""
         return _intact_passages(self.spans)
 
     @property
@@ -181,13 +181,13 @@ class _MessageReader:
 
     def __init__(self, takes_parts: bool) -> None:
         self._takes_parts = takes_parts
-        self._tools: dict[str, str] = {}  # names of tools by call id
+        self._tools: dict[str, str] = {}  # Names of tools by call id.
         self.not_text: str | None = None
 
     def read(self, value: object, place: str) -> dict[str, Any]:
         sent = as_object(value, place)
         role = _string(sent.get("role"), f"{place}.role")
-        # Both names are in use.
+        # Clients use both names of this field.
         sent["reasoning_content"] = sent.get("reasoning_content") or sent.get("reasoning")
         message: dict[str, Any] = {"role": role}
         for name in _KEPT_FIELDS:
@@ -215,7 +215,8 @@ class _MessageReader:
         return (*chain(*marked), *content_spans("\n".join(texts), origin_of(role)))
 
     def _text(self, part: object, place: str) -> str:
-        """Text of a content part. Empty, and noted, for an image or another part without text."""
+        """Text of a content part. A part without text, such as an image, is recorded and is
+        empty."""
         if isinstance(part, str):
             return part
         fields = as_object(part, place)
@@ -283,7 +284,7 @@ def _check_json(value: object, depth: int = 0) -> None:
         raise ProtocolError(f"The body contains {shown(value)}, expected at most {_MOST_BITS} bits")
     elif isinstance(value, float) and not math.isfinite(value):
         raise ProtocolError(f"The body contains {value}, which is no JSON number; remove it")
-    elif isinstance(value, dict):  # faster than Mapping
+    elif isinstance(value, dict):  # Checking for dict is faster than for Mapping.
         for name, item in value.items():
             _check_json(name, depth)
             _check_json(item, depth + 1)

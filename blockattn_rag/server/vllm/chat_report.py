@@ -1,4 +1,4 @@
-"""Reports of reuse in the answers to OpenAI clients, and changes to events of streams.
+"""Reuse reports in the answers to OpenAI clients.
 
 Importing this module does not load vLLM.
 """
@@ -63,7 +63,7 @@ class ChatReport:
     def _report(self, params: Mapping[str, Any] | None) -> dict[str, Any]:
         if self._prompt is None or not self._prompt.lengths:
             return {"mode": "full", **({"reason": self._reason} if self._reason else {})}
-        if params is None:  # an answer that was aborted has no report
+        if params is None:  # An aborted answer has no report.
             return {"mode": "block"}
         served = ServedBlocks.from_dict(params)
         self._computed_tokens = served.encoded_tokens + sum(served.recomputed)

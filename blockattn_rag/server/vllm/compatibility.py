@@ -1,4 +1,4 @@
-"""Startup checks that block mode gives exact answers on an engine."""
+"""Startup checks: whether block mode gives exact answers on an engine."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ _SPECS = (FullAttentionSpec, SlidingWindowSpec, MLAAttentionSpec)
 _LOAD_FORMATS = ("auto", "hf", "safetensors")
 """Formats that load the weights of the checkpoint's files, unchanged."""
 _MISTRAL = "consolidated"
-"""Start of the names of files that vLLM loads instead of others if the format is ``auto``."""
+"""Start of the names of files that vLLM prefers over the hashed files if the format is ``auto``."""
 _NOT_RECOMPUTED = "tokens are not recomputed on it; use a recipe with recompute=0, such as 'fast'"
 
 
 def check_engine(
     engine: VllmConfig, cache: KVCacheConfig, config: ServingConfig, profile: ModelProfile
 ) -> None:
-    """Check that this engine gives exact answers in block mode."""
+    """Check that an engine gives exact answers in block mode."""
     reasons = [*_transfer(engine), *_parallel(engine, config), *_model(engine, profile)]
     reasons += [*_weights(engine), *_cache(engine, cache, config)]
     if profile.recompute:
@@ -123,7 +123,7 @@ def _model(engine: VllmConfig, profile: ModelProfile) -> Iterator[str]:
 
 
 def _recomputation(engine: VllmConfig) -> Iterator[str]:
-    """Tokens are recomputed by a forward pass of the connector's own."""
+    """Reasons why the connector's forward pass cannot recompute tokens."""
     model, parallel = engine.model_config, engine.parallel_config
     if parallel.pipeline_parallel_size > 1:
         yield f"pipeline_parallel_size is {parallel.pipeline_parallel_size}"
@@ -138,7 +138,7 @@ def _recomputation(engine: VllmConfig) -> Iterator[str]:
 
 
 def _weights(engine: VllmConfig) -> Iterator[str]:
-    """vLLM must load the files that were hashed, and no others."""
+    """Reasons why vLLM would load other files than those that were hashed."""
     model, load = engine.model_config, engine.load_config
     commit = commit_of(model.model, model.revision)
     if model.quantization and not quantization_of(load_config(model.model, revision=commit)):
@@ -159,7 +159,7 @@ def _weights(engine: VllmConfig) -> Iterator[str]:
         )
         return
     if (hashed := weight_files(model.model, commit)) is None:
-        return  # no profile can be made
+        return  # No profile can be made from this folder.
     names = {path.name for path in hashed.folder.glob("*.safetensors")}
     if load.load_format == "auto" and any(name.startswith(_MISTRAL) for name in names):
         yield (
@@ -168,7 +168,7 @@ def _weights(engine: VllmConfig) -> Iterator[str]:
         )
         return
     if names and hashed.index is not None:
-        names &= {*hashed.names}  # vLLM skips files that the index does not list
+        names &= {*hashed.names}  # vLLM skips files that the index does not list.
     if not names:
         files = [path.name for path in hashed.folder.glob("*.bin")]
         names = {*filter_files_not_needed_for_inference(files)}

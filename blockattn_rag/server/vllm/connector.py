@@ -1,4 +1,4 @@
-"""The connector that vLLM loads: one half in its scheduler, one in each of its workers."""
+"""The connector that vLLM loads: one half in its scheduler, and one half in each worker."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ class BlockAttentionConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """False: a block that is not stored is encoded again, so no request waits for it."""
+        """Return False: a block that was not stored is encoded again, so no request waits for
+        it."""
         return False
 
     # Scheduler half.
@@ -107,7 +108,7 @@ class BlockAttentionConnector(KVConnectorBase_V1, SupportsHMA):
         """Do nothing: pages are copied after all layers have run."""
 
     def wait_for_save(self) -> None:
-        """Copy what encoding requests computed in this step."""
+        """Copy the keys and values that encoding requests computed in this step."""
         self.worker.copy(self._orders())
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:

@@ -1,4 +1,4 @@
-"""Ensures that blocks are encoded before a prompt needs them. Runs in the API server process."""
+"""Encoding of missing blocks before a prompt needs them, in the API server process."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class NotStoredError(ServingError):
 class _Flight:
     """Running encoding of a block.
 
-    ``waiting``: number of waiters; ``is_asked``: whether the engine has the request.
+    ``waiting`` is the number of waiters, and ``is_asked`` is whether the engine has the request.
     """
 
     def __init__(self, encode: Callable[[_Flight], Coroutine[Any, Any, None]]) -> None:
@@ -66,7 +66,7 @@ class _Flight:
 
 
 class BlockEnsurer:
-    """Looks blocks up in the store, and has the engine encode the missing ones.
+    """Looks blocks up in the store, and has the engine encode missing blocks.
 
     A block that several requests need is encoded once.
     """
@@ -93,8 +93,8 @@ class BlockEnsurer:
         """Whether each block is available. Marks it as used.
 
         Args:
-            thorough: Read each entry completely, and delete damaged ones. Blocks in the workers'
-                memory are assumed to be lost.
+            thorough: Whether to read each entry completely, and delete damaged entries. Blocks in
+                the workers' memory are assumed to be lost.
         """
         distinct = {block.name: block for block in blocks}
         looks = (self._is_found(block, thorough) for block in distinct.values())
@@ -117,7 +117,7 @@ class BlockEnsurer:
         full store does not stop answers.
 
         Args:
-            must_store: Raise if a block that may be stored cannot be stored.
+            must_store: Whether to raise an error if a block that may be stored cannot be stored.
 
         Returns:
             Whether each block was missing.
@@ -125,8 +125,8 @@ class BlockEnsurer:
         Raises:
             MissError: Blocks are missing, and this server is read-only.
             ProtocolError: Memory has no room for the blocks that must not be stored.
-            ServingError: A block was not encoded; or it was not stored, and ``must_store`` or a
-                lack of memory prevents keeping it in memory.
+            ServingError: A block was not encoded. Or it was not stored, and could not be kept in
+                memory because of ``must_store`` or a lack of room.
             StoreError: The store does not answer.
         """
         found = await self.found(blocks, thorough=thorough)
@@ -139,7 +139,7 @@ class BlockEnsurer:
         if unstored and self._config.read_only:
             raise MissError(
                 f"{unstored} of {len(blocks)} blocks are not stored and this server is read_only; "
-                "encode them on a server that is not"
+                "encode them on a server that may write"
             )
         in_memory = {
             block.key: block.tokens
@@ -176,7 +176,7 @@ class BlockEnsurer:
     async def _encoded(self, block: Encodable) -> None:
         """Wait for the running encoding of a block, or start one.
 
-        The encoding is cancelled if the last waiter leaves before the engine has the request.
+        The encoding is canceled if the last waiter leaves before the engine has the request.
         """
         flight = self._flights.get(block.name)
         if flight is None:
@@ -188,7 +188,8 @@ class BlockEnsurer:
         finally:
             flight.waiting -= 1
             if not flight.waiting and not flight.is_asked:
-                self._forget(block.name, flight)  # at once, so that no request joins it
+                # Remove the encoding at once, so that no request joins it.
+                self._forget(block.name, flight)
                 flight.task.cancel()
 
     def _land(self, name: _Name, flight: _Flight) -> None:
@@ -214,7 +215,7 @@ class BlockEnsurer:
             await self._engine.encode(block, request_id)
             if block.in_store:
                 await self._stored(block.block, request_id)
-            else:  # workers execute this save before any load that is requested from now on
+            else:  # Workers execute this save before any later load.
                 self._kept.add(block.key, block.tokens)
 
     async def _stored(self, block: BlockId, request_id: str) -> None:
@@ -242,7 +243,7 @@ class BlockEnsurer:
         self._storing.succeeded()
 
     async def _asked(self, look: Callable[[BlockId], bool], block: BlockId) -> bool:
-        """Run a lookup in the store without blocking the event loop."""
+        """Look up a block in the store without blocking the event loop."""
         asked = asyncio.get_running_loop().run_in_executor(self._threads, look, block)
         try:
             return await asyncio.wait_for(asked, _ANSWERED_WITHIN_S)
@@ -276,7 +277,7 @@ class Room:
     """Limits the tasks that run at once in an event loop, first come, first served.
 
     Args:
-        max_bytes: Maximum bytes that they take together; a single task may take more.
+        max_bytes: Maximum total bytes of the running tasks; a single task may take more.
     """
 
     def __init__(self, max_running: int, max_bytes: int) -> None:
@@ -287,7 +288,7 @@ class Room:
 
     @asynccontextmanager
     async def taken(self, nbytes: int) -> AsyncGenerator[None, None]:
-        """Wait for room, and occupy it inside the context."""
+        """Wait for room, and occupy it within the context."""
         async with self._turn:
             while self._running and (
                 self._running >= self._max_running or self._bytes + nbytes > self._max_bytes

@@ -1,4 +1,4 @@
-"""Adds the passages of answered requests to the index, in the background."""
+"""Background writing of the passages of answered requests to the index."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from blockattn_rag.store.passage_index import PassageIndex
 
 logger = logging.getLogger("blockattn_rag")
 
-_MOST_UNWRITTEN = 1 << 16  # entries of a namespace, 36 bytes each
+_MOST_UNWRITTEN = 1 << 16  # Number of entries of a namespace, 36 bytes each.
 
 
 class IndexWriter:
-    """Collects index entries, and writes those of a few seconds as one file for each namespace.
+    """Collects index entries, and writes one file for each namespace every few seconds.
 
-    No answer waits for the index or fails by it: a failed write is logged, and repeated with the
-    namespace's next one. What was collected is written when the event loop ends.
+    Answers do not wait for the index. A failed write is logged, and repeated with the next write of
+    its namespace. The remaining entries are written when the event loop ends.
     """
 
     def __init__(
@@ -54,12 +54,12 @@ class IndexWriter:
             raise
 
     def _write(self, collected: dict[str, list[Entries]]) -> None:
-        with self._writing:  # a cancelled task leaves its thread running
+        with self._writing:  # A canceled task leaves its thread running.
             for namespace, parts in collected.items():
                 entries = joined([*parts, *self._unwritten.pop(namespace, ())])
                 try:
                     self._index.add(entries, namespace)
-                except Exception as error:  # the entries of other namespaces must be written
+                except Exception as error:  # The entries of other namespaces must still be written.
                     self._unwritten[namespace] = [entries[:_MOST_UNWRITTEN]]
                     self._on_failure()
                     if isinstance(error, StoreError):

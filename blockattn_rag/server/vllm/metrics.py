@@ -1,4 +1,4 @@
-"""Metrics of the connector and of the endpoints for Prometheus, and the reports of the workers."""
+"""Prometheus metrics of the connector and of the endpoints, and reports of the workers."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Counters:
         self._lock = threading.Lock()
 
     def count(self, name: str, more: float = 1, tier: str = "") -> None:
-        """Add to a counter of ``PLAIN``, or with ``tier`` to one of ``BY_TIER``."""
+        """Add to a counter of ``PLAIN`` or, with ``tier``, to a counter of ``BY_TIER``."""
         key = f"{name}/{tier}" if tier else name
         with self._lock:
             self._counts[key] = self._counts.get(key, 0) + more
@@ -98,8 +98,7 @@ _OF_TIER = ("hits", "misses", "failures")
 def count_loads(
     counters: Counters, before: LoaderStats, now: LoaderStats, tiers: Sequence[str]
 ) -> None:
-    """Add the difference between two loader stats to counters. ``tiers`` names the store's tiers,
-    in order."""
+    """Add the difference between two loader stats to counters. ``tiers``: names of the tiers."""
     for name, counter in _OF_LOADER.items():
         if more := getattr(now, name) - getattr(before, name):
             counters.count(counter, more)
@@ -145,8 +144,8 @@ class ServingPromMetrics(KVConnectorPromMetrics):
 
 
 class Fetch(NamedTuple):
-    """Time that the blocks of a request took to load and recompute, how many of them are quantized,
-    and how many tokens of each were recomputed."""
+    """Load of a request's blocks: seconds, quantized blocks, and recomputed tokens of each
+    block."""
 
     seconds: float
     int8_blocks: int
@@ -154,7 +153,7 @@ class Fetch(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """Number of ranks on which the load of a request ended, and on how many of them it failed."""
+    """Number of ranks on which the load of a request ended, and number on which it failed."""
 
     ranks: int = 0
     failures: int = 0
@@ -168,8 +167,8 @@ class WorkerReport(KVConnectorWorkerMetadata):
     """Report of a rank to the scheduler after a step.
 
     Args:
-        ended: Ended loads of requests whose tokens are then recomputed, which all ranks must do in
-            the same step.
+        ended: Ended loads of requests with tokens to recompute. All ranks must recompute in the
+            same step.
         unsaved: Why encoded blocks could not be stored, by the name of the encoding request.
     """
 
@@ -190,8 +189,8 @@ class WorkerReport(KVConnectorWorkerMetadata):
         return WorkerReport(both, {**self.unsaved, **other.unsaved}, ended)
 
 
-# Counters of the API server. Names must not start with "vllm:": vLLM unregisters those when it
-# starts an engine.
+# Counters of the API server. Their names must not start with "vllm:", because vLLM unregisters such
+# counters when it starts an engine.
 RETRIES = Counter("blockattn_retries", "Requests retried because their blocks were lost.")
 CUT_ANSWERS = Counter(
     "blockattn_cut_answers",

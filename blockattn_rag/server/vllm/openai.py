@@ -1,7 +1,7 @@
 """Prompts of OpenAI clients as token ids.
 
-The server renders chats with the model's chat template and cuts prompts into blocks, like an engine
-in the application's process, so that both share stored blocks.
+The server renders chats with the model's chat template and cuts prompts into blocks, as an engine
+in process does, so that both share stored blocks.
 
 Importing this module does not load vLLM.
 """
@@ -32,7 +32,7 @@ Recognizer = Callable[[Spans], Spans]
 
 
 class TokenPrompt(NamedTuple):
-    """A prompt as token ids, and how it is split into blocks.
+    """Token ids of a prompt, and its split into blocks.
 
     Args:
         lengths: Tokens of each context block. Empty: full mode.
@@ -47,7 +47,7 @@ class TokenPrompt(NamedTuple):
 
 
 class Prompts:
-    """Renders chats and completions with passages as token ids. Thread-safe."""
+    """Renderer of chats and completions with passages as token ids. Thread-safe."""
 
     def __init__(self, tokenizer: Any, promote: int = 0) -> None:
         self._promote = promote
@@ -97,7 +97,7 @@ class Prompts:
         variables: Mapping[str, Any],
         recognize: Recognizer | None = None,
     ) -> BlockPrompt:
-        """Render a chat as blocks."""
+        """Render a chat with the model's chat template, as blocks."""
         if body.not_text:
             raise ProtocolError(
                 f"{body.not_text}, but prompts with passages are text only; remove the part, or "
@@ -110,7 +110,7 @@ class Prompts:
         variables = {name: value for name, value in variables.items() if name in read}
         try:
             spans = _rendered(tokenizer, body.messages, tools, variables)
-        except Exception as error:  # templates may raise any error for unexpected messages
+        except Exception as error:  # Templates may raise any error for unexpected messages.
             raise ProtocolError(f"The chat cannot be rendered: {error}") from error
         return BlockPrompt.from_spans(recognize(spans) if recognize else spans, CHAT.template)
 

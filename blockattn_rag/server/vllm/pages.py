@@ -1,4 +1,4 @@
-"""Reads and writes the pages of an attention layer, whatever their layout."""
+"""Reading and writing the pages of an attention layer, whatever their layout."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class KVGroup(NamedTuple):
     page_tokens: int
 
     def first_token(self, tables: PageTables) -> int:
-        """Index of the first token that has a page. The pages of earlier tokens, which no window
-        contains, are null pages."""
+        """Index of the first token that has a page. Earlier tokens, which no window contains, have
+        null pages."""
         table = tables[self.table]
         null = next((place for place, page in enumerate(table) if page != _NULL), len(table))
         return null * self.page_tokens
@@ -60,8 +60,8 @@ class LayerPages:
         layer: Attention layer of vLLM. Keys and values of a latent layer are its rotary key and its
             latent.
         group: KV cache group of the layer.
-        interleaves_keys: Whether the engine stores pairs of rotated dimensions next to each other,
-            unlike a block, which has the first ones of all pairs in the first half of a key.
+        interleaves_keys: Whether the engine stores the two dimensions of each rotated pair next to
+            each other. A block stores them in the first and the second half of a key.
     """
 
     def __init__(self, layer: Any, group: KVGroup, *, interleaves_keys: bool = False) -> None:
@@ -102,8 +102,8 @@ class LayerPages:
             layer.impl.do_kv_cache_update(layer, key, value, layer.kv_cache, slots)
 
     def read(self, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Copy the keys and values ``[kv_heads, tokens, head_size]`` out of slots ``[tokens]``. The
-        first slot must be the start of a page."""
+        """Copy keys and values ``[kv_heads, tokens, head_size]`` from slots ``[tokens]``. The first
+        slot must be the start of a page."""
         heads, key_size, value_size = self.sizes
         tokens = self.tokens_per_page
         pages = slots[::tokens] // tokens
@@ -115,14 +115,14 @@ class LayerPages:
         )
 
     def _measured(self) -> Tensor:
-        """Index into the flat page for each element of keys ``[tokens, heads, size]``, then
-        values. Includes the order of the dimensions in which ``write`` stores keys."""
+        """Index into the flat page for each element of keys ``[tokens, heads, size]``, then of
+        values, in the order of dimensions in which ``write`` stores keys."""
         if self._places is None:
             self._places = _measure(self)
         return self._places
 
     def share_layout(self, others: Sequence[LayerPages]) -> None:
-        """Measure the layout, or copy it from a layer with the same one."""
+        """Measure the layout, or copy it from a layer with the same layout."""
         for other in others:
             if other._places is not None and self._stores_as(other):
                 self._places = other._places
@@ -142,8 +142,9 @@ class LayerPages:
 
 
 def _measure(pages: LayerPages) -> Tensor:
-    """Write the index of each element to the first page, digit by digit, and locate it there. The
-    first page is vLLM's null block, which no request uses. It is restored afterwards."""
+    """Measure a layout: write the index of each element to the first page, digit by digit, and
+    locate it. The first page is vLLM's null block, which no request uses. It is restored
+    afterwards."""
     cache: Tensor = pages._layer.kv_cache
     heads, key_size, value_size = pages.sizes
     tokens = pages.tokens_per_page

@@ -1,9 +1,9 @@
-"""Recomputes tokens of a loaded context in a worker, with vLLM's model and pages.
+"""Recomputing tokens of a loaded context in a worker, with vLLM's model and pages.
 
-Like ``model.recompute``: one forward pass of the question measures which tokens it attends to most,
-and one of these tokens computes them again, with full attention. Neither pass uses the attention of
-vLLM's backend, which computes consecutive tokens only. The pages then contain what the engine reads
-for the answer.
+As in ``model.recompute``, a first forward pass over the question measures which tokens it attends
+to most. A second pass over these tokens computes them again, with full attention, and writes them
+to the pages. Neither pass uses the attention of vLLM's backend, which computes only consecutive
+tokens.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ States = tuple[Tensor, Tensor]
 """Keys and values ``[kv_heads, tokens, head_size]``."""
 
 GetStates = Callable[[int, Tensor, Tensor], States]
-"""Function that returns all keys and values that a pass attends to in a layer, from the layer's
-index and the keys and values of the pass's own tokens."""
+"""Function that returns all keys and values that a pass attends to in a layer. Its arguments are
+the layer's index, and the keys and values of the pass's own tokens."""
 
 
 class Recomputer:
-    """Recomputes tokens in the pages of requests.
+    """Recomputation of tokens in the pages of requests.
 
     Args:
         layers: Attention layers of the model, in order.
@@ -51,8 +51,8 @@ class Recomputer:
                 or getattr(layer.impl, "alibi_slopes", None) is not None
             ):
                 raise ServingError(
-                    f"Layer {index} has attention of its own ({type(layer).__name__}), so its "
-                    "tokens cannot be recomputed; use a recipe with recompute=0, such as 'fast'"
+                    f"Layer {index} computes attention in another way ({type(layer).__name__}), so "
+                    "its tokens cannot be recomputed; use a recipe with recompute=0, such as 'fast'"
                 )
         self._layers, self._pages, self._engine = layers, pages, engine
         self._model = _model_of(layers[0])
@@ -80,7 +80,7 @@ class Recomputer:
             count: Number of tokens to choose.
 
         Returns:
-            Indices of the recomputed tokens, in order. The same on all ranks.
+            Indices of the recomputed tokens, in order, equal on all ranks.
         """
         received = self._received(token_ids[len(slots) :], slots)
         chosen = choose_tokens(received, lengths, may_change, count)
@@ -110,13 +110,14 @@ class Recomputer:
             self._run(ids, places, measured, states)
             received += measured.total[:before] * len(ids)
         group = get_tp_group()
-        if group.world_size > 1:  # each rank measured its own heads
+        if group.world_size > 1:  # Each rank measured only its own heads.
             received = group.broadcast(group.all_reduce(received))
         return received
 
     def _compute(self, token_ids: Sequence[int], slots: Tensor, chosen: Sequence[int]) -> None:
-        """Replace the keys and values of the chosen tokens. Later tokens attend to the new ones of
-        earlier tokens, so passes of fewer tokens give the same result."""
+        """Replace the keys and values of the chosen tokens, in passes over chunks of tokens. Later
+        tokens attend to earlier tokens' new keys and values, so the chunks' size does not
+        matter."""
         for start in range(0, len(chosen), self._most_tokens):
             part = chosen[start : start + self._most_tokens]
             places = torch.tensor(part, device=slots.device)
@@ -133,7 +134,7 @@ class Recomputer:
     def _run(
         self, ids: Sequence[int], places: Tensor, attention: ChosenAttention, states: GetStates
     ) -> None:
-        """Run the model over tokens at these places."""
+        """Run the model over tokens at positions ``places``."""
         with (
             _attending(self._layers, attention, states),
             set_forward_context(None, self._engine, num_tokens=len(ids), skip_compiled=True),
@@ -147,7 +148,7 @@ class Recomputer:
 
 
 class _Attention:
-    """Attention of a layer in place of its backend's (``AttentionImpl``)."""
+    """Replacement for the attention backend of a layer (``AttentionImpl``)."""
 
     def __init__(
         self, index: int, backend: Any, attention: ChosenAttention, states: GetStates
@@ -156,7 +157,7 @@ class _Attention:
         self._attention, self._states = attention, states
 
     def __getattr__(self, name: str) -> Any:
-        """Everything else is the backend's, such as ``do_kv_cache_update``."""
+        """Delegate other attributes to the backend, such as ``do_kv_cache_update``."""
         return getattr(self._backend, name)
 
     def forward(
@@ -191,7 +192,7 @@ class _Attention:
 def _attending(
     layers: Sequence[Any], attention: ChosenAttention, states: GetStates
 ) -> Iterator[None]:
-    """Replace the attention of all layers."""
+    """Replace the attention of all layers within the context."""
     backends = [layer.impl for layer in layers]
     try:
         for index, (layer, backend) in enumerate(zip(layers, backends, strict=True)):

@@ -1,4 +1,4 @@
-"""Turns the prompts of requests into blocks, and puts them into vLLM's requests."""
+"""Conversion of prompts to blocks, and to vLLM's requests."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ _UNSUPPORTED = {
 }
 
 # llguidance follows references recursively: a chain of 20,000 overflows the stack and ends the
-# server; one of 2,000 does not.
+# server, but a chain of 2,000 does not.
 _MOST_REFERENCES = 1_000
 
 
 class Encodable(NamedTuple):
-    """Block, and the request that encodes it: the sink, if any, and the block's tokens."""
+    """A block, and the prompt that encodes it: the sink, if any, and the block's tokens."""
 
     block: BlockId
     token_ids: list[int]
@@ -57,7 +57,7 @@ class Encodable(NamedTuple):
 
     @property
     def name(self) -> tuple[str, bool]:
-        """Identity: a block for the store and one for memory may have the same key."""
+        """Identity of a block: its key, and whether it is for the store or for memory."""
         return self.key, self.in_store
 
     @property
@@ -82,8 +82,8 @@ def encodables(
     """Create blocks from token ids.
 
     Args:
-        opens_prompt: Whether the first block opens its prompt, and so is encoded without sink and
-            adapter.
+        opens_prompt: Whether the first block is the first of its prompt, which is encoded without
+            sink and adapter.
     """
     found = []
     for place, ids in enumerate(blocks):
@@ -104,7 +104,7 @@ class BlockRequest:
 
 
 class RequestReader:
-    """Turns the bodies of requests into blocks."""
+    """Converter of request bodies to blocks."""
 
     def __init__(
         self,
@@ -155,7 +155,7 @@ class RequestReader:
         return BlockRequest(plan, blocks)
 
     def namespace(self, headers: Headers) -> str:
-        """Namespace of a request: its tenant's, which the gateway sets, or the server's default."""
+        """Namespace of a request: the tenant that the gateway set, or the server's default."""
         tenants = headers.getlist(TENANT_HEADER)
         if not tenants:
             return self._config.namespace
@@ -164,7 +164,8 @@ class RequestReader:
                 f"Found the header {TENANT_HEADER}, but this server has no tenants; set "
                 "tenant_secret_env in the connector's options"
             )
-        if len(tenants) > 1 or not tenants[0]:  # a gateway that appended to the client's header
+        if len(tenants) > 1 or not tenants[0]:
+            # A gateway may have appended its value to the client's header.
             raise ProtocolError(
                 f"Found the header {TENANT_HEADER} {len(tenants)} times, expected one name; "
                 "the gateway must replace the client's header, and remove it if there is no tenant"

@@ -1,4 +1,4 @@
-"""Retries requests whose blocks were lost, and adds a report on the blocks to every answer."""
+"""Retries of requests whose blocks were lost, and a report on the blocks of every answer."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Ticket:
     """State of a request in block mode while vLLM's handlers process it.
 
     Args:
-        ensure_again: Function that checks all blocks of the prompt thoroughly, encodes the missing
-            ones, and returns the tokens of the encoded blocks by key.
+        ensure_again: Function that checks all blocks of the prompt thoroughly, encodes missing
+            blocks, and returns the tokens of the encoded blocks by key.
         keys: Keys of the context blocks, in order.
-        marker: ``kv_transfer_params`` of the answer, once known.
+        marker: ``kv_transfer_params`` of the answer. None until they are known.
     """
 
     plan: BlockPlan
@@ -126,7 +126,7 @@ def _failed(output: Any) -> bool:
 
 
 def _between(anew: int, plan: BlockPlan) -> str:
-    """Describe what the check between two failed attempts found. vLLM's workers cannot report the
+    """Describe the check between two failed attempts, because vLLM's workers cannot report the
     cause of a failure with the request."""
     blocks = len(plan.lengths)
     if anew:
@@ -145,7 +145,7 @@ def _marked(output: Any, ticket: Ticket) -> Any:
     served = _served(output, ticket.plan)
     if served is not None:
         CUT_ANSWERS.inc(served.cut_short)
-        # Tokens of encoded blocks count as computed already.
+        # Tokens of encoded blocks already count as computed.
         recomputed = [
             0 if key in ticket.encoded else tokens
             for key, tokens in zip(ticket.keys, served.recomputed, strict=False)
@@ -161,7 +161,7 @@ def _marked(output: Any, ticket: Ticket) -> Any:
 
 
 def _served(output: Any, plan: BlockPlan) -> ServedBlocks | None:
-    """Report on the blocks; None if more outputs follow, or the answer was aborted.
+    """Report on the blocks. None: more outputs follow, or the answer was aborted.
 
     The engine sends the report with the last token, unless a stop string ends the answer: vLLM
     finds stop strings in this process, and aborts the engine's request. In that case, the number of

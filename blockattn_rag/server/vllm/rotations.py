@@ -1,11 +1,11 @@
-"""Checks at start that vLLM rotates keys as the profile says.
+"""Startup check that vLLM rotates keys by the layouts of the profile.
 
-vLLM's attention layers do not know the module that rotates their keys, and a connector is not given
-the model. vLLM makes these modules with ``get_rope``, once for each layout, and keeps them in
-``_ROPE_DICT``. So they are run here, on random keys at two positions.
+vLLM's attention layers have no reference to the module that rotates their keys. vLLM makes these
+modules with ``get_rope``, once for each layout, and keeps them in ``_ROPE_DICT``. The check runs
+them on random keys at two positions.
 
-This finds a layout that vLLM does not have, such as one of another base or scaling. It does not
-find layers that use each other's layouts, because vLLM does not record which layer uses which.
+It detects a layout that vLLM lacks, such as a layout with another base or scaling. It does not
+detect layers that use each other's layouts, because vLLM does not record which layer uses which.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _tolerance(dtype: torch.dtype) -> float:
 
 
 def _error(rope: Any, layout: RotaryLayout, size: int, profile: ModelProfile) -> float:
-    """Largest error of keys that ``layout`` moves, compared with those that vLLM rotates."""
+    """Largest difference between keys rotated by ``layout`` and keys rotated by vLLM."""
     generator = torch.Generator().manual_seed(0)
     keys = torch.randn(_TOKENS, size, generator=generator).to(profile.torch_dtype)
     limit = profile.max_positions - 1
@@ -116,7 +116,7 @@ def _rotated(rope: Any, keys: Tensor, position: int) -> Tensor:
 
 
 def _shown(rope: Any) -> str:
-    neox = getattr(rope, "is_neox_style", True)  # some classes have no other style
+    neox = getattr(rope, "is_neox_style", True)  # Some classes support no other style.
     pairs = "half" if neox else "interleaved"
     dims, base = (getattr(rope, name, "unknown") for name in ("rotary_dim", "base"))
     return f"{type(rope).__name__} ({pairs} pairs of {dims}, base {base})"

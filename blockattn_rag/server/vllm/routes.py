@@ -105,7 +105,7 @@ async def completions(fields: _JsonBody, raw_request: Request) -> Response:
 
 
 def _read_chat(fields: Any) -> tuple[ChatBody, ChatCompletionRequest]:
-    """The body of a chat, and the same as vLLM's object. Raises ProtocolError."""
+    """Parse the body of a chat, also as vLLM's object. Raises ProtocolError."""
     body = ChatBody.from_dict(fields)
     request: ChatCompletionRequest = _vllm_request(ChatCompletionRequest, body.fields)
     # vLLM ignores the token ids of such chats.
@@ -122,7 +122,8 @@ def _read_completion(fields: Any) -> tuple[CompletionBody, CompletionRequest]:
 def _vllm_request(kind: type, fields: Any) -> Any:
     try:
         return parse(kind, fields, "body")
-    except (AttributeError, LookupError, TypeError) as error:  # of vLLM's own validators
+    except (AttributeError, LookupError, TypeError) as error:
+        # vLLM's own validators raised this error.
         raise ProtocolError(f"A field of the body has a wrong type: {error}") from error
 
 

@@ -1,5 +1,7 @@
-"""Saves encoded blocks: applies the recipe's adapter, and gathers the pages of all ranks into the
-store, or keeps blocks in the memory of each rank if they must not be stored."""
+"""Saving of encoded blocks, after the recipe's adapter is applied.
+
+Blocks are gathered from all ranks into the store. Blocks that must not be stored stay in the memory
+of each rank."""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ States = Sequence[tuple[Tensor, Tensor]]
 
 
 class BlockSaver:
-    """Saves encoded blocks. All ranks of the tensor-parallel group must make the same calls.
+    """Writer of encoded blocks. All ranks of the tensor-parallel group must make the same calls.
 
     If a block may be stored, the first rank gathers all heads and writes one entry, so an entry is
     complete and does not depend on the number of ranks. Otherwise each rank keeps its share in
@@ -77,8 +79,8 @@ class BlockSaver:
         self._lock = threading.Lock()
 
     def copy(self, copy: Copy) -> None:
-        """Copy the tokens that a step computed out of their pages."""
-        if copy.tokens.start == 0:  # also after a preemption
+        """Copy the tokens that a step computed from their pages."""
+        if copy.tokens.start == 0:  # This also handles a preemption.
             self._parts[copy.request_id] = []
         self._parts[copy.request_id].append([self._read(pages, copy) for pages in self._pages])
 
@@ -88,7 +90,7 @@ class BlockSaver:
             self._parts.pop(request_id, None)
 
     def save(self, save: Save) -> None:
-        """Save the block that was copied."""
+        """Save the block of an encoding request, from the copies of its steps."""
         (block,) = block_keys(save.token_ids, save.plan, self._profile)
         parts = zip(*self._parts.pop(save.request_id), strict=True)
         own = self._block(block, [_joined(layer) for layer in parts])
@@ -121,7 +123,8 @@ class BlockSaver:
 
     @staticmethod
     def _read(pages: LayerPages, copy: Copy) -> tuple[Tensor, Tensor]:
-        beyond = copy.tokens.start % pages.group.page_tokens  # read from the start of a page
+        # Reads must begin at the start of a page.
+        beyond = copy.tokens.start % pages.group.page_tokens
         tokens = range(copy.tokens.start - beyond, copy.tokens.stop)
         keys, values = pages.read(pages.group.slots(copy.pages, tokens, pages.device))
         return keys[:, beyond:], values[:, beyond:]
@@ -137,12 +140,12 @@ class BlockSaver:
             token_ids=torch.tensor(block.ids, dtype=torch.int64),
             fingerprint=self._profile.fingerprint,
             digest=block.digest,
-            handle="",  # the digest of a text, which is unknown here
+            handle="",  # The handle is the digest of a text, which is unknown here.
             namespace=block.namespaces[0],
         )
 
     def _keep(self, request_id: str, kv: BlockKV) -> None:
-        """Keep a share in memory, where loads of this and of later steps find it."""
+        """Keep a share in memory, for loads of this and later steps."""
         try:
             check_finite(kv, "to memory")
             kept = kv.quantized() if self._quantizes else kv
@@ -167,14 +170,16 @@ class BlockSaver:
 
     def _count_failure(self, request_id: str, why: str) -> None:
         self._counters.count("save_failures")
-        logger.warning("The block of request %s is not kept: %s", request_id, why)
+        logger.warning("The block of request %s is not saved: %s", request_id, why)
 
     def _note_unsaved(self, request_id: str, why: str) -> None:
         with self._lock:
             self._unsaved[encode_name(request_id)] = why
 
     def _gathered(self, states: States) -> States | None:
-        """Gather the keys and values of all heads, by layer. None on all ranks but the first."""
+        """Gather the keys and values of all heads, by layer. Other ranks than the first return
+        None.
+        """
         group = get_tp_group()
         if group.world_size == 1:
             return states
@@ -199,6 +204,6 @@ class BlockSaver:
 
 
 def _joined(parts: States) -> tuple[Tensor, Tensor]:
-    """Keys and values of consecutive tokens of a layer, as one."""
+    """Join the keys and values of consecutive tokens of each layer."""
     keys, values = (torch.cat(states, 1) for states in zip(*parts, strict=True))
     return keys, values

@@ -1,6 +1,6 @@
-"""Scheduler half of the connector: plans loads into the pages of requests, and saves from them.
+"""Scheduler half of the connector, which plans loads into pages and saves from pages.
 
-The scheduler's thread serves every request, so nothing here waits for a network or a disk.
+The scheduler's thread serves every request, so this module never waits for a network or a disk.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def new_encode_name() -> str:
 
 
 def encode_name(request_id: str) -> str:
-    """Name of an encoding request, from the request id to which vLLM appended digits."""
+    """Name of an encoding request: its request id without the digits that vLLM appended."""
     return request_id[: len(_ENCODE) + 32]
 
 
@@ -82,8 +82,9 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Order to copy the tokens that an encoding request computes in this step out of their pages.
-    The pages of tokens that leave a sliding window are reused in later steps.
+    """Order to copy the tokens that an encoding request computes in this step from their pages.
+
+    Later steps reuse the pages of tokens that leave a sliding window.
 
     Args:
         pages: Page tables of the request.
@@ -97,8 +98,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """Order to store the block that a finished request computed: the end of its prompt, which was
-    copied."""
+    """Order to store the block that a finished request computed at the end of its prompt."""
 
     request_id: str
     plan: BlockPlan
@@ -112,7 +112,8 @@ class Orders(KVConnectorMetadata):
     Args:
         refused: Ids of requests that must fail. The reasons are already logged.
         ended: Requests whose load has ended on all ranks, and whether to recompute their tokens.
-        is_idle: The model computes nothing in this step, so workers may wait for loads.
+        is_idle: Whether the model computes nothing in this step, so that workers may wait for
+            loads.
     """
 
     loads: list[Load] = field(default_factory=list)
@@ -128,7 +129,7 @@ class _Request:
     """State of a request in block mode.
 
     Args:
-        unshared: The request, if its tokens are recomputed, so that it must not share its pages.
+        unshared: The request, if it must not share pages because its tokens are recomputed.
     """
 
     plan: BlockPlan | None
@@ -154,9 +155,9 @@ class SchedulerSide:
     def add(self, request: Request) -> None:
         """Register a new request and give it the cache salt of its plan.
 
-        The keys and values of a token differ between block mode and full mode, and between ways to
-        cut a prompt into blocks. The salt keeps their pages apart in the prefix cache. A refused
-        request fails when it is scheduled, because vLLM expects no error here.
+        The keys and values of a token depend on the mode and on the blocks of a prompt. The salt
+        separates their pages in the prefix cache. A refused request fails when it is scheduled,
+        because vLLM expects no error here.
         """
         try:
             plan = parse_plan(
@@ -185,14 +186,14 @@ class SchedulerSide:
             return
         self._requests[request.request_id] = _Request(plan, all_local)
         if plan.op == "encode":
-            # Each token must be computed, because the cache may lack those outside a window.
+            # Each token must be computed, because the cache may lack tokens outside a window.
             request.skip_reading_prefix_cache = True
             self._encoding[request.request_id] = request
         _set_salt(request, salt(plan, self._profile, request.cache_salt))
 
     def _separate(self, request: Request, plan: BlockPlan) -> None:
-        """Give a request pages that no other request shares, and that it does not find again: they
-        contain tokens that were recomputed for its question."""
+        """Exclude a request from the prefix cache, because its pages will contain tokens that are
+        recomputed for its question."""
         _set_salt(request, salt(plan, self._profile, secrets.token_hex()))
 
     def _refuse(self, request: Request, why: str) -> None:
@@ -200,16 +201,17 @@ class SchedulerSide:
         self._requests[request.request_id] = _Request(None, ServedBlocks(0, 0, 0))
         self.stats.count("refused")
         _set_salt(request, f"ba1-refused-{request.request_id}")
-        request.skip_reading_prefix_cache = False  # otherwise vLLM skips `promised`
+        request.skip_reading_prefix_cache = False  # vLLM would skip `promised` otherwise.
 
     def promised(self, request: Request, computed: int) -> tuple[int, bool]:
-        """Number of tokens to load after the ``computed`` ones; whether the load is
+        """Number of tokens to load after ``computed`` tokens, and whether the load is
         asynchronous."""
         known = self._requests.get(request.request_id)
         if known is None:
             return 0, False
         if known.plan is None:
-            return 1, True  # not loaded: makes vLLM call `allocated`, which fails the request
+            # Nothing is loaded: vLLM then calls `allocated`, which fails the request.
+            return 1, True
         if known.plan.op == "encode":
             return 0, False
         tokens = max(known.plan.context_tokens - computed, 0)
@@ -261,11 +263,12 @@ class SchedulerSide:
             total = end.plus(self._ended.pop(request_id, Ended()))
             if total.ranks < self._ranks:
                 self._ended[request_id] = total
-            else:  # an aborted request needs no recomputed tokens, but keeps its pages until now
+            else:
+                # An aborted request needs no recomputed tokens, but has kept its pages until now.
                 is_used = request_id in self._requests and not total.failures
                 self._orders.ended[request_id] = is_used
         self._unsaved.update(report.unsaved)
-        while len(self._unsaved) > _MAX_UNSAVED:  # their requests are long gone
+        while len(self._unsaved) > _MAX_UNSAVED:  # These requests have ended long ago.
             self._unsaved.popitem(last=False)
 
     def finished(self, request: Request) -> dict[str, Any] | None:
@@ -305,7 +308,8 @@ class SchedulerSide:
         if reason is not None:
             raise ProtocolError(f"Block mode is not possible for op={plan.op!r}: {reason}")
         if plan.op == "encode":
-            block_keys(token_ids or (), plan, self._profile)  # checks what precedes the block
+            # This call checks the tokens before the block.
+            block_keys(token_ids or (), plan, self._profile)
 
     def _why_not_kept(self, plan: BlockPlan) -> str | None:
         """Why this server cannot keep a block to be encoded; None if it can."""

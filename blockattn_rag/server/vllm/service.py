@@ -1,4 +1,4 @@
-"""Service behind the routes: ensures the blocks of requests, and passes them to vLLM."""
+"""Service behind the routes, which encodes missing blocks and passes requests to vLLM."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Service:
         self._chats = _with_client(state.openai_serving_chat, retrying)
         self._unparsed_chats = copy.copy(self._chats)
         if self._unparsed_chats is not None:
-            self._unparsed_chats.parser_cls = None  # this package parses the answers
+            self._unparsed_chats.parser_cls = None  # This package parses the answers.
         self._model_config = engine_client.model_config
 
     @classmethod
@@ -140,9 +140,9 @@ class Service:
         )
 
     async def chat(self, body: ChatBody, request: Any, raw_request: Any) -> Answer:
-        """Answer a chat. Chats without passages are vLLM's own, in full mode."""
+        """Answer a chat. vLLM answers chats without passages in full mode."""
         tools = None
-        if not body.not_text and request.tools:  # many tools make a large grammar
+        if not body.not_text and request.tools:  # Many tools make a large grammar.
             tools = await asyncio.to_thread(
                 lambda: ServedTools.of(request, self._prompts.tokenizer)
             )
@@ -176,7 +176,7 @@ class Service:
         raw_request: Any,
         tools: ServedTools | None = None,
     ) -> Answer:
-        """Answer a request."""
+        """Answer a request, in block mode if its prompt contains passages."""
         respond = partial(self._reported, create, request, raw_request, tools)
         render = partial(self._render, make_prompt, body.options.mode, tools)
         must_render = body.has_passages or tools is not None
@@ -204,9 +204,9 @@ class Service:
         tools: ServedTools | None,
         recognize: Recognizer | None,
     ) -> TokenPrompt | None:
-        """Convert a prompt to token ids. None: vLLM renders it.
+        """Convert a prompt to token ids. Returns None if vLLM renders the prompt.
 
-        vLLM renders prompts without passages, unless it must not see the tools.
+        vLLM renders prompts without passages, unless this package must render the tools.
         """
         prompt = make_prompt(recognize)
         if tools is not None:
@@ -227,7 +227,7 @@ class Service:
         """Answer a request, with a report on its blocks. ``prompt``: None if vLLM renders it."""
         report = ChatReport(prompt, self._profile.recipe, reason)
         headers, ticket = raw_request.headers, None
-        request = request.model_copy()  # a failure leaves the original for another try
+        request = request.model_copy()  # If this fails, the original request can be tried again.
         if prompt is None or not prompt.lengths:
             self._requests.full_mode(request, prompt, headers)
         else:
@@ -268,8 +268,8 @@ class Service:
         return lambda spans: known(marked_sources(spans))
 
     def _index(self, texts: Sequence[str], headers: Headers) -> None:
-        """Add stored passages to the index, in the background. Promoted passages are stored later,
-        when they are first reused."""
+        """Add stored passages to the index, in the background. Promoted passages are not stored
+        until they are first reused."""
         if self._indexing is not None:
             self._indexing.add(entries_of(texts), self._requests.namespace(headers))
 
@@ -304,5 +304,5 @@ def _with_client(handler: Any, client: RetryingClient) -> Any:
         return None
     own = copy.copy(handler)
     own.engine_client = client
-    own.enable_prompt_tokens_details = True  # the field cached_tokens
+    own.enable_prompt_tokens_details = True  # This option adds the field cached_tokens.
     return own

@@ -1,7 +1,7 @@
 """Tool calls in the answers to OpenAI clients, parsed by token as in an engine.
 
-A mark of a call is a token of the model. The same characters as text, for example in a quoted
-passage, are text: vLLM's own parsers see only text and would make a call of them.
+The mark of a call is a token of the model. The same characters, for example in a quoted passage,
+are text. vLLM's own parsers, which receive only text, would parse them as a call.
 
 Importing this module does not load vLLM.
 """
@@ -26,7 +26,7 @@ from blockattn_rag.server.vllm.chat_report import edited_events
 
 
 class ServedTools:
-    """Tools of one chat: changes vLLM's request, and puts calls into its answer.
+    """Tools of one chat, which change vLLM's request and put calls into its answer.
 
     Answers are decoded from their token ids, as in an engine, because vLLM's text may be cut at
     stop strings or lack control tokens. Thoughts become the answer's field ``reasoning``.
@@ -48,8 +48,8 @@ class ServedTools:
 
     @classmethod
     def of(cls, request: Any, tokenizer: Any) -> ServedTools | None:
-        """The tools of a chat, as vLLM's object. None: the chat has no tools, or their form is
-        unknown, so that vLLM's own parser is used.
+        """Tools of vLLM's chat request. None: the chat has no tools, or their form is unknown, so
+        vLLM's own parser is used.
         """
         if not request.tools or tool_template(tokenizer) is None:
             return None
@@ -66,7 +66,7 @@ class ServedTools:
             raise ProtocolError(str(error)) from error
 
     def begin(self, prompt: BlockPrompt) -> None:
-        """Note the rendered prompt, which may open the answer's thoughts."""
+        """Record the rendered prompt, which may open the answer's thoughts."""
         self._prompt = prompt
 
     def answer(self, data: dict[str, Any]) -> None:
@@ -129,7 +129,7 @@ class ServedTools:
 
 
 class _Output:
-    """Output of one choice: decodes its tokens, and splits the text."""
+    """Output of one choice, which decodes its tokens and splits the text."""
 
     def __init__(self, detokenizer: Detokenizer, reader: AnswerReader) -> None:
         self._detokenizer = detokenizer
@@ -152,7 +152,7 @@ def _end(choice: dict[str, Any], has_calls: bool) -> None:
 
 
 def _invalid(read: ReadAnswer) -> str:
-    """Invalid calls as they are, because clients cannot receive them otherwise."""
+    """Text of invalid calls, unchanged, because clients cannot receive them otherwise."""
     return "".join(f"\n{call.text}" for call in read.invalid)
 
 

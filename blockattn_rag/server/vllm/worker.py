@@ -1,4 +1,4 @@
-"""Worker half of the connector: loads blocks into pages, and saves blocks from pages."""
+"""Worker half of the connector, which loads blocks into pages and saves blocks from pages."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
-    """A load that has ended on this rank, and waits for the others before tokens are recomputed.
+    """Ended load of this rank, which waits for the other ranks before tokens are recomputed.
 
     Args:
-        order: None: it failed.
+        order: Order of the load. None: it failed.
     """
 
     order: Load | None
@@ -74,7 +74,7 @@ class _Loaded:
 
 @dataclass(frozen=True, slots=True)
 class _Loading:
-    """Running load: its order, and the blocks with tokens that are not in the pages yet."""
+    """Running load, and the blocks with tokens that are not in the pages yet."""
 
     order: Load
     wanted: Sequence[BlockId]
@@ -142,7 +142,7 @@ class WorkerSide:
         home = open_store(config.store)
         tiers = config.nearer_tiers(profile, share)
         self._store = TieredStore(*tiers, open_share(home, share, profile), pause_s=_PAUSE_S)
-        # The same number of tokens on each rank, so that all ranks evict the same blocks.
+        # Each rank keeps the same number of tokens, so that all ranks evict the same blocks.
         private_bytes = config.private_tokens(profile) * share.bytes_per_token(profile)
         kept = MemoryStore(max(private_bytes, 1), on_host=True)
         self._loader = BlockLoader(self._store, profile, share, config.load_deadline_s, kept=kept)
@@ -153,10 +153,11 @@ class WorkerSide:
             )
 
     def execute(self, orders: Orders) -> None:
-        """Start the loads of a step, and copy the blocks to be saved out of their pages."""
+        """Start the loads of a step, and copy the blocks to be saved from their pages."""
         for request_id in orders.refused:
             self._fail(request_id)
-        for save in orders.saves:  # before loads, which may need a block that stays in memory
+        for save in orders.saves:
+            # Saves come before loads, which may need a block that stays in memory.
             self._encoder.save(save)
         for request_id, is_used in orders.ended.items():
             self._recompute(request_id, is_used=is_used)
@@ -167,7 +168,8 @@ class WorkerSide:
             wait(futures, _NAP_S, FIRST_COMPLETED)
 
     def copy(self, orders: Orders) -> None:
-        """Copy what encoding requests computed in a step, after the model ran."""
+        """Copy the keys and values that encoding requests computed in a step, after the model
+        ran."""
         for copy in orders.copies:
             self._encoder.copy(copy)
 
@@ -188,7 +190,7 @@ class WorkerSide:
         return done
 
     def report(self) -> WorkerReport | None:
-        """Report on the time since the last call; None if nothing happened."""
+        """Report on the steps since the last call. None: nothing happened."""
         unsaved = self._saver.unsaved() if self._pages and self._saver is not None else {}
         if not self._fetches and not unsaved and not self._ended:
             return None
@@ -197,7 +199,7 @@ class WorkerSide:
         return WorkerReport(fetches, unsaved, ended)
 
     def counted(self) -> ServingStats | None:
-        """Counts since the last call; None if nothing was counted."""
+        """Counts since the last call. None: nothing was counted."""
         if self._pages:
             before, self._loaded = self._loaded, self._loader.stats()
             count_loads(self.stats, before, self._loaded, self._config.tier_names)
@@ -284,7 +286,7 @@ class WorkerSide:
                 continue
             slots = group.slots(order.pages, tokens, device)
             read = [block for block in placed if block.start + block.kv.num_tokens > start]
-            skipped = start - read[0].start  # tokens of the first block
+            skipped = start - read[0].start  # Tokens of the first block that are already computed.
             angles: Angles = {}
             for index, pages in enumerate(self._pages):
                 if pages.group == group:
@@ -304,8 +306,8 @@ class WorkerSide:
 
 
 def _on(device: torch.device, kv: BlockKV) -> BlockKV:
-    """Copy a block to the device of the pages. A copy to a GPU is queued after the worker's other
-    GPU work, and does not block the thread."""
+    """Copy a block to the device of the pages. A copy to a GPU runs after the worker's other GPU
+    work, and does not block the thread."""
     if kv.device == device:
         return kv
     layers = [kv.tensors(layer) for layer in range(kv.num_layers)]

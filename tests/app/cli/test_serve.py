@@ -181,7 +181,7 @@ def test_reports_missing_vllm(cli: Command, monkeypatch: pytest.MonkeyPatch) -> 
     output = cli("serve", "bundled", "--store", "kv")
     assert output.status == 1
     [line] = output.stderr.splitlines()
-    assert "needs vLLM, which is not installed: make an environment of its own" in line
+    assert "needs vLLM, which is not installed: make a separate environment" in line
     guide = (Path(__file__).parents[3] / "docs/guides/serving_vllm.md").read_text(encoding="utf-8")
     commands = re.findall(r"`(pip install [^`]+)`", line)
     assert len(commands) == 3

@@ -330,7 +330,7 @@ class TestChecks:
         (tmp_path / "recipe" / "NOTES.md").write_text("mine")
         (tmp_path / "cook").mkdir()
         (tmp_path / "cook" / "recipe.json").write_text('{"name": "pancakes"}')
-        for name, message in (("recipe", "contains 'NOTES.md'"), ("cook", "not of a recipe")):
+        for name, message in (("recipe", "contains 'NOTES.md'"), ("cook", "not a recipe")):
             with pytest.raises(DataError, match=message):
                 repaired(model, tmp_path / name)
         assert (tmp_path / "recipe" / "NOTES.md").read_text() == "mine"
