@@ -25,7 +25,7 @@ from transformers import (
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 
 from blockattn_rag.attention.device_relay import DeviceRelay
-from blockattn_rag.attention.kernels import attend_causal, takes_flash
+from blockattn_rag.attention.kernels import AttentionInputs, attend_causal, takes_flash
 from blockattn_rag.attention.latent import LatentMap
 from blockattn_rag.attention.relay import JoinLimits, LayerReads, RelayPlan
 from blockattn_rag.kv.context import Context, place
@@ -84,22 +84,11 @@ class CausalAttention:
 
     takes_mask = False
 
-    def attend(
-        self,
-        _: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        mask: Tensor | None,
-        *,
-        cap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, _: int, inputs: AttentionInputs) -> Tensor:
         """See ``RelayPlan.attend``. Keys and values are those of context and tail."""
-        assert cap is None  # see `is_plain`
-        assert sinks is None
-        return attend_causal(query, key, value, scale)
+        assert inputs.cap is None  # see `is_plain`
+        assert inputs.sinks is None
+        return attend_causal(inputs.query, inputs.key, inputs.value, inputs.scale)
 
 
 def _running_attention() -> CacheAttention | None:
@@ -127,7 +116,7 @@ def _attention_function(original: str) -> Any:
         index: Any = module.layer_idx
         mask = tail_mask(attention_mask, query, key) if own.takes_mask else None
         cap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
-        output = own.attend(index, query, key, value, scale, mask, cap=cap, sinks=sinks)
+        output = own.attend(index, AttentionInputs(query, key, value, scale, mask, cap, sinks))
         return output.transpose(1, 2).contiguous(), None
 
     return relay_attention
