@@ -16,10 +16,11 @@ from blockattn_rag.kv.context import Context
 from blockattn_rag.kv.rope import relative_error
 from blockattn_rag.model import BlockModel
 from blockattn_rag.model.kinds import seen_attention
+from blockattn_rag.model.layer_reads import layer_windows
 from blockattn_rag.model.miniature import miniature
 from blockattn_rag.model.probe import LOGITS, probe_cache
 from blockattn_rag.model.recompute import attention_to_context, measured_layers, recompute
-from blockattn_rag.model.relay_attention import enable_relay, layer_windows
+from blockattn_rag.model.relay_attention import enable_relay
 from blockattn_rag.model.sampling import Sampling
 from tests.model.families import KINDS
 from tests.model.miniatures import new_model
