@@ -311,9 +311,10 @@ def running_cache() -> ContextCache | None:
 
 
 @contextmanager
-def running_with(cache: ContextCache | None = None) -> Iterator[None]:
-    """Record ``cache``, and clean up afterwards: a keyboard interrupt skips PyTorch's hooks."""
-    token = _caches.set((cache,))
+def isolated_caches() -> Iterator[None]:
+    """Record caches apart from outer forwards, and clean up afterwards: a keyboard interrupt skips
+    PyTorch's hooks."""
+    token = _caches.set((None,))
     try:
         yield
     finally:

@@ -23,7 +23,7 @@ from blockattn_rag.errors import UnsupportedModelError
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.kv.context import Context, PlacedBlock
 from blockattn_rag.model.block_model import BlockModel
-from blockattn_rag.model.caches import ContextCache, copied_cache, running_with
+from blockattn_rag.model.caches import ContextCache, copied_cache, isolated_caches
 from blockattn_rag.model.checkpoint import CheckpointModel
 from blockattn_rag.model.chosen_attention import ChosenAttention, MeasuredAttention
 from blockattn_rag.model.encoding import logits_to_keep
@@ -242,7 +242,7 @@ def _compute(
     ]
     windows, has_kernel = layer_windows(kinds), model.has_causal_kernel
     cache.attention = ChosenAttention(chosen, places, windows, has_causal_kernel=has_kernel)
-    with torch.inference_mode(), running_with():
+    with torch.inference_mode(), isolated_caches():
         model.hf_model(
             input_ids=torch.tensor([[ids[place] for place in chosen]], device=model.device),
             position_ids=places[None],

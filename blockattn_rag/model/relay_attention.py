@@ -34,9 +34,9 @@ from blockattn_rag.model.caches import (
     ContextCache,
     RelayCache,
     copied_cache,
+    isolated_caches,
     note_caches,
     running_cache,
-    running_with,
 )
 from blockattn_rag.model.encoding import EncodeRequest, encode_batch, logits_to_keep
 from blockattn_rag.model.graphs import GraphRunner
@@ -160,7 +160,7 @@ def last_logits(
     start = 0 if cache is None else cache.get_seq_length()
     # Given, because some models count from 0 whatever the cache contains.
     positions = torch.arange(start, start + ids.shape[1], device=hf_model.device)[None]
-    with torch.inference_mode(), running_with():
+    with torch.inference_mode(), isolated_caches():
         out = hf_model(
             input_ids=ids.to(hf_model.device),
             position_ids=positions,
