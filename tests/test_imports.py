@@ -150,7 +150,9 @@ def test_only_the_application_imports_the_check() -> None:
 def test_importing_the_package_loads_neither_torch_nor_a_framework() -> None:
     heavy = sorted({"torch", "transformers", "numpy", *FRAMEWORKS})
     code = (
-        "import sys, blockattn_rag, blockattn_rag.prompts, blockattn_rag.store;"
+        "import sys, blockattn_rag, blockattn_rag.prompts, blockattn_rag.store,"
+        "blockattn_rag.server.protocol, blockattn_rag.app.demo.corpus,"
+        "blockattn_rag.llama_index, blockattn_rag.langchain;"
         f"print([name for name in {heavy} if name in sys.modules])"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -23,15 +23,6 @@ def output_of(code: str) -> str:
 
 
 @EACH
-def test_import_loads_no_torch_and_no_framework(package: str, name: str, needed: str) -> None:
-    found = output_of(
-        f"import sys, blockattn_rag.{package}\n"
-        f"print([one for one in ('torch', 'transformers', {needed!r}) if one in sys.modules])"
-    )
-    assert found == "[]"
-
-
-@EACH
 def test_a_missing_package_names_the_extra(package: str, name: str, needed: str) -> None:
     found = output_of(
         f"import sys; sys.modules[{needed!r}] = None\n"
