@@ -30,7 +30,7 @@ FLOORS = {
     "store": "errors files kv lazy prompts",
     "model": "attention errors files hub kv lazy output prompts",
     "engine": "attention errors files kv lazy model output prompts store",
-    "server": "engine errors files kv lazy model output prompts store",
+    "server": "attention engine errors files kv lazy model output prompts store",
     "check": "engine errors kv model prompts server",
     "adapters": "engine errors model output prompts server store",
     "llama_index": "adapters engine errors lazy model output prompts server store",

@@ -84,9 +84,10 @@ def distances(
 ) -> list[float]:
     """Squared differences between full attention's keys and the placed blocks', by layer."""
     before = sink_ids("head:2", model.tokenizer)
+    recipe = Recipe("head:2", correction, fingerprints=(model.fingerprint,))
     sums = [0.0] * len(model.profile.layouts)
     for context in contexts:
-        placed = placed_context(model, context, before, Recipe(adapter=correction))
+        placed = placed_context(model, context, before, recipe)
         [[full]] = model.encode([EncodeRequest([*chain(*context)], "", "")])
         for layer, (keys, _) in enumerate(assemble(placed, model.profile.layouts)):
             difference = (full.keys[layer] - keys)[:, len(context[0]) :]
