@@ -17,20 +17,16 @@ EACH = pytest.mark.parametrize(
 )
 
 
-def output_of(code: str) -> str:
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return run.stdout.strip()
-
-
 @EACH
 def test_a_missing_package_names_the_extra(package: str, name: str, needed: str) -> None:
-    found = output_of(
+    code = (
         f"import sys; sys.modules[{needed!r}] = None\n"
         f"import blockattn_rag.{package} as adapter\n"
         f"try: adapter.{name}\nexcept ImportError as error: print(error)"
     )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     extra = package.replace("_", "-")
-    assert f'pip install -c constraints.txt -e ".[{extra}]"' in found
+    assert f'pip install -c constraints.txt -e ".[{extra}]"' in run.stdout
 
 
 @EACH

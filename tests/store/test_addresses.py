@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from blockattn_rag import store
 from blockattn_rag.store import (
     DirectoryStore,
     MemoryStore,
@@ -42,14 +41,6 @@ def test_open_store_accepts_stores_and_refuses_other_types() -> None:
     assert open_store(memory) is memory
     with pytest.raises(TypeError, match="a KVStore, a path, an address or None, found int"):
         open_store(3)  # type: ignore[arg-type]
-
-
-def test_public_names() -> None:
-    assert dir(store) == sorted(store.__all__)
-    for name in store.__all__:
-        assert getattr(store, name) is not None
-    with pytest.raises(AttributeError, match="no attribute 'FloppyStore'"):
-        _ = store.FloppyStore
 
 
 def test_file_address_opens_a_directory_store(tmp_path: Path) -> None:
