@@ -56,7 +56,7 @@ def tiny_tokenizer(*, bos: bool = True, chat: bool = True) -> PreTrainedTokenize
 
 
 @lru_cache
-def marked_tokenizer(marks: tuple[str, ...], *, special: bool) -> PreTrainedTokenizerFast:
+def marked_tokenizer(marks: tuple[str, ...], *, special: bool) -> Any:
     """``tiny_tokenizer`` with more tokens, which are control tokens if ``special``."""
     tokenizer = tiny_tokenizer()
     added: Any = [AddedToken(mark, special=special, normalized=False) for mark in marks]

@@ -63,7 +63,7 @@ class ContextModel(TunedModel):
     @cached_property
     def graph_runner(self) -> GraphRunner | None:
         """Runner of single requests, where a GPU runs them exactly, as measured."""
-        if self.device.type != "cuda" or not self.supports_relay:
+        if self.hf_model.device.type != "cuda" or not self.supports_relay:
             return None
         with self.lock:
             return relay_attention.graph_runner(self.hf_model, self.profile)
@@ -89,7 +89,7 @@ class ContextModel(TunedModel):
         if len(contexts) > 1 or (runner is not None and all(map(runner.relay.reads, contexts))):
             return "relay"
         # Without the runner, relay would join the blocks, and launch more kernels.
-        is_slower = self.device.type != "cpu" and not self._is_plain
+        is_slower = self.hf_model.device.type != "cpu" and not self._is_plain
         return "copy" if is_slower or self.has_causal_kernel else "relay"
 
     def cache_for(
