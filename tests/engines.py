@@ -10,8 +10,15 @@ import torch
 
 from blockattn_rag import BlockAttentionEngine
 from blockattn_rag.engine.pending import PendingRequest
+from blockattn_rag.engine.results import Generation
 from blockattn_rag.model import BlockModel
 from tests.models import shared_tiny_llama, tiny_model, tiny_tokenizer
+
+Outcome = tuple[str, list[int], str]
+
+
+def outcome(answer: Generation) -> Outcome:
+    return answer.text, answer.token_ids, answer.finish_reason
 
 
 def tuned_model(tokenizer: Any = None, *, letters: str = "", **config: Any) -> BlockModel:

@@ -10,8 +10,7 @@ import transformers
 from transformers import LogitsProcessor
 
 from blockattn_rag import BlockAttentionEngine
-from blockattn_rag.engine.results import Generation
-from tests.engines import tuned_model
+from tests.engines import Outcome, outcome, tuned_model
 from tests.models import tiny_tokenizer
 from tests.saying import says
 
@@ -19,17 +18,11 @@ A, B = "Halden Tower is 214 metres tall.", "It was built in 1931."
 NEW = 12
 PROMPTS = [[A, B, "How tall?"], [B, "And when was that?"], ["No context?"]]
 
-Outcome = tuple[str, list[int], str]
-
 
 @pytest.fixture(scope="module")
 def engine() -> BlockAttentionEngine:
     """A random model that writes letters."""
     return BlockAttentionEngine(tuned_model(letters="abcdefghijklmnop"))
-
-
-def outcome(answer: Generation) -> Outcome:
-    return answer.text, answer.token_ids, answer.finish_reason
 
 
 def answers(engine: BlockAttentionEngine, how: str, **options: Any) -> list[Outcome]:

@@ -15,7 +15,7 @@ from blockattn_rag.kv.context import Assembly
 from blockattn_rag.model import BlockModel
 from blockattn_rag.model.sampling import Sampling
 from blockattn_rag.prompts.blocks import BlockPrompt
-from tests.engines import tuned_engine, tuned_model, with_settings
+from tests.engines import outcome, tuned_engine, tuned_model, with_settings
 from tests.model.families import SUPPORTED
 from tests.models import shared_tiny_llama, tiny_model, tiny_tokenizer
 
@@ -86,9 +86,7 @@ def test_batch_is_as_alone(
 ) -> None:
     alone = [engine.generate(p, mode=mode, max_new_tokens=NEW, **options) for p in PROMPTS]
     together = engine.generate_batch(PROMPTS, mode=mode, max_new_tokens=NEW, **options)
-    assert [g.token_ids for g in together] == [g.token_ids for g in alone]
-    assert [g.text for g in together] == [g.text for g in alone]
-    assert [g.finish_reason for g in together] == [g.finish_reason for g in alone]
+    assert [*map(outcome, together)] == [*map(outcome, alone)]
 
 
 @pytest.mark.parametrize("assembly", ["copy", "relay"])
@@ -102,9 +100,7 @@ def test_rows_end_as_alone(engine: BlockAttentionEngine, assembly: Assembly) -> 
         options |= {"max_new_tokens": NEW}
         alone = [engine.generate(p, **options) for p in PROMPTS]
         together = engine.generate_batch(PROMPTS, **options)
-        assert [g.token_ids for g in together] == [g.token_ids for g in alone]
-        assert [g.text for g in together] == [g.text for g in alone]
-        assert [g.finish_reason for g in together] == [g.finish_reason for g in alone]
+        assert [*map(outcome, together)] == [*map(outcome, alone)]
         assert min(len(g.token_ids) for g in alone) < NEW
 
 
