@@ -6,17 +6,35 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from blockattn_rag import BlockAttentionEngine
 from blockattn_rag.engine.pending import PendingRequest
+from blockattn_rag.engine.results import Generation
 from blockattn_rag.model import BlockModel
 from tests.models import shared_tiny_llama, tiny_model, tiny_tokenizer
 
+Outcome = tuple[str, list[int], str]
 
-def tuned_model(tokenizer: Any = None, **config: Any) -> BlockModel:
-    """A tiny Llama that counts as block-fine-tuned, so that nothing warns."""
-    model = tiny_model("llama", **config)
+
+def outcome(answer: Generation) -> Outcome:
+    return answer.text, answer.token_ids, answer.finish_reason
+
+
+def tuned_model(tokenizer: Any = None, *, letters: str = "", **config: Any) -> BlockModel:
+    """A tiny Llama that counts as block-fine-tuned, so that nothing warns.
+
+    ``letters``: All that its answers consist of, so that they are visible and never end early.
+    """
+    model: Any = tiny_model("llama", **config)
+    tokenizer = tokenizer or tiny_tokenizer()
+    if letters:
+        tokens = tokenizer.convert_ids_to_tokens(list(range(model.config.vocab_size)))
+        with torch.no_grad():
+            muted = [index for index, token in enumerate(tokens) if token not in [*letters]]
+            model.get_output_embeddings().weight[muted] = 0
     model.config.block_attention = {"test": True}
-    return BlockModel(model, tokenizer or tiny_tokenizer())
+    return BlockModel(model, tokenizer)
 
 
 def tuned_engine() -> BlockAttentionEngine:

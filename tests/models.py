@@ -55,6 +55,15 @@ def tiny_tokenizer(*, bos: bool = True, chat: bool = True) -> PreTrainedTokenize
     return tokenizer
 
 
+@lru_cache
+def marked_tokenizer(marks: tuple[str, ...], *, special: bool) -> Any:
+    """``tiny_tokenizer`` with more tokens, which are control tokens if ``special``."""
+    tokenizer = tiny_tokenizer()
+    added: Any = [AddedToken(mark, special=special, normalized=False) for mark in marks]
+    tokenizer.add_tokens(added, special_tokens=special)
+    return tokenizer
+
+
 def tiny_model(family: str = "llama", *, seed: int = 0, **config: Any) -> PreTrainedModel:
     """A random model of a family of transformers, float32, in evaluation mode.
 

@@ -43,6 +43,12 @@ def engine(reference: Reference, gate: Path) -> Iterator[Engine]:
     engine.close()
 
 
+@pytest.fixture(scope="module")
+def recipe() -> Recipe | None:
+    """The engine's recipe. None: that of the local engine."""
+    return None
+
+
 def free_pages_are_all(engine: Engine) -> bool:
     """Whether no page is in use. The first answer after a failure may still hold some."""
     engine.ask([5, 6, 7], max_tokens=1)
@@ -115,18 +121,23 @@ def test_client_salt_separates_pages(reference: Reference, engine: Engine) -> No
         assert least <= output.kv_transfer_params["blockattn"]["local_tokens"] <= most
 
 
-def test_many_requests_at_once_share_what_they_may(reference: Reference, engine: Engine) -> None:
+def test_many_requests_at_once_share_what_they_may(
+    reference: Reference, engine: Engine, recipe: Recipe | None
+) -> None:
     cases = [reference.telling(place % 7) for place in range(16)]
     asked = [(one.ids, one.params if place % 3 else None) for place, one in enumerate(cases)]
     expected = [
-        reference.answer(one, "block" if place % 3 else "full") for place, one in enumerate(cases)
+        reference.answer(one, "block" if place % 3 else "full", recipe=recipe)
+        for place, one in enumerate(cases)
     ]
     assert [said.tokens for said in engine.ask_all(asked)] == expected
 
 
-def test_preempted_request_continues(reference: Reference, engine: Engine) -> None:
+def test_preempted_request_continues(
+    reference: Reference, engine: Engine, recipe: Recipe | None
+) -> None:
     cases = [reference.telling(place) for place in range(4)]
-    expected = [reference.answer(case, tokens=200) for case in cases]
+    expected = [reference.answer(case, tokens=200, recipe=recipe) for case in cases]
     before = engine.counted("vllm:num_preemptions")
     said = engine.ask_all([(case.ids, case.params) for case in cases], max_tokens=200)
     assert engine.counted("vllm:num_preemptions") > before
@@ -134,14 +145,17 @@ def test_preempted_request_continues(reference: Reference, engine: Engine) -> No
     assert free_pages_are_all(engine)
 
 
-def test_two_answers_to_one_prompt_are_both_right(reference: Reference, engine: Engine) -> None:
+def test_two_answers_to_one_prompt_are_both_right(
+    reference: Reference, engine: Engine, recipe: Recipe | None
+) -> None:
     case = reference.telling(6)
     (output,) = engine.llm.generate(
         [{"prompt_token_ids": case.ids}],
         [sampling_of(case.params, n=2, temperature=1.0, top_k=1)],
         use_tqdm=False,
     )
-    assert [list(one.token_ids) for one in output.outputs] == [reference.answer(case)] * 2
+    expected = reference.answer(case, recipe=recipe)
+    assert [list(one.token_ids) for one in output.outputs] == [expected] * 2
 
 
 def test_missing_block_fails_one_request(reference: Reference, engine: Engine) -> None:

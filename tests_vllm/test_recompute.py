@@ -12,10 +12,17 @@ from blockattn_rag import Recipe
 from blockattn_rag.kv.context import place
 from blockattn_rag.model.recompute import recompute
 from blockattn_rag.server.plan import BlockPlan
-from tests_vllm.engines import Engine, sampling_of
-from tests_vllm.reference import TOKENS, Case, Reference
+from tests_vllm.engines import Engine
+from tests_vllm.reference import Case, Reference
 from tests_vllm.slow import GATE
-from tests_vllm.test_engine import PAGE, PAGES, free_pages_are_all
+from tests_vllm.test_engine import (  # noqa: F401 -- tests that run here with this file's engine
+    PAGE,
+    PAGES,
+    free_pages_are_all,
+    test_many_requests_at_once_share_what_they_may,
+    test_preempted_request_continues,
+    test_two_answers_to_one_prompt_are_both_right,
+)
 
 RECIPE = Recipe(recompute=0.4)
 RANKS = {"one rank": 1, "two ranks": 2}
@@ -24,6 +31,11 @@ RANKS = {"one rank": 1, "two ranks": 2}
 @pytest.fixture(scope="module")
 def gate(reference: Reference) -> Path:
     return reference.folder / "gate of recompute"
+
+
+@pytest.fixture(scope="module")
+def recipe() -> Recipe:
+    return RECIPE
 
 
 @pytest.fixture(scope="module", params=RANKS)
@@ -46,9 +58,9 @@ def engine(reference: Reference, gate: Path, request: pytest.FixtureRequest) -> 
         engine.close()
 
 
-def answer(reference: Reference, case: Case, tokens: int = TOKENS) -> list[int]:
+def answer(reference: Reference, case: Case) -> list[int]:
     """The local engine's answer with recomputed tokens."""
-    return reference.answer(case, tokens=tokens, recipe=RECIPE)
+    return reference.answer(case, recipe=RECIPE)
 
 
 def plain(case: Case) -> BlockPlan:
@@ -118,36 +130,6 @@ def test_recomputed_pages_are_not_shared(reference: Reference, engine: Engine) -
     assert again.blocks is not None
     assert again.blocks["local_tokens"] >= PAGE  # other requests share pages as before
     assert not again.blocks["recomputed"]
-
-
-def test_many_requests_at_once(reference: Reference, engine: Engine) -> None:
-    cases = [reference.telling(number % 7) for number in range(12)]
-    asked = [(one.ids, one.params if number % 3 else None) for number, one in enumerate(cases)]
-    expected = [
-        answer(reference, one) if number % 3 else reference.answer(one, "full")
-        for number, one in enumerate(cases)
-    ]
-    assert [said.tokens for said in engine.ask_all(asked)] == expected
-
-
-def test_preempted_request_continues(reference: Reference, engine: Engine) -> None:
-    cases = [reference.telling(number) for number in range(4)]
-    expected = [answer(reference, case, tokens=200) for case in cases]
-    before = engine.counted("vllm:num_preemptions")
-    said = engine.ask_all([(case.ids, case.params) for case in cases], max_tokens=200)
-    assert engine.counted("vllm:num_preemptions") > before
-    assert [one.tokens for one in said] == expected
-    assert free_pages_are_all(engine)
-
-
-def test_two_answers_to_one_prompt_are_both_right(reference: Reference, engine: Engine) -> None:
-    case = reference.telling(6)
-    (output,) = engine.llm.generate(
-        [{"prompt_token_ids": case.ids}],
-        [sampling_of(case.params, n=2, temperature=1.0, top_k=1)],
-        use_tqdm=False,
-    )
-    assert [list(one.token_ids) for one in output.outputs] == [answer(reference, case)] * 2
 
 
 def test_aborted_request_frees_its_pages(reference: Reference, engine: Engine, gate: Path) -> None:

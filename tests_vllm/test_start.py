@@ -99,9 +99,9 @@ def test_unsuitable_engines_are_refused(
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"parallel_config.pipeline_parallel_size": 2}, "pipeline_parallel_size is 2"),
-        ({"lora_config": object()}, "enable_lora is set"),
-        ({"cache_config.cache_dtype": "fp8_e4m3"}, "the cache stores fp8_e4m3"),
+        ({"parallel_config.pipeline_parallel_size": 2}, "--pipeline-parallel-size is in effect"),
+        ({"lora_config": object()}, "--enable-lora is in effect"),
+        ({"cache_config.cache_dtype": "fp8_e4m3"}, "--kv-cache-dtype is in effect"),
     ],
 )
 def test_engines_that_cannot_recompute_are_refused_if_a_recipe_does(

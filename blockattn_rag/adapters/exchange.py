@@ -71,14 +71,7 @@ def template_messages(turns: Iterable[ChatTurn]) -> list[dict[str, Any]]:
         if turn.thoughts:
             message["reasoning_content"] = turn.thoughts
         if turn.calls:
-            message["tool_calls"] = [
-                {
-                    "type": "function",
-                    "id": call.id,
-                    "function": {"name": call.name, "arguments": call.arguments},
-                }
-                for call in turn.calls
-            ]
+            message["tool_calls"] = [call.to_dict() for call in turn.calls]
             tools |= {call.id: call.name for call in turn.calls}
         if turn.result_of is not None:
             name = turn.tool or tools.get(turn.result_of, "")

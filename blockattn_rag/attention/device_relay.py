@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from blockattn_rag.attention.kernels import AttentionInputs
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.kv.context import Context
 from blockattn_rag.kv.rope import RotaryLayout
@@ -173,33 +174,22 @@ class DeviceRelay:
         keys, values = self._tail[layer, :, None, :, :tokens]
         return keys, values
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        mask: Tensor | None,
-        *,
-        cap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        """See ``RelayPlan.attend``. The tail's keys and values must be written before. Supports
-        only plain attention, without soft cap and sinks."""
-        assert cap is None
-        assert sinks is None
+    def attend(self, layer: int, inputs: AttentionInputs) -> Tensor:
+        """See ``RelayPlan.attend``. Keys and values of the tail are those that were written. Only
+        for plain attention, without soft cap and sinks."""
+        assert inputs.cap is None
+        assert inputs.sinks is None
         from blockattn_rag.attention.relay_kernel import attend_blocks  # needs Triton
 
         layout = self._layouts[layer]
         output = attend_blocks(
-            query[0],
+            inputs.query[0],
             self._pointers[layer],
             self._block_tokens,
             self._angles[layout],
             self._chunks,
             self._counts,
-            scale,
+            inputs.scale,
             kv_heads=self.kv_heads,
             rotary_dim=layout.rotary_dim,
             interleaved=layout.pairing == "interleaved",

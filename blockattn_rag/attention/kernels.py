@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,6 +35,27 @@ MOST_SCORES = 1 << 24
 
 _HALF = (torch.float16, torch.bfloat16)
 _FUSED_DTYPES = (torch.float32, *_HALF)
+
+
+class AttentionInputs(NamedTuple):
+    """What the attention of a layer receives.
+
+    Args:
+        query: Queries ``[B, H, tokens, D]``, rotated for their own positions.
+        key, value: Keys and values ``[B, K, T, D]``.
+        scale: Factor of the scores, natural exponent.
+        mask: Bool ``[B, 1, tokens, T]``, True where a key is visible. None: all are.
+        cap: Soft cap of the scores. None: no cap.
+        sinks: Score of each query head's attention sink, ``[H]``. None: no sinks.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    scale: float
+    mask: Tensor | None = None
+    cap: float | None = None
+    sinks: Tensor | None = None
 
 
 def attend(

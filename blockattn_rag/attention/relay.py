@@ -20,7 +20,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from blockattn_rag.attention.kernels import attend, fold_heads, fold_sinks, single_softmax
+from blockattn_rag.attention.kernels import (
+    AttentionInputs,
+    attend,
+    fold_heads,
+    fold_sinks,
+    single_softmax,
+)
 from blockattn_rag.attention.latent import LatentMap
 from blockattn_rag.attention.merge import Partial, merge, with_sinks
 from blockattn_rag.attention.segments import SegmentTable, View
@@ -108,32 +114,17 @@ class RelayPlan:
             self._tables[key] = SegmentTable(*self._blocks, *key)
         return self._tables[key]
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        tail_key: Tensor,
-        tail_value: Tensor,
-        scale: float,
-        tail_mask: Tensor | None,
-        *,
-        cap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, layer: int, inputs: AttentionInputs) -> Tensor:
         """Attention of the final block's queries to all blocks and to the tail.
 
         Args:
-            query: Queries ``[B, H, tokens, D]``, rotated for their own positions.
-            tail_key, tail_value: Keys and values of the tail, ``[B, K, T, D]``.
-            scale: Factor of the scores, natural exponent.
-            tail_mask: Bool ``[B, 1, tokens, T]``, True where a key is visible. None: all keys are
-                visible. Requests with windows must have no padding.
-            cap: Soft cap of the scores. None: no cap.
-            sinks: Score of each query head's attention sink, ``[H]``. None: no sinks.
+            inputs: Queries, and the tail's keys, values and mask. Requests with windows must have
+                no padding.
 
         Returns:
             Attention output ``[B, H, tokens, D]`` in the query's dtype.
         """
+        query, tail_key, tail_value, scale, tail_mask, cap, sinks = inputs
         batch, heads, tokens, _ = query.shape
         place, window, latent = self._layers[layer]
         folded, mask = fold_heads(query, tail_mask, tail_key.shape[1])

@@ -113,7 +113,11 @@ def placed_context(
     """Encode blocks of token ids, and place them in this order, with a recipe's positions.
 
     All blocks except the first are encoded with ``sink`` and the recipe's adapter."""
-    requests = [EncodeRequest(ids, str(i), "", sink if i else ()) for i, ids in enumerate(blocks)]
+    sinks = [sink if index else () for index in range(len(blocks))]
+    requests = [
+        EncodeRequest(ids, f"{ids}, {before}", "", before)
+        for ids, before in zip(blocks, sinks, strict=True)
+    ]
     encoded = {kv.digest: kv for batch in model.encode(requests) for kv in batch}
     context = [encoded[request.digest] for request in requests]
     if recipe.adapter is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -264,17 +265,11 @@ def _is_unreadable(place: Path) -> bool:
     return False
 
 
-def known_digests(
-    given: RecipeLike,
-    store: str | Path | None,
-    model: str,
-    folder: Path | None = None,
-    stock: str = STOCK,
-) -> list[str]:
-    """Digests of the recipes that an engine may use, without loading its model.
+def known_digests(given: RecipeLike, store: str | Path | None, model: str) -> list[str]:
+    """Digests of the recipes that an engine may use, found without loading its model.
 
-    ``"auto"`` may use any recipe in ``folder``, next to the store or in the model's folder, and
-    ``stock``. Any other ``given`` has a single digest.
+    ``"auto"`` may use any recipe next to the store or in the model's folder, and that of stock
+    models. Any other ``given`` has a single digest.
     """
     if isinstance(given, Recipe):
         return [given.digest]
@@ -284,13 +279,10 @@ def known_digests(
     if given != AUTO:
         assert not isinstance(given, Recipe)  # A `Recipe` was returned above.
         return [read_fields(Path(given).expanduser()).digest]
-    digests = known_digests(stock, None, "")
-    for place in _places(path, [model], folder):
-        try:
+    digests = known_digests(STOCK, None, "")
+    for place in _places(path, [model], None):
+        with suppress(ValueError, OSError):
             digests.append(read_fields(place).digest)
-        except (ValueError, OSError):
-            if folder is not None and place.parent == folder:
-                raise
     return digests
 
 

@@ -6,35 +6,32 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from blockattn_rag.attention.relay import RELAY_FINAL_TOKENS, LayerReads
 from blockattn_rag.errors import GrammarError, UnsupportedModelError
 from blockattn_rag.kv.block_kv import BlockKV
-from blockattn_rag.kv.context import Assembly, Context
-from blockattn_rag.model import decoding, loading, relay_attention
-from blockattn_rag.model.caches import ContextCache, copied_cache
+from blockattn_rag.model import decoding, loading
+from blockattn_rag.model.caches import ContextCache
 from blockattn_rag.model.constraint import AnswerRules
+from blockattn_rag.model.context_model import ContextModel
 from blockattn_rag.model.encoding import EncodeRequest, batches, encode_batch
-from blockattn_rag.model.exclusion import lock_of, turn_to_draw
+from blockattn_rag.model.exclusion import turn_to_draw
 from blockattn_rag.model.fingerprint import Snapshot, fingerprint_of
-from blockattn_rag.model.graphs import GraphRunner
 from blockattn_rag.model.packing import pack_linears
-from blockattn_rag.model.probe import AttentionProfile, profile_attention, vocabulary_size
+from blockattn_rag.model.probe import vocabulary_size
+from blockattn_rag.model.relay_attention import last_logits
 from blockattn_rag.model.repetition import LoopGuard
 from blockattn_rag.model.sampling import Sampling, room_for
-from blockattn_rag.model.states import HeadStates
-from blockattn_rag.model.tuning import TunedModel
 from blockattn_rag.model.weight_files import ChangedFileError, WeightFiles
 from blockattn_rag.output.grammar import Grammar
 from blockattn_rag.prompts.tokenization import BlockTokenizer
 
 
-class BlockModel(TunedModel):
+class BlockModel(ContextModel):
     """A causal language model of transformers that encodes blocks and generates answers from them.
 
     All ``BlockModel`` objects of one ``hf_model`` share a lock, and run one method at a time. Hold
@@ -66,14 +63,10 @@ class BlockModel(TunedModel):
         pack_weights: bool = True,
         files: WeightFiles | None = None,
     ) -> None:
-        self.hf_model = hf_model.eval()
         is_ready = isinstance(tokenizer, BlockTokenizer)
         self.tokenizer: BlockTokenizer = tokenizer if is_ready else BlockTokenizer(tokenizer)
         self.name = name or str(hf_model.config.name_or_path or type(hf_model).__name__)
-        self.lock = lock_of(hf_model)
-        with self.lock:
-            self.profile: AttentionProfile = profile_attention(hf_model)
-            self._head_states = HeadStates(hf_model, self.profile.kinds)
+        super().__init__(hf_model)
         if pack_weights:
             pack_linears(hf_model)
         self._snapshot = Snapshot(hf_model)
@@ -219,92 +212,6 @@ class BlockModel(TunedModel):
         is_on = decoding.takes_likeliest(self.hf_model, sampling)
         return self.rules.loop_guard(sampling.grammar) if is_on else None
 
-    @cached_property
-    def supports_relay(self) -> bool:
-        """Whether relay attention is exact for this model, as measured on a short probe."""
-        with self.lock:
-            exact = relay_attention.relay_is_exact
-            return exact(self.hf_model, self.profile, self._layer_reads)
-
-    @cached_property
-    def _layer_reads(self) -> dict[int, LayerReads]:
-        """The tensors of a block that each layer reads on the relay path, as measured."""
-        with self.lock:
-            return relay_attention.measured_reads(self.hf_model, self.profile)
-
-    @cached_property
-    def _is_plain(self) -> bool:
-        """Whether relay is exact, and all attention is full, without soft caps and sinks."""
-        with self.lock:
-            return relay_attention.is_plain(self.hf_model, self.profile)
-
-    @cached_property
-    def has_causal_kernel(self) -> bool:
-        """Whether the GPU's flash kernel is exact for copied contexts, as measured."""
-        with self.lock:
-            exact = relay_attention.causal_is_exact
-            return self.supports_relay and exact(self.hf_model, self.profile)
-
-    @cached_property
-    def graph_runner(self) -> GraphRunner | None:
-        """Runner of single requests on a GPU. None: not exact for this model, as measured."""
-        if self.device.type != "cuda" or not self.supports_relay:
-            return None
-        with self.lock:
-            return relay_attention.graph_runner(self.hf_model, self.profile)
-
-    def choose_assembly(
-        self, assembly: Assembly, final_tokens: int, contexts: Sequence[Context] = (Context(()),)
-    ) -> Literal["relay", "copy"]:
-        """Resolve ``assembly`` for this model and a batch with final blocks of ``final_tokens``.
-
-        Raises:
-            UnsupportedModelError: ``assembly`` is ``"relay"``, which the model does not support.
-        """
-        if assembly == "relay" and not self.supports_relay:
-            raise UnsupportedModelError(
-                f"{self.name} cannot use assembly='relay': it has "
-                f"{relay_attention.OTHER_ATTENTION}; use assembly='copy' or 'auto'"
-            )
-        if assembly != "auto":
-            return assembly
-        if final_tokens > RELAY_FINAL_TOKENS or not self.supports_relay:
-            return "copy"
-        runner = self.graph_runner
-        if len(contexts) > 1 or (runner is not None and all(map(runner.relay.reads, contexts))):
-            return "relay"
-        # Without the runner, relay would join the blocks, and launch more kernels.
-        is_slower = self.device.type != "cpu" and not self._is_plain
-        return "copy" if is_slower or self.has_causal_kernel else "relay"
-
-    def cache_for(
-        self, *contexts: Context, assembly: Literal["relay", "copy"] = "copy"
-    ) -> DynamicCache | None:
-        """A transformers cache with one context per row, padded on the left on the copy path.
-
-        Returns None if all contexts are empty, unless the ``graph_runner`` runs the final block. A
-        hybrid model takes one context; its states are the states after the first block.
-        """
-        hf_model, profile = self.hf_model, self.profile
-        runner = self.graph_runner if assembly == "relay" and len(contexts) == 1 else None
-        cache: Any = runner and runner.cache_for(*contexts)
-        if cache is None and not any(context.num_tokens for context in contexts):
-            return None
-        if cache is None and assembly == "relay":
-            cache = relay_attention.relay_cache(hf_model, contexts, profile, self._layer_reads)
-        elif cache is None:
-            cache = copied_cache(hf_model.config, contexts, profile.layouts, profile.kinds)
-            if len(contexts) == 1 and self.has_causal_kernel:
-                cache.attention = relay_attention.CausalAttention()
-        if cache.attention is not None:
-            # Enable relay again, because other code may have changed the model's attention.
-            relay_attention.enable_relay(hf_model)
-        if profile.has_states:
-            (context,) = contexts
-            with self.lock:
-                self._head_states.start(cache, context.blocks[0].kv.token_ids.tolist())
-        return cache
-
     @contextmanager
     def running(self, sampling: Sampling) -> Iterator[None]:
         """Exclude other threads from the model while it generates with these options."""
@@ -389,7 +296,7 @@ class BlockModel(TunedModel):
             if isinstance(cache, ContextCache) and cache.takes_one_token:
                 ((_, final),) = prompts
                 for token in final[:-1]:  # Transformers computes the last token.
-                    relay_attention.last_logits(self.hf_model, torch.tensor([[token]]), cache, 1)
+                    last_logits(self.hf_model, torch.tensor([[token]]), cache, 1)
             return decoding.generate(
                 self.hf_model,
                 self.tokenizer.tokenizer,
@@ -431,9 +338,9 @@ class BlockModel(TunedModel):
         given = [*([] if cache is not None else context_ids), *final_ids, *answer_ids[:-1]]
         with self.lock:
             ids = torch.tensor([given])
-            return relay_attention.last_logits(self.hf_model, ids, cache, len(answer_ids))
+            return last_logits(self.hf_model, ids, cache, len(answer_ids))
 
     def next_logits(self, ids: Tensor, cache: DynamicCache | None = None) -> Tensor:
         """Logits ``[vocab]`` after ``ids`` ``[1, n]``, which follow the tokens in ``cache``."""
         with self.lock:
-            return relay_attention.last_logits(self.hf_model, ids, cache, 1)[0]
+            return last_logits(self.hf_model, ids, cache, 1)[0]

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 
+from blockattn_rag.attention.kernels import AttentionInputs
 from blockattn_rag.attention.relay import RelayPlan
 from blockattn_rag.kv.context import Context, assemble
 from blockattn_rag.kv.rope import RotaryLayout
@@ -33,19 +34,7 @@ class CacheAttention(Protocol):
     @property
     def takes_mask(self) -> bool: ...
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        mask: Tensor | None,
-        /,
-        *,
-        cap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor: ...
+    def attend(self, layer: int, inputs: AttentionInputs, /) -> Tensor: ...
 
 
 States = Sequence[tuple[Tensor, Tensor]]
@@ -324,9 +313,10 @@ def running_cache() -> ContextCache | None:
 
 
 @contextmanager
-def running_with(cache: ContextCache | None = None) -> Iterator[None]:
-    """Record ``cache``, and clean up afterwards: a keyboard interrupt skips PyTorch's hooks."""
-    token = _caches.set((cache,))
+def isolated_caches() -> Iterator[None]:
+    """Record caches apart from outer forwards, and clean up afterwards: a keyboard interrupt skips
+    PyTorch's hooks."""
+    token = _caches.set((None,))
     try:
         yield
     finally:

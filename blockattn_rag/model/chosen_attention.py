@@ -11,6 +11,7 @@ from torch import Tensor
 
 from blockattn_rag.attention.kernels import (
     MOST_SCORES,
+    AttentionInputs,
     attend,
     attend_causal,
     attend_plain,
@@ -54,19 +55,9 @@ class ChosenAttention:
         self._keys = torch.arange(chosen[-1] + 1, device=places.device)
         self._has_causal_kernel = has_causal_kernel
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        mask: Tensor | None,
-        *,
-        cap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        """See ``RelayPlan.attend``. Keys and values of the context."""
+    def attend(self, layer: int, inputs: AttentionInputs) -> Tensor:
+        """See ``RelayPlan.attend``. Keys and values are those of the context."""
+        query, key, value, scale, _, cap, sinks = inputs
         window, outputs = self._windows[layer], []
         # Some models compute only the last tokens in layers that store no keys and values.
         start = skipped = len(self._chosen) - query.shape[2]
@@ -174,21 +165,11 @@ class MeasuredAttention(ChosenAttention):
         self.total = torch.zeros(before, dtype=torch.float32, device=device)
         self._layers = layers
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        mask: Tensor | None,
-        *,
-        cap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        """See ``RelayPlan.attend``. Keys and values of context and tail."""
+    def attend(self, layer: int, inputs: AttentionInputs) -> Tensor:
+        """See ``RelayPlan.attend``. Keys and values are those of context and tail."""
         if layer not in self._layers:
-            return super().attend(layer, query, key, value, scale, mask, cap=cap, sinks=sinks)
+            return super().attend(layer, inputs)
+        query, key, value, scale, _, cap, sinks = inputs
         keys, before, outputs = key.float().mT, len(self.total), []
         heads, tokens = query.shape[1:3]
         step = max(1, MOST_SCORES // (heads * keys.shape[-1]))

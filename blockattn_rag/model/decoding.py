@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from blockattn_rag.errors import GrammarError
-from blockattn_rag.model.caches import running_with
+from blockattn_rag.model.caches import isolated_caches
 from blockattn_rag.model.constraint import GrammarConstraint, until_end
 from blockattn_rag.model.repetition import Matching
 from blockattn_rag.model.sampling import Sampling
@@ -192,7 +192,7 @@ def _run(
     if cache is not None and (beams := _beams(hf_model, arguments)) > 1:
         cache.batch_repeat_interleave(beams)
     seed = sampling.seed  # A seeded run leaves the global random state unchanged.
-    with torch.inference_mode(), torch.random.fork_rng(enabled=seed is not None), running_with():
+    with torch.inference_mode(), torch.random.fork_rng(enabled=seed is not None), isolated_caches():
         if seed is not None:
             torch.manual_seed(seed)
         run: Any = hf_model.generate

@@ -23,17 +23,13 @@ from blockattn_rag.errors import UnsupportedModelError
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.kv.context import Context, PlacedBlock
 from blockattn_rag.model.block_model import BlockModel
-from blockattn_rag.model.caches import ContextCache, copied_cache, running_with
+from blockattn_rag.model.caches import ContextCache, copied_cache, isolated_caches
 from blockattn_rag.model.checkpoint import CheckpointModel
 from blockattn_rag.model.chosen_attention import ChosenAttention, MeasuredAttention
 from blockattn_rag.model.encoding import logits_to_keep
+from blockattn_rag.model.layer_reads import layer_windows
 from blockattn_rag.model.probe import check_ready
-from blockattn_rag.model.relay_attention import (
-    OTHER_ATTENTION,
-    enable_relay,
-    last_logits,
-    layer_windows,
-)
+from blockattn_rag.model.relay_attention import OTHER_ATTENTION, enable_relay, last_logits
 
 
 def tokens_to_recompute(lengths: Sequence[int], may_change: Sequence[bool], share: float) -> int:
@@ -250,7 +246,7 @@ def _compute(
     ]
     windows, has_kernel = layer_windows(kinds), model.has_causal_kernel
     cache.attention = ChosenAttention(chosen, places, windows, has_causal_kernel=has_kernel)
-    with torch.inference_mode(), running_with():
+    with torch.inference_mode(), isolated_caches():
         model.hf_model(
             input_ids=torch.tensor([[ids[place] for place in chosen]], device=model.device),
             position_ids=places[None],

@@ -25,8 +25,7 @@ from transformers import (
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 
 from blockattn_rag.attention.device_relay import DeviceRelay
-from blockattn_rag.attention.kernels import attend_causal, takes_flash
-from blockattn_rag.attention.latent import LatentMap
+from blockattn_rag.attention.kernels import AttentionInputs, attend_causal, takes_flash
 from blockattn_rag.attention.relay import JoinLimits, LayerReads, RelayPlan
 from blockattn_rag.kv.context import Context, place
 from blockattn_rag.kv.rope import relative_error
@@ -35,26 +34,22 @@ from blockattn_rag.model.caches import (
     ContextCache,
     RelayCache,
     copied_cache,
+    isolated_caches,
     note_caches,
     running_cache,
-    running_with,
 )
 from blockattn_rag.model.encoding import EncodeRequest, encode_batch, logits_to_keep
 from blockattn_rag.model.graphs import GraphRunner
 from blockattn_rag.model.kinds import (
     PLAIN,
-    LayerKind,
     SeenAttention,
-    in_order,
     new_cache,
     own_attention,
     seen_attention,
-    storing,
 )
 from blockattn_rag.model.probe import (
     LOGITS,
     AttentionProfile,
-    check_ready,
     probe_cache,
     vocabulary_size,
 )
@@ -84,22 +79,11 @@ class CausalAttention:
 
     takes_mask = False
 
-    def attend(
-        self,
-        _: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        mask: Tensor | None,
-        *,
-        cap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        """See ``RelayPlan.attend``. Keys and values of context and tail."""
-        assert cap is None  # see `is_plain`
-        assert sinks is None
-        return attend_causal(query, key, value, scale)
+    def attend(self, _: int, inputs: AttentionInputs) -> Tensor:
+        """See ``RelayPlan.attend``. Keys and values are those of context and tail."""
+        assert inputs.cap is None  # see `is_plain`
+        assert inputs.sinks is None
+        return attend_causal(inputs.query, inputs.key, inputs.value, inputs.scale)
 
 
 def _running_attention() -> CacheAttention | None:
@@ -127,7 +111,7 @@ def _attention_function(original: str) -> Any:
         index: Any = module.layer_idx
         mask = tail_mask(attention_mask, query, key) if own.takes_mask else None
         cap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
-        output = own.attend(index, query, key, value, scale, mask, cap=cap, sinks=sinks)
+        output = own.attend(index, AttentionInputs(query, key, value, scale, mask, cap, sinks))
         return output.transpose(1, 2).contiguous(), None
 
     return relay_attention
@@ -176,7 +160,7 @@ def last_logits(
     start = 0 if cache is None else cache.get_seq_length()
     # Pass positions, because some models count from 0 whatever the cache contains.
     positions = torch.arange(start, start + ids.shape[1], device=hf_model.device)[None]
-    with torch.inference_mode(), running_with():
+    with torch.inference_mode(), isolated_caches():
         out = hf_model(
             input_ids=ids.to(hf_model.device),
             position_ids=positions,
@@ -242,62 +226,6 @@ def is_plain(hf_model: PreTrainedModel, profile: AttentionProfile) -> bool:
     return all(kind == PLAIN for kind in kinds) and not any(
         layer.settings for layer in _seen(hf_model).values()
     )
-
-
-def layer_windows(kinds: Sequence[LayerKind]) -> dict[int, int | None]:
-    """Sliding window of each layer with attention, in tokens. None: no window."""
-    return {layer: window for layer, (_, window, _) in _reads(kinds, {}).items()}
-
-
-def _reads(kinds: Sequence[LayerKind], latents: Mapping[int, LatentMap]) -> dict[int, LayerReads]:
-    """The tensors of a block that each layer reads, if it attends to keys and values or known
-    latents."""
-    places = {layer: place for place, layer in enumerate(storing(kinds))}
-    reads = {}
-    for index, kind in enumerate(kinds):
-        source = index if kind.source is None else kind.source
-        if kinds[source].is_attention or source in latents:
-            window = kinds[source].window
-            reads[index] = LayerReads(places[source], window, latents.get(source))
-    return reads
-
-
-def measured_reads(hf_model: PreTrainedModel, profile: AttentionProfile) -> dict[int, LayerReads]:
-    """The tensors of a block that each layer reads, by the layer's index. Layers without attention,
-    and layers that relay attention cannot compute, are left out."""
-    return _reads(profile.kinds, _latent_maps(hf_model, profile))
-
-
-def _latent_maps(hf_model: PreTrainedModel, profile: AttentionProfile) -> dict[int, LatentMap]:
-    """Maps of the layers with latents: the keys and values that they compute from unit vectors."""
-    kinds = profile.kinds
-    outlines = dict(zip(storing(kinds), profile.layer_outlines, strict=True))
-    ranks = {
-        index: latents.size
-        for index, (_, latents) in outlines.items()
-        if kinds[index].attention == "latent" and not kinds[index].has_state
-    }
-    if not ranks:
-        return {}
-    check_ready(hf_model)
-    cache, tokens = new_cache(hf_model.config), max(ranks.values())
-    for index, outline in outlines.items():
-        keys, values = (
-            torch.zeros(1, heads, tokens, size, dtype=dtype, device=hf_model.device)
-            for heads, size, dtype in outline
-        )
-        if index in ranks:
-            values.diagonal(dim1=2, dim2=3).fill_(1)
-        cache.update(*in_order(kinds[index], keys, values), index)
-    with seen_attention(hf_model) as seen:
-        last_logits(hf_model, torch.zeros(1, 1, dtype=torch.long), cache, 1)
-    maps = {}
-    for index, rank in ranks.items():
-        if index in seen:
-            rotary = outlines[index][0].size
-            keys, values = (states[0, :, :rank] for states in seen[index][:2])
-            maps[index] = LatentMap(keys[..., :-rotary].clone(), values.clone())
-    return maps
 
 
 def relay_cache(

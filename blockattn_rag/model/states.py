@@ -24,7 +24,8 @@ from blockattn_rag.model.probe import check_ready, probe_cache
 from blockattn_rag.model.relay_attention import last_logits
 
 MOST_BYTES = 1 << 29
-"""Bytes of states that a model keeps. The states of one head are kept whatever their size."""
+"""Bytes of states that a model keeps, the most recently used ones. The states of one head are kept
+whatever their size."""
 
 _FIELDS = (*vars(LinearAttentionLayer()),)
 
@@ -34,15 +35,11 @@ class HeadStates:
 
     Args:
         kinds: Kinds of the model's layers.
-        max_bytes: Maximum size of the states. The least recently used states are evicted.
     """
 
-    def __init__(
-        self, hf_model: PreTrainedModel, kinds: Sequence[LayerKind], max_bytes: int = MOST_BYTES
-    ) -> None:
+    def __init__(self, hf_model: PreTrainedModel, kinds: Sequence[LayerKind]) -> None:
         self._hf_model = hf_model
         self._indices = [index for index, kind in enumerate(kinds) if kind.has_state]
-        self._max_bytes = max_bytes
         self._kept: OrderedDict[tuple[int, ...], list[Any]] = OrderedDict()
 
     @cached_property
@@ -61,7 +58,7 @@ class HeadStates:
         head = tuple(head_ids)
         if head not in self._kept:
             self._kept[head] = self._computed(head)
-            while self._size() > self._max_bytes and len(self._kept) > 1:
+            while self._size() > MOST_BYTES and len(self._kept) > 1:
                 self._kept.popitem(last=False)
         self._kept.move_to_end(head)
         cache.takes_one_token = not self._takes_several_tokens

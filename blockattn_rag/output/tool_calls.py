@@ -28,6 +28,11 @@ class ToolCall:
     arguments: dict[str, Any]
     id: str = field(default_factory=new_call_id)
 
+    def to_dict(self) -> dict[str, Any]:
+        """The call as messages of chat templates contain it."""
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"type": "function", "id": self.id, "function": function}
+
 
 @dataclass(frozen=True, slots=True)
 class InvalidToolCall:

@@ -211,10 +211,12 @@ def _probed(tokenizer: Any) -> _Probed:
 
 def _probe(tokenizer: Any, source: str) -> _Probed:
     question: list[dict[str, Any]] = [{"role": "user", "content": "?"}]
-    function = {"name": _CALL.name, "arguments": _CALL.arguments}
-    calls = [{"type": "function", "id": _CALL.id, "function": function}]
     result = {"role": "tool", "tool_call_id": _CALL.id, "name": _CALL.name, "content": _RESULT}
-    history = [*question, {"role": "assistant", "content": "", "tool_calls": calls}, result]
+    history = [
+        *question,
+        {"role": "assistant", "content": "", "tool_calls": [_CALL.to_dict()]},
+        result,
+    ]
 
     def render(messages: list[dict[str, Any]], **variables: Any) -> str:
         try:

@@ -114,20 +114,7 @@ class ServerClient:
         show_progress: bool = False,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> EncodeStats:
-        """Encode passages into the server's store, with concurrent requests.
-
-        The passages of a request are stored when it is answered, so an interrupted run can be
-        repeated and continues where it stopped.
-
-        Args:
-            texts: Texts of the passages. Equal texts are sent once.
-            show_progress: Whether to show a progress bar.
-            on_progress: Called with the number of finished characters, and of all characters.
-
-        Raises:
-            MissError: Passages are missing, and the server is read-only.
-            ServingError: A request failed. No further requests are sent.
-        """
+        """Encode passages into the server's store; see ``ServerPool.encode``."""
         pool = ServerPool([self])
         return pool.encode(texts, show_progress=show_progress, on_progress=on_progress)
 
@@ -139,7 +126,7 @@ class ServerClient:
         """Send one request to encode passages, or to look them up.
 
         Raises:
-            MissError, ServingError: See ``encode``.
+            MissError, ServingError: See ``ServerPool.encode``.
         """
         fields = {"texts": body.texts, "only_look": body.only_look}
         answer = EncodeAnswer.from_dict(self._ask("POST", ENCODE, fields))

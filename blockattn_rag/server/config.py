@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -24,6 +24,19 @@ from blockattn_rag.store.urls import bytes_of, is_cache, lasts
 
 CONNECTOR = "BlockAttentionConnector"
 """Name of the connector in vLLM, and of its class."""
+
+
+def as_computed(engine: Any) -> tuple[str, str]:
+    """Names, in a config of vLLM, of the type in which its model computes keys and values."""
+    return "auto", str(engine.model_config.dtype).removeprefix("torch.")
+
+
+NOT_RECOMPUTING: dict[str, Callable[[Any], bool]] = {
+    "--enable-lora": lambda engine: engine.lora_config is not None,
+    "--pipeline-parallel-size": lambda engine: engine.parallel_config.pipeline_parallel_size > 1,
+    "--kv-cache-dtype": lambda engine: engine.cache_config.cache_dtype not in as_computed(engine),
+}
+"""Options of vLLM with which workers recompute no tokens, and whether a config of vLLM has them."""
 
 
 def _check_size(size: str) -> str:

@@ -23,7 +23,7 @@ from typing import Any, Self
 import psutil
 
 from blockattn_rag.errors import ServingError
-from blockattn_rag.server.config import CONNECTOR
+from blockattn_rag.server.config import CONNECTOR, NOT_RECOMPUTING
 
 HEALTHY_S = 1800.0
 """Seconds that a server may take to become healthy."""
@@ -53,8 +53,6 @@ _NOT_OPTIONS = {
 """Refused options of vLLM, and what to do instead."""
 _NOT_IN_FILES = ("--api-key", "--hf-token", "--kv-transfer-config")
 """Options that a config file may not contain. This command overrides all other options."""
-_NOT_RECOMPUTING = ("--enable-lora", "--pipeline-parallel-size", "--kv-cache-dtype")
-"""Options with which workers recompute no tokens (``server/vllm/compatibility.py``)."""
 _SECRET = re.compile(
     r"(?:^|[^a-z])(?:api[-_]?key|(?:secret|access)[-_](?:access[-_])?key|passw(?:or)?d|secret|"
     r"(?:access|api|auth|bearer|hf|session)[-_]?token)$",
@@ -139,7 +137,7 @@ def prevents_recomputing(options: Sequence[str]) -> str | None:
     value."""
     names = [_name(option) for option in options]
     names += [name for file in _configured(options).values() for name in sorted(file)]
-    found = (_meant(name, _NOT_RECOMPUTING) for name in names)
+    found = (_meant(name, NOT_RECOMPUTING) for name in names)
     return next(filter(None, found), "-pp" if "-pp" in options else None)
 
 

@@ -19,7 +19,6 @@ from blockattn_rag.errors import UnsupportedModelError
 from blockattn_rag.kv.quantization import KVDtype
 from blockattn_rag.kv.rope import Pairing, RotaryLayout
 from blockattn_rag.model.kinds import storing, summary
-from blockattn_rag.model.probe import StateOutline
 from blockattn_rag.model.recompute import tokens_to_recompute
 from blockattn_rag.prompts.sinks import NO_SINK, sink_ids
 from blockattn_rag.server.plan import BlockPlan
@@ -51,11 +50,6 @@ class LayerProfile:
     rotary: int
     index: int
     is_latent: bool = False
-
-    def outlines(self, dtype: torch.dtype) -> tuple[StateOutline, StateOutline]:
-        sizes = (self.key_size, self.value_size)
-        keys, values = (StateOutline(self.kv_heads, size, dtype) for size in sizes)
-        return keys, values
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from blockattn_rag.model import block_model, relay_attention
+from blockattn_rag.model import block_model, context_model, relay_attention
 from blockattn_rag.prompts.markers import wrap
 from blockattn_rag.store import DirectoryStore, MemoryStore
 from tests.adapters.frameworks import EACH, Framework
@@ -48,8 +48,9 @@ def test_the_first_question_measures_nothing(
 
     for name in ("relay_is_exact", "causal_is_exact"):
         monkeypatch.setattr(relay_attention, name, refuse)
-    for name in ("fingerprint_of", "AnswerRules", "profile_attention"):
+    for name in ("fingerprint_of", "AnswerRules"):
         monkeypatch.setattr(block_model, name, refuse)
+    monkeypatch.setattr(context_model, "profile_attention", refuse)
     question = "".join(map(wrap, TEXTS)) + "Which is deep?"
     reuse = framework.ask(chat, "whole", question).reuse
     assert reuse["reused_tokens"] > 0

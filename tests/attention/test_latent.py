@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from blockattn_rag.attention.kernels import AttentionInputs
 from blockattn_rag.attention.latent import LatentMap
 from blockattn_rag.attention.relay import JoinLimits, LayerReads, RelayPlan
 from blockattn_rag.kv.block_kv import BlockKV
@@ -88,7 +89,7 @@ def test_attention_to_latents_is_attention_to_what_they_expand_to(
         value = random(len(orders), HEADS, tokens, VALUE, seed=9)
         mask = torch.ones(tokens, tokens, dtype=torch.bool).tril()
         seen = mask.expand(len(orders), 1, -1, -1)
-        found = plan.attend(7, query, key, value, 0.25, seen)
+        found = plan.attend(7, AttentionInputs(query, key, value, 0.25, seen))
         for row, context in enumerate(contexts):
             expected = by_expanding(query[row], context, (key[row], value[row]), mask, layout)
             assert (found[row] - expected).abs().max() <= BUDGET

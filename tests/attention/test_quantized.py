@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from blockattn_rag.attention.kernels import AttentionInputs
 from blockattn_rag.attention.segments import Segment, segments_of
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.kv.context import Context, assemble, place
@@ -52,7 +53,7 @@ def test_int8_and_float_share_a_batch(tokens: int, joined: int, orders: list[lis
     tail_key = random(len(orders), KV_HEADS, tokens, SIZE, seed=8)
     tail_value = random(len(orders), KV_HEADS, tokens, SIZE, seed=9)
     plan = relay_plan(contexts, [LAYOUT, LAYOUT], joined)
-    found = plan.attend(1, query, tail_key, tail_value, 0.25, None)
+    found = plan.attend(1, AttentionInputs(query, tail_key, tail_value, 0.25))
     for row, order in enumerate(orders):
         same = place([plain(blocks[i]) for i in order])
         tail = tail_key[row], tail_value[row]
@@ -68,7 +69,9 @@ def test_a_token_of_an_answer_goes_from_block_to_block(layout: RotaryLayout) -> 
     same = place([plain(kv) for kv in blocks])
     expected = by_moving_the_keys(query[0], same, (tail[0][0], tail[1][0]), None, 0, layout)
     for joins in (0, 99):  # joined blocks are dequantized already
-        found = relay_plan([place(blocks)], [layout], joins).attend(0, query, *tail, 0.25, None)
+        found = relay_plan([place(blocks)], [layout], joins).attend(
+            0, AttentionInputs(query, *tail, 0.25)
+        )
         assert (found[0] - expected).abs().max() <= RELAY_BUDGET
 
 
@@ -92,7 +95,7 @@ def test_blocks_are_not_dequantized_all_at_once(monkeypatch: pytest.MonkeyPatch)
     context = place([kv.quantized() for kv in blocks_of([40] * 8)])
     tail = random(1, KV_HEADS, 6, SIZE, seed=8)
     plan = relay_plan([context], [LAYOUT], 0)
-    plan.attend(0, random(1, HEADS, 6, SIZE), tail, tail, 0.25, None)
+    plan.attend(0, AttentionInputs(random(1, HEADS, 6, SIZE), tail, tail, 0.25))
     assert len(alive) == 8
     assert max(alive) <= 2
 

@@ -11,7 +11,12 @@ import torch
 from torch import Tensor
 
 from blockattn_rag.attention import relay
-from blockattn_rag.attention.kernels import attend_flash, attend_memory_efficient, single_softmax
+from blockattn_rag.attention.kernels import (
+    AttentionInputs,
+    attend_flash,
+    attend_memory_efficient,
+    single_softmax,
+)
 from blockattn_rag.attention.merge import Partial
 from blockattn_rag.attention.relay import ACCELERATOR_JOINS, CPU_JOINS, JoinLimits, RelayPlan
 from blockattn_rag.kv.block_kv import BlockKV
@@ -101,7 +106,8 @@ def test_query_shift_is_exact(layout: RotaryLayout, tokens: int, orders: list[li
     tail_value = random(len(orders), KV_HEADS, tokens, SIZE, seed=9)
     mask = torch.ones(tokens, tokens, dtype=torch.bool).tril()[None, None]
     plan = relay_plan(contexts, [layout, layout])
-    found = plan.attend(1, query, tail_key, tail_value, 0.25, mask.expand(len(orders), -1, -1, -1))
+    masks = mask.expand(len(orders), -1, -1, -1)
+    found = plan.attend(1, AttentionInputs(query, tail_key, tail_value, 0.25, masks))
     for row, context in enumerate(contexts):
         tail = tail_key[row], tail_value[row]
         expected = by_moving_the_keys(query[row], context, tail, mask[0], 1, layout)
@@ -116,7 +122,7 @@ def test_beams_of_one_request_see_the_same_context() -> None:
         random(3, KV_HEADS, 2, SIZE, seed=9),
     )
     plan = relay_plan([context], [LAYOUT])
-    found = plan.attend(0, query, tail_key, tail_value, 0.25, None)
+    found = plan.attend(0, AttentionInputs(query, tail_key, tail_value, 0.25))
     for beam in range(3):
         tail = tail_key[beam], tail_value[beam]
         expected = by_moving_the_keys(query[beam], context, tail, None, 0, LAYOUT)
@@ -143,7 +149,7 @@ def test_joined_blocks_give_what_single_ones_give(tokens: int) -> None:
     found = []
     for limit in (0, 25):
         plan = relay_plan(contexts, [LAYOUT, NO_ROTATION], limit)
-        found.append([plan.attend(layer, query, *tail, 0.25, None) for layer in (0, 1)])
+        found.append([plan.attend(layer, AttentionInputs(query, *tail, 0.25)) for layer in (0, 1)])
     for single, joined in zip(*found, strict=True):
         assert (single - joined).abs().max() <= RELAY_BUDGET
         assert not torch.equal(single, joined)
@@ -170,12 +176,12 @@ def test_answer_token_attends_to_all_blocks_at_once(layout: RotaryLayout, joined
     plan = relay_plan([context], [layout], joined)
     query = random(1, HEADS, 1, SIZE, seed=7)
     tail = random(1, KV_HEADS, 5, SIZE, seed=8), random(1, KV_HEADS, 5, SIZE, seed=9)
-    found = plan.attend(0, query, *tail, 0.25, None)
+    found = plan.attend(0, AttentionInputs(query, *tail, 0.25))
     ours = tail[0][0], tail[1][0]
     expected = by_moving_the_keys(query[0], context, ours, None, 0, layout)
     assert (found[0] - expected).abs().max() <= RELAY_BUDGET
     everywhere = torch.ones(1, 1, 1, 5, dtype=torch.bool)
-    masked = plan.attend(0, query, *tail, 0.25, everywhere)
+    masked = plan.attend(0, AttentionInputs(query, *tail, 0.25, everywhere))
     assert (masked - found).abs().max() <= RELAY_BUDGET
 
 
@@ -188,7 +194,7 @@ def test_question_sees_blocks(fully_masked: bool, spread: float, layout: RotaryL
     query = random(1, HEADS, 6, SIZE, seed=7) * spread
     tail = random(1, KV_HEADS, 6, SIZE, seed=8), random(1, KV_HEADS, 6, SIZE, seed=9)
     mask = torch.ones(1, 1, 6, 6, dtype=torch.bool).tril(-1 if fully_masked else 0)
-    found = plan.attend(0, query, *tail, 0.25, mask)
+    found = plan.attend(0, AttentionInputs(query, *tail, 0.25, mask))
     ours = tail[0][0], tail[1][0]
     expected = by_moving_the_keys(query[0], context, ours, mask[0], 0, layout)
     assert (found[0] - expected).abs().max() <= RELAY_BUDGET * spread
@@ -199,7 +205,7 @@ def test_a_prompt_without_context_attends_to_itself() -> None:
     for tokens in (1, 3):
         query = random(1, HEADS, tokens, SIZE, seed=7)
         tail = random(1, KV_HEADS, 3, SIZE, seed=8), random(1, KV_HEADS, 3, SIZE, seed=9)
-        found = plan.attend(0, query, *tail, 0.25, None)
+        found = plan.attend(0, AttentionInputs(query, *tail, 0.25))
         key, value = (states.repeat_interleave(HEADS // KV_HEADS, 1) for states in tail)
         expected = exact(query, key, value, 0.25, None).output
         assert (found - expected).abs().max() <= RELAY_BUDGET
@@ -222,7 +228,9 @@ def test_one_float32_request_takes_one_softmax(monkeypatch: pytest.MonkeyPatch) 
         calls.clear()
         query = torch.zeros(rows, HEADS, tokens, SIZE, dtype=dtype)
         states = torch.zeros(rows, KV_HEADS, tokens, SIZE, dtype=dtype)
-        found = relay_plan(contexts, [LAYOUT]).attend(0, query, states, states, 0.25, None)
+        found = relay_plan(contexts, [LAYOUT]).attend(
+            0, AttentionInputs(query, states, states, 0.25)
+        )
         assert found.dtype == dtype
         return bool(calls)
 
@@ -248,7 +256,7 @@ def test_one_plan_serves_a_question_and_the_tokens_of_its_answer() -> None:
         tail = random(1, KV_HEADS, 6, SIZE, seed=8), random(1, KV_HEADS, 6, SIZE, seed=9)
         mask = torch.ones(1, 1, tokens, 6, dtype=torch.bool).tril(5 - tokens) if masked else None
         for layer, layout in enumerate((LAYOUT, NO_ROTATION)):
-            found = plan.attend(layer, query, *tail, 0.25, mask)[0]
+            found = plan.attend(layer, AttentionInputs(query, *tail, 0.25, mask))[0]
             ours, seen = (tail[0][0], tail[1][0]), None if mask is None else mask[0]
             expected = by_moving_the_keys(query[0], context, ours, seen, layer, layout)
             assert (found - expected).abs().max() <= RELAY_BUDGET
@@ -272,7 +280,9 @@ def test_relay_by_the_kernels_for_cuda_equals_moving_keys(
         keys = random(2, KV_HEADS, tokens, size, seed=8, dtype=dtype)
         values = random(2, KV_HEADS, tokens, size, seed=9, dtype=dtype)
         mask = torch.ones(2, 1, tokens, tokens, dtype=torch.bool).tril() if tokens > 1 else None
-        found = relay_plan(contexts, [layout]).attend(0, query, keys, values, scale, mask)
+        found = relay_plan(contexts, [layout]).attend(
+            0, AttentionInputs(query, keys, values, scale, mask)
+        )
         assert found.dtype == dtype
         for row, context in enumerate(contexts):
             tail, seen = (keys[row], values[row]), None if mask is None else mask[row]

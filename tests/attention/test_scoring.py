@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from blockattn_rag.attention.kernels import attend, attend_plain, single_softmax
+from blockattn_rag.attention.kernels import AttentionInputs, attend, attend_plain, single_softmax
 from blockattn_rag.attention.merge import Partial
 from blockattn_rag.attention.relay import JoinLimits, LayerReads, RelayPlan
 from blockattn_rag.attention.segments import Segment, SegmentTable
@@ -79,7 +79,7 @@ def error_of(
     if window is not None:
         mask &= ~mask.new_ones(mask.shape).tril(tail_tokens - tokens - window)
     seen = None if tokens == 1 and mask.all() else mask[None, None].expand(requests, -1, -1, -1)
-    found = plan.attend(3, query, keys, values, SCALE, seen, cap=cap, sinks=sinks)
+    found = plan.attend(3, AttentionInputs(query, keys, values, SCALE, seen, cap=cap, sinks=sinks))
     return max(
         float(
             (

@@ -10,14 +10,12 @@ from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.engine.fetcher import BlockFetcher
 from blockattn_rag.model import BlockModel
 from tests.engine.ingestion import FaultyStore
-from tests.models import tiny_model, tiny_tokenizer
+from tests.engines import tuned_model
 
 
 @pytest.fixture(scope="module")
 def model() -> BlockModel:
-    model = BlockModel(tiny_model(), tiny_tokenizer())
-    model.config.block_attention = {"tuned": True}  # no warning, and no sink
-    return model
+    return tuned_model()
 
 
 @pytest.fixture

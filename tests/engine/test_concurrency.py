@@ -14,10 +14,9 @@ import pytest
 from blockattn_rag.check.oracle import oracle_generate
 from blockattn_rag.engine import scheduler as scheduling
 from blockattn_rag.engine.engine import BlockAttentionEngine
-from blockattn_rag.model import BlockModel
 from blockattn_rag.prompts.blocks import Block, BlockPrompt
+from tests.engines import tuned_model
 from tests.holding import LONGEST_S
-from tests.models import tiny_model, tiny_tokenizer
 
 PASSAGES = [f"Tower {n} is {n * 7} metres tall." for n in range(6)]
 QUESTIONS = ["How tall?", "Which tower is it?"]
@@ -29,8 +28,7 @@ ROUNDS = 6
 @pytest.fixture
 def engines() -> list[BlockAttentionEngine]:
     """Two engines over one model."""
-    model = BlockModel(tiny_model(), tiny_tokenizer())
-    model.config.block_attention = {"tuned": True}
+    model = tuned_model()
     return [BlockAttentionEngine(model), BlockAttentionEngine(model)]
 
 

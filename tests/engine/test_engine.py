@@ -27,7 +27,7 @@ from blockattn_rag.prompts.blocks import Block, BlockPrompt
 from blockattn_rag.prompts.markers import segment, wrap
 from blockattn_rag.prompts.sinks import sink_ids
 from blockattn_rag.store import MemoryStore
-from tests.engines import with_settings
+from tests.engines import outcome, tuned_model, with_settings
 from tests.holding import FEW, LONGEST_S, Held
 from tests.model.miniatures import new_model
 from tests.models import tiny_model, tiny_tokenizer
@@ -208,9 +208,7 @@ def test_stored_tensors_are_never_written(engine: BlockAttentionEngine, assembly
 
 @pytest.fixture(scope="module")
 def small() -> BlockAttentionEngine:
-    model = BlockModel(tiny_model(max_position_embeddings=64), tiny_tokenizer())
-    model.config.block_attention = {"tuned": True}
-    return BlockAttentionEngine(model)
+    return BlockAttentionEngine(tuned_model(max_position_embeddings=64))
 
 
 @pytest.mark.parametrize("mode", ["block", "full"])
@@ -396,10 +394,7 @@ def test_each_row_ends_as_alone(engine: BlockAttentionEngine, options: dict[str,
     prompts = [[f"prompt {n} {'x' * n}"] for n in range(12)]
     alone = [engine.generate(prompt, max_new_tokens=60, **options) for prompt in prompts]
     batch = engine.generate_batch(prompts, max_new_tokens=60, **options)
-    found, expected = (
-        [(a.text, a.token_ids, a.finish_reason) for a in answers] for answers in (batch, alone)
-    )
-    assert found == expected
+    assert [*map(outcome, batch)] == [*map(outcome, alone)]
 
 
 # -- streams ---------------------------------------------------------------------------------------

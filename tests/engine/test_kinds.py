@@ -15,6 +15,7 @@ from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.errors import UnsupportedModelError
 from blockattn_rag.kv.rope import relative_error
+from blockattn_rag.model import states
 from blockattn_rag.model.probe import LOGITS
 from blockattn_rag.prompts.blocks import BlockPrompt
 from blockattn_rag.store import DirectoryStore, MemoryStore
@@ -178,7 +179,7 @@ def test_a_stock_hybrid_model_promotes_one_passage() -> None:
     assert engine_of("latent", recipe="auto").recipe == Recipe("head:4")
 
 
-def test_states_of_heads_are_computed_once_and_bounded() -> None:
+def test_states_of_heads_are_computed_once_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     model = new_model("state")
     heads, computed = model._head_states, []
     original = heads._computed
@@ -188,7 +189,7 @@ def test_states_of_heads_are_computed_once_and_bounded() -> None:
     for one, head in ((engine, HEAD), (other, HEAD), (engine, B), (engine, HEAD)):
         one.generate(prompt_of([head, A, B]), max_new_tokens=1)
     assert len(computed) == len(heads) == 2
-    heads._max_bytes = 0
+    monkeypatch.setattr(states, "MOST_BYTES", 0)
     engine.generate(prompt_of([ONE, A, B]), max_new_tokens=1)
     assert (len(computed), len(heads)) == (3, 1)
 

@@ -10,33 +10,19 @@ import transformers
 from transformers import LogitsProcessor
 
 from blockattn_rag import BlockAttentionEngine
-from blockattn_rag.engine.results import Generation
-from blockattn_rag.model import BlockModel
-from tests.models import tiny_model, tiny_tokenizer
+from tests.engines import Outcome, outcome, tuned_model
+from tests.models import tiny_tokenizer
 from tests.saying import says
 
 A, B = "Halden Tower is 214 metres tall.", "It was built in 1931."
 NEW = 12
 PROMPTS = [[A, B, "How tall?"], [B, "And when was that?"], ["No context?"]]
 
-Outcome = tuple[str, list[int], str]
-
 
 @pytest.fixture(scope="module")
 def engine() -> BlockAttentionEngine:
     """A random model that writes letters."""
-    tokenizer: Any = tiny_tokenizer()
-    model: Any = tiny_model("llama")
-    tokens = tokenizer.convert_ids_to_tokens(list(range(model.config.vocab_size)))
-    mute = [i for i, token in enumerate(tokens) if not (token and token in "abcdefghijklmnop")]
-    with torch.no_grad():
-        model.get_output_embeddings().weight[mute] = 0
-    model.config.block_attention = {"test": True}  # known to be tuned: no warning
-    return BlockAttentionEngine(BlockModel(model, tokenizer))
-
-
-def outcome(answer: Generation) -> Outcome:
-    return answer.text, answer.token_ids, answer.finish_reason
+    return BlockAttentionEngine(tuned_model(letters="abcdefghijklmnop"))
 
 
 def answers(engine: BlockAttentionEngine, how: str, **options: Any) -> list[Outcome]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import string
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,6 @@ from uuid import uuid4
 
 import chromadb
 import pytest
-import torch
 from chromadb.config import Settings
 from langchain_chroma import Chroma
 from langchain_core.documents import Document
@@ -18,26 +18,14 @@ from blockattn_rag import BlockAttentionEngine
 from blockattn_rag.langchain import ChatBlockAttention, HashingEmbeddings
 from blockattn_rag.model import BlockModel
 from blockattn_rag.store import MemoryStore
-from tests.models import tiny_model, tiny_tokenizer
+from tests.engines import tuned_model
 
 NO_TELEMETRY = Settings(anonymized_telemetry=False)
 
 
 @lru_cache(maxsize=1)
 def tiny_block_model() -> BlockModel:
-    """A random model whose answers are letters, so that they are visible and never end early."""
-    tokenizer = tiny_tokenizer()
-    model: Any = tiny_model("llama", max_position_embeddings=8192)
-    tokens = tokenizer.convert_ids_to_tokens(list(range(model.config.vocab_size)))
-    mute = [
-        i
-        for i, token in enumerate(tokens)
-        if not (token and len(token) == 1 and token.isascii() and token.isalpha())
-    ]
-    with torch.no_grad():
-        model.get_output_embeddings().weight[mute] = 0
-    model.config.block_attention = {"test": True}  # known to be tuned: no warning
-    return BlockModel(model, tokenizer)
+    return tuned_model(letters=string.ascii_letters, max_position_embeddings=8192)
 
 
 @pytest.fixture

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from blockattn_rag.attention.kernels import attend_causal
+from blockattn_rag.check.model import placed_context
 from blockattn_rag.check.oracle import oracle_logits
 from blockattn_rag.kv.context import Context, place
 from blockattn_rag.kv.rope import relative_error
-from blockattn_rag.model import BlockModel, EncodeRequest, caches
+from blockattn_rag.model import BlockModel, caches
 from blockattn_rag.model.probe import LOGITS
 from blockattn_rag.model.sampling import Sampling
 from tests.attention.cuda_stand_ins import HALF, cuda_kernels_on_cpu
@@ -22,9 +23,7 @@ BLOCKS, FINAL = ([5, 6, 7, 8, 9], [10, 11, 12], [13]), [20, 21, 22, 23]
 
 
 def context_of(model: BlockModel) -> Context:
-    requests = [EncodeRequest(ids, str(ids), "") for ids in BLOCKS]
-    found = {kv.digest: kv for batch in model.encode(requests) for kv in batch}
-    return place([found[str(ids)] for ids in BLOCKS])
+    return placed_context(model, [*BLOCKS])
 
 
 def logits(model: BlockModel, cache: Any, *steps: list[int]) -> torch.Tensor:

@@ -15,7 +15,7 @@ from blockattn_rag.kv.context import Assembly
 from blockattn_rag.model import BlockModel
 from blockattn_rag.model.sampling import Sampling
 from blockattn_rag.prompts.blocks import BlockPrompt
-from tests.engines import with_settings
+from tests.engines import outcome, tuned_engine, tuned_model, with_settings
 from tests.model.families import SUPPORTED
 from tests.models import shared_tiny_llama, tiny_model, tiny_tokenizer
 
@@ -37,9 +37,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def engine() -> BlockAttentionEngine:
-    model = BlockModel(tiny_model(), tiny_tokenizer())
-    model.config.block_attention = {"tuned": True}
-    return BlockAttentionEngine(model)
+    return BlockAttentionEngine(tuned_model())
 
 
 def transformers_own(model: BlockModel, texts: list[str], options: dict[str, Any]) -> list[int]:
@@ -88,9 +86,7 @@ def test_batch_is_as_alone(
 ) -> None:
     alone = [engine.generate(p, mode=mode, max_new_tokens=NEW, **options) for p in PROMPTS]
     together = engine.generate_batch(PROMPTS, mode=mode, max_new_tokens=NEW, **options)
-    assert [g.token_ids for g in together] == [g.token_ids for g in alone]
-    assert [g.text for g in together] == [g.text for g in alone]
-    assert [g.finish_reason for g in together] == [g.finish_reason for g in alone]
+    assert [*map(outcome, together)] == [*map(outcome, alone)]
 
 
 @pytest.mark.parametrize("assembly", ["copy", "relay"])
@@ -104,9 +100,7 @@ def test_rows_end_as_alone(engine: BlockAttentionEngine, assembly: Assembly) -> 
         options |= {"max_new_tokens": NEW}
         alone = [engine.generate(p, **options) for p in PROMPTS]
         together = engine.generate_batch(PROMPTS, **options)
-        assert [g.token_ids for g in together] == [g.token_ids for g in alone]
-        assert [g.text for g in together] == [g.text for g in alone]
-        assert [g.finish_reason for g in together] == [g.finish_reason for g in alone]
+        assert [*map(outcome, together)] == [*map(outcome, alone)]
         assert min(len(g.token_ids) for g in alone) < NEW
 
 
@@ -247,13 +241,11 @@ def test_rows_that_the_caller_ended_hold_no_padding(engine: BlockAttentionEngine
 @pytest.mark.parametrize("mode", ["block", "full"])
 @pytest.mark.parametrize("own", [2, None])
 def test_given_end_token_is_used(mode: Literal["block", "full"], own: int | None) -> None:
-    model = BlockModel(copy.deepcopy(shared_tiny_llama()), tiny_tokenizer())
-    model.config.block_attention = {"tuned": True}
-    engine = BlockAttentionEngine(model)
+    engine = tuned_engine()
     varied: dict[str, Any] = {"max_new_tokens": NEW, "mode": mode, "repetition_penalty": 5.0}
     free = engine.generate([A, "Q"], eos_token_id=None, **varied).token_ids
     assert len(set(free[:5])) == 5
-    model.hf_model.generation_config.eos_token_id = None if own is None else free[own]
+    engine.model.hf_model.generation_config.eos_token_id = None if own is None else free[own]
     given = GenerationConfig(eos_token_id=free[4])  # type: ignore[no-untyped-call]
     found = engine.generate([A, "Q"], generation_config=given, **varied)
     assert (found.token_ids, found.finish_reason) == (free[:5], "stop")

@@ -9,12 +9,14 @@ import pytest
 import torch
 from transformers import T5Config, T5ForConditionalGeneration
 
+from blockattn_rag.check.model import placed_context
 from blockattn_rag.check.oracle import RecipeOracle, oracle_generate, oracle_logits
 from blockattn_rag.engine.engine import BlockAttentionEngine
+from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.errors import ContextOverflowError, UnsupportedModelError
-from blockattn_rag.kv.context import Assembly, place
+from blockattn_rag.kv.context import Assembly, Positions
 from blockattn_rag.kv.rope import relative_error
-from blockattn_rag.model import BlockModel, EncodeRequest
+from blockattn_rag.model import BlockModel
 from blockattn_rag.model.probe import LOGITS
 from blockattn_rag.prompts.blocks import Block, BlockPrompt
 from blockattn_rag.prompts.sinks import sink_ids
@@ -54,13 +56,8 @@ def error_of(
     """Relative error of the next token's logits against the oracle."""
     model = engine.model
     ids = model.tokenizer.prompt_ids(BlockPrompt.from_texts([*texts, QUESTION]))
-    requests = [
-        EncodeRequest(block, str(at), "", sink_ids if at else ())
-        for at, block in enumerate(ids.context)
-    ]
-    blocks = {kv.digest: kv for batch in model.encode(requests) for kv in batch}
     chosen = model.choose_assembly(assembly, len(ids.final))
-    context = place([blocks[request.digest] for request in requests])
+    context = placed_context(model, ids.context, sink_ids)
     found = model.next_logits(torch.tensor([ids.final]), model.cache_for(context, assembly=chosen))
     expected = oracle_logits(model.hf_model, [*ids.context, ids.final], sink_ids)[-1]
     return relative_error(found, expected)
@@ -162,12 +159,9 @@ def test_the_order_of_blocks_matters_and_composite_positions_give_another_answer
     engine = engine_for("llama")
     model = engine.model
 
-    def logits(texts: list[str], positions: str) -> torch.Tensor:
-        requests = [
-            EncodeRequest(model.tokenizer.block_ids(Block(t), first=False), t, "") for t in texts
-        ]
-        blocks = {kv.digest: kv for batch in model.encode(requests) for kv in batch}
-        context = place([blocks[text] for text in texts], positions)  # type: ignore[arg-type]
+    def logits(texts: list[str], positions: Positions) -> torch.Tensor:
+        blocks = [model.tokenizer.block_ids(Block(text), first=False) for text in texts]
+        context = placed_context(model, blocks, recipe=Recipe(positions=positions))
         final = torch.tensor([model.tokenizer.final_ids(QUESTION, first=False)])
         return model.next_logits(final, model.cache_for(context))
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers import modeling_flash_attention_utils as utils
 
+from blockattn_rag.check.model import placed_context
 from blockattn_rag.check.oracle import oracle_logits
 from blockattn_rag.kv.rope import relative_error
 from blockattn_rag.model import BlockModel
@@ -21,7 +22,7 @@ from blockattn_rag.model.probe import LOGITS
 from blockattn_rag.model.recompute import recompute
 from blockattn_rag.model.sampling import Sampling
 from tests.attention.cuda_stand_ins import flash_attn_2
-from tests.model.test_relay_attention import BLOCKS, FINAL_IDS, encoded
+from tests.model.test_relay_attention import BLOCKS, FINAL_IDS
 from tests.models import tiny_model, tiny_tokenizer
 
 EXACT = LOGITS[torch.bfloat16]
@@ -100,7 +101,7 @@ def test_blocks_of_a_model_with_flash_attention_are_exact(
         attn_implementation="flash_attention_2",
     )
     assert model.supports_relay
-    context = encoded(model, BLOCKS)
+    context = placed_context(model, BLOCKS)
     assert calls
     expected = oracle_logits(exact, [*BLOCKS, FINAL_IDS])[-1]
     for assembly in ("relay", "copy"):
@@ -124,7 +125,7 @@ def test_batches_of_a_model_with_flash_attention_give_the_answers_of_single_requ
     hf_model: Any = tiny_model("llama")
     hf_model.to(torch.bfloat16).set_attn_implementation("flash_attention_2")
     model = BlockModel(hf_model, tiny_tokenizer(), pack_weights=False)
-    contexts = [encoded(model, BLOCKS), encoded(model, BLOCKS[:2])]
+    contexts = [placed_context(model, BLOCKS), placed_context(model, BLOCKS[:2])]
     options = Sampling(max_new_tokens=5)
     for assembly in ("relay", "copy"):
         prompts = [(context.token_ids, FINAL_IDS) for context in contexts]

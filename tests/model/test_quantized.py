@@ -11,12 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from blockattn_rag.check.model import placed_context
 from blockattn_rag.check.oracle import oracle_logits
 from blockattn_rag.errors import FingerprintMismatchError
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.kv.context import Assembly, place
 from blockattn_rag.kv.rope import relative_error
-from blockattn_rag.model import BlockModel, EncodeRequest
+from blockattn_rag.model import BlockModel
 from blockattn_rag.model.probe import LOGITS
 from blockattn_rag.store.checks import check_block
 from tests.model.families import SUPPORTED
@@ -44,9 +45,7 @@ class Case:
         self.model = model
         *context, self.final = [model.tokenizer.text_ids(text) for text in TEXTS]
         self.ids = context
-        requests = [EncodeRequest(ids, str(at), "") for at, ids in enumerate(context)]
-        found = {kv.digest: kv for batch in model.encode(requests) for kv in batch}
-        self.blocks = [found[request.digest] for request in requests]
+        self.blocks = [block.kv for block in placed_context(model, context).blocks]
 
     def logits(self, blocks: list[BlockKV], assembly: Assembly = "copy") -> Tensor:
         model, final = self.model, torch.tensor([self.final])

@@ -11,13 +11,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from blockattn_rag import BlockAttentionEngine, Recipe
-from blockattn_rag.check.oracle import block_mask
+from blockattn_rag.check.model import placed_context
 from blockattn_rag.errors import UnsupportedModelError
-from blockattn_rag.kv.context import place
-from blockattn_rag.model import BlockModel, EncodeRequest
+from blockattn_rag.model import BlockModel
 from blockattn_rag.model.recompute import attention_to_context, recompute
 from blockattn_rag.prompts.blocks import BlockPrompt
 from blockattn_rag.prompts.formats import CHAT, Passage
+from tests.model.dense import dense_attention, dense_logits
 from tests.models import tiny_model, tiny_tokenizer
 
 BLOCKS = [[3, 4, 5], [6, 7, 8, 9, 10, 11, 12], [13, 14, 15, 16, 17], [18, 19, 20]]
@@ -33,9 +33,7 @@ def model_of(family: str) -> BlockModel:
 
 
 def context_of(model: BlockModel, blocks: Sequence[list[int]] = CONTEXT) -> Any:
-    requests = [EncodeRequest(ids, str(number), "") for number, ids in enumerate(blocks)]
-    found = {kv.digest: kv for batch in model.encode(requests) for kv in batch}
-    return place([found[str(number)] for number in range(len(blocks))])
+    return placed_context(model, [*blocks])
 
 
 class Work(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -56,43 +54,6 @@ class Work(TorchDispatchMode):  # type: ignore[no-untyped-call]
             query, key = args[:2]
             self.scores += query[..., 0].numel() * key.shape[2]
         return result
-
-
-def dense_attention(model: BlockModel) -> Tensor:
-    """Attention to each context token in the last third of the layers, by a dense forward with the
-    block mask."""
-    hf_model: Any = model.hf_model
-    hf_model.set_attn_implementation("eager")
-    mask = block_mask([*map(len, BLOCKS)])
-    bias = torch.zeros(1, 1, *mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
-    ids = torch.tensor([[token for block in BLOCKS for token in block]])
-    with torch.no_grad():
-        out = hf_model(input_ids=ids, attention_mask=bias, output_attentions=True)
-    found = [one[0, :, NUM:, :NUM].mean(dim=(0, 1)) for one in out.attentions]
-    return torch.stack(found[2 * len(found) // 3 :]).sum(0)
-
-
-def dense_logits(model: BlockModel, chosen: list[int]) -> Tensor:
-    """Logits after the final block, by one dense forward: the context in block mode, the chosen
-    tokens once more with full attention, and the final block, which sees these instead."""
-    tokens = [token for block in CONTEXT for token in block]
-    positions = [*range(NUM), *chosen, *range(NUM, NUM + len(FINAL))]
-    ids = [*tokens, *(tokens[one] for one in chosen), *FINAL]
-    seen = torch.zeros(len(ids), len(ids), dtype=torch.bool)
-    seen[:NUM, :NUM] = block_mask([*map(len, BLOCKS)])[:NUM, :NUM]
-    for row in range(NUM, len(ids)):
-        for column in range(len(ids)):
-            is_replaced = column < NUM and column in chosen
-            seen[row, column] = positions[column] <= positions[row] and not is_replaced
-    bias = torch.zeros(1, 1, *seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
-    with torch.no_grad():
-        out = model.hf_model(
-            input_ids=torch.tensor([ids]),
-            attention_mask=bias,
-            position_ids=torch.tensor([positions]),
-        )
-    logits: Tensor = out.logits[0, -1]
-    return logits
 
 
 @pytest.mark.parametrize(
@@ -144,7 +105,7 @@ def test_runs_of_tokens_use_a_causal_kernel(monkeypatch: pytest.MonkeyPatch, sha
 
 def check_dense(model: BlockModel, family: str, share: float) -> None:
     """Compare the choice of tokens, and the logits after the question, with dense forwards."""
-    attention = dense_attention(model_of(family))
+    attention = dense_attention(model_of(family), BLOCKS)
     found = attention_to_context(model, context_of(model), FINAL)
     torch.testing.assert_close(found, attention, rtol=1e-4, atol=1e-5)
     count = round(share * 12)
@@ -156,7 +117,9 @@ def check_dense(model: BlockModel, family: str, share: float) -> None:
     for assembly in ("relay", "copy"):
         cache = model.cache_for(context, assembly=assembly)
         logits = model.next_logits(torch.tensor([FINAL]), cache)
-        torch.testing.assert_close(logits, dense_logits(model, chosen), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            logits, dense_logits(model, BLOCKS, chosen), rtol=1e-4, atol=1e-4
+        )
 
 
 def test_cost_grows_no_faster_than_in_full_mode() -> None:

@@ -13,11 +13,11 @@ from transformers import PreTrainedModel
 from blockattn_rag.attention.latent import LatentMap
 from blockattn_rag.attention.merge import Partial
 from blockattn_rag.attention.segments import SegmentTable
+from blockattn_rag.check.model import placed_context
 from blockattn_rag.check.oracle import oracle_logits
 from blockattn_rag.errors import UnsupportedModelError
-from blockattn_rag.kv.context import Context, place
 from blockattn_rag.kv.rope import relative_error
-from blockattn_rag.model import BlockModel, EncodeRequest
+from blockattn_rag.model import BlockModel
 from blockattn_rag.model.relay_attention import enable_relay
 from blockattn_rag.model.sampling import Sampling
 from tests.model.miniatures import model_of_kinds, new_model
@@ -33,12 +33,6 @@ def random_ids(count: int, seed: int) -> list[int]:
 
 BLOCKS = [random_ids(count, seed) for seed, count in enumerate(LENGTHS)]
 FINAL_IDS = random_ids(FINAL, 99)
-
-
-def encoded(model: BlockModel, blocks: list[list[int]]) -> Context:
-    requests = [EncodeRequest(ids, str(ids), "") for ids in blocks]
-    found = {kv.digest: kv for batch in model.encode(requests) for kv in batch}
-    return place([found[str(ids)] for ids in blocks])
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +66,7 @@ def test_a_very_long_final_block_takes_the_copy_path(llama: BlockModel) -> None:
     ids=["sampling", "beams", "penalty", "beams with penalty"],
 )
 def test_decoding_equals_the_copy_path(llama: BlockModel, options: dict[str, Any]) -> None:
-    context = encoded(llama, BLOCKS)
+    context = placed_context(llama, BLOCKS)
     sampling = Sampling(max_new_tokens=8, **options)
     assert llama.supports_relay
     found, expected = (
@@ -112,7 +106,7 @@ def test_eager_attention_stays_eager_when_no_plan_is_active() -> None:
 def test_attention_that_is_set_on_a_model_in_use_does_not_change_its_answers() -> None:
     model = BlockModel(tiny_model("llama"), tiny_tokenizer())
     assert model.supports_relay
-    context, final = encoded(model, BLOCKS), torch.tensor([FINAL_IDS])
+    context, final = placed_context(model, BLOCKS), torch.tensor([FINAL_IDS])
     before = model.next_logits(final, model.cache_for(context, assembly="relay"))
     model.hf_model.set_attn_implementation("eager")
     after = model.next_logits(final, model.cache_for(context, assembly="relay"))
@@ -124,7 +118,7 @@ def test_two_threads_on_two_models_do_not_see_each_others_plan() -> None:
     assert all(model.supports_relay for model in models)
 
     def answer(model: BlockModel) -> list[int]:
-        context = encoded(model, BLOCKS)
+        context = placed_context(model, BLOCKS)
         cache = model.cache_for(context, assembly="relay")
         return model.generate(
             context.token_ids, FINAL_IDS, Sampling(max_new_tokens=20), cache=cache
@@ -143,7 +137,7 @@ def test_two_threads_on_two_models_do_not_see_each_others_plan() -> None:
 
 
 def test_relay_adds_no_copy_of_the_context_to_the_cache(llama: BlockModel) -> None:
-    context = encoded(llama, BLOCKS)
+    context = placed_context(llama, BLOCKS)
     assert llama.supports_relay
     cache = llama.cache_for(context, assembly="relay")
     llama.next_logits(torch.tensor([FINAL_IDS]), cache)
@@ -170,7 +164,7 @@ def test_in_bfloat16_relay_errs_no_more_than_copying() -> None:
         blocks = [random_ids(20 + 7 * i, 10 * seed + i) for i in range(4)]
         final = random_ids(FINAL, 100 + seed)
         expected = oracle_logits(exact, [*blocks, final])[-1]
-        context = encoded(half, blocks)
+        context = placed_context(half, blocks)
         for assembly in assemblies:
             cache = half.cache_for(context, assembly=assembly)
             found = half.next_logits(torch.tensor([final]), cache).float()
@@ -198,7 +192,7 @@ def test_latent_attention_takes_the_relay_path(kind: str) -> None:
 def test_latents_are_read_without_expanding_them(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of_kinds("latent")
     assert model.supports_relay
-    context, expanded = encoded(model, BLOCKS), []
+    context, expanded = placed_context(model, BLOCKS), []
 
     def counted(module: Any, latents: Tensor, keys: Tensor) -> Any:
         expanded.append(latents.shape[2])
@@ -236,7 +230,7 @@ def test_the_probe_notices_wrong_attention_to_latents(
 
 @pytest.mark.parametrize("assembly", ["copy", "relay"])
 def test_refuses_drafted_tokens(llama: BlockModel, assembly: Literal["copy", "relay"]) -> None:
-    context = encoded(llama, BLOCKS)
+    context = placed_context(llama, BLOCKS)
     options = Sampling(max_new_tokens=8, extra={"prompt_lookup_num_tokens": 3})
     cache = llama.cache_for(context, assembly=assembly)
     with pytest.raises(ValueError, match="prompt_lookup_num_tokens: drafted tokens"):

@@ -13,9 +13,10 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import DynamicCache, LogitsProcessor
 
+from blockattn_rag.check.model import placed_context
 from blockattn_rag.model import BlockModel
 from blockattn_rag.model.sampling import Sampling
-from tests.model.test_relay_attention import BLOCKS, FINAL_IDS, encoded
+from tests.model.test_relay_attention import BLOCKS, FINAL_IDS
 from tests.models import tiny_model, tiny_tokenizer
 
 NEW = 8
@@ -28,7 +29,7 @@ def llama() -> BlockModel:
 
 def answers(model: BlockModel, blocks: list[list[int]], **extra: Any) -> list[list[int]]:
     """New tokens by relay, and by the copy path."""
-    context = encoded(model, blocks)
+    context = placed_context(model, blocks)
     assert model.supports_relay
     return [
         model.generate(
@@ -113,7 +114,7 @@ def test_a_forward_within_a_forward_leaves_the_outer_ones_plan(llama: BlockModel
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_interrupted_forward_leaves_no_plan(llama: BlockModel, error: type[BaseException]) -> None:
     hf_model: Any = llama.hf_model
-    context = encoded(llama, BLOCKS)
+    context = placed_context(llama, BLOCKS)
     layer_before = hidden_of_first_layer(hf_model)
 
     def fail(*_: Any) -> None:

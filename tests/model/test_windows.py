@@ -9,21 +9,23 @@ from typing import Any, Literal
 import pytest
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, DynamicCache
+from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig
 
-from blockattn_rag.check.oracle import block_mask, oracle_logits
+from blockattn_rag.check.model import placed_context
+from blockattn_rag.check.oracle import oracle_logits
 from blockattn_rag.kv.context import Context
 from blockattn_rag.kv.rope import relative_error
 from blockattn_rag.model import BlockModel
 from blockattn_rag.model.kinds import seen_attention
 from blockattn_rag.model.miniature import miniature
 from blockattn_rag.model.probe import LOGITS, probe_cache
-from blockattn_rag.model.recompute import attention_to_context, measured_layers, recompute
-from blockattn_rag.model.relay_attention import enable_relay, layer_windows
+from blockattn_rag.model.recompute import attention_to_context, recompute
+from blockattn_rag.model.relay_attention import enable_relay
 from blockattn_rag.model.sampling import Sampling
+from tests.model.dense import dense_attention, dense_logits, measured
 from tests.model.families import KINDS
 from tests.model.miniatures import new_model
-from tests.model.test_relay_attention import BLOCKS, FINAL_IDS, encoded, random_ids
+from tests.model.test_relay_attention import BLOCKS, FINAL_IDS, random_ids
 from tests.models import tiny_tokenizer
 
 EXACT = LOGITS[torch.float32]
@@ -34,59 +36,6 @@ WINDOWED.remove("windows and state")
 ASSEMBLIES: tuple[Literal["relay", "copy"], ...] = ("relay", "copy")
 
 
-def measured(model: BlockModel) -> list[int]:
-    """Layers whose attention chooses the tokens to recompute."""
-    return measured_layers(layer_windows(model.profile.kinds))
-
-
-def masks(hf_model: Any, seen: Tensor, positions: Tensor) -> Any:
-    """Additive masks of a forward: one for all layers, or one for each type of layer."""
-    found = {}
-    for layer in DynamicCache(config=hf_model.config).layers:
-        window = getattr(layer, "sliding_window", None)
-        near = positions[:, None] - positions < (window or len(positions) ** 2)
-        name = "full_attention" if window is None else "sliding_attention"
-        bias = torch.zeros(1, 1, *seen.shape)
-        found[name] = bias.masked_fill(~(seen & near), torch.finfo(torch.float32).min)
-    return found if len(found) > 1 else found.popitem()[1]
-
-
-def dense_attention(model: BlockModel) -> Tensor:
-    """Attention to each context token in the measured layers, by a dense forward."""
-    hf_model: Any = model.hf_model
-    hf_model.set_attn_implementation("eager")
-    seen = block_mask([*map(len, BLOCKS), len(FINAL_IDS)])
-    ids = torch.tensor([[*(token for block in BLOCKS for token in block), *FINAL_IDS]])
-    mask = masks(hf_model, seen, torch.arange(len(seen)))
-    with torch.no_grad():
-        out = hf_model(input_ids=ids, attention_mask=mask, output_attentions=True, use_cache=False)
-    found = [out.attentions[layer][0, :, NUM:, :NUM] for layer in measured(model)]
-    return torch.stack([one.mean(dim=(0, 1)) for one in found]).sum(0)
-
-
-def dense_logits(model: BlockModel, chosen: list[int]) -> Tensor:
-    """Logits after the final block, by one dense forward: the context in block mode, the chosen
-    tokens once more with full attention, and the final block, which sees these instead."""
-    tokens = [token for block in BLOCKS for token in block]
-    positions = torch.tensor([*range(NUM), *chosen, *range(NUM, NUM + len(FINAL_IDS))])
-    ids = torch.tensor([[*tokens, *(tokens[one] for one in chosen), *FINAL_IDS]])
-    is_replaced = torch.zeros(len(positions), dtype=torch.bool)
-    is_replaced[chosen] = True
-    seen = (positions[:, None] >= positions) & ~is_replaced
-    seen[:NUM] = False
-    seen[:NUM, :NUM] = block_mask([*map(len, BLOCKS), 1])[:NUM, :NUM]
-    seen[NUM:, NUM:] &= positions[NUM:, None] >= positions[NUM:]
-    with torch.no_grad():
-        out = model.hf_model(
-            input_ids=ids,
-            attention_mask=masks(model.hf_model, seen, positions),
-            position_ids=positions[None],
-            use_cache=False,
-        )
-    logits: Tensor = out.logits[0, -1]
-    return logits
-
-
 @pytest.mark.parametrize("kind", WINDOWED)
 @pytest.mark.parametrize("limits", [{}, {"_MOST_ROWS": 3}, {"MOST_SCORES": 60}], ids=str)
 def test_recomputed_tokens_equal_a_dense_forward(
@@ -95,13 +44,13 @@ def test_recomputed_tokens_equal_a_dense_forward(
     model = new_model(kind)
     for name, limit in limits.items():
         monkeypatch.setattr(f"blockattn_rag.model.chosen_attention.{name}", limit)
-    context = encoded(model, BLOCKS)
+    context = placed_context(model, BLOCKS)
     received = attention_to_context(model, context, FINAL_IDS)
-    expected = dense_attention(new_model(kind))
+    expected = dense_attention(new_model(kind), [*BLOCKS, FINAL_IDS])
     torch.testing.assert_close(received, expected, rtol=1e-4, atol=1e-5)
     changed, chosen = recompute(model, context, IS_PASSAGE, FINAL_IDS, 0.4)
     assert len(chosen) == round(0.4 * (NUM - len(BLOCKS[0])))
-    logits = dense_logits(new_model(kind), chosen)
+    logits = dense_logits(new_model(kind), [*BLOCKS, FINAL_IDS], chosen)
     for assembly in ASSEMBLIES:
         cache = model.cache_for(changed, assembly=assembly)
         found = model.next_logits(torch.tensor([FINAL_IDS]), cache)
@@ -114,7 +63,7 @@ def test_batches_may_have_contexts_but_not_final_blocks_of_different_lengths(
     kind: str, assembly: Literal["relay", "copy"]
 ) -> None:
     model, options = new_model(kind), Sampling(max_new_tokens=3)
-    contexts = encoded(model, BLOCKS), encoded(model, BLOCKS[1:2])
+    contexts = placed_context(model, BLOCKS), placed_context(model, BLOCKS[1:2])
     finals = [FINAL_IDS, FINAL_IDS[::-1]]
     prompts = [(c.token_ids, ids) for c, ids in zip(contexts, finals, strict=True)]
     cache = model.cache_for(*contexts, assembly=assembly)
@@ -204,7 +153,7 @@ def test_attention_without_masks_relays(kind: str) -> None:
     hf_model.set_attn_implementation("without_masks")
     model = BlockModel(hf_model, tiny_tokenizer(), pack_weights=False)
     assert model.supports_relay
-    context = encoded(model, BLOCKS)
+    context = placed_context(model, BLOCKS)
     changed, _ = recompute(model, context, IS_PASSAGE, FINAL_IDS, 1.0)
     for assembly in ASSEMBLIES:
         cache = model.cache_for(context, assembly=assembly)
@@ -274,11 +223,13 @@ def test_queries_are_scaled_for_their_own_position(assembly: Literal["relay", "c
     assert model.supports_relay
     parts = random_ids(40, 1), random_ids(1100, 2), FINAL_IDS
     first, passage, final = parts
-    whole = encoded(model, [[*first, *passage]])
+    whole = placed_context(model, [[*first, *passage]])
     found = model.next_logits(torch.tensor([final]), model.cache_for(whole, assembly=assembly))
     expected = oracle_logits(model.hf_model, [[*first, *passage], final])[-1]
     assert relative_error(found, expected) <= EXACT
     # Tokens of a passage are scaled for their place in the passage, until they are recomputed.
-    context, _ = recompute(model, encoded(model, [first, passage]), [False, True], final, 1.0)
+    context, _ = recompute(
+        model, placed_context(model, [first, passage]), [False, True], final, 1.0
+    )
     found = model.next_logits(torch.tensor([final]), model.cache_for(context, assembly=assembly))
     assert relative_error(found, expected) <= EXACT

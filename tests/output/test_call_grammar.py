@@ -6,14 +6,13 @@ from typing import Any
 
 import jsonschema
 import pytest
-from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from blockattn_rag.output import FORMATS, ToolFormat, parse_answer
 from blockattn_rag.output.compiler import GrammarCompiler, Matcher
 from blockattn_rag.output.grammar import parse_grammar
 from blockattn_rag.output.tool_formats import calls_grammar
-from tests.models import tiny_tokenizer
+from tests.models import marked_tokenizer, tiny_tokenizer
 
 CITY = {
     "type": "object",
@@ -59,13 +58,6 @@ SEVERAL = {
 }
 
 
-def tokenizer_of(form: ToolFormat, *, special: bool) -> PreTrainedTokenizerFast:
-    tokenizer = tiny_tokenizer()
-    marks: Any = [AddedToken(mark, special=special, normalized=False) for mark in form.marks]
-    tokenizer.add_tokens(marks, special_tokens=special)
-    return tokenizer
-
-
 def matcher_of(tokenizer: PreTrainedTokenizerFast, grammar: str) -> Matcher:
     parsed = parse_grammar(None, {"grammar": grammar})
     assert parsed is not None
@@ -73,7 +65,7 @@ def matcher_of(tokenizer: PreTrainedTokenizerFast, grammar: str) -> Matcher:
 
 
 def fits(form: ToolFormat, text: str, *, special: bool = True, several: bool = True) -> bool:
-    tokenizer = tokenizer_of(form, special=special)
+    tokenizer = marked_tokenizer(form.marks, special=special)
     grammar = calls_grammar(form, TOOLS, tokenizer, several=several)
     matcher = matcher_of(tokenizer, grammar)
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -137,7 +129,9 @@ def test_a_tool_whose_name_needs_escapes_is_called_by_it() -> None:
 @pytest.mark.parametrize("name", FORMATS)
 def test_first_token_decides_between_text_and_calls(name: str, special: bool | None) -> None:
     form = FORMATS[name]
-    tokenizer = tiny_tokenizer() if special is None else tokenizer_of(form, special=special)
+    tokenizer = (
+        tiny_tokenizer() if special is None else marked_tokenizer(form.marks, special=special)
+    )
     grammar = calls_grammar(form, TOOLS, tokenizer, several=True, or_text=True)
 
     def fits_now(text: str) -> bool:

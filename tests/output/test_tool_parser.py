@@ -5,20 +5,18 @@ from __future__ import annotations
 import random
 import re
 import time
-from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken
 
 from blockattn_rag.output import FORMATS, CallParser, ReadAnswer, ToolCall, parse_answer
 from blockattn_rag.output.answer_reader import AnswerReader
 from blockattn_rag.output.answers import ThoughtReader
 from blockattn_rag.prompts.blocks import BlockPrompt, text_of
-from tests.models import tiny_tokenizer
+from tests.models import marked_tokenizer, tiny_tokenizer
 
 Read = tuple[str, list[tuple[str, dict[str, Any]]], list[tuple[str | None, str]]]
 BASE: Any = tiny_tokenizer()
@@ -307,14 +305,6 @@ Pieces = list[tuple[str, bool]]
 """Texts, and whether each is a token of its own."""
 
 
-@lru_cache
-def tokenizer_of(form: str, *, special: bool) -> Any:
-    tokenizer = tiny_tokenizer()
-    marks: Any = [AddedToken(m, special=special, normalized=False) for m in FORMATS[form].marks]
-    tokenizer.add_tokens(marks, special_tokens=special)
-    return tokenizer
-
-
 def as_tokens(form: str, answer: str) -> Pieces:
     """An answer cut at its marks, which are tokens."""
     marks = "|".join(map(re.escape, FORMATS[form].marks))
@@ -323,7 +313,7 @@ def as_tokens(form: str, answer: str) -> Pieces:
 
 def read_tokens(form: str, pieces: Pieces, *, special: bool) -> Read:
     """``read`` where the marks are tokens."""
-    tokenizer = tokenizer_of(form, special=special)
+    tokenizer = marked_tokenizer(FORMATS[form].marks, special=special)
     ids: list[int] = []
     for text, is_token in pieces:
         ids += (
@@ -375,7 +365,7 @@ def test_any_tokens_are_read_the_same_in_a_stream(
 
 
 def test_a_stop_string_removes_the_marks_after_it() -> None:
-    tokenizer = tokenizer_of("hermes", special=False)
+    tokenizer = marked_tokenizer(FORMATS["hermes"].marks, special=False)
     mark = tokenizer.convert_tokens_to_ids("<tool_call>")
     ids = [*BASE("So ", add_special_tokens=False)["input_ids"], mark]
     parser = CallParser(FORMATS["hermes"], (), tokenizer)

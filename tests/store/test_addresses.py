@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import builtins
-import subprocess
-import sys
 import traceback
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from blockattn_rag import store
 from blockattn_rag.store import (
     DirectoryStore,
     MemoryStore,
@@ -44,19 +41,6 @@ def test_open_store_accepts_stores_and_refuses_other_types() -> None:
     assert open_store(memory) is memory
     with pytest.raises(TypeError, match="a KVStore, a path, an address or None, found int"):
         open_store(3)  # type: ignore[arg-type]
-
-
-def test_public_names() -> None:
-    assert dir(store) == sorted(store.__all__)
-    for name in store.__all__:
-        assert getattr(store, name) is not None
-    with pytest.raises(AttributeError, match="no attribute 'FloppyStore'"):
-        _ = store.FloppyStore
-
-
-def test_importing_the_package_loads_no_torch() -> None:
-    code = "import sys, blockattn_rag.store; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_file_address_opens_a_directory_store(tmp_path: Path) -> None:

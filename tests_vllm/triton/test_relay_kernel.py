@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 
 from blockattn_rag.attention import device_relay
 from blockattn_rag.attention.device_relay import DeviceRelay
+from blockattn_rag.attention.kernels import AttentionInputs
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.kv.context import Context, place
 from blockattn_rag.kv.rope import RotaryLayout, relative_error, rotate
@@ -102,7 +103,7 @@ def test_attention_equals_that_over_rotated_copies(
             relay.begin(start, end - start)
             relay.write(0, *(states[:, :, start:end] for states in tail))
     query = random(1, heads, tokens, size, seed=93)
-    found = relay.attend(0, query, *tail, 1 / math.sqrt(size), None)
+    found = relay.attend(0, AttentionInputs(query, *tail, 1 / math.sqrt(size)))
     expected = expected_attention(query, context, (tail[0], tail[1]), layout)
     assert found.dtype == HALF
     assert relative_error(found[0].double(), expected) <= ROUNDING

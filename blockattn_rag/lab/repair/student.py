@@ -23,7 +23,7 @@ from blockattn_rag.kv.context import Context, place
 from blockattn_rag.lab.repair.teacher import Teacher, answer_loss, divergence
 from blockattn_rag.lab.trainer import LabTrainer, training_arguments
 from blockattn_rag.model import BlockModel
-from blockattn_rag.model.caches import running_with
+from blockattn_rag.model.caches import isolated_caches
 from blockattn_rag.model.correction import Correction, LayerCorrection
 from blockattn_rag.model.encoding import logits_to_keep
 from blockattn_rag.prompts.blocks import BlockPrompt
@@ -146,7 +146,7 @@ class Student(nn.Module):
         layouts = model.profile.layouts
         moved = (b._replace(kv=correction.applied(b.kv, layouts)) for b in others)
         input_ids = torch.tensor([[*ready.final_ids, *answer_ids[:-1]]], device=model.device)
-        with model.lock, running_with():
+        with model.lock, isolated_caches():
             out = model.hf_model(
                 input_ids=input_ids,
                 past_key_values=model.cache_for(Context((first, *moved)), assembly="copy"),

@@ -17,6 +17,7 @@ from pydantic import Field, field_validator
 from pydantic.dataclasses import dataclass
 
 from blockattn_rag.errors import ProtocolError
+from blockattn_rag.output.tool_calls import ToolCall
 from blockattn_rag.prompts.blocks import PASSAGES, Span
 from blockattn_rag.prompts.chat_template import Spans, origin_of
 from blockattn_rag.prompts.formats import CHAT, Passage
@@ -248,13 +249,8 @@ def _calls(calls: object, place: str) -> list[dict[str, Any]]:
         function = as_object(call.get("function"), f"{place}[{number}].function")
         name = _string(function.get("name"), f"{place}[{number}].function.name")
         arguments = _arguments(function.get("arguments"), f"{place}[{number}].function.arguments")
-        read.append(
-            {
-                "type": "function",
-                "id": _string(call.get("id") or "", f"{place}[{number}].id"),
-                "function": {"name": name, "arguments": arguments},
-            }
-        )
+        call_id = _string(call.get("id") or "", f"{place}[{number}].id")
+        read.append(ToolCall(name, arguments, call_id).to_dict())
     return read
 
 

@@ -19,7 +19,7 @@ from vllm.v1.kv_cache_interface import (
 from blockattn_rag.errors import ServingError
 from blockattn_rag.model.loading import commit_of, load_config, weight_files
 from blockattn_rag.model.quantized import quantization_of
-from blockattn_rag.server.config import ServingConfig
+from blockattn_rag.server.config import NOT_RECOMPUTING, ServingConfig, as_computed
 from blockattn_rag.server.profile import ModelProfile
 
 if TYPE_CHECKING:
@@ -125,14 +125,11 @@ def _model(engine: VllmConfig, profile: ModelProfile) -> Iterator[str]:
 def _recomputation(engine: VllmConfig) -> Iterator[str]:
     """Reasons why the connector's forward pass cannot recompute tokens."""
     model, parallel = engine.model_config, engine.parallel_config
-    if parallel.pipeline_parallel_size > 1:
-        yield f"pipeline_parallel_size is {parallel.pipeline_parallel_size}"
+    yield from (
+        f"{option} is in effect" for option, is_used in NOT_RECOMPUTING.items() if is_used(engine)
+    )
     if parallel.data_parallel_size > 1 and model.is_moe:
         yield f"data_parallel_size is {parallel.data_parallel_size} for a mixture of experts"
-    if engine.lora_config is not None:
-        yield "enable_lora is set"
-    if (dtype := engine.cache_config.cache_dtype) not in _as_computed(engine):
-        yield f"the cache stores {dtype}"
     if model.uses_mrope:
         yield "the model has multimodal rotary positions (M-RoPE)"
 
@@ -191,14 +188,9 @@ def _cache(engine: VllmConfig, cache: KVCacheConfig, config: ServingConfig) -> I
             f"{', '.join(spec.__name__ for spec in _SPECS)}; use another model"
         )
     dtype = engine.cache_config.cache_dtype
-    if dtype not in _as_computed(engine) and config.encodes:
+    if dtype not in as_computed(engine) and config.encodes:
         yield (
             f"the cache stores {dtype}, but blocks are saved as the model computes them; set "
             "--kv-cache-dtype auto, or read_only and private_memory '0', and encode on another "
             "server"
         )
-
-
-def _as_computed(engine: VllmConfig) -> tuple[str, str]:
-    """Names of the type in which the model computes keys and values."""
-    return "auto", str(engine.model_config.dtype).removeprefix("torch.")

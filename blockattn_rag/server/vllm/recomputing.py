@@ -20,6 +20,7 @@ from vllm.distributed import get_tp_group
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention import Attention
 
+from blockattn_rag.attention.kernels import AttentionInputs
 from blockattn_rag.errors import ServingError
 from blockattn_rag.model.chosen_attention import ChosenAttention, MeasuredAttention
 from blockattn_rag.model.recompute import choose_tokens, measured_layers
@@ -174,16 +175,15 @@ class _Attention:
         """See ``AttentionImpl.forward``: states are ``[tokens, heads, head_size]``."""
         keys, values = self._states(self._index, key.transpose(0, 1), value.transpose(0, 1))
         backend = self._backend
-        attended = self._attention.attend(
-            self._index,
+        inputs = AttentionInputs(
             query.transpose(0, 1)[None],
             keys[None],
             values[None],
             backend.scale,
-            None,
             cap=getattr(backend, "logits_soft_cap", None) or None,
             sinks=getattr(backend, "sinks", None),
         )
+        attended = self._attention.attend(self._index, inputs)
         output.copy_(attended[0].transpose(0, 1))
         return output
 

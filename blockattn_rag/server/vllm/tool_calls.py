@@ -157,16 +157,10 @@ def _invalid(read: ReadAnswer) -> str:
 
 
 def _calls(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
+    written = ((call, json.dumps(call.arguments, ensure_ascii=False)) for call in calls)
     return [
-        {
-            "id": call.id,
-            "type": "function",
-            "function": {
-                "name": call.name,
-                "arguments": json.dumps(call.arguments, ensure_ascii=False),
-            },
-        }
-        for call in calls
+        {**call.to_dict(), "function": {"name": call.name, "arguments": arguments}}
+        for call, arguments in written
     ]
 
 

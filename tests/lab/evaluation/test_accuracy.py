@@ -16,12 +16,10 @@ from blockattn_rag.engine.results import Generation, ReuseStats
 from blockattn_rag.errors import ContextOverflowError, DataError
 from blockattn_rag.lab.evaluation.accuracy import evaluate, make_prompt
 from blockattn_rag.lab.evaluation.datasets import EvaluationSample, read_samples
-from blockattn_rag.model import BlockModel
 from blockattn_rag.prompts.blocks import BlockPrompt
 from blockattn_rag.prompts.formats import prompt_format
-from tests.engines import tuned_engine
+from tests.engines import tuned_engine, tuned_model
 from tests.lab.evaluation.samples import record, write_jsonl
-from tests.models import tiny_model, tiny_tokenizer
 
 
 class FakeEngine:
@@ -201,9 +199,7 @@ def test_samples_that_do_not_fit_in_the_context_window_are_named(tmp_path: Path)
 
 def test_answers_that_the_context_window_cuts_off_are_counted(tmp_path: Path) -> None:
     # Too little room for the guard of answers that repeat themselves, too.
-    model = BlockModel(tiny_model(max_position_embeddings=720), tiny_tokenizer())
-    model.config.block_attention = {"tuned": True}
-    engine = BlockAttentionEngine(model)
+    engine = BlockAttentionEngine(tuned_model(max_position_embeddings=720))
     data = samples(tmp_path, 2)
     prompt = make_prompt(engine, prompt_format("chat"), data[0])
     context, final = engine.model.tokenizer.prompt_ids(prompt)

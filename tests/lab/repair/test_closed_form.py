@@ -7,7 +7,9 @@ from itertools import chain
 import pytest
 import torch
 
-from blockattn_rag.kv.context import assemble, place
+from blockattn_rag.check.model import placed_context
+from blockattn_rag.engine.recipe import Recipe
+from blockattn_rag.kv.context import assemble
 from blockattn_rag.kv.rope import relative_error
 from blockattn_rag.lab.repair.closed_form import Sums, fit_correction
 from blockattn_rag.model import BlockModel, EncodeRequest
@@ -82,16 +84,10 @@ def distances(
 ) -> list[float]:
     """Squared differences between full attention's keys and the placed blocks', by layer."""
     before = sink_ids("head:2", model.tokenizer)
+    recipe = Recipe("head:2", correction, fingerprints=(model.fingerprint,))
     sums = [0.0] * len(model.profile.layouts)
     for context in contexts:
-        requests = [
-            EncodeRequest(ids, str(i), "", before if i else ()) for i, ids in enumerate(context)
-        ]
-        encoded = {kv.digest: kv for batch in model.encode(requests) for kv in batch}
-        first, *others = [encoded[str(i)] for i in range(len(context))]
-        if correction is not None:
-            others = [correction.corrected(kv, model.profile.layouts) for kv in others]
-        placed = place([first, *others])
+        placed = placed_context(model, context, before, recipe)
         [[full]] = model.encode([EncodeRequest([*chain(*context)], "", "")])
         for layer, (keys, _) in enumerate(assemble(placed, model.profile.layouts)):
             difference = (full.keys[layer] - keys)[:, len(context[0]) :]
