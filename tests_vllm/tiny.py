@@ -26,6 +26,27 @@ _BASE: dict[str, Any] = {
     "block_attention": {"modes": ["block", "full"], "positions": "reordered", "version": 1},
 }
 WINDOW = 65
+_LATENT: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    # The sizes that vLLM's kernel for CPUs has.
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 48,
+    "q_lora_rank": 64,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    # As in published configs. transformers needs neither, but vLLM's default is softmax.
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "windows and sinks": (
         "gpt_oss",
@@ -34,6 +55,22 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_hidden_layers": 4,
             "num_local_experts": 2,
             "num_experts_per_tok": 1,
+        },
+    ),
+    "latent": (
+        "deepseek_v3",
+        {
+            **_LATENT,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 1024,
+                "beta_fast": 32,
+                "beta_slow": 1,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+            },
         },
     ),
 }
