@@ -15,6 +15,7 @@ from tests_vllm.engines import Engine
 from tests_vllm.reference import Case, Reference, assert_close
 from tests_vllm.tiny import FAMILIES, WINDOW, Family, save
 
+
 class Served(NamedTuple):
     reference: Reference
     engine: Engine

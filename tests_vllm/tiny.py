@@ -132,11 +132,29 @@ FAMILIES: dict[str, Family] = {
 }
 """Families by the layers that they have."""
 
+REFUSED = {
+    "expanded": Family(
+        "minicpm3",
+        {
+            "num_hidden_layers": 2,
+            "num_key_value_heads": 4,
+            "head_dim": 96,
+            "kv_lora_rank": 64,
+            "qk_rope_head_dim": 32,
+            "qk_nope_head_dim": 64,
+            "v_head_dim": 64,
+            "q_lora_rank": 64,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    ),
+}
+"""Families that vLLM runs in another way than transformers."""
+
 
 def save(layers: str, folder: Path) -> Path:
-    """Save a checkpoint of ``FAMILIES`` with the tokenizer of the bundled model. Its weights are
-    spread, so that attention is far from uniform."""
-    family, config = FAMILIES[layers].name, FAMILIES[layers].config
+    """Save a checkpoint of ``FAMILIES`` or ``REFUSED`` with the tokenizer of the bundled model. Its
+    weights are spread, so that attention is far from uniform."""
+    family, config, *_ = (FAMILIES | REFUSED)[layers]
     torch.manual_seed(0)
     auto: Any = AutoModelForCausalLM
     model = auto.from_config(AutoConfig.for_model(family, **(_BASE | config)))
