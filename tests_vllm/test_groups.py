@@ -36,7 +36,10 @@ def served(
     reference = Reference(folder, str(save(request.param, folder / "model")))
     family = FAMILIES[request.param]
     engine = Engine(
-        reference.options(), model=reference.name, max_num_batched_tokens=64, **family.engine
+        reference.options(),
+        model=reference.name,
+        max_num_batched_tokens=64,
+        **(family.engine or {}),
     )
     yield Served(reference, engine, family)
     engine.close()

@@ -181,7 +181,7 @@ def test_latent_keys_of_scaled_positions_are_checked() -> None:
     frequencies, _ = ROPE_INIT_FUNCTIONS["yarn"](known)
     scaled = Rotary("half", tuple(frequencies.tolist()))
     assert check_rotations(latent_profile(scaled), range(1)) == {0}
-    with pytest.raises(ServingError, match="DeepseekScalingRotaryEmbedding .* differs by"):
+    with pytest.raises(ServingError, match=r"DeepseekScalingRotaryEmbedding .* differs by"):
         check_rotations(latent_profile(rotary()), range(1))
 
 

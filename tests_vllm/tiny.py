@@ -57,6 +57,8 @@ _LATENT: dict[str, Any] = {
     "scoring_func": "sigmoid",
     "topk_method": "noaux_tc",
 }
+_CPU = {"attention_backend": "CPU_MLA"}
+"""Arguments of ``LLM``: the backend for float32, which vLLM does not choose on CPUs with AMX."""
 _YARN: dict[str, Any] = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -79,7 +81,7 @@ class Family(NamedTuple):
 
     name: str
     config: dict[str, Any]
-    engine: dict[str, Any] = {}
+    engine: dict[str, Any] | None = None
     page_tokens: int = 128
 
     @property
@@ -113,7 +115,7 @@ FAMILIES: dict[str, Family] = {
             "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0, 0.0],
         },
     ),
-    "latent": Family("deepseek_v3", {**_LATENT, "rope_parameters": _YARN}),
+    "latent": Family("deepseek_v3", {**_LATENT, "rope_parameters": _YARN}, _CPU),
     "latent, pairs": Family(
         "deepseek_v2",
         {
@@ -123,11 +125,12 @@ FAMILIES: dict[str, Family] = {
             "scoring_func": "softmax",
             "topk_method": "group_limited_greedy",
         },
+        _CPU,
     ),
     "latent, not scaled": Family(
         "glm4_moe_lite",
         {**_LATENT, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
-        {"compilation_config": {"custom_ops": ["-rotary_embedding"]}},
+        {**_CPU, "compilation_config": {"custom_ops": ["-rotary_embedding"]}},
     ),
 }
 """Families by the layers that they have."""

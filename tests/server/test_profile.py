@@ -21,11 +21,10 @@ from blockattn_rag.server.profile import LayerProfile, ModelProfile, Rotary, pro
 from tests.models import VOCABULARY, shared_tiny_llama, tiny_model, tiny_tokenizer
 from tests.recipes import recipe_of
 
-
 SHARED: dict[str, Any] = {
     "num_hidden_layers": 5,
     "num_kv_shared_layers": 2,
-    "layer_types": [*["sliding_attention"] * 2, *["full_attention", "sliding_attention"] * 2][:5],
+    "layer_types": ["sliding_attention", *["sliding_attention", "full_attention"] * 2],
     "hidden_size_per_layer_input": 8,
     "vocab_size_per_layer_input": VOCABULARY,
 }

@@ -7,9 +7,10 @@ the model. vLLM makes these modules with ``get_rope``, once for each layout, and
 This finds a layout that vLLM does not have, such as one of another base or scaling. It does not
 find layers that use each other's layouts, because vLLM does not record which layer uses which.
 
-The keys of latent attention are views of a wider tensor, with a dimension for their one head. vLLM's
-kernel for CPUs, ``rotary_embedding`` of ``csrc/cpu/pos_encoding.cpp``, reads that dimension as the
-tokens, and rotates other elements. So keys are passed in the shape that the layer passes.
+The keys of latent attention are views of a wider tensor, with a dimension for their one head.
+vLLM's kernel for CPUs, ``rotary_embedding`` in ``csrc/cpu/pos_encoding.cpp``, steps from token to
+token by the stride of that dimension, and so rotates other elements. Therefore such keys are passed
+here as the layer passes them.
 """
 
 from __future__ import annotations

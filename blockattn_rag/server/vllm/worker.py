@@ -335,9 +335,9 @@ def _check_stores_latents(place: int, layer: Any, profile: ModelProfile) -> None
     described = profile.layers[place]
     if described.is_latent and getattr(layer, "kv_lora_rank", None) is None:
         raise ServingError(
-            f"Layer {described.index} of {profile.name} has latent attention (MLA), but vLLM stores "
-            "keys and values of all heads: it runs this model so, or VLLM_MLA_DISABLE is set; "
-            "unset it, or use the model in process"
+            f"Layer {described.index} of {profile.name} has latent attention (MLA), but vLLM "
+            "stores keys and values of all heads. Unset VLLM_MLA_DISABLE if it is set; otherwise "
+            "vLLM has no latent attention for this model: use it in process"
         )
 
 
