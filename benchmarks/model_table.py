@@ -308,6 +308,9 @@ per token, and how exact block mode is.
 | latent | multi-head latent attention: the latent and its rotary key are stored, and only the key is rotated. Attention reads latents without expanding them ([how](architecture.md#attention), [times](benchmarks.md#kinds-of-layers)) |
 | hybrid | some layers have a recurrent or convolution state: see [hybrid models](concepts.md#hybrid-models) |
 
+`blockattn-rag serve` runs these kinds except hybrid models, and latent models that vLLM expands to all heads (MiniCPM3). Tested in vLLM, on a CPU:
+plain attention, windows, attention sinks, layers that share keys and values, and latents. [What is not](compatibility.md#layers-in-vllm).
+
 Some models scale a query by its position: Ministral 3 from 16,384 tokens on. The final block and recomputed tokens are scaled for their
 position in the prompt, the other tokens of a passage for their place in the passage.
 

@@ -7,25 +7,24 @@ from typing import NamedTuple
 
 import pytest
 
+from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.prompts.blocks import STORED
 from blockattn_rag.server.plan import BlockPlan
 from blockattn_rag.store import DirectoryStore
 from tests_vllm.engines import Engine
 from tests_vllm.reference import Case, Reference, assert_close
-from tests_vllm.tiny import FAMILIES, WINDOW, save
-
-PAGE = 128
+from tests_vllm.tiny import FAMILIES, WINDOW, Family, save
 
 
 class Served(NamedTuple):
     reference: Reference
     engine: Engine
-    is_latent: bool
+    family: Family
 
     def case(self, beyond: int) -> Case:
         """A prompt whose context ends so many tokens after the start of a page."""
         case = self.reference.case(25, records=2)
-        pad = (beyond - sum(case.lengths)) % PAGE
+        pad = (beyond - sum(case.lengths)) % self.family.page_tokens
         return self.reference.case(25, records=2, pad=pad)
 
 
@@ -35,8 +34,14 @@ def served(
 ) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("served")
     reference = Reference(folder, str(save(request.param, folder / "model")))
-    engine = Engine(reference.options(), model=reference.name, max_num_batched_tokens=64)
-    yield Served(reference, engine, request.param == "latent")
+    family = FAMILIES[request.param]
+    engine = Engine(
+        reference.options(),
+        model=reference.name,
+        max_num_batched_tokens=64,
+        **(family.engine or {}),
+    )
+    yield Served(reference, engine, family)
     engine.close()
 
 
@@ -46,23 +51,24 @@ def test_vllm_s_memory_manager_is_on(served: Served) -> None:
 
 
 # With the first one, a window starts at the start of a page.
-@pytest.mark.parametrize("beyond", [WINDOW - 1, 0, 1, PAGE - 1])
+@pytest.mark.parametrize("beyond", [WINDOW - 1, 0, 1, -1])
 def test_answers_are_those_of_the_local_engine(served: Served, beyond: int) -> None:
-    reference, engine = served.reference, served.engine
+    reference, engine, page = served.reference, served.engine, served.family.page_tokens
     case = reference.stored(served.case(beyond))
     right = reference.answer(case)
     assert right != reference.answer(case, "full")
+    assert right != reference.answer(case, recipe=Recipe(positions="composite"))  # not rotated
     answer = engine.block(case)
     assert answer.tokens == right
     assert answer.blocks is not None
-    assert answer.blocks["loaded_tokens"] == sum(case.lengths) > 2 * PAGE
+    assert answer.blocks["loaded_tokens"] == sum(case.lengths) > page
     again = engine.block(case)
     assert again.tokens == right
     assert again.blocks is not None
     # No page of a window that starts with a page is full, so vLLM cannot cache it. On CPUs, it has
     # no prefix cache for latent layers.
-    is_cached = not served.is_latent and beyond != WINDOW - 1
-    assert again.blocks["local_tokens"] >= (PAGE if is_cached else 0)
+    is_cached = not served.family.is_latent and beyond != WINDOW - 1
+    assert again.blocks["local_tokens"] >= (page if is_cached else 0)
     assert engine.full(case).tokens == reference.answer(case, "full")
 
 
@@ -75,7 +81,7 @@ def test_a_context_shorter_than_a_window_is_loaded(served: Served) -> None:
 
 def test_encoded_blocks_are_stored_with_all_their_tokens(served: Served) -> None:
     reference, engine = served.reference, served.engine
-    case = reference.case(40, pad=2 * PAGE)
+    case = reference.case(40, pad=2 * served.family.page_tokens)
     for block in case.blocks:
         if reference.key(block) not in DirectoryStore(reference.store):
             plan = BlockPlan("encode", (len(block),), keep=(STORED,))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from blockattn_rag.server.plan import BlockPlan
 from blockattn_rag.store import DirectoryStore
 from tests_vllm.engines import Engine
 from tests_vllm.reference import Reference, assert_close
+from tests_vllm.tiny import FAMILIES, save
 
 
 class Rehearsed:
@@ -110,3 +112,16 @@ def test_each_rank_keeps_private_blocks(reference: Reference, pipeline: Engine) 
         assert pipeline.ask(block, plan.to_dict(), max_tokens=1).reason == "length"
     plan = BlockPlan("complete", case.lengths, keep=(keep,) * len(case.lengths))
     assert pipeline.ask(case.ids, plan.to_dict()).tokens == reference.answer(case)
+
+
+def test_each_rank_has_all_latents(tmp_path: Path) -> None:
+    reference = Reference(tmp_path, str(save("latent", tmp_path / "model")))
+    more = {"tensor_parallel_size": 2, "model": reference.name, **(FAMILIES["latent"].engine or {})}
+    case, other = reference.stored(reference.case(25, records=2)), reference.case(40)
+    for engine in started(reference, more):
+        assert engine.block(case).tokens == reference.answer(case)
+        assert engine.full(case).tokens == reference.answer(case, "full")
+        block = other.blocks[2]
+        plan = BlockPlan("encode", (len(block),), keep=(STORED,))
+        engine.ask(block, plan.to_dict(), max_tokens=1)
+        assert_close(reference.written(block), reference.encoded(block))

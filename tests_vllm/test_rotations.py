@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.config import VllmConfig, set_current_vllm_config
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from vllm.config import CompilationConfig, VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.layers.rotary_embedding import get_rope
 
@@ -28,6 +30,14 @@ def ropes(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[Any, Any]]:
     monkeypatch.setattr("blockattn_rag.server.vllm.rotations._ROPE_DICT", made)
     with set_current_vllm_config(VllmConfig()):
         yield made
+
+
+@pytest.fixture
+def _kernels() -> Iterator[None]:
+    """vLLM rotates keys by its own kernels, as with --enforce-eager, not by PyTorch."""
+    config = VllmConfig(compilation_config=CompilationConfig(custom_ops=["all"]))
+    with set_current_vllm_config(config):
+        yield
 
 
 def make(theta: float = 10000.0, size: int = SIZE, *, neox: bool = True, **more: Any) -> None:
@@ -144,12 +154,41 @@ def test_a_module_that_cannot_be_run_is_named(ropes: dict[Any, Any], has_buffer:
     check_rotations(profile(rotary()), range(1))
 
 
+def latent_profile(one: Rotary) -> ModelProfile:
+    plain = profile(one)
+    return replace(plain, layers=(replace(plain.layers[0], is_latent=True),))
+
+
 def test_latent_keys_may_be_interleaved_in_vllm() -> None:
     make(neox=False)
-    halves = profile(rotary())
     with pytest.raises(ServingError, match="interleaved pairs of 64"):
-        check_rotations(halves, range(1))
-    latent = replace(halves, layers=(replace(halves.layers[0], is_latent=True),))
-    assert check_rotations(latent, range(1)) == {0}
-    as_stored = replace(latent, rotary=(rotary(pairing="interleaved"),))
-    assert check_rotations(as_stored, range(1)) == set()
+        check_rotations(profile(rotary()), range(1))
+    assert check_rotations(latent_profile(rotary()), range(1)) == {0}
+    assert check_rotations(latent_profile(rotary(pairing="interleaved")), range(1)) == set()
+    with pytest.raises(ServingError, match=r"differs by .*, expected half pairs"):
+        check_rotations(latent_profile(rotary(10100.0)), range(1))
+
+
+def test_latent_keys_of_scaled_positions_are_checked() -> None:
+    config = {"factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+    make(neox=False, rope_type="deepseek_yarn", original_max_position_embeddings=1024, **config)
+    settings = {"rope_type": "yarn", "rope_theta": 10000.0, **config}
+    known = LlamaConfig(
+        head_dim=SIZE,
+        max_position_embeddings=4096,
+        rope_parameters={**settings, "original_max_position_embeddings": 1024},
+    )
+    frequencies, _ = ROPE_INIT_FUNCTIONS["yarn"](known)
+    scaled = Rotary("half", tuple(frequencies.tolist()))
+    assert check_rotations(latent_profile(scaled), range(1)) == {0}
+    with pytest.raises(ServingError, match=r"DeepseekScalingRotaryEmbedding .* differs by"):
+        check_rotations(latent_profile(rotary()), range(1))
+
+
+@pytest.mark.usefixtures("_kernels")
+@pytest.mark.parametrize("pairing", ["half", "interleaved"])
+def test_a_kernel_that_rotates_other_elements_of_latent_keys_is_refused(pairing: Any) -> None:
+    make(neox=False)
+    assert check_rotations(profile(rotary(pairing="interleaved")), range(1)) == set()
+    with pytest.raises(ServingError, match=r"Disable the kernel: add .*-rotary_embedding"):
+        check_rotations(latent_profile(rotary(pairing=pairing)), range(1))

@@ -6,7 +6,6 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,6 +28,7 @@ from blockattn_rag.server.config import ServingConfig
 from blockattn_rag.server.vllm.compatibility import check_engine
 from tests_vllm.engines import Engine
 from tests_vllm.reference import MODEL, Reference
+from tests_vllm.tiny import save
 
 FULL = FullAttentionSpec(block_size=128, num_kv_heads=2, head_size=64, dtype=torch.float32)
 SLIDING = SlidingWindowSpec(
@@ -194,16 +194,6 @@ def test_another_model_than_the_profiles_is_refused(reference: Reference) -> Non
         check_engine(engine_of(), cache_of(FULL), config, other)
 
 
-def test_latent_attention_is_refused(reference: Reference) -> None:
-    config = ServingConfig.parse(reference.options())
-    engine = engine_of()
-    names = ("dtype", "model", "revision", "quantization", "hf_config_path", "hf_text_config")
-    shown = {name: getattr(engine.model_config, name) for name in names}
-    engine.model_config = SimpleNamespace(**shown, use_mla=True, max_model_len=64)  # type: ignore[assignment]
-    with pytest.raises(ServingError, match="latent attention"):
-        check_engine(engine, cache_of(FULL), config, reference.profile)
-
-
 def test_a_connector_among_others_is_refused(reference: Reference) -> None:
     config = ServingConfig.parse(reference.options())
     engine = engine_of()
@@ -219,3 +209,12 @@ def test_engine_that_rotates_keys_in_another_way_does_not_start(
         Engine(reference.options(), module="tests_vllm.rotated", name="RotatedConnector")
     message = "Layer 0: vLLM rotates keys by RotaryEmbedding (half pairs of 64, base"
     assert message in "".join(capfd.readouterr())
+
+
+def test_latents_that_vllm_expands_to_all_heads_are_refused(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    expanded = Reference(tmp_path, str(save("expanded", tmp_path / "model")))
+    with pytest.raises(RuntimeError, match="Engine core initialization failed"):
+        Engine(expanded.options(), model=expanded.name)
+    assert "but vLLM stores keys and values of all heads" in "".join(capfd.readouterr())

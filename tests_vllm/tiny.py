@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -26,8 +26,71 @@ _BASE: dict[str, Any] = {
     "block_attention": {"modes": ["block", "full"], "positions": "reordered", "version": 1},
 }
 WINDOW = 65
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "windows and sinks": (
+_TYPES = ["sliding_attention", "sliding_attention", "full_attention"]
+_SHARED: dict[str, Any] = {
+    "num_hidden_layers": 5,
+    "num_kv_shared_layers": 2,
+    # In vLLM, the full layer before the shared ones must be the last one of its kind.
+    "layer_types": [*_TYPES, *_TYPES[1:]],
+    "sliding_window": WINDOW,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 1202,
+}
+_LATENT: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    # vLLM's kernel for CPUs has no other sizes of latents and rotary keys.
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 48,
+    "q_lora_rank": 64,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    # As in published configs. transformers ignores both, but vLLM's default is another router.
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+}
+_CPU = {"attention_backend": "CPU_MLA"}
+"""Arguments of ``LLM``: the backend for float32, which vLLM does not choose on CPUs with AMX."""
+_YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 1024,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 0.707,
+    "mscale_all_dim": 0.707,
+}
+
+
+class Family(NamedTuple):
+    """Family of transformers and its config.
+
+    Args:
+        engine: Arguments of ``LLM`` that it needs.
+        page_tokens: Tokens of a page, of the layers with windows if it has some.
+    """
+
+    name: str
+    config: dict[str, Any]
+    engine: dict[str, Any] | None = None
+    page_tokens: int = 128
+
+    @property
+    def is_latent(self) -> bool:
+        return "kv_lora_rank" in self.config
+
+
+FAMILIES: dict[str, Family] = {
+    "windows and sinks": Family(
         "gpt_oss",
         {
             "sliding_window": WINDOW,
@@ -36,14 +99,65 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_experts_per_tok": 1,
         },
     ),
+    "shared": Family(
+        "gemma4_text",
+        # The sizes of Gemma 4 E2B.
+        {**_SHARED, "num_key_value_heads": 1, "head_dim": 256, "global_head_dim": 512},
+        page_tokens=256,
+    ),
+    "shared, one size": Family(
+        "gemma3n_text",
+        {
+            **_SHARED,
+            "head_dim": 64,
+            "laurel_rank": 16,
+            "intermediate_size": [128] * 5,
+            "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0, 0.0],
+        },
+    ),
+    "latent": Family("deepseek_v3", {**_LATENT, "rope_parameters": _YARN}, _CPU),
+    "latent, pairs": Family(
+        "deepseek_v2",
+        {
+            **_LATENT,
+            "q_lora_rank": None,
+            "rope_parameters": _YARN,
+            "scoring_func": "softmax",
+            "topk_method": "group_limited_greedy",
+        },
+        _CPU,
+    ),
+    "latent, not scaled": Family(
+        "glm4_moe_lite",
+        {**_LATENT, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+        {**_CPU, "compilation_config": {"custom_ops": ["-rotary_embedding"]}},
+    ),
 }
-"""Family of transformers and its config, by the layers that it has."""
+"""Families by the layers that they have."""
+
+REFUSED = {
+    "expanded": Family(
+        "minicpm3",
+        {
+            "num_hidden_layers": 2,
+            "num_key_value_heads": 4,
+            "head_dim": 96,
+            "kv_lora_rank": 64,
+            "qk_rope_head_dim": 32,
+            "qk_nope_head_dim": 64,
+            "v_head_dim": 64,
+            "q_lora_rank": 64,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    ),
+}
+"""Families that vLLM runs in another way than transformers."""
 
 
 def save(layers: str, folder: Path) -> Path:
-    """Save a checkpoint of ``FAMILIES`` with the tokenizer of the bundled model. Its weights are
-    spread, so that attention is far from uniform."""
-    family, config = FAMILIES[layers]
+    """Save a checkpoint of ``FAMILIES`` or ``REFUSED`` with the tokenizer of the bundled model. Its
+    weights are spread, so that attention is far from uniform."""
+    family, config, *_ = (FAMILIES | REFUSED)[layers]
     torch.manual_seed(0)
     auto: Any = AutoModelForCausalLM
     model = auto.from_config(AutoConfig.for_model(family, **(_BASE | config)))

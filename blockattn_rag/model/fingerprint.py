@@ -52,7 +52,8 @@ def fingerprint_of(
     attributes set on modules.
 
     Args:
-        kinds: Kinds of the model's layers. Attention alone adds nothing to the fingerprint.
+        kinds: Kinds of the model's layers. Attention adds nothing to the fingerprint, nor do layers
+            that share keys and values.
         files: Files that the weights were loaded from. Default: all tensors of the model are read.
     """
     return _fingerprint(
@@ -95,6 +96,8 @@ def _fingerprint(
         "weights": weights,
         "tokenizer": tokenizer.fingerprint,
     }
+    # Caches of transformers 5.19 leave out layers that share keys and values.
+    kinds = [kind for kind in kinds if kind.attention != "shared"]
     if not all(kind.is_attention for kind in kinds):
         contents["kinds"] = [repr(kind) for kind in kinds]
     text = json.dumps(contents, sort_keys=True, default=str)

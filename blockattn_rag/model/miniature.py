@@ -245,10 +245,7 @@ def _thinned(config: Any, size: int | None = None) -> dict[str, Any]:
         size: Size of heads, for models that compute it from the width. The model then has fewer
             heads. Default: the config's size, with all heads of keys.
     """
-    small = {
-        name: value if _CACHED.fullmatch(name) else _smaller(name, value, _ALL, _ALL)
-        for name, value in config.to_dict().items()
-    }
+    small = {name: _thinned_field(name, value) for name, value in config.to_dict().items()}
     queries, keys = (config.attribute_map.get(name, name) for name in _HEAD_COUNTS)
     if size is not None:
         few = shrunk(config)
@@ -260,6 +257,16 @@ def _thinned(config: Any, size: int | None = None) -> dict[str, Any]:
         name: width if isinstance(value, int) and _WIDTHS.fullmatch(name) else value
         for name, value in small.items()
     }
+
+
+def _thinned_field(name: str, value: Any) -> Any:
+    """A config's field, smaller unless it decides what attention caches."""
+    if name == "per_layer_config" and isinstance(value, Mapping):
+        return {
+            layer: {field: _thinned_field(field, own) for field, own in fields.items()}
+            for layer, fields in value.items()
+        }
+    return value if _CACHED.fullmatch(name) else _smaller(name, value, _ALL, _ALL)
 
 
 def _kept_layers(types: Sequence[str], layers: int) -> int:

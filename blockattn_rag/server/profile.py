@@ -71,7 +71,7 @@ class ModelProfile:
         name: Name of the model.
         dtype: Dtype of keys and values, one of ``DTYPES``.
         layers: Layers that store keys and values.
-        hidden_layers: Number of all layers.
+        hidden_layers: Number of all layers, including those that share keys and values.
         vocab_size: Upper bound of token ids.
         max_positions: Maximum number of tokens of a prompt and its answer for which keys are exact.
         adapter: Digest of the adapter that is applied to these blocks; empty if there is none.
@@ -184,7 +184,8 @@ def profile_of(model: AnyModel, recipe: Recipe | None = None) -> ModelProfile:
         rotary=tuple(
             Rotary(layout.pairing, tuple(layout.frequencies.tolist())) for layout in rotary
         ),
-        hidden_layers=len(attention.kinds),
+        # A cache may leave out layers that share keys and values.
+        hidden_layers=int(model.config.get_text_config(decoder=True).num_hidden_layers),
         vocab_size=model.vocabulary_size,
         max_positions=attention.max_context_tokens,
         sink=recipe.sink,

@@ -318,6 +318,8 @@ def test_kinds_of_layers_other_than_attention_are_part_of_it() -> None:
     plain = fingerprint_of(model, TOKENIZER)
     attention = [LayerKind(), LayerKind("windowed", 16)]
     assert fingerprint_of(model, TOKENIZER, attention) == plain  # as earlier releases computed it
-    others = [LayerKind("latent"), LayerKind("none", has_state=True), LayerKind("shared")]
+    # Some versions of transformers do not list layers that share keys and values.
+    assert fingerprint_of(model, TOKENIZER, [*attention, LayerKind("shared")]) == plain
+    others = [LayerKind("latent"), LayerKind("none", has_state=True)]
     found = {fingerprint_of(model, TOKENIZER, [*attention, other]) for other in others}
-    assert len(found | {plain}) == 4
+    assert len(found | {plain}) == 3

@@ -59,6 +59,12 @@ LARGE: dict[str, tuple[str, dict[str, Any], list[tuple[int, int]]]] = {
     ),
     "latent": ("deepseek_v3", {"num_hidden_layers": 61}, [(1, 64)] * 61),
     "shared layers": ("gemma3n_text", {}, [(2, 256)] * 20),
+    "shared layers and sizes by layer": (
+        "gemma4_text",
+        {"num_hidden_layers": 35, "num_kv_shared_layers": 20, "num_key_value_heads": 1,
+         "layer_types": [*["sliding_attention"] * 4, "full_attention"] * 7},
+        [*[(1, 256)] * 4, (1, 512)] * 3,
+    ),
 }  # fmt: skip
 
 

@@ -21,6 +21,14 @@ from blockattn_rag.server.profile import LayerProfile, ModelProfile, Rotary, pro
 from tests.models import VOCABULARY, shared_tiny_llama, tiny_model, tiny_tokenizer
 from tests.recipes import recipe_of
 
+SHARED: dict[str, Any] = {
+    "num_hidden_layers": 5,
+    "num_kv_shared_layers": 2,
+    "layer_types": ["sliding_attention", *["sliding_attention", "full_attention"] * 2],
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": VOCABULARY,
+}
+
 
 def test_a_profile_computes_bytes_and_layouts() -> None:
     profile = ModelProfile(
@@ -72,6 +80,16 @@ def test_a_profile_tells_shapes_and_rotations_of_what_the_model_encodes(family: 
     assert (profile.vocab_size, profile.max_positions) == (VOCABULARY, 4096)
     assert profile.bytes_per_token == model.bytes_per_token
     assert not profile.block_tuned
+
+
+def test_layers_that_share_keys_and_values_count_as_layers() -> None:
+    model = BlockModel(tiny_model("gemma4_text", **SHARED), tiny_tokenizer())
+    listed = profile_of(model)
+    assert (listed.hidden_layers, listed.num_layers) == (5, 3)
+    # transformers 5.19 leaves them out of its caches.
+    other = BlockModel(tiny_model("gemma4_text", **SHARED), tiny_tokenizer())
+    other.profile = replace(other.profile, kinds=other.profile.kinds[:3])
+    assert profile_of(other) == listed
 
 
 def test_a_profile_tells_the_sink_and_its_tokens() -> None:

@@ -88,11 +88,6 @@ def _parallel(engine: VllmConfig, config: ServingConfig) -> Iterator[str]:
 
 def _model(engine: VllmConfig, profile: ModelProfile) -> Iterator[str]:
     model = engine.model_config
-    if model.use_mla:
-        yield (
-            "the model has latent attention (MLA), for which vLLM's keys on a CPU were found to "
-            "differ from the model's in transformers; use it in process"
-        )
     for name in ("hf_overrides", "model_class_overrides"):
         if value := getattr(model, name, None):
             option = name.replace("_", "-")

@@ -6,11 +6,16 @@ them on random keys at two positions.
 
 It detects a layout that vLLM lacks, such as a layout with another base or scaling. It does not
 detect layers that use each other's layouts, because vLLM does not record which layer uses which.
+
+The keys of latent attention are views of a wider tensor, with a dimension for their one head.
+vLLM's kernel for CPUs, ``rotary_embedding`` in ``csrc/cpu/pos_encoding.cpp``, steps from token to
+token by the stride of that dimension, and so rotates other elements. The check therefore passes
+such keys as the layer passes them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +25,7 @@ from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
 
 from blockattn_rag.errors import ServingError
 from blockattn_rag.kv.rope import RotaryLayout, relative_error, shift_positions
-from blockattn_rag.server.profile import ModelProfile
+from blockattn_rag.server.profile import LayerProfile, ModelProfile
 
 _OFFSETS = (13, 1009)
 _TOKENS = 4
@@ -69,16 +74,25 @@ def _is_interleaved(profile: ModelProfile, index: int) -> bool:
         for rope in _ROPE_DICT.values()
         if getattr(rope, "head_size", layer.key_size) == layer.key_size
     ]
-    others = []
+    others, flat_only = [], []
     for rope in ropes:
         try:
-            errors = [_error(rope, one, layer.key_size, profile) for one in layouts]
+            errors = [_error(rope, one, layer, profile) for one in layouts]
         except (AttributeError, TypeError, StopIteration) as cause:  # another signature
             others.append(f"{_shown(rope)}, which cannot be run ({cause!r})")
             continue
         if min(errors) <= _tolerance(profile.torch_dtype):
             return errors.index(min(errors)) > 0
+        if layer.is_latent and _rotates_flat_keys(rope, layouts, layer, profile):
+            flat_only.append(_shown(rope))
         others.append(f"{_shown(rope)}, which differs by {errors[0]:.2g}")
+    if flat_only:
+        raise ServingError(
+            f"Layer {layer.index}: {' and '.join(flat_only)} rotates other elements than the keys "
+            "of latent attention (MLA), because vLLM's kernel for CPUs expects keys without a "
+            "dimension for heads. Disable the kernel: add --compilation-config "
+            """'{"custom_ops": ["-rotary_embedding"]}'"""
+        )
     raise ServingError(
         f"Layer {layer.index}: vLLM rotates keys by {'; '.join(others) or 'no module'}, expected "
         f"{layout.pairing} pairs of {layout.rotary_dim} dimensions with frequencies from "
@@ -91,13 +105,27 @@ def _tolerance(dtype: torch.dtype) -> float:
     return _TOLERANCE.get(dtype, _TOLERANCE_OF_16_BITS)
 
 
-def _error(rope: Any, layout: RotaryLayout, size: int, profile: ModelProfile) -> float:
+def _rotates_flat_keys(
+    rope: Any, layouts: Sequence[RotaryLayout], layer: LayerProfile, profile: ModelProfile
+) -> bool:
+    """Whether a latent layer's module rotates keys as the profile says if they are not views."""
+    flat = replace(layer, is_latent=False)
+    try:
+        errors = [_error(rope, layout, flat, profile) for layout in layouts]
+    except RuntimeError:  # a module that needs a dimension for heads
+        return False
+    return min(errors) <= _tolerance(profile.torch_dtype)
+
+
+def _error(rope: Any, layout: RotaryLayout, layer: LayerProfile, profile: ModelProfile) -> float:
     """Largest difference between keys rotated by ``layout`` and keys rotated by vLLM."""
     generator = torch.Generator().manual_seed(0)
-    keys = torch.randn(_TOKENS, size, generator=generator).to(profile.torch_dtype)
+    keys = torch.randn(_TOKENS, layer.key_size, generator=generator).to(profile.torch_dtype)
     limit = profile.max_positions - 1
     offsets = {min(offset, limit) for offset in _OFFSETS}
-    at_zero, *rotated = [_rotated(rope, keys, offset).float() for offset in (0, *offsets)]
+    at_zero, *rotated = [
+        _rotated(rope, keys, offset, is_latent=layer.is_latent).float() for offset in (0, *offsets)
+    ]
     return max(
         relative_error(shift_positions(at_zero[None], offset, layout)[0], keys)
         for offset, keys in zip(offsets, rotated, strict=True)
@@ -105,14 +133,25 @@ def _error(rope: Any, layout: RotaryLayout, size: int, profile: ModelProfile) ->
 
 
 @torch.inference_mode()
-def _rotated(rope: Any, keys: Tensor, position: int) -> Tensor:
+def _rotated(rope: Any, keys: Tensor, position: int, *, is_latent: bool) -> Tensor:
     """Keys ``[tokens, head_size]`` of one head, all rotated for one position, on the CPU."""
     device = next(rope.buffers()).device
     positions = torch.full((len(keys),), position, dtype=torch.int64, device=device)
     # vLLM's kernels write to their arguments.
-    queries, own = keys.to(device, copy=True), keys.to(device, copy=True)
-    _, rotated = rope(positions, queries, own)
-    return torch.as_tensor(rotated).view(keys.shape).cpu()
+    copy = _as_latent if is_latent else _as_flat
+    _, rotated = rope(positions, copy(keys, device), copy(keys, device))
+    return torch.as_tensor(rotated).reshape(keys.shape).cpu()
+
+
+def _as_flat(keys: Tensor, device: torch.device) -> Tensor:
+    return keys.to(device, copy=True)
+
+
+def _as_latent(keys: Tensor, device: torch.device) -> Tensor:
+    """Copy of keys ``[tokens, 1, head_size]``, as views of the projection that contains them."""
+    joined = torch.cat([torch.zeros_like(keys), keys], dim=-1).to(device)
+    # In this order, which decides the stride of the dimension.
+    return joined[:, keys.shape[-1] :].unsqueeze(1)
 
 
 def _shown(rope: Any) -> str:

@@ -125,6 +125,8 @@ class WorkerSide:
         own = _own_layers(indices, pipe.world_size, profile)
         share = Share.of(profile, group.rank_in_group, group.world_size, own)
         self._share = share
+        for place, index in zip(own, indices, strict=True):
+            _check_stores_latents(place, by_index[index][0], profile)
         interleaved = check_rotations(profile, own)
         self._pages = []
         for place, index in zip(own, indices, strict=True):
@@ -328,6 +330,17 @@ def _own_layers(indices: Sequence[int], ranks: int, profile: ModelProfile) -> ra
             f"in layers {expected}; report the model"
         )
     return own
+
+
+def _check_stores_latents(place: int, layer: Any, profile: ModelProfile) -> None:
+    """Raise ServingError for latent attention that vLLM runs as attention over all heads."""
+    described = profile.layers[place]
+    if described.is_latent and getattr(layer, "kv_lora_rank", None) is None:
+        raise ServingError(
+            f"Layer {described.index} of {profile.name} has latent attention (MLA), but vLLM "
+            "stores keys and values of all heads. Unset VLLM_MLA_DISABLE if it is set; otherwise "
+            "vLLM has no latent attention for this model: use it in process"
+        )
 
 
 def _check_layer(
