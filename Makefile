@@ -35,11 +35,11 @@ test-recipes: $(VENV)/.test  ## the tests of how the bundled model and a hybrid 
 	$(OFFLINE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest recipes $(PYTEST)
 
 test-vllm: $(VLLM_VENV)/.test  ## the connector in vLLM on a CPU, in an environment of its own
-	$(OFFLINE) $(VLLM_VENV)/bin/python -m pytest -c tests_vllm/pytest.ini --rootdir . tests_vllm --durations=20 $(PYTEST)
+	$(OFFLINE) $(VLLM_VENV)/bin/python -m pytest -c tests_vllm/pytest.ini --rootdir . tests_vllm -n $(WORKERS) --dist loadfile --durations=20 $(PYTEST)
 	$(OFFLINE) TRITON_INTERPRET=1 $(VLLM_VENV)/bin/python -m pytest -c tests_vllm/pytest.ini --rootdir . tests_vllm/triton
 
 test-vllm-all: test-vllm $(NEWER_VLLM_VENV)/.test  ## the same, and with the Python code of a newer vLLM
-	$(OFFLINE) $(NEWER_VLLM_VENV)/bin/python -m pytest -c tests_vllm/pytest.ini --rootdir . tests_vllm --durations=20 $(PYTEST)
+	$(OFFLINE) $(NEWER_VLLM_VENV)/bin/python -m pytest -c tests_vllm/pytest.ini --rootdir . tests_vllm -n $(WORKERS) --dist loadfile --durations=20 $(PYTEST)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

@@ -334,6 +334,9 @@ def campaign(
     again = [server.requests() for server in servers]
     records, stored = [*records_of(journal)], Counter(writes.of)
     reuse(servers[0].url, passages)  # This stores the system message, on its second use.
+    reused = [reuse(server.url, passages) for server in servers]
+    for server in servers:
+        server.kill()
     return {
         "passages": len(passages),
         "stored": len(stored),
@@ -345,7 +348,7 @@ def campaign(
         "recorded_as": Counter(record["done"] for record in records),
         "status_of_the_resumed_and_the_last_run": statuses,
         "requests_of_the_last_run": sum(again) - sum(resumed),
-        "hits_and_misses_of_each_server": [reuse(server.url, passages) for server in servers],
+        "hits_and_misses_of_each_server": reused,
     }
 
 

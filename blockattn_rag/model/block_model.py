@@ -117,10 +117,6 @@ class BlockModel(ContextModel):
         return vocabulary_size(self.hf_model)
 
     @property
-    def device(self) -> torch.device:
-        return self.hf_model.device
-
-    @property
     def dtype(self) -> torch.dtype:
         return self.hf_model.dtype
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, Literal
 
+import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from blockattn_rag.attention.relay import RELAY_FINAL_TOKENS, LayerReads
@@ -34,6 +35,10 @@ class ContextModel(TunedModel):
             self.profile: AttentionProfile = profile_attention(hf_model)
             self._head_states = HeadStates(hf_model, self.profile.kinds)
 
+    @property
+    def device(self) -> torch.device:
+        return self.hf_model.device
+
     @cached_property
     def supports_relay(self) -> bool:
         """Whether relay attention is exact for this model, as measured on a short probe."""
@@ -43,27 +48,27 @@ class ContextModel(TunedModel):
 
     @cached_property
     def _layer_reads(self) -> dict[int, LayerReads]:
-        """What each layer reads of a block on the relay path, as measured."""
+        """The tensors of a block that each layer reads on the relay path, as measured."""
         with self.lock:
             return measured_reads(self.hf_model, self.profile)
 
     @cached_property
     def _is_plain(self) -> bool:
-        """Whether all attention is full, without soft caps and sinks, if relay is exact."""
+        """Whether relay is exact, and all attention is full, without soft caps and sinks."""
         with self.lock:
             return relay_attention.is_plain(self.hf_model, self.profile)
 
     @cached_property
     def has_causal_kernel(self) -> bool:
-        """Whether a GPU's flash kernel attends exactly to copied contexts, as measured."""
+        """Whether the GPU's flash kernel is exact for copied contexts, as measured."""
         with self.lock:
             exact = relay_attention.causal_is_exact
             return self.supports_relay and exact(self.hf_model, self.profile)
 
     @cached_property
     def graph_runner(self) -> GraphRunner | None:
-        """Runner of single requests, where a GPU runs them exactly, as measured."""
-        if self.hf_model.device.type != "cuda" or not self.supports_relay:
+        """Runner of single requests on a GPU. None: not exact for this model, as measured."""
+        if self.device.type != "cuda" or not self.supports_relay:
             return None
         with self.lock:
             return relay_attention.graph_runner(self.hf_model, self.profile)
@@ -89,7 +94,7 @@ class ContextModel(TunedModel):
         if len(contexts) > 1 or (runner is not None and all(map(runner.relay.reads, contexts))):
             return "relay"
         # Without the runner, relay would join the blocks, and launch more kernels.
-        is_slower = self.hf_model.device.type != "cpu" and not self._is_plain
+        is_slower = self.device.type != "cpu" and not self._is_plain
         return "copy" if is_slower or self.has_causal_kernel else "relay"
 
     def cache_for(
@@ -97,8 +102,8 @@ class ContextModel(TunedModel):
     ) -> DynamicCache | None:
         """A transformers cache with one context per row, padded on the left on the copy path.
 
-        None if all contexts are empty, unless the ``graph_runner`` runs the final block. The states
-        of a hybrid model, which takes one context, are those after its first block.
+        Returns None if all contexts are empty, unless the ``graph_runner`` runs the final block. A
+        hybrid model takes one context; its states are the states after the first block.
         """
         hf_model, profile = self.hf_model, self.profile
         runner = self.graph_runner if assembly == "relay" and len(contexts) == 1 else None
@@ -112,7 +117,7 @@ class ContextModel(TunedModel):
             if len(contexts) == 1 and self.has_causal_kernel:
                 cache.attention = relay_attention.CausalAttention()
         if cache.attention is not None:
-            # Enabled again, because other code may have changed the model's attention.
+            # Enable relay again, because other code may have changed the model's attention.
             relay_attention.enable_relay(hf_model)
         if profile.has_states:
             (context,) = contexts

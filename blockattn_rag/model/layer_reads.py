@@ -1,4 +1,4 @@
-"""What each layer of a model reads of a block, and in which sliding window."""
+"""The tensors of a block that each layer of a model reads, and its sliding window."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ def layer_windows(kinds: Sequence[LayerKind]) -> dict[int, int | None]:
 
 
 def _reads(kinds: Sequence[LayerKind], latents: Mapping[int, LatentMap]) -> dict[int, LayerReads]:
-    """What each layer reads of a block, if it attends to keys and values, or to known latents."""
+    """The tensors of a block that each layer reads, if it attends to keys and values or known
+    latents."""
     places = {layer: place for place, layer in enumerate(storing(kinds))}
     reads = {}
     for index, kind in enumerate(kinds):
@@ -32,8 +33,8 @@ def _reads(kinds: Sequence[LayerKind], latents: Mapping[int, LatentMap]) -> dict
 
 
 def measured_reads(hf_model: PreTrainedModel, profile: AttentionProfile) -> dict[int, LayerReads]:
-    """What each layer reads of a block, by its index. Layers without attention, and those that
-    relay attention cannot compute, are left out."""
+    """The tensors of a block that each layer reads, by the layer's index. Layers without attention,
+    and layers that relay attention cannot compute, are left out."""
     return _reads(profile.kinds, _latent_maps(hf_model, profile))
 
 
