@@ -75,7 +75,7 @@ class RoundingStore(MemoryStore):
 
 
 def engines_of(model: BlockModel, recipe: str) -> dict[str, BlockAttentionEngine]:
-    """The rows of the table."""
+    """An engine for each row of the table, by the row's name."""
     rows: dict[str, BlockAttentionEngine] = {}
     for kind in KINDS:
         store = MemoryStore(STORE_BYTES)

@@ -190,7 +190,7 @@ class VllmServer:
 
 
 def work(urls: Sequence[str], folder: Path, passages: Sequence[str]) -> None:
-    """Process of a worker."""
+    """Distribute the passages over the servers, with a journal. Runs in a worker's process."""
     ServerPool([ServerClient(url) for url in urls], folder / "journal").encode(passages)
 
 

@@ -69,7 +69,7 @@ def cases_of(results: Mapping[str, Record], step: str) -> Iterator[tuple[list[st
 
 
 def correctness(results: Mapping[str, Record]) -> list[str]:
-    """For each number type and path, the largest error in multiples of its budget."""
+    """Table of the largest error for each dtype and path, in multiples of its budget."""
     worst: dict[tuple[str, str], tuple[float, Record, str]] = {}
     for case, result in results.items():
         dtype = case.rpartition(", ")[2]

@@ -46,7 +46,7 @@ class ServerSource:
 
     @property
     def lasting_store(self) -> str:
-        """Location of the store, which other processes can reach."""
+        """Addresses of the servers, separated by spaces. Other processes reach the store there."""
         return " ".join(_addresses(self._server))
 
     @property

@@ -283,10 +283,10 @@ _Running = dict[Future[Any], tuple[_Member, _Job | None]]
 class Journal:
     """Folder that records which server stored which passage, one line of JSON for each.
 
-    A line has ``passage`` (its beginning), ``handle``, ``server``, ``done`` (``"encoded"``, or
-    ``"found"`` if it was stored before) and ``identity``. Lines with another identity are ignored,
-    and so are incomplete lines after a crash. Each process appends to its own file, so several
-    machines can share the folder.
+    A line has ``passage`` (the first characters of its text), ``handle``, ``server``, ``done``
+    (``"encoded"``, or ``"found"`` if the passage was already stored) and ``identity``. Lines with
+    another identity are ignored, and so are incomplete lines after a crash. Each process appends to
+    its own file, so several machines can share the folder.
 
     Args:
         folder: Path of the folder. Created with the first line.
