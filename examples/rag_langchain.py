@@ -5,7 +5,8 @@
     python examples/rag_langchain.py "When was the Eiffel Tower built?"
     python examples/rag_langchain.py --folder my-notes --db my-db --model path/to/model
 
-The second run encodes nothing: passages, embeddings, keys and values are in the folder --db.
+A second run with the same --db encodes no passage: the folder --db contains the passages, their
+embeddings, and their keys and values.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Compare block mode on this device with a float64 oracle, for small random models.
 
 The first cases compare the rotation of keys on this device with float64. Each further case is one
-model: a head size, a ratio of query heads to key-value heads, and a number type; or a miniature
+model: a head size, a ratio of query heads to key-value heads, and a dtype; or a miniature
 with sliding windows, soft caps, attention sinks, shared, latent or state layers. Contexts have
 blocks of 1 to 8,192 tokens. The oracle is one dense forward pass with the block mask and the same
 weights in float64. The permitted error of a path is four times the rounding error of that forward
@@ -53,7 +53,7 @@ KINDS: Mapping[str, tuple[str, Mapping[str, Any], Sequence[str]]] = {
     "sinks": ("gpt_oss", {}, ("float32",)),
     "latent": ("deepseek_v3", {}, ("float32",)),
 }
-"""Families of miniatures by kind, with values of their configs, and their number types."""
+"""Families of miniatures by kind, with values of their configs, and their dtypes."""
 
 ROTATIONS: Sequence[tuple[int, int]] = ((64, 64), (128, 128), (96, 48))
 """Head sizes, and how many of their dimensions rotate."""
