@@ -56,7 +56,7 @@ QUESTIONS, PER_QUESTION = 8, 4
 FORK = multiprocessing.get_context("fork")
 _MOVED_TO = 0x80
 """``IN_MOVED_TO`` of inotify."""
-_RUNNING = "vllm:num_requests_running{"
+_UNFINISHED = ("vllm:num_requests_running{", "vllm:num_requests_waiting{")
 _REQUESTS = f'blockattn_requests_total{{path="{ENCODE}"'
 """Metrics of vLLM's server."""
 
@@ -173,7 +173,7 @@ class VllmServer:
         """Number of encoding requests that were answered, when nothing is being computed."""
         while True:
             values = self._metrics()
-            if not sum(value for name, value in values if name.startswith(_RUNNING)):
+            if not sum(value for name, value in values if name.startswith(_UNFINISHED)):
                 return int(sum(v for name, v in values if name.startswith(_REQUESTS)))
             time.sleep(0.1)
 
@@ -183,9 +183,11 @@ class VllmServer:
         return [(name, float(value)) for name, value in pairs]
 
     def kill(self) -> None:
-        for process in [*psutil.Process(self._process.pid).children(recursive=True), self._process]:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for child in psutil.Process(self._process.pid).children(recursive=True):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    child.kill()
+        self._process.kill()
         self._process.wait()
 
 
@@ -311,6 +313,7 @@ def campaign(
     """Ingest, kill, resume and ask. Returns the counts."""
     writes, journal, quarter = Writes(folder / "kv"), folder / "journal", len(passages) // 4
     servers = [new_server(folder / "kv") for _ in range(2)]
+    wait_until_idle(servers)
     time.sleep(1)
     writes.of.clear()  # what vLLM's servers stored while they checked their answers
     stored_at: dict[str, int] = {}
@@ -335,8 +338,6 @@ def campaign(
     records, stored = [*records_of(journal)], Counter(writes.of)
     reuse(servers[0].url, passages)  # This stores the system message, on its second use.
     reused = [reuse(server.url, passages) for server in servers]
-    for server in servers:
-        server.kill()
     return {
         "passages": len(passages),
         "stored": len(stored),
@@ -360,12 +361,14 @@ def main() -> int:
     options = parser.parse_args()
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        result = campaign(
-            folder,
-            short_passages(options.passages),
-            RayRun if options.ray else Run,
-            partial(VllmServer, options.vllm) if options.vllm else ServerProcess,
-        )
+
+        def new_server(store: Path) -> AnyServer:
+            server = VllmServer(options.vllm, store) if options.vllm else ServerProcess(store)
+            stack.callback(server.kill)
+            return server
+
+        kind = RayRun if options.ray else Run
+        result = campaign(folder, short_passages(options.passages), kind, new_server)
     print(json.dumps(result, indent=2))
     first, second = result["hits_and_misses_of_each_server"]
     misses = sum(misses for _, misses in first + second)

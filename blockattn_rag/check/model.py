@@ -25,6 +25,8 @@ from blockattn_rag.prompts.sinks import sink_ids
 _BLOCK_TOKENS = (24, 1, 17, 12)
 _SINK_TOKENS = 4
 _NEW_TOKENS = 8
+_MARGIN = 2
+"""Factor of the rounding error in the budget. Errors of exact models are below 1."""
 _BOUNDARY_TEXT = "Halden Tower is 214 metres tall.\n\nIt was built in 1931."
 
 
@@ -56,9 +58,8 @@ def check_model(model: BlockModel, recipe: Recipe | None = None) -> CheckReport:
     """Run every check on a loaded model.
 
     In float32, logits must agree to 1e-4. In 16-bit types, the budget is derived from the model's
-    rounding error: the difference between two full-attention runs that are equal in exact
-    arithmetic, or whose embeddings differ by one rounding step. The rotary layout was measured when
-    the model was loaded.
+    rounding error: the change of full attention's logits when each embedding changes by one
+    rounding step. The rotary layout was measured when the model was loaded.
     """
     blocks = _random_blocks(model)
     budget = _budget(model, blocks)
@@ -184,34 +185,34 @@ def _block_logits(model: BlockModel, context: Context, final_ids: list[int]) -> 
 
 
 def _budget(model: BlockModel, blocks: list[list[int]]) -> float:
+    limit = LOGITS.get(model.dtype, max(LOGITS.values()))
     if model.dtype in (torch.float32, torch.float64):
-        return LOGITS[model.dtype]
-    # One forward pass over all tokens, and two over halves of them, differ only by rounding. Some
-    # kernels round both equally, so the error of embeddings rounded differently is measured, too.
-    tokens = [t for ids in blocks for t in ids]
-    half = len(tokens) // 2
-    parts = [tokens[:half], tokens[half:]]
-    rounding = max(_full_error(model, parts), _rounding_error(model, parts))
-    return max(LOGITS[torch.float32], 4 * rounding)
+        return limit
+    return min(max(LOGITS[torch.float32], _MARGIN * _rounding_error(model, blocks)), limit)
 
 
 def _rounding_error(model: BlockModel, blocks: list[list[int]]) -> float:
-    """Change of full attention's logits if each embedding changes by one rounding step."""
+    """Change of full attention's logits if each embedding changes by one rounding step.
+
+    It contains no code of block mode, so a fault there does not raise the budget. Two forward
+    passes that are equal in exact arithmetic would not do: some kernels round both in the same way.
+    """
 
     def change(_: nn.Module, __: object, states: Tensor) -> Tensor:
         generator = torch.Generator().manual_seed(2)
         signs = torch.randint(2, states.shape, generator=generator).to(states.device) * 2 - 1
-        return (states.double() * (1 + signs * torch.finfo(model.dtype).eps)).to(states.dtype)
+        return (states.float() * (1 + signs * torch.finfo(model.dtype).eps)).to(states.dtype)
 
     *others, final = blocks
     ids = [token for block in others for token in block]
-    expected = model.answer_logits(ids, final[:1], [*final[1:], 0]).float()
     embedding: nn.Module = model.hf_model.get_input_embeddings()
-    hook = embedding.register_forward_hook(change)
-    try:
-        found = model.answer_logits(ids, final[:1], [*final[1:], 0]).float()
-    finally:
-        hook.remove()
+    with model.lock:  # other threads must not compute with the changed embeddings
+        expected = model.answer_logits(ids, final[:1], [*final[1:], 0]).float()
+        hook = embedding.register_forward_hook(change)
+        try:
+            found = model.answer_logits(ids, final[:1], [*final[1:], 0]).float()
+        finally:
+            hook.remove()
     return relative_error(found, expected)
 
 

@@ -145,8 +145,11 @@ def can_recompute(model: BlockModel | CheckpointModel) -> bool:
     keeps no pages outside of windows, and positions must not be multimodal (M-RoPE)."""
     kinds = model.profile.kinds
     if isinstance(model, CheckpointModel):
-        rotary = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
-        is_plain = all(kind.is_attention and kind.window is None for kind in kinds)
+        config: Any = model.config.get_text_config(decoder=True)
+        rotary = getattr(config, "rope_parameters", None) or {}
+        # Releases of transformers without shared kinds leave out layers that share keys and values.
+        has_all_layers = len(kinds) == config.num_hidden_layers
+        is_plain = has_all_layers and all(k.is_attention and k.window is None for k in kinds)
         return is_plain and "mrope_section" not in rotary
     has_latents = any(kind.attention == "latent" for kind in kinds)
     return not (has_latents or model.profile.has_states) and model.supports_relay

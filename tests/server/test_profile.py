@@ -15,6 +15,7 @@ from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.errors import UnsupportedModelError
 from blockattn_rag.model import BlockModel, EncodeRequest
 from blockattn_rag.model.checkpoint import CheckpointModel
+from blockattn_rag.model.recompute import can_recompute
 from blockattn_rag.prompts.sinks import sink_ids
 from blockattn_rag.server.plan import BlockPlan
 from blockattn_rag.server.profile import LayerProfile, ModelProfile, Rotary, profile_of
@@ -90,6 +91,17 @@ def test_layers_that_share_keys_and_values_count_as_layers() -> None:
     other = BlockModel(tiny_model("gemma4_text", **SHARED), tiny_tokenizer())
     other.profile = replace(other.profile, kinds=other.profile.kinds[:3])
     assert profile_of(other) == listed
+
+
+def test_a_server_recomputes_nothing_for_layers_that_are_not_listed(tmp_path: Path) -> None:
+    """Even if all listed layers have full attention."""
+    full = {**SHARED, "layer_types": ["full_attention"] * 5, "global_head_dim": 8}
+    tiny_model("gemma4_text", **full).save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    model = CheckpointModel(tmp_path, torch.float32)
+    assert not can_recompute(model)
+    model.profile = replace(model.profile, kinds=model.profile.kinds[:3])
+    assert not can_recompute(model)
 
 
 def test_a_profile_tells_the_sink_and_its_tokens() -> None:

@@ -47,10 +47,10 @@ class ChatReport:
 
     def events(self, events: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
         """Convert a stream. The event with the finish reason contains the report."""
-        return edited_events(events, self._edit, (ENDS, _COUNTS, _PARAMS))
+        return edited_events(events, self._edit, (ENDS, _COUNTS, f'"{_PARAMS}":'))
 
     def _edit(self, data: dict[str, Any]) -> None:
-        if any(choice.get("finish_reason") for choice in data["choices"]):
+        if any(choice.get("finish_reason") for choice in data.get("choices", ())):
             self._end(data)
         data.pop(_PARAMS, None)  # vLLM 0.33 has it in all events
         if usage := data.get("usage"):
