@@ -69,7 +69,8 @@ def test_a_wrong_layout_fails_wherever_a_block_was_moved(model: BlockModel, faul
 def test_wrong_value_layer_fails(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, factor: float
 ) -> None:
-    model = BlockModel(copy.deepcopy(shared_tiny_llama()).to(dtype), tiny_tokenizer())
+    hf_model: Any = copy.deepcopy(shared_tiny_llama())
+    model = BlockModel(hf_model.to(dtype), tiny_tokenizer())
     right = assemble
 
     def wrong(

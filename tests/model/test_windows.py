@@ -26,7 +26,7 @@ from tests.model.dense import dense_attention, dense_logits, measured
 from tests.model.families import KINDS
 from tests.model.miniatures import new_model
 from tests.model.test_relay_attention import BLOCKS, FINAL_IDS, random_ids
-from tests.models import tiny_tokenizer
+from tests.models import tiny_model, tiny_tokenizer
 
 EXACT = LOGITS[torch.float32]
 NUM = sum(map(len, BLOCKS))
@@ -83,6 +83,10 @@ def test_batches_may_have_contexts_but_not_final_blocks_of_different_lengths(
 
 def test_tokens_are_chosen_by_the_layers_that_see_all_passages() -> None:
     assert measured(new_model("windows")) == [5]
+    assert measured(BlockModel(tiny_model("llama", num_hidden_layers=6), tiny_tokenizer())) == [
+        4,
+        5,
+    ]
     assert measured(new_model("windows only")) == [2]
     assert measured(new_model("shared, last tokens only")) == [11]
 
