@@ -1,27 +1,36 @@
 """Measure memory and time to first token of a model by the type of its weights, on the CPU.
 
-    python benchmarks/weight_types.py [MODEL] > benchmarks/results/weight-types.json
+    python benchmarks/weight_types.py > benchmarks/results/weight-types.json
+    python benchmarks/weight_types.py 1b > benchmarks/results/weight-types-1b.json
+    python benchmarks/weight_types.py 8b --dtypes nf4,int8 --repeats 1 \
+        > benchmarks/results/weight-types-8b.json
 
 Each type runs in a separate process, one after the other, so that each has its own peak. A prompt
 has four passages of 128 tokens and a question. It is answered in full mode, and in block mode with
 stored passages. Default: Qwen2.5-Coder-0.5B (``benchmarks/models.py``, extras gguf and quantized).
+``1b`` and ``8b`` are Llamas with random weights in bfloat16, which are written to the user's cache.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import resource
 import subprocess
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import psutil
 from measuring import in_turns, machine
 from models import model_path
+from random_models import counting_tokenizer, random_llama
 
 from blockattn_rag.engine.engine import BlockAttentionEngine
+from blockattn_rag.lab.planning import SHAPES
 
 DTYPES = ("float32", "bfloat16", "int8", "nf4")
 PASSAGES, PASSAGE_TOKENS, QUESTION_TOKENS = 4, 128, 24
@@ -64,24 +73,42 @@ def _own(process: psutil.Process) -> int:
 
 def _text(engine: BlockAttentionEngine, tokens: int, seed: int) -> str:
     """Text of about ``tokens`` tokens."""
-    words = [f"item{seed}{number % 97}" for number in range(tokens)]
+    words = [f"t{100 * seed + number % 97}" for number in range(tokens)]
     tokenizer = engine.model.tokenizer.tokenizer
     ids = tokenizer(" ".join(words), add_special_tokens=False).input_ids[:tokens]
     return str(tokenizer.decode(ids))
+
+
+def _random_model(shape: str) -> str:
+    """Folder of a Llama with random weights."""
+    folder = Path.home() / ".cache" / "blockattn_rag" / "random_models" / shape
+    if not folder.exists():
+        model = random_llama(shape, max_tokens=4096, device="cpu", dtype="bfloat16")
+        unfinished = folder.with_suffix(".unfinished")
+        model.save_pretrained(unfinished)
+        counting_tokenizer(SHAPES[shape]["vocab_size"]).save_pretrained(unfinished)
+        unfinished.rename(folder)
+    return str(folder)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", nargs="?", default="qwen")
     parser.add_argument("--dtype", choices=DTYPES, help="Measure this type in this process.")
+    parser.add_argument("--dtypes", default=",".join(DTYPES), help="Types to measure.")
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
-    model = model_path(options.model)
+    if options.model in SHAPES:
+        # In a process of its own, whose memory the system gets back.
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+            model = pool.submit(_random_model, options.model).result()
+    else:
+        model = model_path(options.model)
     if options.dtype:
         print(json.dumps(measure(model, options.dtype, options.repeats)))
         return
     rows = []
-    for dtype in DTYPES:
+    for dtype in options.dtypes.split(","):
         command = [sys.executable, __file__, model, "--dtype", dtype]
         command += ["--repeats", str(options.repeats)]
         output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
