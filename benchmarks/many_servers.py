@@ -138,6 +138,22 @@ class ServerProcess:
         self._process.join()
 
 
+def children(process: subprocess.Popen[Any]) -> list[psutil.Process]:
+    """All descendants of a process, or an empty list if it ended."""
+    try:
+        return psutil.Process(process.pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def kill_with_children(process: subprocess.Popen[Any]) -> None:
+    for child in children(process):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
+    process.kill()
+    process.wait()
+
+
 class VllmServer:
     """``blockattn-rag serve`` with vLLM, which writes a log beside its store.
 
@@ -183,12 +199,7 @@ class VllmServer:
         return [(name, float(value)) for name, value in pairs]
 
     def kill(self) -> None:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            for child in psutil.Process(self._process.pid).children(recursive=True):
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    child.kill()
-        self._process.kill()
-        self._process.wait()
+        kill_with_children(self._process)
 
 
 def work(urls: Sequence[str], folder: Path, passages: Sequence[str]) -> None:
@@ -239,22 +250,16 @@ class RayRun:
             stderr=subprocess.DEVNULL,
         )
 
-    def _children(self) -> list[psutil.Process]:
-        return psutil.Process(self._process.pid).children(recursive=True)
-
     def is_running(self) -> bool:
         return self._process.poll() is None
 
     def kill_worker(self, servers: Sequence[AnyServer]) -> None:
         """Kill a worker. Ray starts it again, which takes longer than the requests in flight."""
-        workers = [p for p in self._children() if "MapWorker" in " ".join(p.cmdline())]
+        workers = [p for p in children(self._process) if "MapWorker" in " ".join(p.cmdline())]
         workers[0].kill()
 
     def kill(self) -> None:
-        for process in [*self._children(), self._process]:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        self._process.wait()
+        kill_with_children(self._process)
 
     def wait(self) -> int:
         return self._process.wait()

@@ -21,12 +21,11 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import psutil
 from measuring import in_turns, machine
-from models import model_path
+from models import CACHE, model_path
 from random_models import counting_tokenizer, random_llama
 
 from blockattn_rag.engine.engine import BlockAttentionEngine
@@ -81,7 +80,7 @@ def _text(engine: BlockAttentionEngine, tokens: int, seed: int) -> str:
 
 def _random_model(shape: str) -> str:
     """Folder of a Llama with random weights."""
-    folder = Path.home() / ".cache" / "blockattn_rag" / "random_models" / shape
+    folder = CACHE.with_name("random_models") / shape
     if not folder.exists():
         model = random_llama(shape, max_tokens=4096, device="cpu", dtype="bfloat16")
         unfinished = folder.with_suffix(".unfinished")

@@ -15,7 +15,7 @@ from blockattn_rag.kv.rope import relative_error
 from blockattn_rag.model.block_model import BlockModel
 from blockattn_rag.model.encoding import EncodeRequest
 from blockattn_rag.model.kinds import storing, summary
-from blockattn_rag.model.probe import LOGITS, vocabulary_size
+from blockattn_rag.model.probe import LOGITS, LOGITS_OF_OTHER_DTYPES, vocabulary_size
 from blockattn_rag.model.recompute import recompute
 from blockattn_rag.model.sampling import Sampling
 from blockattn_rag.prompts.blocks import Block
@@ -136,8 +136,7 @@ def _full_error(
     *others, final = blocks
     if context is None:
         context = placed_context(model, others)
-    ids = [token for block in others for token in block]
-    expected = model.answer_logits(ids, final[:1], [*final[1:], 0]).float()
+    expected = _full_logits(model, blocks)
     return relative_error(_block_logits(model, context, final), expected)
 
 
@@ -177,6 +176,13 @@ def _recomputed_error(
     return _full_error(model, blocks, recomputed)
 
 
+def _full_logits(model: BlockModel, blocks: list[list[int]]) -> Tensor:
+    """Logits of full attention after each token of the final block."""
+    *others, (first, *rest) = blocks
+    ids = [token for block in others for token in block]
+    return model.answer_logits(ids, [first], [*rest, 0]).float()
+
+
 def _block_logits(model: BlockModel, context: Context, final_ids: list[int]) -> Tensor:
     """Logits after each token of the final block. The prediction after the last token is not
     used."""
@@ -185,7 +191,7 @@ def _block_logits(model: BlockModel, context: Context, final_ids: list[int]) -> 
 
 
 def _budget(model: BlockModel, blocks: list[list[int]]) -> float:
-    limit = LOGITS.get(model.dtype, max(LOGITS.values()))
+    limit = LOGITS.get(model.dtype, LOGITS_OF_OTHER_DTYPES)
     if model.dtype in (torch.float32, torch.float64):
         return limit
     return min(max(LOGITS[torch.float32], _MARGIN * _rounding_error(model, blocks)), limit)
@@ -203,14 +209,12 @@ def _rounding_error(model: BlockModel, blocks: list[list[int]]) -> float:
         signs = torch.randint(2, states.shape, generator=generator).to(states.device) * 2 - 1
         return (states.float() * (1 + signs * torch.finfo(model.dtype).eps)).to(states.dtype)
 
-    *others, final = blocks
-    ids = [token for block in others for token in block]
     embedding: nn.Module = model.hf_model.get_input_embeddings()
     with model.lock:  # other threads must not compute with the changed embeddings
-        expected = model.answer_logits(ids, final[:1], [*final[1:], 0]).float()
+        expected = _full_logits(model, blocks)
         hook = embedding.register_forward_hook(change)
         try:
-            found = model.answer_logits(ids, final[:1], [*final[1:], 0]).float()
+            found = _full_logits(model, blocks)
         finally:
             hook.remove()
     return relative_error(found, expected)

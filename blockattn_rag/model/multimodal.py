@@ -14,7 +14,7 @@ from transformers import (
 )
 
 from blockattn_rag.kv.rope import relative_error
-from blockattn_rag.model.probe import LOGITS, vocabulary_size
+from blockattn_rag.model.probe import LOGITS, LOGITS_OF_OTHER_DTYPES, vocabulary_size
 
 _TOKENS = 8
 
@@ -63,7 +63,7 @@ def language_model(loaded: PreTrainedModel) -> PreTrainedModel:
         error = relative_error(*logits)
     except (AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError):
         return loaded  # The complete model is measured.
-    return alone if error <= LOGITS.get(loaded.dtype, max(LOGITS.values())) else loaded
+    return alone if error <= LOGITS.get(loaded.dtype, LOGITS_OF_OTHER_DTYPES) else loaded
 
 
 def _alone(loaded: PreTrainedModel, kind: type[PreTrainedModel]) -> PreTrainedModel:

@@ -38,6 +38,7 @@ from blockattn_rag.model.kinds import (
 # types are wide, because cosine and sine are also rounded, and errors add up over layers.
 LOGITS = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 3e-2, torch.bfloat16: 0.15}
 """Tolerances of logits: block mode vs. the oracle, and relay vs. copy."""
+LOGITS_OF_OTHER_DTYPES = max(LOGITS.values())
 # Tolerances of keys and values. They are wider, because the rounding of angles depends on the
 # position.
 _STATES = LOGITS | {torch.float64: 1e-3, torch.float32: 1e-3}
@@ -277,7 +278,7 @@ def _refuse_other_positions(hf_model: PreTrainedModel, kinds: Sequence[LayerKind
                 layer.keys, layer.values = layer.keys[:, :, [*order]], layer.values[:, :, [*order]]
         ids = torch.tensor([[1]], device=hf_model.device)
         logits.append(hf_model(input_ids=ids, past_key_values=cache, use_cache=True)[0].float())
-    if not relative_error(*logits) <= LOGITS.get(hf_model.dtype, max(LOGITS.values())):
+    if not relative_error(*logits) <= LOGITS.get(hf_model.dtype, LOGITS_OF_OTHER_DTYPES):
         raise refusal(
             hf_model,
             "no layer rotates its keys, and the order of earlier tokens matters, so the model uses "

@@ -144,7 +144,7 @@ def parse_plan(
     secret: str | None = None,
     namespace: str = "",
 ) -> BlockPlan | None:
-    """Parse the plan in a request's ``kv_transfer_params``. Returns None if there is none.
+    """Parse the plan in a request's ``kv_transfer_params``. Returns None without a plan.
 
     Args:
         secret: The server's tenant secret. If the server has one, plans must be signed with it.
