@@ -76,11 +76,15 @@ def run(
         list[Path] | None,
         typer.Option(help="Folder that `tune` wrote. Its name becomes the row's name. Repeatable."),
     ] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(help="Use only this set of questions. Repeatable.")
+    ] = None,
 ) -> None:
     """Answer questions in every row."""
+    items = _items(nq, only or ())[:questions]
     answerer = _answerer(model, recipe, max_new_tokens, tuned or ())
     path = results / f"{Path(model).name}{'-tuned' if tuned else ''}.csv"
-    measure(path, Record, _items(nq)[:questions], answerer.answer, answerer.rows, minutes)
+    measure(path, Record, items, answerer.answer, answerer.rows, minutes)
 
 
 @app.command()
@@ -244,11 +248,15 @@ def _engine(model: str, recipe: str) -> BlockAttentionEngine:
     )
 
 
-def _items(nq: Path | None) -> list[sets.Item]:
+def _items(nq: Path | None, only: Sequence[str] = ()) -> list[sets.Item]:
+    """Questions of all sets in turn, or of the sets with the names ``only``."""
     found = [sets.facts(), sets.comparisons(), sets.pairs(), sets.order()]
     if nq is not None:
         found += [sets.natural_questions(nq, count) for count in (5, 10)]
-    return sets.mixed(found)
+    by_name = {items[0].set: items for items in found}
+    if unknown := {*only} - by_name.keys():
+        raise SystemExit(f"Unknown sets {sorted(unknown)}, expected some of {[*by_name]}")
+    return sets.mixed(items for name, items in by_name.items() if not only or name in only)
 
 
 if __name__ == "__main__":

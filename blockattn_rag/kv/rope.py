@@ -150,11 +150,14 @@ def fused_rotation(
     """``rotation.rotate_fused`` for these dtypes and sizes, compiled and compared with
     :func:`rotate`.
 
-    Returns None if Triton is not installed or cannot compile the kernel.
+    Returns None for keys in float64, because the kernel computes in float32, and if Triton is not
+    installed or cannot compile the kernel.
 
     Raises:
         UnsupportedModelError: the results differ.
     """
+    if torch.float64 in (dtype, out_dtype):
+        return None
     try:
         from blockattn_rag.kv.rotation import rotate_fused
     except ImportError:

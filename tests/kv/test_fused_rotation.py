@@ -82,6 +82,13 @@ def test_a_different_kernel_is_refused(use: Callable[[Kernel], None], kernel: Ke
         fused_rotation(CPU, torch.float32, torch.bfloat16, 64, 64, "interleaved")
 
 
+def test_keys_in_float64_are_not_rotated_by_the_kernel_which_computes_in_float32(
+    use: Callable[[Kernel], None],
+) -> None:
+    use(nothing)
+    assert fused_rotation(CPU, torch.float64, torch.float64, 64, 64, "half") is None
+
+
 def test_a_kernel_that_cannot_be_compiled_is_not_used(
     use: Callable[[Kernel], None], caplog: pytest.LogCaptureFixture
 ) -> None:
