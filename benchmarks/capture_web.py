@@ -16,7 +16,7 @@ from pathlib import Path
 FIGURE = Path(__file__).parents[1] / "docs" / "figures" / "demo-web.png"
 QUESTION = "In which city was Wolfgang Amadeus Mozart born?"
 SIZE = {"width": 1100, "height": 900}
-COLOURS = 128
+COLORS = 128
 """Number of colors of the figure. It suffices for a page of text, and shrinks the file to a
 third."""
 
@@ -36,7 +36,7 @@ def capture(url: str, chromium: str) -> None:
         page.screenshot(path=FIGURE)
         browser.close()
     with Image.open(FIGURE) as picture:
-        picture.convert("RGB").quantize(COLOURS).save(FIGURE, optimize=True)
+        picture.convert("RGB").quantize(COLORS).save(FIGURE, optimize=True)
 
 
 def main() -> None:

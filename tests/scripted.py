@@ -45,7 +45,7 @@ TOOL_TEMPLATE = """
 """
 """A chat template of the tests' control tokens whose tools are in Hermes' form."""
 
-_FAVOUR = 1e4
+_FAVOR = 1e4
 
 Script = Callable[[str], str | list[Span]]
 """From a prompt's text, control tokens included, to the answer. A string is what a template would
@@ -93,7 +93,7 @@ def prompts_of(model: Any) -> list[str]:
 
 
 class Told(LogitsProcessor):
-    """Favours the next token of a script's answer so much that only a grammar can forbid it.
+    """Favors the next token of a script's answer so much that only a grammar can forbid it.
 
     Args:
         model: what answers one prompt.
@@ -120,5 +120,5 @@ class Told(LogitsProcessor):
         at = input_ids.shape[1] - self._start
         token = self._ids[min(at, len(self._ids) - 1)]
         forced = scores.clone()
-        forced[:, token] += _FAVOUR
+        forced[:, token] += _FAVOR
         return forced

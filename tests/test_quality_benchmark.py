@@ -16,7 +16,7 @@ sys.path += [str(Path(__file__).parents[1] / "benchmarks" / one) for one in ("",
 import sets
 from choices import Choice, choices_table, compare
 from diagnosis import CHANGES, NOTHING, diagnose
-from finetuning import write_samples
+from finetuning import TunedAnswerer, write_samples
 from precision import TYPES, answers, engines_of, precision_table
 from records import measure, read
 from rows import Answerer, Record
@@ -129,26 +129,21 @@ def changed() -> BlockAttentionEngine:
     return BlockAttentionEngine(again, "memory:")
 
 
-def test_a_tuned_model_is_compared_with_the_stock_models_full_mode(
+def test_tuned_models_answer_in_both_modes(
     engine: BlockAttentionEngine, changed: BlockAttentionEngine
 ) -> None:
-    answerer = Answerer(
-        engine,
-        CHAT,
-        {"block": engine.recipe},
-        tuned={"same": engine, "changed": changed},
-        max_new_tokens=6,
-    )
+    answerer = TunedAnswerer(engine, {"same": engine, "changed": changed}, CHAT, 12)
     item = sets.facts()[0]
     found = {one.row: one for one in answerer.answer(item, answerer.rows)}
-    assert list(found) == answerer.rows
-    assert answerer.rows[2:4] == ["same", "same, full mode"]
-    assert found["same"].output == found["block"].output
-    assert found["same"].kl == pytest.approx(found["block"].kl, rel=1e-3, abs=1e-5)
-    assert found["same, full mode"].kl == pytest.approx(0, abs=1e-5)
+    assert [*found] == ["full", "recipe"] + [
+        f"{name}{mode}" for name in ("same", "changed") for mode in ("", ", full mode")
+    ]
+    assert found["same"].output == found["recipe"].output
     assert found["same, full mode"].output == found["full"].output
-    assert found["changed, full mode"].kl > 0.01
-    assert found["changed"].kl != pytest.approx(found["same"].kl, rel=0.1)
+    assert found["changed"].output != found["same"].output
+    assert found["changed, full mode"].output != found["full"].output
+    assert found["full"].computed_tokens == found["full"].prompt_tokens
+    assert found["same"].computed_tokens < found["same"].prompt_tokens
 
 
 def test_a_run_adds_missing_rows_and_refuses_unknown_ones(

@@ -4,7 +4,7 @@
     python benchmarks/quality choose smollm2 --nq nq_rag_tune.jsonl.gz
     python benchmarks/quality diagnose smollm2 --nq nq_rag.jsonl.gz
     python benchmarks/quality tune smollm2 --nq nq_rag_tune.jsonl.gz --output tuned --lora
-    python benchmarks/quality run smollm2 --nq nq_rag.jsonl.gz --tuned tuned
+    python benchmarks/quality tuned smollm2 tuned --nq nq_rag.jsonl.gz
     python benchmarks/quality precision smollm2 --nq nq_rag.jsonl.gz
     python benchmarks/quality table
 
@@ -12,8 +12,8 @@
 ``benchmarks/results/quality/MODEL.csv``. It stops after ``--minutes``, and adds missing answers
 when it runs again. ``choose`` compares sinks and ways to choose the tokens to recompute, on other
 questions, in ``choices/MODEL.csv``. ``diagnose`` shows the causes of a recipe's remaining
-divergence. ``tune`` fine-tunes a model on gold answers; ``run --tuned`` compares it with the stock
-model and its recipe, in ``MODEL-tuned.csv``. ``precision`` compares block mode over keys and values
+divergence. ``tune`` fine-tunes a model on gold answers; ``tuned`` compares it with the stock model
+and its recipe, in ``MODEL-tuned.csv``. ``precision`` compares block mode over keys and values
 in int8 with the model's own type, in ``precision/MODEL.csv``. ``table`` writes ``MODEL.md`` next to
 each CSV file, and the short tables of ``docs/quality.md`` to ``summary/MODEL.md``.
 """
@@ -40,7 +40,7 @@ from diagnosis import Change
 from models import model_path
 from precision import TYPES, answers, engines_of, precision_table
 from records import measure, read
-from rows import FULL, Answerer, Record
+from rows import Answerer, Record
 from table import diagnosis_table, summary, tables
 
 from blockattn_rag import BlockAttentionEngine
@@ -72,19 +72,11 @@ def run(
     minutes: Minutes = 45,
     max_new_tokens: int = 40,
     results: Path = RESULTS,
-    tuned: Annotated[
-        list[Path] | None,
-        typer.Option(help="Folder that `tune` wrote. Its name becomes the row's name. Repeatable."),
-    ] = None,
-    only: Annotated[
-        list[str] | None, typer.Option(help="Use only this set of questions. Repeatable.")
-    ] = None,
 ) -> None:
     """Answer questions in every row."""
-    items = _items(nq, only or ())[:questions]
-    answerer = _answerer(model, recipe, max_new_tokens, tuned or ())
-    path = results / f"{Path(model).name}{'-tuned' if tuned else ''}.csv"
-    measure(path, Record, items, answerer.answer, answerer.rows, minutes)
+    answerer = _answerer(model, recipe, max_new_tokens)
+    path = results / f"{Path(model).name}.csv"
+    measure(path, Record, _items(nq)[:questions], answerer.answer, answerer.rows, minutes)
 
 
 @app.command()
@@ -110,6 +102,37 @@ def tune(
     if held_out:
         finetuning.write_samples(read_samples(held_out), files[1], _HELD_OUT)
     finetuning.tune(model_path(model), files[0], files[1] if held_out else None, output, lora=lora)
+
+
+@app.command()
+def tuned(
+    model: Model,
+    folders: Annotated[
+        list[Path], typer.Argument(help="Folders that `tune` wrote. Their names become rows.")
+    ],
+    nq: Questions = None,
+    recipe: RecipeFolder = "auto",
+    dtype: str = "float32",
+    only: Annotated[
+        list[str] | None, typer.Option(help="Use only this set of questions. Repeatable.")
+    ] = None,
+    questions: Annotated[int, typer.Option(help="Questions in all.")] = 200,
+    minutes: Minutes = 45,
+    max_new_tokens: int = 40,
+    results: Path = RESULTS,
+) -> None:
+    """Answer questions with a model and with its fine-tuned versions, in both modes."""
+    from blockattn_rag.prompts.checkpoints import AUTO_FORMAT, format_for
+
+    items = _items(nq, only or ())[:questions]
+    stock = _engine(model_path(model), recipe, dtype)
+    engines = {folder.name: _engine(str(folder), "auto", dtype) for folder in folders}
+    if len(engines) < len(folders):
+        raise SystemExit(f"Rows need distinct names, found {[*map(str, folders)]}")
+    form = format_for(AUTO_FORMAT, stock.model.name)
+    answerer = finetuning.TunedAnswerer(stock, engines, form, max_new_tokens)
+    path = results / f"{Path(model).name}-tuned.csv"
+    measure(path, Record, items, answerer.answer, [*answerer.rows], minutes)
 
 
 @app.command()
@@ -200,38 +223,29 @@ def table(results: Path = RESULTS) -> None:
         print(path.with_suffix(".md"))
 
 
-def _answerer(model: str, recipe: str, max_new_tokens: int, tuned: Sequence[Path] = ()) -> Answerer:
+def _answerer(model: str, recipe: str, max_new_tokens: int) -> Answerer:
     from blockattn_rag.engine.find_recipe import resolve_recipe
     from blockattn_rag.engine.outline import FAST
     from blockattn_rag.engine.recipe import Recipe
     from blockattn_rag.prompts.sinks import HEAD
 
-    names = [FULL, "block", "recipe", *(folder.name for folder in tuned)]
-    if len({*names}) < len(names):
-        raise SystemExit(f"rows need distinct names, found {names}: rename a folder of --tuned")
     engine, form = _stock(model)
     found = resolve_recipe(recipe, engine.model, engine.store)
-    recipes = {"block": resolve_recipe("none", engine.model, engine.store)}
-    if not tuned:
-        recipes["sink"] = resolve_recipe(FAST, engine.model, engine.store)
+    recipes = {
+        "block": resolve_recipe("none", engine.model, engine.store),
+        "sink": resolve_recipe(FAST, engine.model, engine.store),
+    }
     if found.adapter is not None:
         recipes["recipe"] = replace(found, promote=0, recompute=0.0)
-    if not tuned:
-        last, best = [*recipes.items()][-1]
-        recipes[f"{last}, 1 promoted"] = replace(best, promote=1)
-        if engine.model.supports_relay:
-            bases = {"head": Recipe(HEAD)} | ({last: best} if best.adapter else {})
-            for base, one in bases.items():
-                for percent in (5, 10):
-                    share = percent / 100
-                    recipes[f"{base}, {percent} % recomputed"] = replace(one, recompute=share)
-    return Answerer(
-        engine,
-        form,
-        recipes,
-        max_new_tokens=max_new_tokens,
-        tuned={folder.name: _engine(str(folder), "auto") for folder in tuned},
-    )
+    last, best = [*recipes.items()][-1]
+    recipes[f"{last}, 1 promoted"] = replace(best, promote=1)
+    if engine.model.supports_relay:
+        bases = {"head": Recipe(HEAD)} | ({last: best} if best.adapter else {})
+        for base, one in bases.items():
+            for percent in (5, 10):
+                share = percent / 100
+                recipes[f"{base}, {percent} % recomputed"] = replace(one, recompute=share)
+    return Answerer(engine, form, recipes, max_new_tokens=max_new_tokens)
 
 
 def _stock(model: str) -> tuple[BlockAttentionEngine, PromptFormat]:
@@ -242,10 +256,8 @@ def _stock(model: str) -> tuple[BlockAttentionEngine, PromptFormat]:
     return engine, format_for(AUTO_FORMAT, engine.model.name)
 
 
-def _engine(model: str, recipe: str) -> BlockAttentionEngine:
-    return BlockAttentionEngine.from_pretrained(
-        model, store="memory:", dtype="float32", recipe=recipe
-    )
+def _engine(model: str, recipe: str, dtype: str = "float32") -> BlockAttentionEngine:
+    return BlockAttentionEngine.from_pretrained(model, store="memory:", dtype=dtype, recipe=recipe)
 
 
 def _items(nq: Path | None, only: Sequence[str] = ()) -> list[sets.Item]:

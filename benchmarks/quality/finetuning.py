@@ -1,18 +1,25 @@
-"""Block fine-tuning of one model for both modes on gold answers, as in the papers."""
+"""Block fine-tuning of one model for both modes on gold answers, as in the papers, and the answers
+of the fine-tuned models."""
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from math import nan
 from pathlib import Path
 
 import torch
+from rows import FULL, Record
+from sets import Item
 
+from blockattn_rag import BlockAttentionEngine
+from blockattn_rag.engine.results import Mode
 from blockattn_rag.lab.evaluation.datasets import EvaluationPassage, EvaluationSample
 from blockattn_rag.lab.training.config import FinetuneConfig
 from blockattn_rag.lab.training.finetune import finetune
+from blockattn_rag.prompts.formats import PromptFormat
 
 LORA_RANK = 8
 LORA_LEARNING_RATE = 3e-4
@@ -98,3 +105,59 @@ def tune(model: str, data: Path, held_out: Path | None, output: Path, *, lora: b
         )
     )
     print(f"{report.steps} steps in {report.seconds:.0f} s. {report.evaluation_text}")
+
+
+@dataclass(frozen=True, eq=False)
+class TunedAnswerer:
+    """Answers one question with a model and with its fine-tuned versions, in block and full mode.
+
+    Args:
+        stock: The model, with its recipe.
+        tuned: Fine-tuned models by row name.
+        form: Prompt format of the models.
+        max_new_tokens: Maximum length of an answer.
+    """
+
+    stock: BlockAttentionEngine
+    tuned: Mapping[str, BlockAttentionEngine]
+    form: PromptFormat
+    max_new_tokens: int
+
+    @property
+    def rows(self) -> dict[str, tuple[BlockAttentionEngine, Mode]]:
+        """Engine and mode of each row."""
+        rows: dict[str, tuple[BlockAttentionEngine, Mode]] = {
+            FULL: (self.stock, "full"),
+            "recipe": (self.stock, "block"),
+        }
+        for name, engine in self.tuned.items():
+            rows |= {name: (engine, "block"), f"{name}, full mode": (engine, "full")}
+        return rows
+
+    def answer(self, item: Item, rows: Collection[str]) -> Iterator[Record]:
+        """Answer a question in some rows. The stock model's logits are no reference for a model
+        that was trained on other answers, so ``kl`` and ``agreement`` are NaN."""
+        prompt = self.form.prompt(
+            item.question, item.passages, self.stock.model.tokenizer.tokenizer
+        )
+        for row, (engine, mode) in self.rows.items():
+            if row not in rows:
+                continue
+            if mode == "block":
+                engine.precompute(prompt.context, as_prompt=True)
+            found = engine.generate(
+                prompt, mode=mode, max_new_tokens=self.max_new_tokens, do_sample=False
+            )
+            yield Record(
+                set=item.set,
+                id=item.id,
+                row=row,
+                right=int(item.is_right(found.text)),
+                f1=round(item.f1(found.text), 4),
+                kl=nan,
+                agreement=nan,
+                computed_tokens=found.stats.computed_tokens,
+                prompt_tokens=found.stats.prompt_tokens,
+                ttft_s=round(found.stats.ttft_s, 4),
+                output=found.text,
+            )

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from sets import Item
@@ -19,8 +18,6 @@ from blockattn_rag.prompts.blocks import BlockPrompt
 from blockattn_rag.prompts.formats import PromptFormat
 
 FULL, BEST = "full", "best passage only"
-FULL_MODE = "full mode"
-"""Suffix of the rows in which a fine-tuned model answers in full mode."""
 
 EARLIER = (
     *("recompute 10 %", "recompute 20 %"),
@@ -64,8 +61,6 @@ class Answerer:
         engine: The engine, without a recipe.
         form: Prompt format of its model.
         recipes: Recipes of block mode by row name.
-        tuned: Fine-tuned engines of the same model, by row name. If not empty, the last row is
-            skipped.
         max_new_tokens: Maximum length of an answer.
     """
 
@@ -76,22 +71,16 @@ class Answerer:
         recipes: dict[str, Recipe],
         *,
         max_new_tokens: int,
-        tuned: Mapping[str, BlockAttentionEngine] = MappingProxyType({}),
     ) -> None:
         self.engine = engine
         self.recipes = recipes
         self._form = form
-        self._tuned = tuned
         self._options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": False}
 
     @property
     def rows(self) -> list[str]:
         """Names of all rows, in order."""
-        found = [FULL, *self.recipes]
-        if self._tuned:
-            tuned = [one for name in self._tuned for one in (name, f"{name}, {FULL_MODE}")]
-            return [*found, *tuned]
-        return [*found, BEST]
+        return [FULL, *self.recipes, BEST]
 
     def answer(self, item: Item, rows: Collection[str]) -> Iterator[Record]:
         """Answer a question in some rows."""
@@ -105,30 +94,19 @@ class Answerer:
             compare = _Comparison(item, ids, expected, is_timed=False)
         for name, recipe in self.recipes.items():
             if name in rows:
-                yield self._answered(name, self.engine, compare, prompt, recipe=recipe)
-        for name, engine in self._tuned.items():
-            if name in rows:
-                yield self._answered(name, engine, compare, prompt)
-            if (full_row := f"{name}, {FULL_MODE}") in rows:
-                yield self._answered(full_row, engine, compare, prompt, mode="full")
+                yield self._answered(name, compare, prompt, recipe)
         if BEST in rows:
             best = self.prompt(replace(item, passages=(item.passages[item.best],)))
             found = self.engine.generate(best, mode="full", **self._options)
             yield compare.record(BEST, found.text, None, found.stats)
 
     def _answered(
-        self,
-        row: str,
-        engine: BlockAttentionEngine,
-        compare: _Comparison,
-        prompt: BlockPrompt,
-        **options: Any,
+        self, row: str, compare: _Comparison, prompt: BlockPrompt, recipe: Recipe
     ) -> Record:
-        """Encode the blocks, then answer in a mode or with a recipe."""
-        if options.get("mode") != "full":
-            engine.precompute(prompt.context, as_prompt=True, **options)
-        found = engine.generate(prompt, **options, **self._options)
-        logits = engine.answer_logits(prompt, compare.answer, **options)
+        """Encode the blocks with a recipe, then answer."""
+        self.engine.precompute(prompt.context, as_prompt=True, recipe=recipe)
+        found = self.engine.generate(prompt, recipe=recipe, **self._options)
+        logits = self.engine.answer_logits(prompt, compare.answer, recipe=recipe)
         return compare.record(row, found.text, logits, found.stats)
 
     def full_answer(self, prompt: BlockPrompt) -> tuple[Generation, Tensor]:

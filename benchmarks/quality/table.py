@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 
 from diagnosis import NOTHING, Change
-from rows import FULL, FULL_MODE, Record
+from rows import FULL, Record
 from tables import markdown
 
 from blockattn_rag.lab.evaluation.metrics import bootstrap_mean, bootstrap_ratio
@@ -106,7 +106,7 @@ def _line(name: str, rows: Rows, by_row: dict[str, Rows]) -> list[str]:
         mean, low, high = bootstrap_mean([one.kl for one in measured.values()])
         kl = f"{mean:.3f} ({low:.3f} to {high:.3f})"
         agreement = f"{statistics.fmean(one.agreement for one in measured.values()):.0%}"
-        if name != PLAIN and not name.endswith(FULL_MODE):
+        if name != PLAIN:
             gained = [plain[key].kl - one.kl for key, one in measured.items()]
             share = bootstrap_ratio(gained, [plain[key].kl for key in measured])
             recovered = "{:.0%} ({:.0%} to {:.0%})".format(*share)

@@ -82,7 +82,7 @@ def _(kit: LangChainKit) -> Any:
     return len(pieces) > 1 and "".join(pieces)
 
 
-@langchain("create_agent: memory by a checkpointer, summarised")
+@langchain("create_agent: memory by a checkpointer, summarized")
 def _(kit: LangChainKit) -> Any:
     summary = SummarizationMiddleware(kit.chat, trigger=("messages", 3), keep=("messages", 1))
     agent: Any = create_agent(kit.chat, [], middleware=[summary], checkpointer=InMemorySaver())

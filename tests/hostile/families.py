@@ -1,4 +1,4 @@
-"""Small tokenizers with the control tokens, flags and normalisers of the model families."""
+"""Small tokenizers with the control tokens, flags and normalizers of the model families."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Family:
         return [str(self.tokenizer.convert_ids_to_tokens(i)) for i in ids if i in self.control_ids]
 
     def parsed(self, text: str) -> list[int]:
-        """Ids of a text with every control token recognised, as transformers would have it."""
+        """Ids of a text with every control token recognized, as transformers would have it."""
         encoded = self.tokenizer(text, add_special_tokens=False, split_special_tokens=False)
         return list(encoded["input_ids"])
 

@@ -89,8 +89,8 @@ def _own_settings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def tokenised(block_model: BlockModel, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Every text that is tokenised during the test."""
+def tokenized(block_model: BlockModel, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Every text that is tokenized during the test."""
     texts: list[str] = []
     original = BlockTokenizer._ids
 

@@ -33,13 +33,13 @@ def blocks_per_call(engine: RecordingEngine) -> list[int]:
     return [sum(b.is_passage for b in call.prompt.context) for call in engine.calls]
 
 
-def check(engine: RecordingEngine, tokenised: list[str]) -> None:
+def check(engine: RecordingEngine, tokenized: list[str]) -> None:
     texts = {canonical_text(node) for node in passages(3)}
     fresh = RecordingEngine(engine.model)
     for call in engine.calls:
         assert {b.text for b in call.prompt.context if b.is_passage} <= texts
         assert fresh.generate(call.prompt, max_new_tokens=4).text == call.answer.text
-    assert not [text for text in tokenised if "kvblock" in text]
+    assert not [text for text in tokenized if "kvblock" in text]
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ async def test_every_turn_of_a_chat_reuses_its_passages(
     index: VectorStoreIndex,
     llm: BlockAttentionLLM,
     engine: RecordingEngine,
-    tokenised: list[str],
+    tokenized: list[str],
 ) -> None:
     chat: Any = index.as_chat_engine(
         chat_mode=ChatMode(mode),
@@ -85,7 +85,7 @@ async def test_every_turn_of_a_chat_reuses_its_passages(
     assert blocks_per_call(engine) == expected
     passage_calls = [c for c in engine.calls if any(b.is_passage for b in c.prompt.context)]
     assert all(call.answer.stats.hits >= 3 for call in passage_calls)
-    check(engine, tokenised)
+    check(engine, tokenized)
 
 
 def test_configure_sets_llm_helper_and_tokenizer(llm: BlockAttentionLLM) -> None:

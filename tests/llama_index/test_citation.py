@@ -18,7 +18,7 @@ from tests.llama_index.conftest import RecordingEngine, passages
 
 @pytest.mark.parametrize("size", [80, 1500], ids=["short", "longer than a citation chunk"])
 async def test_each_source_is_one_block_without_its_number(
-    size: int, llm: BlockAttentionLLM, engine: RecordingEngine, tokenised: list[str]
+    size: int, llm: BlockAttentionLLM, engine: RecordingEngine, tokenized: list[str]
 ) -> None:
     nodes = passages(3, size)
     index = VectorStoreIndex(BlockKVTransform(llm=llm)(nodes), embed_model=HashingEmbedding(64))
@@ -42,7 +42,7 @@ async def test_each_source_is_one_block_without_its_number(
     assert "kvblock" not in response.source_nodes[0].node.get_content(MetadataMode.NONE)
     fresh = RecordingEngine(engine.model)
     assert fresh.generate(prompt, max_new_tokens=4).text == str(response)
-    assert not [text for text in tokenised if "kvblock" in text]
+    assert not [text for text in tokenized if "kvblock" in text]
 
 
 def test_labels_stay_with_their_sources(engine: RecordingEngine) -> None:

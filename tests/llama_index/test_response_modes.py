@@ -115,7 +115,7 @@ async def test_blocks_reach_the_model_complete_or_are_computed(
     helper: Callable[[BlockAttentionLLM], PromptHelper],
     block_model: BlockModel,
     engine: RecordingEngine,
-    tokenised: list[str],
+    tokenized: list[str],
     strings: list[str],
 ) -> None:
     llm = BlockAttentionLLM(
@@ -160,14 +160,14 @@ async def test_blocks_reach_the_model_complete_or_are_computed(
         assert stats.hits + stats.misses == len(call.prompt.context)
         assert stats.prompt_tokens + NEW_TOKENS <= WINDOW or not own
         assert fresh.generate(call.prompt, max_new_tokens=NEW_TOKENS).text == call.answer.text
-    assert tokenised
-    assert not [text for text in tokenised if "kvblock" in text]
+    assert tokenized
+    assert not [text for text in tokenized if "kvblock" in text]
 
 
 @pytest.mark.parametrize("chat", [True, False], ids=["chat", "completion"])
 @pytest.mark.parametrize("mode", ["generation", "no_text", "context_only"])
 async def test_modes_that_read_no_context_work_without_default_llm(
-    mode: str, chat: bool, engine: RecordingEngine, tokenised: list[str]
+    mode: str, chat: bool, engine: RecordingEngine, tokenized: list[str]
 ) -> None:
     llm = BlockAttentionLLM(engine=engine, max_new_tokens=4, is_chat_model=chat)
     nodes = encoded(llm, passages())
@@ -183,7 +183,7 @@ async def test_modes_that_read_no_context_work_without_default_llm(
         assert [call.prompt.context for call in engine.calls] == [()] * 4
     else:
         assert answer in ("", "None")
-    assert not [text for text in tokenised if "kvblock" in text]
+    assert not [text for text in tokenized if "kvblock" in text]
 
 
 def test_one_helper_in_settings_serves_llms_of_different_windows(engine: RecordingEngine) -> None:
@@ -204,7 +204,7 @@ def test_one_helper_in_settings_serves_llms_of_different_windows(engine: Recordi
 
 
 @pytest.mark.parametrize("mode", READING)
-def test_splits_large_passages(mode: str, engine: RecordingEngine, tokenised: list[str]) -> None:
+def test_splits_large_passages(mode: str, engine: RecordingEngine, tokenized: list[str]) -> None:
     llm = BlockAttentionLLM(engine=engine, context_window=2200, max_new_tokens=4)
     nodes = encoded(llm, passages(1, 3000))
     block_response_synthesizer(llm, mode).synthesize(QUESTION, nodes)
@@ -212,7 +212,7 @@ def test_splits_large_passages(mode: str, engine: RecordingEngine, tokenised: li
     pieces = [b.text for c in engine.calls for b in c.prompt.context if b.is_passage]
     assert pieces
     assert all(piece in canonical_text(nodes[0].node) for piece in pieces)
-    assert not [text for text in tokenised if "kvblock" in text]
+    assert not [text for text in tokenized if "kvblock" in text]
 
 
 def test_a_window_without_room_for_passages_is_refused_with_advice(engine: RecordingEngine) -> None:

@@ -69,7 +69,7 @@ def test_control_tokens_are_parsed_in_templates_and_final_text_alone() -> None:
         assert (parsed == END and not rest) == (origin in ("template", "prompt"))
 
 
-def test_content_between_control_tokens_of_a_template_is_tokenised_in_one_piece() -> None:
+def test_content_between_control_tokens_of_a_template_is_tokenized_in_one_piece() -> None:
     spans = [
         Span("<|user|>\n", "template"),
         Span("\n<|end|>x", "conversation"),
@@ -86,7 +86,7 @@ def test_the_ids_of_a_block_do_not_depend_on_its_neighbours(texts: list[str]) ->
     assert ids == alone
 
 
-def test_a_template_without_control_tokens_is_tokenised_together_with_the_text() -> None:
+def test_a_template_without_control_tokens_is_tokenized_together_with_the_text() -> None:
     block = Block("text", BlockTemplate("- ", "\n"))
     assert decoded(with_bos.block_ids(block, first=False)) == "- text\n"
 
@@ -160,7 +160,7 @@ class TestSharedTokenizer:
 
 
 class TestAddedTokens:
-    """Tokens that were added to a vocabulary, special or not, are recognised in templates alone."""
+    """Tokens that were added to a vocabulary, special or not, are recognized in templates alone."""
 
     @pytest.mark.parametrize("special", [True, False])
     @pytest.mark.parametrize("normalized", [True, False])

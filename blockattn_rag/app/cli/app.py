@@ -46,7 +46,7 @@ _EXTRA_OF = {
     "redis": "redis",
 }
 """The extra that installs each module."""
-_DEQUANTISING = "blockattn_rag.model.gguf"
+_DEQUANTIZING = "blockattn_rag.model.gguf"
 """The logger that reports when a GGUF file is dequantized."""
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as in shells: 128 + SIGINT."""
@@ -159,7 +159,7 @@ def options(
     usual = logging.INFO if verbose else logging.WARNING
     logger.setLevel(logging.DEBUG if debug else usual)
     # Dequantizing a file takes minutes on its first use, so its start is always logged.
-    logging.getLogger(_DEQUANTISING).setLevel(logging.DEBUG if debug else logging.INFO)
+    logging.getLogger(_DEQUANTIZING).setLevel(logging.DEBUG if debug else logging.INFO)
     logger.propagate = False  # A handler of another package would print the message again.
     if not any(isinstance(handler, _ToStderr) for handler in logger.handlers):
         logger.addHandler(_ToStderr())
@@ -174,7 +174,7 @@ class _ToStderr(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         is_warning = record.levelno >= logging.WARNING
-        if record.name == _DEQUANTISING or (record.name == "blockattn_rag.app.rag" and is_warning):
+        if record.name == _DEQUANTIZING or (record.name == "blockattn_rag.app.rag" and is_warning):
             note(f"note: {record.getMessage()}")
             return
         note(f"{record.levelname} {record.name}: {record.getMessage()}")

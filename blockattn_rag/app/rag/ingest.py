@@ -97,7 +97,7 @@ def ingest_documents(
     passages = [
         stamp(node, text) if text else node for node, text in zip(nodes, texts, strict=True)
     ]
-    added, removed = synchronise(database, collection, passages, report)
+    added, removed = synchronize(database, collection, passages, report)
     if pool is not None:
         pool.remove_journal()
     return IngestReport(
@@ -139,7 +139,7 @@ def with_stable_ids(nodes: Sequence[BaseNode]) -> list[BaseNode]:
     return list(nodes)
 
 
-def synchronise(
+def synchronize(
     database: Database,
     collection: Collection,
     passages: Sequence[BaseNode],

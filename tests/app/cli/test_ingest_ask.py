@@ -42,7 +42,7 @@ def test_an_ingestion_that_stops_before_chroma_is_completed_by_the_next(
 
     command = ("ingest", documents, "--db", tmp_path / "db", "--model", model, "--json")
     with monkeypatch.context() as patch:
-        patch.setattr("blockattn_rag.app.rag.ingest.synchronise", stop)
+        patch.setattr("blockattn_rag.app.rag.ingest.synchronize", stop)
         assert cli(*command).status == 130
     report = cli(*command).json
     assert (report["computed"], report["reused"], report["added"]) == (0, 2, 2)
@@ -284,7 +284,7 @@ def test_a_failed_ingestion_fixes_neither_model_nor_embedding(
     failed = cli("ingest", documents, "--db", db, "--model", model, "--embedding", "no/such-one")
     assert (failed.status, (db / MANIFEST).exists()) == (1, False)
     with monkeypatch.context() as patch:
-        patch.setattr("blockattn_rag.app.rag.ingest.synchronise", stop)
+        patch.setattr("blockattn_rag.app.rag.ingest.synchronize", stop)
         assert cli("ingest", documents, "--db", db, "--model", "bundled").status == 130
     manifest = json.loads((db / MANIFEST).read_text(encoding="utf-8"))
     (db / MANIFEST).write_text(json.dumps(manifest | {"embedding": "no/such-one"}))

@@ -66,7 +66,7 @@ def test_an_interrupted_ingestion_is_resumed_from_its_journal(
 
     command = ("ingest", documents, "--db", db, "--model", model, "--server", server.url, "--json")
     with monkeypatch.context() as interrupted:
-        interrupted.setattr("blockattn_rag.app.rag.ingest.synchronise", interrupt)
+        interrupted.setattr("blockattn_rag.app.rag.ingest.synchronize", interrupt)
         assert cli(*command).status == 1
     assert [*(db / "journal").iterdir()]
     sent = len(server.bodies(ENCODE))

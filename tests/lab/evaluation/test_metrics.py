@@ -12,7 +12,7 @@ from blockattn_rag.lab.evaluation.metrics import (
 )
 
 
-def test_normalising_drops_case_punctuation_articles_and_extra_spaces() -> None:
+def test_normalizing_drops_case_punctuation_articles_and_extra_spaces() -> None:
     assert normalize_answer("  The  Tower, of\tA. Hill! ") == "tower of hill"
 
 
