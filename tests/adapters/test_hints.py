@@ -1,4 +1,4 @@
-"""Hints: reuse that is given away is told of once, and nothing else is."""
+"""Missed opportunities for reuse are logged as hints, each of them once."""
 
 from __future__ import annotations
 
