@@ -82,8 +82,8 @@ def metadata_of(wheel: Path) -> Message:
 def incomplete(folder: Path) -> list[str]:
     """List what is wrong with the wheels and sdists in a folder.
 
-    Expects exactly one wheel and one sdist per package, all with the same version, wheels of at most
-    ``MAX_WHEEL_BYTES``, READMEs without relative links, and a main sdist with ``IN_SDIST``.
+    Expects exactly one wheel and one sdist per package, all with the same version, wheels of at
+    most ``MAX_WHEEL_BYTES``, READMEs without relative links, and a main sdist with ``IN_SDIST``.
     """
     number = version(ROOT)
     stems = [f"{name.replace('-', '_')}-{number}" for name in PACKAGES]

@@ -23,7 +23,7 @@ HALF = (torch.float16, torch.bfloat16)
 def softmax_attention(
     query: Tensor, key: Tensor, value: Tensor, scale: float, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention in float32. Returns the output in the query's dtype, and the log-sum-exp."""
+    """Compute attention in float32. Returns output in the query's dtype, and log-sum-exp."""
     scores = query.float() @ key.float().mT * scale
     if bias is not None:
         scores = scores + bias.float()
@@ -70,7 +70,7 @@ def flash_attention(
     is_causal: bool,
     window: tuple[int | None, int | None] = (None, None),
 ) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of any flash kernel. ``window``: visible keys to the left and right."""
+    """Output and log-sum-exp of any flash kernel. ``window``: visible keys to the left, right."""
     assert type(is_causal) is bool
     check_rows(query, key, value)
     assert query.dtype in HALF
@@ -193,7 +193,7 @@ def memory_efficient(
     *,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Stand-in for ``aten::_scaled_dot_product_efficient_attention``: pads the log-sum-exp to 32."""
+    """Stand-in for ``aten::_scaled_dot_product_efficient_attention``. Pads the lse to 32 rows."""
     assert (compute_log_sumexp, dropout_p, is_causal) == (True, 0.0, False)
     assert scale is not None
     check_rows(query, key, value)

@@ -72,8 +72,8 @@ def bounds(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[flo
     """Maximum errors of output and log-sum-exp for inputs that are exact in their dtype.
 
     A score is a sum of D products in float32, whose magnitudes add up to at most the product of the
-    rows' norms. The relative error of a weight is twice the error of a score; weights and output are
-    rounded to the inputs' dtype. Sums over keys are rounded once per key.
+    rows' norms. The relative error of a weight is twice the error of a score; weights and output
+    are rounded to the inputs' dtype. Sums over keys are rounded once per key.
     """
     eps, of_dtype = torch.finfo(torch.float32).eps, torch.finfo(query.dtype).eps
     norms = float(query.float().norm(dim=-1).max() * key.float().norm(dim=-1).max())

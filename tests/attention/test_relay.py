@@ -71,7 +71,7 @@ def by_moving_the_keys(
     layout: RotaryLayout,
     scale: float = 0.25,
 ) -> Tensor:
-    """Reference attention of one request in float64: keys moved and concatenated, heads repeated."""
+    """Float64 reference attention of one request: keys moved and concatenated, heads repeated."""
     keys = [shift_positions(b.kv.keys[layer].double(), b.shift, layout) for b in context.blocks]
     key = torch.cat([*keys, tail[0].double()], dim=1)
     value = torch.cat([*(b.kv.values[layer] for b in context.blocks), tail[1]], dim=1)
@@ -270,8 +270,8 @@ def test_one_plan_serves_a_question_and_the_tokens_of_its_answer() -> None:
 def test_relay_with_cuda_kernels_equals_moving_keys(
     monkeypatch: pytest.MonkeyPatch, size: int, dtype: torch.dtype
 ) -> None:
-    """Rounding the rotated query to its dtype changes a score by up to half a rounding step times the
-    norms of query and key. The output is rounded twice: by the kernel and at the end."""
+    """Rounding the rotated query to its dtype changes a score by up to half a step times the norms
+    of query and key. The output is rounded twice: by the kernel and at the end."""
     monkeypatch.setattr(relay, "attend", _attend_as_on_cuda)
     layout = RotaryLayout(10_000.0 ** (-torch.arange(0, size, 2) / size), "half")
     scale = size**-0.5

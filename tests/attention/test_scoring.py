@@ -103,7 +103,7 @@ def test_windows_are_exact_to_a_token(joins: int, tokens: int, orders: list[list
         77,
         78,
         118,
-    ]  # distances at which the tail and each block of the first order start
+    ]  # tail, then blocks of the first order counted from its end
     edges = {edge + off for edge in ends for off in (-3, 0, 1)}
     for window in sorted({1, 2, *edges, 500}):
         error = error_of(orders, tokens, window=window, joins=joins)

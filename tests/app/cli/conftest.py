@@ -87,7 +87,7 @@ def documents(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def filled(cli: Command, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A database with one passage, shared by all tests. Tests that write use ``database`` instead."""
+    """A database with one passage, shared by all tests. Tests that write use ``database``."""
     folder = tmp_path_factory.mktemp("filled")
     text = folder / "tower.txt"
     text.write_text("Halden Tower is 214 metres high.\n", encoding="utf-8")

@@ -18,7 +18,7 @@ COLLECTION = run.collection_for
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Limit the demo to a few passages, questions and tokens: the tiny model cannot answer anyway."""
+    """Few passages, questions and tokens: the tiny model cannot answer the questions anyway."""
 
     def collection(model: str) -> run.Collection:
         whole = COLLECTION(model)
