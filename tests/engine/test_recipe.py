@@ -32,7 +32,6 @@ from tests.model.miniatures import new_model
 from tests.models import shared_tiny_llama, tiny_model, tiny_tokenizer
 from tests.recipes import correction_of, recipe_of
 
-
 SMOLLM2 = "ef69aaa49fa9721982f7b16beae2b72c6a3c90f5b14c1ce4f2a7aad31eaf91c0"
 
 
