@@ -118,7 +118,7 @@ def _without_swallowed(family: Family, ids: list[int]) -> Any:
 
 
 def _without_thoughts(controls: list[str], most: int) -> list[str]:
-    """Remove the ``</think>`` that templates write after ``<think>`` at the start of turns."""
+    """Remove each ``</think>`` that directly follows a ``<think>`` at the start of a turn."""
     kept: list[str] = []
     for control in controls:
         if most and control == "</think>" and kept[-2:] == ["<|im_start|>", "<think>"]:
