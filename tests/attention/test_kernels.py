@@ -226,9 +226,8 @@ def test_states_may_have_any_memory_layout(kernel: Kernel, dtype: torch.dtype) -
     key = odd.as_strided((1, KV_HEADS, 40, SIZE), steps, storage_offset=1)
     value = random(1, KV_HEADS, 40, 2 * SIZE, seed=2, dtype=dtype)[..., ::2]
     one = random(1, KV_HEADS, 1, SIZE, dtype=dtype)
-    lone = one.as_strided(
-        one.shape, (7, SIZE, 3, 1)
-    )  # strides of dimensions of length 1 are arbitrary
+    # Strides of dimensions of length 1 are arbitrary.
+    lone = one.as_strided(one.shape, (7, SIZE, 3, 1))
     for query in (apart, lone):
         found, expected = kernel(query, key, value, 0.25, None), exact(query, key, value, 0.25)
         of_output, of_lse = bounds(query, key, value, 0.25)

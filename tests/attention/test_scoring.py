@@ -97,13 +97,8 @@ def error_of(
 @pytest.mark.parametrize("tokens", [1, 6])
 @pytest.mark.parametrize("joins", [0, 50], ids=["one by one", "joined"])
 def test_windows_are_exact_to_a_token(joins: int, tokens: int, orders: list[list[int]]) -> None:
-    ends = [
-        8,
-        60,
-        77,
-        78,
-        118,
-    ]  # tail, then blocks of the first order counted from its end
+    # Ends of the tail and of the blocks in the first order, counted from its end.
+    ends = [8, 60, 77, 78, 118]
     edges = {edge + off for edge in ends for off in (-3, 0, 1)}
     for window in sorted({1, 2, *edges, 500}):
         error = error_of(orders, tokens, window=window, joins=joins)

@@ -271,9 +271,8 @@ def test_a_conversation_continues_after_a_stop_string(
     prompt = [*CONTEXT, f"How tall?{cut.text} When?"]
     found = engine.generate(prompt, max_new_tokens=NEW)
     assert found.token_ids == plain.generate(prompt, max_new_tokens=NEW).token_ids
-    assert found.stats.computed_tokens == len(
-        " When?"
-    )  # not the stop string, which is not part of the text
+    # The tail ends before the stop string, which is not part of the text.
+    assert found.stats.computed_tokens == len(" When?")
 
 
 def test_a_conversation_continues_after_a_closed_stream(

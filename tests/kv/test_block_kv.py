@@ -40,9 +40,8 @@ def test_moving_a_block_to_its_own_device_returns_it() -> None:
 
 def test_a_copy_has_the_same_values_in_one_memory_buffer() -> None:
     one = block(3, 1)
-    one = replace(
-        one, values=tuple(t[..., :2] for t in one.values)
-    )  # values with another head size
+    # The values have another head size.
+    one = replace(one, values=tuple(t[..., :2] for t in one.values))
     copy = one.copy_to(torch.device("cpu"))
     for mine, theirs in zip((*one.keys, *one.values), (*copy.keys, *copy.values), strict=True):
         assert torch.equal(mine, theirs)

@@ -62,9 +62,8 @@ def test_int8_halves_the_bytes_from_disk_and_adds_memory_traffic() -> None:
     codes = 2 * layers * heads * channels * 512
     assert found.passage_bytes == codes + layers * heads * 4 * (512 + channels)
     assert found.passage_bytes / (64 << 20) == pytest.approx(0.51, abs=0.001)
-    read = 4 * found.passage_bytes + 2 * 4 * (
-        64 << 20
-    )  # dequantized blocks are written and read again
+    # Dequantized blocks are written and read again.
+    read = 4 * found.passage_bytes + 2 * 4 * (64 << 20)
     memory, disk = found.tiers
     assert memory.ttft_s == pytest.approx((found.footprint.weight_bytes + read) / 1e10)
     assert disk.ttft_s == pytest.approx(memory.ttft_s + 4 * found.passage_bytes / 1e9)

@@ -117,9 +117,7 @@ def test_the_second_question_reuses_every_passage_in_another_order(
     assert sorted(orders[0]) == sorted(orders[1]) == sorted(texts)
     ask = way(chat, retriever, Figures())
     first, second = (ask(question) for question in questions)
-    assert (first.figures["hits"], first.figures["misses"]) == (
-        3,
-        1,
-    )  # the miss is the text before the passages
+    # The miss is the text before the passages.
+    assert (first.figures["hits"], first.figures["misses"]) == (3, 1)
     assert (second.figures["hits"], second.figures["misses"]) == (4, 0)
     assert len(first.text) == 6

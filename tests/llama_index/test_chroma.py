@@ -35,9 +35,8 @@ FACTS = [
 
 @pytest.fixture(params=["embedded", "server"])
 def client(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
-    settings = ChromaSettings(
-        anonymized_telemetry=False
-    )  # one per client, because clients modify it
+    # Clients modify their settings, so each test creates new ones.
+    settings = ChromaSettings(anonymized_telemetry=False)
     if request.param == "embedded":
         return chromadb.PersistentClient(str(tmp_path / "db"), settings=settings)
     port = request.getfixturevalue("chroma_server")

@@ -51,15 +51,11 @@ def test_each_row_follows_its_own_grammar() -> None:
 
 
 def test_ended_rows_keep_their_scores() -> None:
-    rows = [
-        [A, B, END, C],
-        [A, C, PAD, PAD],
-        [A, PAD, PAD, PAD],
-    ]  # the second and third row ended at stop strings
+    # The second and third rows ended at stop strings.
+    rows = [[A, B, END, C], [A, C, PAD, PAD], [A, PAD, PAD, PAD]]
     assert left(constrained(rows, *[matcher() for _ in rows], pad=PAD)) == [EVERY] * 3
-    assert left(constrained([[A, B]], matcher(), ends={B})) == [
-        EVERY
-    ]  # ended by a letter of the grammar
+    # A letter of the grammar ended the row.
+    assert left(constrained([[A, B]], matcher(), ends={B})) == [EVERY]
 
 
 @pytest.mark.parametrize("row", [[C], [A, A], [PAD, A], [A, PAD, B], [C, PAD]])

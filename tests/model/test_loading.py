@@ -98,9 +98,8 @@ def test_an_adapter_is_merged_into_its_base(saved: Path, tmp_path: Path) -> None
     loaded.tokenizer.tokenizer.save_pretrained(tmp_path / "merged")
     again = BlockModel.from_pretrained(tmp_path / "merged", device="cpu")
     assert again.is_block_tuned
-    assert (
-        again.fingerprint != loaded.fingerprint
-    )  # an adapter changes the fingerprint of the files
+    # An adapter changes the fingerprint of the files.
+    assert again.fingerprint != loaded.fingerprint
     assert load_config(tmp_path).hidden_size == 32
 
 

@@ -247,9 +247,8 @@ def test_a_branch_that_moves_during_loading_has_no_effect(
 
     def load_model(*arguments: Any, **options: Any) -> Any:
         model = loaded(*arguments, **options)
-        main.write_text(
-            "d" * 40
-        )  # after the weights were loaded, but before their files were determined
+        # The branch moves after the weights were loaded, but before their files were determined.
+        main.write_text("d" * 40)
         return model
 
     checkpoint = CheckpointModel("some/model", torch.float32)

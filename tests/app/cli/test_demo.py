@@ -57,9 +57,8 @@ def test_the_demo_shows_each_question_in_both_modes_and_a_summary(
     for turn in run.collection_for("any").questions:
         (at,) = [i for i, line in enumerate(lines) if line.startswith(turn.question)]
         assert [line.split()[0] for line in lines[at + 1 : at + 3]] == ["block", "full"]
-        assert all(
-            line.endswith(" ...") for line in lines[at + 1 : at + 3]
-        )  # answers are limited to 3 tokens
+        # Answers are limited to 3 tokens.
+        assert all(line.endswith(" ...") for line in lines[at + 1 : at + 3])
     for named in ("Right answers", "First token", "Prompt tokens", "Keys and values", "Time"):
         assert sum(line.startswith(named) for line in lines) == 1
     assert "of 2 in full mode" in output.stdout

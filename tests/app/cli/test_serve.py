@@ -64,9 +64,8 @@ def test_a_served_model_is_checked_and_stopped_by_a_signal(
     try:
         assert process.stdout is not None
         address, curl = process.stdout.readline(), process.stdout.readline()
-        is_immune = (
-            signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-        )  # inherited by child processes
+        # Child processes inherit whether SIGHUP is ignored.
+        is_immune = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
         assert _ignores_hangup(process.pid) == (is_immune or launcher == ["nohup"])
         process.send_signal(number)
         _, errors = process.communicate(timeout=LONGEST_S)

@@ -44,9 +44,8 @@ def test_a_plan_fits_into_its_time_and_uses_it(seconds: float, factor: float) ->
 def test_more_time_allows_more_of_everything_up_to_the_limits() -> None:
     short, long, endless = plan(300), plan(900), plan(1e6)
     assert short.samples < long.samples < endless.samples == LIMITS.samples
-    assert (
-        short.held_out <= long.held_out <= endless.held_out == 60
-    )  # a quarter of the 240 questions
+    # At most a quarter of the 240 questions is held out.
+    assert short.held_out <= long.held_out <= endless.held_out == 60
     assert endless.closed_form == LIMITS.closed_form
     assert endless.steps == LIMITS.epochs * LIMITS.samples / 4
 

@@ -505,9 +505,8 @@ class TestInterruption:
         write: Any = data.write_questions
         with monkeypatch.context() as patched:
             patched.setattr(stages, "write_questions", first_batch_alone)
-            patched.setattr(
-                stages, "check_time", lambda *_: None
-            )  # as if writing had taken unusually long
+            # Simulates writing that took unusually long.
+            patched.setattr(stages, "check_time", lambda *_: None)
             with pytest.raises(DataError, match=r"too little time .* found 0.0 minutes left"):
                 run.repair(model, asked, output, minutes=0.01, limits=QUICK)
         assert f"Everything computed so far is in {output.with_name('recipe.work')}" in caplog.text
