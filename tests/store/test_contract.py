@@ -1,4 +1,4 @@
-"""Behavior that all stores share."""
+"""Behavior that is common to all stores."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_every_dtype_is_preserved(any_store: KVStore, dtype: torch.dtype) -> Non
     assert same(got(any_store, kv.key), kv)
 
 
-def test_absent_key(any_store: KVStore) -> None:
+def test_an_absent_key_returns_none(any_store: KVStore) -> None:
     assert any_store.get(KEYS[0]) is None
     assert KEYS[0] not in any_store
     assert None not in any_store

@@ -1,4 +1,4 @@
-"""RedisStore: expiry, limits, and errors of the server."""
+"""RedisStore: expiry, limits and server errors."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_large_entry_is_refused_once(redis_url: str, caplog: pytest.LogCaptureFi
     with caplog.at_level(logging.WARNING):
         store.put(KEY, large)
         store.put(KEY, large)
-    assert store.get(KEY) is None  # nor the entry that it was to replace
+    assert store.get(KEY) is None  # the old entry is deleted too
     assert store.stats().refused == 2
     assert len(caplog.records) == 1
     assert "raise max_entry_bytes" in caplog.text
