@@ -19,9 +19,9 @@ from tests_vllm.test_engine import (  # noqa: F401 -- tests that run here with t
     PAGE,
     PAGES,
     free_pages_are_all,
-    test_many_requests_at_once_share_what_they_may,
-    test_preempted_request_continues,
-    test_two_answers_to_one_prompt_are_both_right,
+    test_a_preempted_request_continues,
+    test_concurrent_requests_share_pages_where_allowed,
+    test_two_answers_to_one_prompt_are_both_correct,
 )
 
 RECIPE = Recipe(recompute=0.4)
