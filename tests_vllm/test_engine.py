@@ -135,7 +135,7 @@ def test_concurrent_requests_share_pages_where_allowed(
     assert [said.tokens for said in engine.ask_all(asked)] == expected
 
 
-def test_a_preempted_request_continues(
+def test_preempted_requests_continue(
     reference: Reference, engine: Engine, recipe: Recipe | None
 ) -> None:
     cases = [reference.telling(place) for place in range(4)]

@@ -19,8 +19,8 @@ from tests_vllm.test_engine import (  # noqa: F401 -- tests that run here with t
     PAGE,
     PAGES,
     free_pages_are_all,
-    test_a_preempted_request_continues,
     test_concurrent_requests_share_pages_where_allowed,
+    test_preempted_requests_continue,
     test_two_answers_to_one_prompt_are_both_correct,
 )
 
