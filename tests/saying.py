@@ -37,7 +37,7 @@ def thinking_model(*, opens: bool) -> BlockModel:
 
 
 def says(text: str) -> dict[str, Any]:
-    """Return options that force one answer of a model with the tiny tokenizer to be this text."""
+    """Return options that make a model with the tiny tokenizer answer with this text once."""
     return {"logits_processor": [_Says(text)], "max_new_tokens": len(text.encode()) + 1}
 
 

@@ -119,7 +119,7 @@ def modules(file: Path, *, at_import: bool = False) -> Iterator[str]:
 
 @cache
 def distribution_of(module: str) -> str:
-    """Return the distribution of a module. In a shared namespace, its files decide."""
+    """Return the distribution that contains a module."""
     for known, name in NOT_INSTALLED.items():
         if f"{module}.".startswith(f"{known}."):
             return name

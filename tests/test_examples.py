@@ -1,4 +1,4 @@
-"""The examples run with a fake server, with the bundled model, and with a real model."""
+"""The examples run with a fake server, the bundled model, or a real model and embedding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command for installing a missing extra depends on where the package was installed from."""
+"""The command that installs a missing extra depends on how the package was installed."""
 
 from __future__ import annotations
 

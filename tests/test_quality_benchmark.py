@@ -159,7 +159,7 @@ def test_a_run_adds_missing_rows_and_refuses_unknown_rows(
         measure(path, Record, items, answerer.answer, rows, 1)
     found = [*read(path, Record)]
     assert [one.name for one in found] == [*some, rows[0], rows[2], rows[4]]
-    assert isnan(found[0].ttft_s)  # full mode was measured in the first run
+    assert isnan(found[0].ttft_s)  # full mode was timed in another run
     assert found[2].ttft_s > 0
     with pytest.raises(SystemExit, match=r"has \['block'\], this run"):
         measure(path, Record, items, answerer.answer, [one for one in rows if one != "block"], 1)

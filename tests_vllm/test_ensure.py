@@ -196,7 +196,7 @@ def test_must_store_raises_the_reason(reference: Reference, store: DirectoryStor
     client = Client(reference, store, unstored="No space left on device")
     ensurer, blocks = ensurer_of(client), blocks_of(reference)
     began = time.monotonic()
-    for _ in range(2):  # the second time without an attempt
+    for _ in range(2):  # the second time, nothing is attempted
         with pytest.raises(ServingError, match="not stored: No space left on device"):
             asyncio.run(ensurer.ensure(blocks, must_store=True))
     assert time.monotonic() - began < 10

@@ -1,4 +1,4 @@
-"""Missed opportunities for reuse are logged as hints, each of them once."""
+"""Every missed opportunity for reuse is logged once as a hint."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def softmax_attention(
 
 
 def check_rows(*states: Tensor) -> None:
-    """Check that rows are aligned to 16 bytes, which kernels read at once."""
+    """Check that rows are aligned to 16 bytes, the size of the kernels' memory accesses."""
     first, *others = states
     for one in states:
         *steps, last = one.stride()

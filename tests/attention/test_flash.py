@@ -39,7 +39,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
 
 
 class Timed:
-    """Packages with kernels of the given speeds, PyTorch's taking 1 s. Records their calls."""
+    """Packages whose kernels take the given seconds (PyTorch's takes 1). Records their calls."""
 
     def __init__(self, gpu: pytest.MonkeyPatch, **seconds: float) -> None:
         self.calls: list[str] = []

@@ -1,4 +1,4 @@
-"""The oracle compared with itself in cases with known results, and with models run by hand."""
+"""The oracle in cases with known results, and compared with a direct evaluation of the model."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_the_attention_of_the_model_is_restored(model: BlockModel) -> None:
 
 
 def test_composite_positions_start_each_block_at_0() -> None:
-    """The order of the passages then does not change their keys."""
+    """With composite positions, the order of passages does not change their keys."""
     model = tiny_model("llama")
     one, other = ([FIRST, *blocks, FINAL] for blocks in ([ONE, OTHER], [OTHER, ONE]))
     found = oracle_logits(model, one, positions="composite")

@@ -267,11 +267,11 @@ def test_auto_uses_the_bundled_recipe(stock: BlockModel, monkeypatch: pytest.Mon
     assert SMOLLM2 in recipe.fingerprints
 
 
-# -- which one ---------------------------------------------------------------------------------
+# -- choice of the recipe ----------------------------------------------------------------------
 
 
 def test_recipe_is_read_once(model: BlockModel, tmp_path: Path) -> None:
-    """It is read when the engine is created."""
+    """The recipe is read when the engine is created."""
     recipe_of(model).save(tmp_path / "recipe")
     engine = BlockAttentionEngine(model, recipe=tmp_path / "recipe")
     prompt = ["Halden is tall.", "It was built in 1931.", "How tall?"]

@@ -310,7 +310,7 @@ def test_an_unreadable_recipe_does_not_count_as_missing(
         Recipe.load(tmp_path)
 
 
-# -- at the same time ----------------------------------------------------------------------------
+# -- concurrency ---------------------------------------------------------------------------------
 
 
 def test_a_recipe_replaced_during_loading_is_loaded_completely(

@@ -98,7 +98,7 @@ def test_growing_conversations_match_the_oracle(engine: BlockAttentionEngine) ->
 
 
 def test_int8_errors_are_no_larger_than_without_a_recipe(recipe: Recipe) -> None:
-    """Logits are compared, because rounding may change tokens."""
+    """Logits are compared instead of tokens, because rounding may change tokens."""
     engine = BlockAttentionEngine(MODEL, MemoryStore(1 << 28), recipe=recipe, kv_dtype="int8")
     oracle = RecipeOracle(MODEL, LONGEST, recipe)
     found = engine.answer_logits(LONGEST, [0])[-1].float()

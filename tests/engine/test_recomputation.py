@@ -79,8 +79,8 @@ def test_after_an_empty_first_block_all_passages_are_recomputed() -> None:
 
 @pytest.fixture
 def contexts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int]]]:
-    """Record, for each batch, the number of tokens in its contexts and in all recomputed contexts
-    in memory."""
+    """Record, for each batch, the number of tokens in its contexts, and in all recomputed contexts
+    that are in memory."""
     seen: list[tuple[int, int]] = []
     copies: WeakSet[BlockKV] = WeakSet()
     cache_for = BlockModel.cache_for

@@ -274,7 +274,7 @@ async def test_a_failed_thread_start_raises_and_the_next_call_retries(
     assert await asyncio.wait_for(ask(scheduler, model, "next"), LONGEST_S) == "next"
 
 
-# -- leaving ---------------------------------------------------------------------------------------
+# -- cancellation ----------------------------------------------------------------------------------
 
 
 def test_an_error_while_batching_does_not_affect_other_requests(

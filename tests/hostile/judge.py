@@ -144,7 +144,7 @@ def _judge_blocks(family: Family, prompt: BlockPrompt, reading: Reading) -> list
 
 
 def _judge_contents(family: Family, asked: Asked, reading: Reading) -> list[Fault]:
-    """Check that all contents are present, and that all markers were typed."""
+    """Check that all contents are present, and that no markers were added."""
     faults = [
         Fault("typed", f"{content!r} is not in {text!r}")
         for contents, text in ((asked.typed, reading.text), (asked.in_final, reading.final))

@@ -46,7 +46,7 @@ def test_positions_share_constants_in_growing_groups() -> None:
 
 
 def test_each_head_adds_its_linear_map_and_its_constants(model: BlockModel) -> None:
-    """Computed token by token, with an explicit rotation."""
+    """Compared with a computation token by token, with an explicit rotation."""
     correction = correction_of(model)
     plain, found = encoded(model), encoded(model, correction)
     layout = model.profile.layouts[1]

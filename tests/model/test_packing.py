@@ -155,7 +155,7 @@ def test_weights_changed_by_an_optimizer_are_packed_again() -> None:
         with torch.inference_mode():
             layer(input)
         layer(input).square().mean().backward()
-        optimizer.step()  # writes undetected
+        optimizer.step()  # bypasses change detection
     assert_computed_by_its_weights(layer, input)
 
 
@@ -164,7 +164,7 @@ def test_a_new_engine_packs_the_current_weights() -> None:
     layer, input = packed(a_layer()), torch.randn(8, 57)
     with torch.inference_mode():
         layer(input)
-    layer.weight.data.mul_(2)  # writes undetected
+    layer.weight.data.mul_(2)  # bypasses change detection
     packed(layer)
     assert_computed_by_its_weights(layer, input)
 

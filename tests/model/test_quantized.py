@@ -101,9 +101,9 @@ def test_all_paths_read_int8_blocks_as_their_dequantized_states(family: str) -> 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_quantization_error_is_at_most_that_of_random_half_steps(family: str) -> None:
-    """Compared with the oracle, quantization has no larger error than moving every value up or down
-    by half a step at random. Quantization moves values by at most half a step, and by 0.29 steps
-    on average (root mean square)."""
+    """Relative to the oracle, the error of quantization is at most that of moving every value up or
+    down by half a step at random. Quantization moves values by at most half a step, with a root
+    mean square of 0.29 steps."""
     case = case_of(family)
     expected = oracle_logits(case.model.hf_model, [*case.ids, case.final])[-1]
     assert relative_error(case.logits(case.blocks), expected) <= BUDGET

@@ -208,10 +208,7 @@ def test_the_call_format_is_detected_if_the_template_opens_thoughts(mark: str) -
         (chat_templates.QWEN3_CODER, True),
         ("{# tool #}{{ messages[0].content }}", False),
         ("{# tool #}{{ 1 + messages[0].content }}", False),  # raises
-        (
-            "{% for m in messages %}{{ m.role + m.content }}{% endfor %}",
-            False,
-        ),  # depends on no role
+        ("{% for m in messages %}{{ m.role + m.content }}{% endfor %}", False),  # for any role
     ],
 )
 def test_template_with_tool_role_shows_results(template: str, shows: bool) -> None:

@@ -50,7 +50,7 @@ def user(content: Any) -> dict[str, Any]:
 def test_many_messages_of_one_role_are_merged_in_linear_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Measured as the number of characters in all created spans."""
+    """The work is measured as the number of characters in all created spans."""
     lengths: list[int] = []
 
     class Counted(Span):

@@ -163,7 +163,7 @@ def test_recognized_passages_consist_of_complete_graphemes(tail: list[str]) -> N
 
 @given(st.data())
 def test_the_longest_passages_take_precedence(data: st.DataObject) -> None:
-    """Compared with a separate search for each passage."""
+    """The result is compared with a separate search for each passage."""
     letters = st.text("ab ", min_size=WINDOW, max_size=WINDOW + 6).map(str.strip)
     passages = data.draw(st.lists(letters, max_size=6))
     others = st.text("ab .", max_size=9)

@@ -1,4 +1,4 @@
-"""Cache salts, and store keys, which equal those of the local engine."""
+"""Cache salts of requests, and store keys, which equal those of the local engine."""
 
 from __future__ import annotations
 

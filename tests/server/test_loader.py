@@ -101,7 +101,7 @@ def test_blocks_are_returned_in_order_by_one_read(loader: Make) -> None:
     found = one.start(BLOCKS).result()
     assert all(same(kv, kv_of(block)) for kv, block in zip(found, BLOCKS, strict=True))
     assert store.asked == [[BLOCKS[0].key, BLOCKS[1].key]], (
-        "expected the third block, which repeats the second, not to be read"
+        "expected the repeated block to be read once"
     )
     stats = one.stats()
     nbytes = sum(kv.nbytes for kv in found)
@@ -298,7 +298,7 @@ def test_a_store_error_is_not_reported_as_damage(loader: Make) -> None:
     assert error.damaged == ()
 
 
-# -- deadlines and bounds --------------------------------------------------------------------------
+# -- deadlines and limits --------------------------------------------------------------------------
 
 
 def test_loads_end_at_the_deadline_if_the_store_hangs(loader: Make) -> None:

@@ -85,7 +85,7 @@ def homes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, KVStore]:
     }
 
 
-# -- which share -----------------------------------------------------------------------------------
+# -- assignment of shares --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

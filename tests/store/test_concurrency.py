@@ -96,7 +96,7 @@ def test_exception_of_a_read_is_raised_in_its_own_thread() -> None:
         try:
             (found,) = second.result(10)
             assert isinstance(found, StoreError)
-        except RuntimeError:  # it started after the first had ended, so it read the block itself
+        except RuntimeError:  # it started after the first had ended
             assert len(source.asked) == 2
     source.error = None
     assert flights.read([KV.key], source, 10) == [KV]

@@ -47,7 +47,7 @@ def files(store: DirectoryStore) -> list[str]:
     return sorted(str(p.relative_to(store.path)) for p in store.path.rglob("*") if p.is_file())
 
 
-# What is stored
+# Stored entries
 
 
 def test_states_share_one_aligned_buffer(store: DirectoryStore) -> None:
@@ -330,7 +330,7 @@ def test_a_store_whose_folder_was_deleted_is_empty(store: DirectoryStore) -> Non
     assert [first, *listed] == keys[: 1 + sum(key[:2] == first[:2] for key in keys[1:])]
 
 
-# The disk refuses
+# Write errors
 
 
 def test_interrupted_write_leaves_nothing(store: DirectoryStore) -> None:

@@ -30,7 +30,7 @@ def passes_in_a_child(work: Callable[[], None]) -> bool:
 
 @pytest.fixture
 def held_reads() -> Iterator[SingleFlight]:
-    """Reads of another thread, of which one of KV is in progress until the test ends."""
+    """Single flight with a read of KV in another thread, in progress until the test ends."""
     flights, begun, go = SingleFlight(), threading.Event(), threading.Event()
 
     def read(_keys: object) -> list[None]:

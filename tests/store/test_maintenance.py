@@ -350,7 +350,7 @@ def test_gc_keeps_rewritten_objects(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_entries_are_read_lazily_and_concurrently(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checked with the first entries of an endless listing, which are read concurrently."""
+    """Takes the first entries of an endless listing, which must be read concurrently."""
     store, waiting, listed = objects_in_memory(), threading.Barrier(8, timeout=10), list[str]()
 
     def endless(_self: ObjectStore):  # type: ignore[no-untyped-def]

@@ -112,7 +112,7 @@ def test_discard_keeps_rewritten_entries(store: ObjectStore) -> None:
     assert not store.discard(KEY, entry.used_ns)
 
 
-# Time
+# Deadlines and concurrency
 
 
 def test_hanging_server_fails_at_the_deadline(backend: Any) -> None:

@@ -236,7 +236,7 @@ def test_delete_cancels_queued_copies(home: Remote) -> None:
     assert sorted(near.written) == sorted(KEYS)
 
 
-# Failing
+# Failures
 
 
 def test_failing_home_is_paused_and_retried(home: Remote, caplog: pytest.LogCaptureFixture) -> None:
@@ -310,7 +310,7 @@ def test_mark_used_of_an_object_store_closes_no_breaker(
     assert tiers.tier_stats()[1].is_open
 
 
-# The rest
+# Options
 
 
 @pytest.mark.parametrize(

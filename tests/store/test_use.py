@@ -40,7 +40,7 @@ def used_ns(store: DirectoryStore) -> int:
     return store.entry_path(KEY).stat().st_mtime_ns
 
 
-# Marking
+# Times of use
 
 
 def test_reads_record_uses_once_a_minute(

@@ -64,7 +64,7 @@ def test_a_repaired_database_is_queried_with_its_recipe(
     stages = ["full mode's answers", "fitting in closed form", "training", "choosing",
               "measuring", "right answers", "re-encoding passages"]  # fmt: skip
     begun = [line.partition(" (")[0] for line in output.stderr.splitlines()]
-    # If the machine has become faster, the stage that computes answers comes again before training.
+    # If the machine has become faster, more answers are computed before the training.
     assert list(dict.fromkeys(name for name in begun if name in stages)) == stages
     assert recipe.prompt_format == "ask"
     assert not (db / "recipe.work").exists()

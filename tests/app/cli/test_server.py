@@ -27,9 +27,8 @@ def test_a_database_is_ingested_and_asked_through_a_server(
     assert not (db / "journal").exists()
     assert not (db / "kv").exists()
 
-    again = cli(
-        "ingest", documents, "--db", db, "--json"
-    ).json  # through the server saved in the database
+    # The database saves the address of the server.
+    again = cli("ingest", documents, "--db", db, "--json").json
     assert (again["computed"], again["reused"]) == (0, made.json["computed"])
 
     question = ("ask", "How high is Halden Tower?", "--max-new-tokens", 6, "--json")

@@ -1,5 +1,3 @@
-"""``blockattn-rag train``."""
-
 from __future__ import annotations
 
 import inspect

@@ -101,7 +101,7 @@ def test_an_interrupted_evaluation_resumes_from_its_records(tmp_path: Path) -> N
     assert len(again.asked) == 2
     assert report["full"].accuracy.mean == 0.25
     assert report["none"].samples == 4
-    # One line with settings, and eight records.
+    # One line of settings and eight records.
     assert len(path.read_text(encoding="utf-8").splitlines()) == 9
     nothing = FakeEngine({})
     assert run(nothing, data, ("none",), batch_size=2, records_path=path) == report

@@ -84,7 +84,7 @@ def test_without_expected_answers_accuracy_is_not_reported(
     engine = BlockAttentionEngine(model, recipe="head:4", resident_bytes=0)
     asked = [Asked(s.id, s.question, make_prompt(engine, CHAT, s)) for s in samples]
     report = evaluate_collection(engine, asked, max_new_tokens=NEW)
-    # One row, because the recipe equals "fast".
+    # The recipe of the engine equals "fast", so it has no row of its own.
     assert [row.name for row in report.rows] == ["full", "fast"]
     assert [row.right for row in report.rows] == [None, None]
     assert report.with_answers == 0

@@ -58,7 +58,7 @@ def test_the_residual_matches_its_definition() -> None:
 
 
 def test_a_corrected_context_is_closer_to_full_attention(model: BlockModel) -> None:
-    """Evaluated on held-out prompts."""
+    """The distance is measured on held-out prompts."""
     every = contexts_of(60)
     correction = fit_correction(model, every[:48], every[48:], sink="head:2")
     assert (correction.sink, correction.fingerprint) == ("head:2", model.fingerprint)

@@ -15,10 +15,7 @@ NOISE = np.array([0.1, -0.1, 0.2, -0.2])
     [
         ({"none": 0.0, "sink": 0.0, "trained": 0.0}, "none"),
         ({"none": 1.0, "sink": 0.5, "trained": 0.0}, "trained"),
-        (
-            {"none": 1.0, "sink": 0.01, "trained": 0.0},
-            "sink",
-        ),  # within one standard error of the best
+        ({"none": 1.0, "sink": 0.01, "trained": 0.0}, "sink"),  # within one standard error
         ({"none": 0.0, "sink": 0.5, "trained": 1.0}, "none"),
     ],
 )
@@ -30,7 +27,7 @@ def test_the_simplest_recipe_within_one_standard_error_is_chosen(
 
 
 def test_the_standard_error_is_that_of_the_paired_difference() -> None:
-    """The variance between questions does not hide a small constant difference."""
+    """A high variance between questions does not hide a small constant difference."""
     hard = np.array([0.0, 10.0, 20.0, 30.0])
     assert choose({"none": hard + 0.1, "sink": hard}) == "sink"
 

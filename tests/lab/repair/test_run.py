@@ -121,7 +121,7 @@ class TestResult:
     def test_a_recipe_in_use_is_kept_unless_another_is_better(
         self, finished: tuple[Path, Recipe, Any], model: BlockModel, tmp_path: Path
     ) -> None:
-        """The time of this repair is too short for a better recipe."""
+        """The time limit of this repair is too short for finding a better recipe."""
         _, good, _ = finished
         hasty = replace(QUICK, samples=0, closed_form=2)
         kept = run.repair(model, material(model, in_use=good), tmp_path / "recipe", limits=hasty)
