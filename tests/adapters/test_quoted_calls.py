@@ -46,7 +46,7 @@ def answer_of(
         ("hermes", False, "stream"),
     ],
 )
-def test_quoted_call_is_text(framework: Framework, form: str, how: How, special: bool) -> None:
+def test_a_quoted_call_is_text(framework: Framework, form: str, how: How, special: bool) -> None:
     (said,) = quoted(form)
     assert answer_of(framework, form, quoted(form), how, special) == (said.text, [])
     text = f"{CALLS[form]} is quoted."

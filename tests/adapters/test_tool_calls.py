@@ -50,7 +50,9 @@ def test_calls_are_parsed_and_the_text_before_them_is_kept(framework: Framework,
         ('<tool_call>\n{"name": "look_up", "query": "towers"}\n</tool_call>', "'arguments' once"),
     ],
 )
-def test_reports_invalid_calls(framework: Framework, how: How, written: str, error: str) -> None:
+def test_invalid_calls_are_reported(
+    framework: Framework, how: How, written: str, error: str
+) -> None:
     found = framework.ask(scripted(framework, f"Hm. {written}"), how, tools=[LOOK_UP])
     assert (found.text.strip(), found.calls) == ("Hm.", [])
     ((name, said, text),) = found.invalid

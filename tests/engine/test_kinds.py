@@ -170,7 +170,9 @@ def test_recomputing_all_passages_gives_full_modes_answers(kind: str, assembly: 
 
 
 @pytest.mark.parametrize("kind", RECOMPUTING)
-def test_auto_recomputes_tokens(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_recomputes_tokens_of_stock_models(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
     model = new_model(kind)
     assert BlockAttentionEngine(model, recipe="auto").recipe == Recipe("head", recompute=0.1)
     assert "uses 'head+recompute:0.1', which computes 10 %" in caplog.text

@@ -156,7 +156,9 @@ def test_another_end_token_is_accepted(engine: BlockAttentionEngine) -> None:
         engine.generate(A, structured_outputs={"choice": ["yes"]}, eos_token_id=s)
 
 
-def test_extra_is_required(engine: BlockAttentionEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_extra_is_reported(
+    engine: BlockAttentionEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(ImportError, match=r"Structured output needs llguidance.*\[structured\]"):
         engine.generate(A, structured_outputs={"regex": "[a-c]{3}"})

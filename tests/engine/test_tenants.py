@@ -186,7 +186,9 @@ def test_read_only_engine_answers(model: BlockModel, store: KVStore, resident_by
     assert engine.access.read_only
 
 
-def test_skips_damage(model: BlockModel, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_read_only_engine_keeps_recomputed_blocks_in_memory(
+    model: BlockModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     BlockAttentionEngine(model, tmp_path / "kv").encode(["first passage"])
     (path,) = (tmp_path / "kv").rglob("*.safetensors")
     path.write_bytes(path.read_bytes()[:-1])

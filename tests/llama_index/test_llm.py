@@ -81,7 +81,7 @@ def test_messages_to_prompt_overrides_the_chat_template(engine: RecordingEngine)
     assert engine.calls[0].prompt.text == "[Hi]"
 
 
-def test_merges_roles(llm: BlockAttentionLLM, engine: RecordingEngine) -> None:
+def test_messages_of_one_role_are_merged(llm: BlockAttentionLLM, engine: RecordingEngine) -> None:
     history = [
         ChatMessage(role=MessageRole.DEVELOPER, content="D"),
         ChatMessage(role=MessageRole.USER, blocks=[TextBlock(text="a"), TextBlock(text="b")]),

@@ -207,7 +207,7 @@ MALFORMED = [
 
 
 @pytest.mark.parametrize(("form", "answer", "name", "error"), MALFORMED)
-def test_reports_malformed_calls(form: str, answer: str, name: str | None, error: str) -> None:
+def test_malformed_calls_are_reported(form: str, answer: str, name: str | None, error: str) -> None:
     read(form, answer[:500])
     found = parse_answer(answer, FORMATS[form], ["look_up"])
     assert not found.text

@@ -79,7 +79,9 @@ class TestConversation:
             ("x", [], "Found no message"),
         ],
     )
-    def test_refuses_other_input(self, template: str | None, messages: Any, expected: str) -> None:
+    def test_invalid_messages_are_refused(
+        self, template: str | None, messages: Any, expected: str
+    ) -> None:
         tokenizer = tiny_tokenizer()
         tokenizer.chat_template = template
         with pytest.raises(SegmentationError, match=expected):

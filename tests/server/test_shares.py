@@ -223,7 +223,9 @@ def test_a_share_uses_no_more_memory_than_reported(home: KVStore) -> None:
     ],
 )
 @pytest.mark.parametrize("quantized", [False, True])
-def test_refuses_other_shapes(home: KVStore, profile: ModelProfile, quantized: bool) -> None:
+def test_blocks_of_other_shapes_are_refused(
+    home: KVStore, profile: ModelProfile, quantized: bool
+) -> None:
     kv = make_kv(tokens=40, quantized=quantized)
     home.put(kv.key, kv)
     store = ShareStore(home, Share.of(profile, 1, 2), profile)
@@ -289,7 +291,9 @@ def flip(folder: DirectoryStore, key: str, byte: int) -> None:
 
 
 @pytest.mark.parametrize("quantized", [False, True])
-def test_reports_damage(ranges: MaintainedStore, folder: DirectoryStore, quantized: bool) -> None:
+def test_damage_is_reported_by_the_rank_that_reads_it(
+    ranges: MaintainedStore, folder: DirectoryStore, quantized: bool
+) -> None:
     kv, other = (make_kv(name, tokens=40, quantized=quantized) for name in ("one", "other"))
     for one in (kv, other):
         ranges.put(one.key, one)

@@ -60,12 +60,12 @@ def said(form: str, spans: list[Span], **fields: Any) -> Any:
 
 
 @FORM
-def test_quoted_call_is_text(form: str) -> None:
+def test_a_quoted_call_is_text(form: str) -> None:
     assert said(form, quoted(form)) == (quoted(form)[0].text, [], "stop", "")
 
 
 @FORM
-def test_made_call_is_a_call(form: str) -> None:
+def test_a_call_of_the_model_is_made(form: str) -> None:
     assert said(form, called(form)) == ("I do.", MADE, "tool_calls", "")
 
 

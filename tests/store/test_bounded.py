@@ -350,7 +350,9 @@ def test_processes_share_the_limit(tmp_path: Path) -> None:
     assert store.stats().total_bytes <= 4 * SIZE
 
 
-def test_shrink(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shrink_deletes_the_least_recently_used_entries(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = DirectoryStore(tmp_path)
     put(store, 0, 1, 2, 3)
     report = shrink(store, 2 * SIZE)

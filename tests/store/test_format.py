@@ -116,14 +116,14 @@ def test_decode_returns_the_encoded_block(kv: BlockKV) -> None:
             assert torch.equal(actual.view(torch.uint8), expected.view(torch.uint8))
 
 
-def test_golden_entry() -> None:
+def test_the_golden_entry_is_encoded_and_decoded() -> None:
     content = encode(golden_kv())
     assert fields_of(content) == {"__metadata__": GOLDEN_METADATA, **GOLDEN_TENSORS}
     assert content.endswith(GOLDEN_DATA)
     assert same(from_bytes(golden()), golden_kv())
 
 
-def test_golden_int8_entry() -> None:
+def test_the_golden_int8_entry_is_encoded_and_decoded() -> None:
     content = encode(golden_int8())
     end = 8 + int.from_bytes(content[:8], "little")
     assert content[end:] == GOLDEN_INT8_DATA
@@ -388,7 +388,9 @@ def test_oversized_header_is_not_read() -> None:
 @pytest.mark.parametrize("name", ["keys", "values"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e5m2])
 @pytest.mark.parametrize("more_heads", [0, 1])
-def test_refuses_nonfinite(value: float, name: str, dtype: torch.dtype, more_heads: int) -> None:
+def test_non_finite_states_are_refused(
+    value: float, name: str, dtype: torch.dtype, more_heads: int
+) -> None:
     kv = make_kv(dtype=dtype, more_heads=more_heads)
     layers = getattr(kv, name)
     spoilt = layers[-1].float().clone()
@@ -403,7 +405,7 @@ def test_refuses_nonfinite(value: float, name: str, dtype: torch.dtype, more_hea
 
 @pytest.mark.parametrize("scale", [torch.nan, torch.inf, 3e38])
 @pytest.mark.parametrize("of_keys", [True, False])
-def test_refuses_nonfinite_scales(scale: float, of_keys: bool) -> None:
+def test_non_finite_scales_are_refused(scale: float, of_keys: bool) -> None:
     kv = make_kv(quantized=True)
     assert kv.scales is not None
     scales = kv.scales.keys if of_keys else kv.scales.values

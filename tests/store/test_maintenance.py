@@ -117,7 +117,9 @@ def test_verify_names_foreign_entries_and_leftovers(store: DirectoryStore) -> No
     assert store.stats().entries == 3
 
 
-def test_verify_keeps_unread_entry(store: DirectoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_keeps_entries_that_it_could_not_read(
+    store: DirectoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     peek = DirectoryStore.peek
 
     def refuse(self: DirectoryStore, key: str) -> BlockKV | None:

@@ -138,7 +138,7 @@ def test_password_is_never_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert not any("s3cr3t" in text for text in shown)
 
 
-def test_limits_are_checked() -> None:
+def test_invalid_limits_are_refused() -> None:
     with pytest.raises(ValueError, match="at most 536870912, the limit of Redis"):
         RedisStore("redis://localhost", max_entry_bytes=1 << 30)
     with pytest.raises(ValueError, match="max_bytes must be positive"):

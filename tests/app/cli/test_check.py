@@ -26,7 +26,9 @@ def test_check_of_a_supported_model_exits_0(cli: Command, model: Path) -> None:
     }
 
 
-def test_checks_a_recipe(cli: Command, model: Path, loaded: BlockModel, tmp_path: Path) -> None:
+def test_check_accepts_a_recipe(
+    cli: Command, model: Path, loaded: BlockModel, tmp_path: Path
+) -> None:
     recipe_of(loaded).save(tmp_path / "recipe")
     plain = cli("check", model, "--json").json
     report = cli("check", model, "--recipe", tmp_path / "recipe", "--json")
@@ -89,7 +91,9 @@ def test_a_read_only_server_is_checked_in_full_mode(
         (("--server", "http://127.0.0.1:9"), "Cannot reach http://127"),
     ],
 )
-def test_refuses_other_arguments(cli: Command, arguments: tuple[str, ...], message: str) -> None:
+def test_invalid_arguments_are_refused(
+    cli: Command, arguments: tuple[str, ...], message: str
+) -> None:
     output = cli("check", *arguments)
     assert output.status != 0
     assert message in " ".join(output.stderr.replace("│", " ").split())

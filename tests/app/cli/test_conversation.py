@@ -69,7 +69,9 @@ def output_of(answering: Any, capsys: pytest.CaptureFixture[str]) -> tuple[str, 
     return " ".join(out.split()), " ".join(err.split())
 
 
-def test_keeps_the_history(typed: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_conversation_keeps_its_history(
+    typed: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
     answering = Answering("214 metres.", "Yes.", "No.")
     typed("How high?", "", "  Is that high? ", "/clear", "And?")
     out, err = output_of(answering, capsys)
@@ -92,7 +94,9 @@ def test_stop_adds_no_turn(typed: Callable[..., None], capsys: pytest.CaptureFix
     assert "Ctrl-D leaves" in err
 
 
-def test_invalid_bytes_pass(typed: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_conversation_continues_after_invalid_bytes(
+    typed: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
     answering = Answering("Yes.")
     typed(UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"), "How high?")
     out, err = output_of(answering, capsys)
@@ -100,7 +104,9 @@ def test_invalid_bytes_pass(typed: Callable[..., None], capsys: pytest.CaptureFi
     assert "begun Yes." in out
 
 
-def test_survives_errors(typed: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_conversation_continues_after_an_error(
+    typed: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
     answering = Answering(ContextOverflowError("too long\nby far"), "Yes.")
     typed("How high?", "Is that high?")
     out, err = output_of(answering, capsys)
@@ -109,7 +115,9 @@ def test_survives_errors(typed: Callable[..., None], capsys: pytest.CaptureFixtu
     assert answering.asked[1] == ("Is that high?", [])
 
 
-def test_runs_commands(typed: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_are_executed(
+    typed: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
     answering = Answering("Yes.")
     typed("/sources", "/help", "/nothing", "How?", "/sources", "/quit", "never asked")
     out, err = output_of(answering, capsys)

@@ -135,7 +135,9 @@ def test_the_demo_gives_the_same_answers_with_every_store(
         assert again["reused"] == (0 if name == "memory" else 6)
 
 
-def test_refuses_other_databases(cli: Command, model: Path, tmp_path: Path) -> None:
+def test_a_database_with_other_documents_is_refused(
+    cli: Command, model: Path, tmp_path: Path
+) -> None:
     db = tmp_path / "db"
     (tmp_path / "note.txt").write_text("The height of Halden Tower is 214 metres.", "utf-8")
     assert cli("ingest", tmp_path / "note.txt", "--db", db, "--model", model).status == 0

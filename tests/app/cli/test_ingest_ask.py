@@ -182,7 +182,7 @@ def test_a_new_database_needs_a_usable_model_and_embedding(
     assert not (tmp_path / "db" / MANIFEST).exists()
 
 
-def test_refuses_another_embedding(cli: Command, database: Path, documents: Path) -> None:
+def test_another_embedding_is_refused(cli: Command, database: Path, documents: Path) -> None:
     output = cli("ingest", documents, "--db", database, "--embedding", "BAAI/bge-small-en-v1.5")
     assert (output.status, "made with embedding 'hashing'" in output.stderr) == (1, True)
 
@@ -246,7 +246,9 @@ def test_ask_takes_a_recipe(cli: Command, database: Path, model: Path, tmp_path:
     assert (nowhere.status, "Found no recipe at nowhere" in nowhere.stderr) == (1, True)
 
 
-def test_another_model_warns(cli: Command, database: Path, tmp_path: Path) -> None:
+def test_asking_with_another_model_logs_a_warning(
+    cli: Command, database: Path, tmp_path: Path
+) -> None:
     other = tmp_path / "other"
     tiny_model(seed=1).save_pretrained(other)
     tiny_tokenizer().save_pretrained(other)
@@ -257,7 +259,9 @@ def test_another_model_warns(cli: Command, database: Path, tmp_path: Path) -> No
     assert cli(*command).json["misses"] == 0
 
 
-def test_refuses_other_model(cli: Command, database: Path, documents: Path, model: Path) -> None:
+def test_ingesting_with_another_model_is_refused(
+    cli: Command, database: Path, documents: Path, model: Path
+) -> None:
     output = cli("ingest", documents, "--db", database, "--model", "bundled")
     assert output.status == 1
     assert output.stderr.startswith(f"error: {database} has passages encoded by {model}, found ")
@@ -265,7 +269,9 @@ def test_refuses_other_model(cli: Command, database: Path, documents: Path, mode
     assert cli("ingest", documents, "--db", database, "--model", model).status == 0
 
 
-def test_follows_moved_model(cli: Command, documents: Path, model: Path, tmp_path: Path) -> None:
+def test_a_moved_model_is_found_again(
+    cli: Command, documents: Path, model: Path, tmp_path: Path
+) -> None:
     before, after = tmp_path / "before", tmp_path / "after"
     shutil.copytree(model, before)
     command = ("ingest", documents, "--db", tmp_path / "db", "--json", "--model")
@@ -296,7 +302,9 @@ def test_a_failed_ingestion_saves_neither_model_nor_embedding(
     assert (report.json["added"], report.json["embedding"]) == (2, "hashing")
 
 
-def test_estimates_the_work(cli: Command, documents: Path, model: Path, tmp_path: Path) -> None:
+def test_ingest_prints_an_estimate_of_the_work(
+    cli: Command, documents: Path, model: Path, tmp_path: Path
+) -> None:
     command = ("ingest", documents, "--db", tmp_path / "db", "--model", model)
     output = cli(*command, "--json")
     [line] = [line for line in output.stderr.splitlines() if " to encode: about " in line]
@@ -310,7 +318,9 @@ def test_estimates_the_work(cli: Command, documents: Path, model: Path, tmp_path
 
 
 @pytest.mark.parametrize("kv_dtype", ["model", "int8"])
-def test_estimate_is_exact(kv_dtype: Any, documents: Path, model: Path, tmp_path: Path) -> None:
+def test_the_estimate_of_the_size_is_exact(
+    kv_dtype: Any, documents: Path, model: Path, tmp_path: Path
+) -> None:
     estimates: list[Estimate] = []
     wanted = Manifest(str(model), fingerprint="", kv_dtype=kv_dtype)
     database = Database.create(tmp_path / "db", wanted)
@@ -342,7 +352,9 @@ def test_int8_is_suggested_for_large_databases(
     assert "note: with --kv-dtype int8 they would" in cli(*command, tmp_path / "large").stderr
 
 
-def test_reports_equal_texts(cli: Command, documents: Path, model: Path, tmp_path: Path) -> None:
+def test_equal_texts_are_reported(
+    cli: Command, documents: Path, model: Path, tmp_path: Path
+) -> None:
     shutil.copy(documents / "tower.txt", documents / "copy.txt")
     output = cli("ingest", documents, "--db", tmp_path / "db", "--model", model)
     assert "stored; 1 passage of equal text share them" in output.stdout
@@ -386,7 +398,9 @@ def test_square_brackets_in_a_passage_are_not_markup(
     assert "[/bold] The depth is 45 feet. [link=x] [red]" in output.stdout
 
 
-def test_marks_cut_answer(cli: Command, database: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_that_was_cut_off_is_marked(
+    cli: Command, database: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     command = ("ask", "How high is it?", "--db", database, "--max-new-tokens", 3)
     assert cli(*command, "--json").json["finish_reason"] == "length"
     assert " ... [cut off after 3 tokens: --max-new-tokens, " in cli(*command).stdout
@@ -409,7 +423,7 @@ def test_sources_name_the_page_of_a_pdf(cli: Command, model: Path, tmp_path: Pat
     assert f"[1] {path} page 2 (" in cli(*command).stdout
 
 
-def test_escapes_control_characters(cli: Command, model: Path, tmp_path: Path) -> None:
+def test_control_characters_are_escaped(cli: Command, model: Path, tmp_path: Path) -> None:
     text = "\x1b]0;owned\x07The depth is 45 feet.\x1b[2J\u202e"
     folder = tmp_path / "folder"
     folder.mkdir()

@@ -212,7 +212,7 @@ PLAN = ("plan", "--model", "8b", "--tflops", 1)
         (PLAN, ("--passages", 3, "--tflops", 0), "Found 0, expected above 0"),
     ],
 )
-def test_refuses_invalid_options(
+def test_invalid_options_are_refused(
     cli: Command, command: tuple[object, ...], options: tuple[object, ...], message: str
 ) -> None:
     output = cli(*command, *options)

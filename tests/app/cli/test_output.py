@@ -133,7 +133,9 @@ def test_no_remaining_time_is_shown_after_the_first_item(
     ]
 
 
-def test_terminal_bars(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_bars_are_shown_on_a_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     terminal = Console(width=100, stderr=True, force_terminal=True)
     monkeypatch.setattr("blockattn_rag.app.cli.progress.stderr", terminal)
     with stages() as report:

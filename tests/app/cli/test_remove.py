@@ -44,7 +44,9 @@ def test_folder_removes_its_files(cli: Command, database: Path, documents: Path)
     assert "contains no passages" in output.stderr
 
 
-def test_refuses_new_files(cli: Command, database: Path, documents: Path, tmp_path: Path) -> None:
+def test_files_that_were_not_ingested_are_refused(
+    cli: Command, database: Path, documents: Path, tmp_path: Path
+) -> None:
     output = cli("remove", documents / "tower.txt", tmp_path / "other.txt", "--db", database)
     assert output.status == 1
     assert f"has no passages from {tmp_path / 'other.txt'}" in output.stderr

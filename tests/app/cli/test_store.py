@@ -201,7 +201,9 @@ def test_store_may_be_folder_or_address(cli: Command, database: Path, tmp_path: 
     ],
 )
 @pytest.mark.parametrize("command", ["stats", "ls", "verify", "gc"])
-def test_refuses_unlistable_stores(cli: Command, command: str, address: str, message: str) -> None:
+def test_stores_that_cannot_be_listed_are_refused(
+    cli: Command, command: str, address: str, message: str
+) -> None:
     output = cli("store", command, address)
     assert (output.status, output.stdout) == (1, "")
     assert message in " ".join(output.stderr.split())

@@ -60,7 +60,7 @@ def test_a_pdf_is_read_page_by_page(tmp_path: Path) -> None:
     assert {d.metadata["source"] for d in found} == {str(path)}
 
 
-def test_html_is_decoded_as_it_declares(tmp_path: Path) -> None:
+def test_html_is_decoded_with_its_declared_charset(tmp_path: Path) -> None:
     page = '<meta charset="iso-8859-1"><p>Stra\u00dfe</p>'
     (tmp_path / "old.html").write_bytes(page.encode("latin-1"))
     assert [d.text for d in load_documents([tmp_path]).documents] == ["Stra\u00dfe"]

@@ -69,7 +69,9 @@ def test_divergence_and_agreement_equal_the_oracle(
         assert found.tokens == len(answer)
 
 
-def test_floor_is_rounding(engine: BlockAttentionEngine, samples: list[EvaluationSample]) -> None:
+def test_the_floor_only_contains_rounding_errors(
+    engine: BlockAttentionEngine, samples: list[EvaluationSample]
+) -> None:
     report = measure(engine, samples, "none", "head:4", closed_book=True)
     assert [row.mode for row in report.results] == ["floor", "none", "head:4", "closed-book"]
     assert report["floor"].kl.high < 1e-8
@@ -84,7 +86,9 @@ def test_floor_is_rounding(engine: BlockAttentionEngine, samples: list[Evaluatio
     assert set(row["recovery"]) == set(row["kl"]) == {"mean", "low", "high"}
 
 
-def test_equal_modes(engine: BlockAttentionEngine, samples: list[EvaluationSample]) -> None:
+def test_modes_without_passages_are_equal(
+    engine: BlockAttentionEngine, samples: list[EvaluationSample]
+) -> None:
     bare = [replace(sample, passages=()) for sample in samples]
     report = measure(engine, bare, "none", "head:4")
     assert [row.recovery for row in report.results] == [None] * 3
@@ -163,7 +167,9 @@ def test_records_of_a_different_recipe_with_the_same_name_are_refused(
     measure(engine, samples, "none", records_path=path)
 
 
-def test_refuses_empty_runs(engine: BlockAttentionEngine, samples: list[EvaluationSample]) -> None:
+def test_empty_runs_are_refused(
+    engine: BlockAttentionEngine, samples: list[EvaluationSample]
+) -> None:
     for recipes in (("none", "none"), ("full",), ("closed-book", "none")):
         with pytest.raises(ValueError, match="expected distinct names other than 'full'"):
             measure(engine, samples, *recipes)

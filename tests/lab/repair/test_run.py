@@ -85,7 +85,9 @@ def measured_steps(report: Mapping[str, Any]) -> list[float]:
 
 
 class TestResult:
-    def test_writes_the_best(self, model: BlockModel, finished: tuple[Path, Recipe, Any]) -> None:
+    def test_the_best_recipe_is_saved(
+        self, model: BlockModel, finished: tuple[Path, Recipe, Any]
+    ) -> None:
         output, recipe, _ = finished
         assert recipe.adapter is not None
         assert recipe.sink == "head:4"
@@ -133,7 +135,7 @@ class TestResult:
         )
         assert kept.adapter.digest == good.adapter.digest  # type: ignore[union-attr]
 
-    def test_counts_right_answers(self, model: BlockModel, tmp_path: Path) -> None:
+    def test_correct_answers_are_counted(self, model: BlockModel, tmp_path: Path) -> None:
         answers = ("zzzz", *map(chr, range(97, 122)))  # match any answer of the random model
         known = [replace(question, answers=answers) for question in QUESTIONS]
         report = repaired(model, tmp_path / "recipe", questions=known).report
@@ -295,7 +297,7 @@ class TestMaterial:
             (None, "no questions, and no passages to write"),
         ],
     )
-    def test_needs_enough_questions(
+    def test_too_few_questions_are_refused(
         self, model: BlockModel, tmp_path: Path, questions: Any, message: str
     ) -> None:
         with pytest.raises(DataError, match=message):

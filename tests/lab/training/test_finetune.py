@@ -187,7 +187,7 @@ class TestResume:
         assert [p.name for p in tmp_path.iterdir()] == ["checkpoint-4"]
 
     @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-    def test_resumes_at_end(
+    def test_a_completed_training_is_not_repeated(
         self, folder: Path, monkeypatch: pytest.MonkeyPatch, lora: bool
     ) -> None:
         # After a complete epoch there would be no further step to resume.
@@ -317,7 +317,9 @@ class TestRefusals:
         [({"max_steps": 3}, "loss is nan at step"), ({"max_steps": 1}, "weights are not finite")],
         ids=["loss", "weights"],
     )
-    def test_divergence_raises(self, folder: Path, changes: dict[str, Any], expected: str) -> None:
+    def test_diverging_training_raises(
+        self, folder: Path, changes: dict[str, Any], expected: str
+    ) -> None:
         far: dict[str, Any] = {"learning_rate": 1e38, "warmup_steps": 0}
         with pytest.raises(DivergedError, match=expected):
             finetune(config(settings(folder, **far, **changes)))
